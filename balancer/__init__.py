@@ -1,0 +1,1 @@
+"""The brain: search, session, journal and probes. Knows no screen."""

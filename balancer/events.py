@@ -1,0 +1,66 @@
+"""What a session reports while it runs. Frozen records; a terminal, a journal viewer or a screen draws them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from balancer.records import Belief, Observation, Probe, Result
+from evener.plan import Plan
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """The session began. `replayed` observations came from the journal and were not measured again."""
+
+    run: str
+    devices: tuple[str, ...]  # labels, in the order of the request
+    workload: str
+    budget_seconds: float | None
+    replayed: int
+
+
+class ProbeStarted(msgspec.Struct, frozen=True, tag=True):
+    """A measurement began; several run at the same time."""
+
+    probe: Probe
+    at_seconds: float  # of the session's clock
+
+
+class ProbeProgress(msgspec.Struct, frozen=True, tag=True):
+    """How a running measurement is doing. A later one replaces it."""
+
+    probe: Probe
+    phase: str  # starting | building | warming up | measuring
+    samples_per_second: float | None
+    relative_interval: float | None  # half-width of the 95 % interval / the figure
+    at_seconds: float
+
+
+class Observed(msgspec.Struct, frozen=True, tag=True):
+    """A measurement ended, was journalled, and was told to the search."""
+
+    seen: Observation
+    belief: Belief
+    best: Result | None
+    probes: int  # so far, replayed ones counted
+    out_of_memory: int
+    at_seconds: float
+
+
+class Paused(msgspec.Struct, frozen=True, tag=True):
+    """No new probe starts until the session goes on."""
+
+    at_seconds: float
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """The session ended with a plan. `interrupted`: by the user, with the best plan so far."""
+
+    run: str
+    plan: Plan
+    results: tuple[Result, ...]  # every layout measured in the race, best first
+    verdict: str  # one sentence: what to do and why
+    interrupted: bool
+    at_seconds: float
+
+
+Event = Started | ProbeStarted | ProbeProgress | Observed | Paused | Finished

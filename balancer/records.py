@@ -1,0 +1,153 @@
+"""The nouns of a session: what can be measured, and what came of it. Frozen data, no behaviour beyond arithmetic.
+
+Devices are positions in the request (0 .. K-1); whoever drives a session knows which device a position is.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Kind = Literal["solo", "split", "pack", "place"]
+Stage = Literal["solo", "split", "race"]
+Cause = Literal["signal", "exit", "timeout", "protocol", "raised", "unsupported"]
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """How the workload lies on the devices of the request; `shares` are samples, 0 for a device that is left out."""
+
+    kind: Kind
+    shares: tuple[int, ...]
+    processes: int = 1  # pack: trainings side by side, each with the whole share
+    placement: str = ""  # place: the workload's own name for it
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per optimizer step."""
+        return sum(self.shares)
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """Positions of the devices that compute."""
+        return tuple(i for i, share in enumerate(self.shares) if share)
+
+
+def solo(devices: int, position: int, batch: int) -> Layout:
+    """One of `devices` devices alone at `batch` samples."""
+    return Layout("solo", tuple(batch if i == position else 0 for i in range(devices)))
+
+
+def layout_of(shares: tuple[int, ...]) -> Layout:
+    """Solo if one device has samples, else split."""
+    return Layout("solo" if sum(1 for share in shares if share) == 1 else "split", shares)
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """One measurement to make. Equal probes are the same measurement; `turn` tells repeats of a layout apart."""
+
+    layout: Layout
+    stage: Stage
+    seconds: float  # measure for at most so long, warm-up not counted
+    turn: int = 0
+
+
+class Warned(msgspec.Struct, frozen=True):
+    """A doubt about a measurement, as a value; its text and remedy are made at the edge (`balancer.session`)."""
+
+    code: Literal["slow_start", "drift", "noisy", "too_short", "throttled", "disturbed", "stalled"]
+    value: float = 0.0  # what was seen: a relative size, or a share of time
+    device: int = -1  # position, -1: the whole step
+
+
+class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
+    """A layout that ran: seconds per synchronised optimizer step, with its 95 % interval."""
+
+    probe: Probe
+    step_seconds: float
+    low_seconds: float
+    high_seconds: float
+    steps: int  # timed, warm-up not counted
+    memory_bytes: tuple[int | None, ...]  # peak of each device of the request; None: unknown, or left out
+    device_seconds: tuple[
+        float | None, ...
+    ]  # own compute of each device within a step, without waiting; None: unknown
+    first_step_seconds: float  # the first step of this shape: tracing, autotuning, compiling
+    elapsed_seconds: float  # what the probe cost, start and warm-up counted
+    warnings: tuple[Warned, ...] = ()
+
+    @property
+    def samples_per_second(self) -> float:
+        """Combined throughput."""
+        return self.probe.layout.global_batch * self.probe.layout.processes / self.step_seconds
+
+
+class OutOfMemory(msgspec.Struct, frozen=True, tag="out_of_memory", tag_field="outcome"):
+    """A layout that does not fit. `devices` names those that ran out, empty if the framework did not say."""
+
+    probe: Probe
+    devices: tuple[int, ...]
+    detail: str
+    elapsed_seconds: float
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="outcome"):
+    """A layout that could not be measured, for a reason other than memory."""
+
+    probe: Probe
+    cause: Cause
+    detail: str  # one line, fit for a person
+    devices: tuple[int, ...]
+    elapsed_seconds: float
+
+
+Observation = Timed | OutOfMemory | Failed
+
+
+class Interval(msgspec.Struct, frozen=True):
+    """A figure with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Result(msgspec.Struct, frozen=True):
+    """A layout's throughput over all its turns, in samples/s."""
+
+    layout: Layout
+    throughput: Interval
+    turns: int
+
+
+class CurveSketch(msgspec.Struct, frozen=True):
+    """What the search believes of one device, for whoever draws it; batches in samples."""
+
+    device: int
+    points: tuple[tuple[int, float], ...]  # (batch, seconds) believed for plotting, increasing in batch
+    measured: tuple[tuple[int, float], ...]  # (batch, seconds) as observed alone
+    largest_batch: int | None  # fits in memory: the largest that ran or is predicted to
+    smallest_failed: int | None  # the smallest batch that ran out of memory
+
+
+class Belief(msgspec.Struct, frozen=True):
+    """The search's view between two probes."""
+
+    curves: tuple[CurveSketch, ...]
+    predicted: Layout | None  # what it would try next as the best
+    predicted_samples_per_second: float | None
+    sync_seconds: float | None  # exposed cost of keeping replicas in step, where known
+    doing: str  # one sentence: what is measured now and why
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """What a search is asked to solve. `memory_bytes` is what a training process can have on each device, if known."""
+
+    devices: int
+    memory_bytes: tuple[int | None, ...]
+    global_batch: int | None = None  # fixed: the shares sum to it
+    max_global_batch: int | None = None
+    multiple_of: int = 1  # each share, and so the global batch, is a multiple of it
+    tolerance: float = 0.02  # within it of the best, the smallest global batch wins
+    budget_seconds: float | None = None  # of probing; None: until the evidence is enough
+    largest_share: int | None = None  # the workload can't make a larger batch for one device

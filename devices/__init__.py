@@ -1,0 +1,1 @@
+"""The senses: what is in this machine and how it is doing."""

@@ -1,0 +1,162 @@
+"""Devices, their limits, and readings that never lie: a metric is a value, or the reason why there is none."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal, Protocol
+
+import msgspec
+
+DeviceKind = Literal["gpu", "cpu", "sim"]
+
+
+class Limit(msgspec.Struct, frozen=True):
+    """What `@` holds a device to: a share of its compute, a part of its memory. Real, never simulated on a real device."""
+
+    percent: float | None = None  # of its compute, above 0 and at most 100
+    memory_bytes: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.percent is not None or self.memory_bytes is not None
+
+
+class Device(msgspec.Struct, frozen=True):
+    """One accelerator of the request."""
+
+    id: str  # the GPU's UUID; "cpu-0-of-2"; "sim-0-gtx1080ti": unique in a request, equal again on the same machine
+    index: int  # among its kind, for display and for frameworks that count
+    name: str  # the product name
+    kind: DeviceKind
+    memory_bytes: int | None  # what a training process can have, before any limit; None: unknown
+    cores: tuple[int, ...] = ()  # CPU slices: the logical CPUs that it owns
+    limit: Limit = Limit()
+
+    @property
+    def label(self) -> str:
+        """Short name for people: GPU:0, CPU:1, SIM:0."""
+        return f"{self.kind.upper()}:{self.index}"
+
+    @property
+    def usable_memory_bytes(self) -> int | None:
+        """What a training process can have, under the limit."""
+        sizes = [size for size in (self.memory_bytes, self.limit.memory_bytes) if size is not None]
+        return min(sizes) if sizes else None
+
+
+class State(StrEnum):
+    """Why a metric has, or hasn't, a value."""
+
+    VALUE = "value"
+    UNSUPPORTED = "unsupported"  # this device can't tell
+    DENIED = "denied"  # it could, but not to this user
+    LOST = "lost"  # the device fell off the bus, or its driver went away
+    STALE = "stale"  # the last value, too old to be called current
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """One metric at one time. `value` is None unless the state is VALUE or STALE."""
+
+    state: State
+    value: float | None = None
+    age_seconds: float = 0.0
+
+    @property
+    def current(self) -> float | None:
+        """The value if it is current, else None."""
+        return self.value if self.state is State.VALUE else None
+
+
+UNSUPPORTED = Reading(State.UNSUPPORTED)
+DENIED = Reading(State.DENIED)
+LOST = Reading(State.LOST)
+
+
+def value(number: float, age_seconds: float = 0.0) -> Reading:
+    """A current value."""
+    return Reading(State.VALUE, float(number), age_seconds)
+
+
+class DeviceSample(msgspec.Struct, frozen=True, kw_only=True):
+    """Every metric of one device at one tick. Units stand in the names; percentages are 0 – 100."""
+
+    device: Device
+    utilization_percent: Reading = UNSUPPORTED  # share of time in which any kernel ran
+    sm_percent: Reading = UNSUPPORTED  # multiprocessors busy (GPM)
+    occupancy_percent: Reading = UNSUPPORTED
+    tensor_percent: Reading = UNSUPPORTED
+    dram_percent: Reading = UNSUPPORTED  # memory bandwidth used
+    memory_used_bytes: Reading = UNSUPPORTED
+    memory_total_bytes: Reading = UNSUPPORTED
+    temperature_celsius: Reading = UNSUPPORTED
+    temperature_limit_celsius: Reading = UNSUPPORTED  # where it slows itself down
+    power_watts: Reading = UNSUPPORTED  # mean over the tick, from the energy counter where there is one
+    power_limit_watts: Reading = UNSUPPORTED
+    energy_joules: Reading = UNSUPPORTED  # since the sampler started
+    clock_mhz: Reading = UNSUPPORTED  # of the multiprocessors
+    clock_max_mhz: Reading = UNSUPPORTED
+    throttled_percent: Reading = UNSUPPORTED  # share of the tick, from nanosecond counters where they exist
+    throttle_reasons: tuple[str, ...] = ()  # e.g. "power cap", "thermal", as people say it
+    pcie_receive_bytes_per_second: Reading = UNSUPPORTED
+    pcie_send_bytes_per_second: Reading = UNSUPPORTED
+    link_receive_bytes_per_second: Reading = UNSUPPORTED  # NVLink, all links
+    link_send_bytes_per_second: Reading = UNSUPPORTED
+    fan_percent: Reading = UNSUPPORTED
+    ecc_errors: Reading = UNSUPPORTED  # uncorrected, since boot
+    samples_per_second: Reading = UNSUPPORTED  # of trainings that report themselves and of running probes
+    events: tuple[str, ...] = ()  # XID, ECC, recovery action: newest last
+    note: str = ""  # one sentence when the whole device is in trouble ("GPU is lost; ...")
+
+
+class ProcessSample(msgspec.Struct, frozen=True, kw_only=True):
+    """One process on one device."""
+
+    pid: int
+    start_time: float  # seconds since the epoch, as psutil has it: with the pid it names a process for good
+    user: str
+    device_id: str
+    device_label: str
+    memory_bytes: Reading = UNSUPPORTED
+    sm_percent: Reading = UNSUPPORTED
+    cpu_percent: Reading = UNSUPPORTED
+    command: str = ""  # cleaned of control characters
+    samples_per_second: Reading = UNSUPPORTED
+
+
+class HostSample(msgspec.Struct, frozen=True, kw_only=True):
+    """The machine around the devices."""
+
+    cpu_percent: float
+    load_1min: float
+    memory_used_bytes: int
+    memory_total_bytes: int
+    cores: int
+    hostname: str
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """One tick of the sampler: everything the monitor shows."""
+
+    at_seconds: float  # seconds since the epoch
+    interval_seconds: float  # since the tick before
+    devices: tuple[DeviceSample, ...]
+    processes: tuple[ProcessSample, ...]
+    host: HostSample
+    sampling_seconds: float  # what this tick cost
+    driver: str = ""  # "" without an NVIDIA driver
+    notes: tuple[str, ...] = ()  # "No NVIDIA driver: ..." and the like
+
+
+class Source(Protocol):
+    """Something that can be sampled once a tick. It never raises for trouble with a device: that is in the readings."""
+
+    def devices(self) -> tuple[Device, ...]:
+        """The devices it knows, in order."""
+        ...
+
+    def sample(self) -> Snapshot:
+        """Everything at this moment; cheap enough for once a second, and safe from a thread of its own."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the driver."""
+        ...

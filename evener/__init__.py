@@ -1,0 +1,25 @@
+"""What a training script imports: the plan, and how to report samples/s. Loads no framework.
+
+Names are looked up when they are first used, so `import evener` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evener.live import report
+    from evener.plan import Plan, load_plan
+
+__version__ = "0.1.0"
+__all__ = ["Plan", "__version__", "load_plan", "report"]
+
+_HOMES = {"Plan": "evener.plan", "load_plan": "evener.plan", "report": "evener.live"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'evener' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,286 @@
+"""The plan: the chosen layout with the evidence for it, as a file that a training script applies.
+
+Read strictly (an unknown key, a ratio that doesn't match its batch, a newer schema is an error that names the key),
+written atomically, and the same bytes again after a round trip.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from evener.errors import PlanError, RequestError
+from evener.shares import apportion
+
+SCHEMA = 1
+LARGEST_FILE_BYTES = 4 << 20  # a plan is a few kB; anything larger is not one
+RATIO_TOLERANCE = 1e-6
+
+Kind = Literal["solo", "split", "pack", "place"]
+Format = Literal["toml", "json"]
+
+
+class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One device's part of each global batch; `batch` 0 means that the device is left out."""
+
+    device: str  # the GPU's UUID, or the name of a CPU slice or simulated device
+    index: int  # for display, and for frameworks that count devices
+    name: str
+    batch: int  # samples
+    ratio: float  # batch / global batch
+    limit: str = ""  # as given behind `@`: "60%+8GiB"
+
+
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the workload lies on the devices of the request, in their order."""
+
+    kind: Kind
+    global_batch: int  # samples per optimizer step, over all devices (pack: per process)
+    share: tuple[Share, ...]
+    engine: str = ""  # towers | mirrored | multiworker | ddp; empty where there is no choice
+    processes: int = 1  # pack: trainings side by side on the device
+    placement: str = ""  # place: the workload's name for it
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Samples for each device of the request; 0 for one that is left out."""
+        return tuple(share.batch for share in self.share)
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Each device's part of the global batch; they sum to 1."""
+        return tuple(share.ratio for share in self.share)
+
+    @property
+    def active(self) -> tuple[Share, ...]:
+        """The shares of the devices that compute."""
+        return tuple(share for share in self.share if share.batch)
+
+
+class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Measured samples/s over whole synchronised steps, with its 95 % interval."""
+
+    samples_per_second: float
+    low: float
+    high: float
+
+
+class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A layout that was measured beside the chosen one."""
+
+    name: str  # "even split", "best single device", "solo GPU:0", ...
+    layout: Layout
+    throughput: Throughput
+
+
+class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What finding the plan took."""
+
+    probes: int
+    out_of_memory: int
+    seconds: float
+    seed: int
+    why_stopped: str
+
+
+class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the figures were measured on; another machine or model needs another plan."""
+
+    devices: tuple[str, ...]  # "name (memory MiB)" of each device
+    driver: str
+    versions: dict[str, str]  # framework -> version
+    workload_digest: str
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The fastest layout that was measured, and the evidence for it."""
+
+    created: str  # UTC, RFC 3339
+    workload: str
+    framework: str
+    precision: str
+    xla: bool
+    layout: Layout
+    throughput: Throughput
+    evidence: tuple[Evidence, ...]
+    search: SearchSummary
+    fingerprint: Fingerprint
+    warnings: tuple[str, ...] = ()
+    schema: int = SCHEMA
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Each device's part of the global batch, in the order of the request."""
+        return self.layout.ratios
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Samples for each device, in the order of the request."""
+        return self.layout.batches
+
+    def shares(self, global_batch: int | None = None) -> tuple[int, ...]:
+        """Samples for each device at `global_batch` (the plan's own unless said); sums to it exactly."""
+        if global_batch is None or global_batch == self.layout.global_batch:
+            return self.batches
+        return apportion(global_batch, self.ratios)
+
+    def save(self, path: str | os.PathLike[str], format: Format | None = None) -> None:  # noqa: A002 - the public word
+        """Write atomically; TOML unless the name ends in .json or `format` says otherwise."""
+        target = Path(path)
+        chosen = format or ("json" if target.suffix == ".json" else "toml")
+        write_atomically(target, to_toml(self) if chosen == "toml" else to_json(self))
+
+
+def make_layout(
+    kind: Kind,
+    devices: tuple[Share, ...],
+    batches: tuple[int, ...],
+    *,
+    engine: str = "",
+    processes: int = 1,
+    placement: str = "",
+) -> Layout:
+    """A layout from template shares (their batch and ratio are replaced) and samples per device."""
+    total = sum(batches)
+    shares = tuple(
+        msgspec.structs.replace(device, batch=batch, ratio=batch / total if total else 0.0)
+        for device, batch in zip(devices, batches, strict=True)
+    )
+    return Layout(kind, total, shares, engine, processes, placement)
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan from TOML, or JSON if the file's text is an object; PlanError says what is wrong and where."""
+    source = Path(path)
+    try:
+        if source.stat().st_size > LARGEST_FILE_BYTES:
+            raise PlanError(f"{source} is larger than any plan.", "Give the file that --export wrote.")
+        text = source.read_bytes()
+    except OSError as error:
+        raise PlanError(
+            f"The plan {source} can't be read: {error.strerror or error}.",
+            "Write one with evener balance --export.",
+        ) from None
+    return parse_plan(text, str(source))
+
+
+def parse_plan(text: bytes, source: str = "plan") -> Plan:
+    """Read a plan from its bytes; `source` names them in errors."""
+    data = _decode(text, source)
+    if not isinstance(data, dict):
+        raise PlanError(f"{source} is not a plan: it holds no keys.", "Give the file that --export wrote.")
+    _check_schema(data, source)
+    try:
+        plan = msgspec.convert(data, Plan, strict=True)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise PlanError(
+            f"{source}: {error}.", "Mend that key, or make the plan again with evener balance --export."
+        ) from None
+    _check_numbers(plan, source)
+    return plan
+
+
+def to_toml(plan: Plan) -> bytes:
+    """The plan as TOML, with the schema first."""
+    import tomli_w
+
+    return tomli_w.dumps(_ordered(plan)).encode()
+
+
+def to_json(plan: Plan) -> bytes:
+    """The plan as indented JSON, with the same keys as the TOML."""
+    return msgspec.json.format(msgspec.json.encode(_ordered(plan)), indent=2) + b"\n"
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace `path` by `content` in one step, so that a full disk or a kill leaves the earlier file whole."""
+    temporary: str | None = None
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+        temporary = None
+    except OSError as error:
+        raise RequestError(
+            f"{path} can't be written: {error.strerror or error}.",
+            "Name a file in a folder that you may write.",
+        ) from None
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+
+
+def _ordered(plan: Plan) -> dict[str, Any]:
+    data: dict[str, Any] = msgspec.to_builtins(plan)
+    return {"schema": data.pop("schema"), **data}
+
+
+def _decode(text: bytes, source: str) -> Any:
+    try:
+        if text.lstrip()[:1] == b"{":
+            return msgspec.json.decode(text)
+        return msgspec.toml.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise PlanError(
+            f"{source} is neither TOML nor JSON: {error}.", "Make it again with evener export."
+        ) from None
+
+
+def _check_schema(data: dict[Any, Any], source: str) -> None:
+    schema = data.get("schema")
+    if isinstance(schema, bool) or not isinstance(schema, int):
+        raise PlanError(
+            f"{source} has no whole number at `schema`.", "Make it again with evener balance --export."
+        )
+    if schema > SCHEMA:
+        raise PlanError(
+            f"{source} has schema {schema}; this evener reads up to {SCHEMA}.",
+            "Update evener on this machine.",
+        )
+    if schema < 1:
+        raise PlanError(f"{source} has schema {schema}, which never was.", f"The first schema is {SCHEMA}.")
+
+
+def _check_numbers(plan: Plan, source: str) -> None:
+    _check_layout(plan.layout, f"{source}: layout")
+    _check_throughput(plan.throughput, f"{source}: throughput")
+    for position, rival in enumerate(plan.evidence):
+        _check_layout(rival.layout, f"{source}: evidence[{position}].layout")
+        _check_throughput(rival.throughput, f"{source}: evidence[{position}].throughput")
+
+
+def _check_layout(layout: Layout, where: str) -> None:
+    if any(share.batch < 0 for share in layout.share):
+        raise PlanError(f"{where}.share has a batch below 0.", "A device that is left out has batch 0.")
+    if not layout.active:
+        raise PlanError(f"{where}.share gives no device a sample.", "At least one batch is above 0.")
+    total = sum(layout.batches)
+    if total != layout.global_batch:
+        raise PlanError(
+            f"{where}.global_batch is {layout.global_batch}, but the shares sum to {total}.",
+            "Change the one that is wrong.",
+        )
+    for position, share in enumerate(layout.share):
+        expected = share.batch / total
+        if not math.isfinite(share.ratio) or abs(share.ratio - expected) > RATIO_TOLERANCE:
+            raise PlanError(
+                f"{where}.share[{position}].ratio is {share.ratio}, but its batch is {share.batch} of {total}.",
+                f"Write ratio = {expected!r}, or change the batch.",
+            )
+
+
+def _check_throughput(throughput: Throughput, where: str) -> None:
+    values = (throughput.low, throughput.samples_per_second, throughput.high)
+    if not all(map(math.isfinite, values)) or values[0] < 0 or list(values) != sorted(values):
+        raise PlanError(
+            f"{where} is {values[1]} in [{values[0]}, {values[2]}].",
+            "low <= samples_per_second <= high, from 0.",
+        )

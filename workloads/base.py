@@ -1,0 +1,76 @@
+"""What trains, as a probe child drives it: built once for a place, then prepared for shares and stepped.
+
+A workload knows nothing of batches to try, of time or of memory limits. Running out of memory is whatever its
+framework raises; `balancer.probes` tells such errors from others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+Precision = Literal["float32", "mixed_bfloat16", "mixed_float16"]
+Input = Literal["host", "device"]
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a child trains, as its framework sees it: the child's own devices, and its group if it is one of several."""
+
+    devices: tuple[str, ...]  # framework names inside this process: ("CPU:0",), ("GPU:0", "GPU:1")
+    memory_limit_bytes: tuple[int | None, ...] = ()  # the framework's cap for each, where it can set one
+    rank: int = 0
+    peers: tuple[str, ...] = ()  # "127.0.0.1:port" of every rank, this one's too; empty: no group
+    threads: int | None = None  # compute threads; None: the framework's own choice
+    engine: str = "auto"  # towers | mirrored | multiworker | ddp | auto
+    precision: Precision = "float32"
+    xla: bool = False
+    input: Input = "host"  # host: batches come from host memory each step, as in training
+    placement: str = ""  # place layouts: the workload's own name for it
+
+    @property
+    def world(self) -> int:
+        """Processes that step together."""
+        return max(1, len(self.peers))
+
+
+class Workload(Protocol):
+    """A model that trains, built at its place. Its constructor may take minutes; `step` returns when it is enqueued."""
+
+    def prepare(self, shares: Sequence[int]) -> None:
+        """Make batches of these samples per device (of all ranks in a group, else of the place's devices, in order)
+        and whatever a first step needs. Called again for each new size; a share of 0 leaves that device out."""
+        ...
+
+    def step(self) -> None:
+        """One optimizer step on the next batch, over all devices of the layout."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until every enqueued step is done on the devices."""
+        ...
+
+    def peak_memory_bytes(self) -> tuple[int | None, ...]:
+        """Peak of the framework's allocator on each of this process' devices since `prepare`; None: can't tell."""
+        ...
+
+    def facts(self) -> Mapping[str, str]:
+        """What the plan should say of it: framework version, parameters, engine, ..."""
+        ...
+
+
+Factory = Callable[[Place, Mapping[str, Any]], Workload]
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A workload in the registry; nothing is imported until `factory` is looked up."""
+
+    name: str
+    framework: Literal["tensorflow", "torch", "none"]
+    home: str  # "workloads.keras_mnist:build"
+    summary: str  # one line
+    source: str  # where the model comes from
+    settings: dict[str, Any]  # parameters that `--set` can override, with their defaults
+    largest_share: int | None = None  # its data can't make a larger batch
+    placements: tuple[str, ...] = ()  # place layouts that it has
