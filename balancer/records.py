@@ -69,9 +69,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     high_seconds: float
     steps: int  # timed, warm-up not counted
     memory_bytes: tuple[int | None, ...]  # peak of each device of the request; None: unknown, or left out
-    device_seconds: tuple[
-        float | None, ...
-    ]  # own compute of each device within a step, without waiting; None: unknown
+    device_seconds: tuple[float | None, ...]  # own compute of each device within a step, without waiting; None: unknown
     first_step_seconds: float  # the first step of this shape: tracing, autotuning, compiling
     elapsed_seconds: float  # what the probe cost, start and warm-up counted
     warnings: tuple[Warned, ...] = ()

@@ -194,7 +194,8 @@ def to_toml(plan: Plan) -> bytes:
 
 def to_json(plan: Plan) -> bytes:
     """The plan as indented JSON, with the same keys as the TOML."""
-    return msgspec.json.format(msgspec.json.encode(_ordered(plan)), indent=2) + b"\n"
+    text: bytes = msgspec.json.format(msgspec.json.encode(_ordered(plan)), indent=2)
+    return text + b"\n"
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -229,17 +230,13 @@ def _decode(text: bytes, source: str) -> Any:
             return msgspec.json.decode(text)
         return msgspec.toml.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise PlanError(
-            f"{source} is neither TOML nor JSON: {error}.", "Make it again with evener export."
-        ) from None
+        raise PlanError(f"{source} is neither TOML nor JSON: {error}.", "Make it again with evener export.") from None
 
 
 def _check_schema(data: dict[Any, Any], source: str) -> None:
     schema = data.get("schema")
     if isinstance(schema, bool) or not isinstance(schema, int):
-        raise PlanError(
-            f"{source} has no whole number at `schema`.", "Make it again with evener balance --export."
-        )
+        raise PlanError(f"{source} has no whole number at `schema`.", "Make it again with evener balance --export.")
     if schema > SCHEMA:
         raise PlanError(
             f"{source} has schema {schema}; this evener reads up to {SCHEMA}.",
