@@ -1,0 +1,284 @@
+"""The command line: arguments to calls, faults to exit codes.
+
+Every command lives in a module of its own under `tui.commands` and is imported when it runs, so that no headless
+command pays for a screen, and none for a framework.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from evener.errors import EvenerError
+from tui.commands.options import (
+    BudgetOption,
+    DevicesOption,
+    ExportOption,
+    FrameworkOption,
+    GlobalBatchOption,
+    InputOption,
+    JsonOption,
+    MaxGlobalBatchOption,
+    MultipleOption,
+    ObjectiveOption,
+    PaceOption,
+    PrecisionOption,
+    ResumeOption,
+    SeedOption,
+    SetOption,
+    ShareOption,
+    ToleranceOption,
+    WorkloadOption,
+    XlaOption,
+)
+
+app = typer.Typer(
+    name="evener",
+    help="Find the fastest way to train one model on GPUs that aren't equal. Without a command: the full-screen app.",
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+runs_app = typer.Typer(help="Past runs: list, show, delete.", invoke_without_command=True)
+app.add_typer(runs_app, name="runs")
+
+
+@app.callback()
+def start(
+    context: typer.Context,
+    devices: DevicesOption = "auto",
+    version: Annotated[bool, typer.Option("--version", "-V", help="Print the version and stop.")] = False,
+    readonly: Annotated[bool, typer.Option("--readonly", help="The app sends no signals to processes.")] = False,
+    ascii_only: Annotated[bool, typer.Option("--ascii", help="Draw with plain ASCII characters.")] = False,
+    theme: Annotated[str | None, typer.Option("--theme", help="dark or light.")] = None,
+    replay: Annotated[Path | None, typer.Option("--replay", help="Show what `monitor --record` wrote.")] = None,
+) -> None:
+    """Open the app on a terminal; elsewhere print the devices once."""
+    if version:
+        from evener import __version__
+
+        typer.echo(f"evener {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is not None:
+        return
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        from tui.monitor import run_monitor
+
+        raise typer.Exit(run_monitor(devices, once=True, json=False, interval_seconds=None, replay=replay))
+    from tui.app import run_app
+
+    raise typer.Exit(run_app(devices, readonly=readonly, ascii=ascii_only, theme=theme, replay=replay))
+
+
+@app.command()
+def balance(
+    devices: DevicesOption = "auto",
+    workload: WorkloadOption = None,
+    framework: FrameworkOption = "tensorflow",
+    global_batch: GlobalBatchOption = None,
+    max_global_batch: MaxGlobalBatchOption = None,
+    multiple_of: MultipleOption = 1,
+    objective: ObjectiveOption = "throughput",
+    budget: BudgetOption = "120s",
+    tolerance: ToleranceOption = 0.02,
+    seed: SeedOption = 0,
+    export: ExportOption = None,
+    resume: ResumeOption = None,
+    settings: SetOption = None,
+    precision: PrecisionOption = "float32",
+    xla: XlaOption = False,
+    inputs: InputOption = "host",
+    pace: PaceOption = 0.0,
+    share: ShareOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the fastest split of the batch over the devices, by real training steps, and write it as a plan."""
+    from tui.commands.balance import run_balance
+    from tui.commands.options import make_request
+
+    request = make_request(
+        devices=devices,
+        workload=workload,
+        framework=framework,
+        settings=settings or [],
+        global_batch=global_batch,
+        max_global_batch=max_global_batch,
+        multiple_of=multiple_of,
+        objective=objective,
+        budget=budget,
+        tolerance=tolerance,
+        seed=seed,
+        precision=precision,
+        xla=xla,
+        inputs=inputs,
+        pace=pace,
+        share=share,
+    )
+    raise typer.Exit(run_balance(request, resume=resume, export=export, as_json=as_json))
+
+
+@app.command()
+def probe(
+    batches: Annotated[list[int], typer.Option("--batches", help="Samples for each device.")],
+    gpus: Annotated[list[str] | None, typer.Option("--gpus", help="Indices; without: the default device.")] = None,
+    devices: DevicesOption = "auto",
+    workload: WorkloadOption = None,
+    framework: FrameworkOption = "tensorflow",
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Training runs to time.")] = 3,
+    seconds: Annotated[str, typer.Option("--seconds", help="How long each run lasts.")] = "10s",
+    settings: SetOption = None,
+    seed: SeedOption = 0,
+    precision: PrecisionOption = "float32",
+    xla: XlaOption = False,
+    inputs: InputOption = "host",
+    as_json: JsonOption = False,
+) -> None:
+    """Time training at batch sizes that you choose: `evener probe --gpus 0 1 --batches 820 568`."""
+    from tui.commands.options import make_request
+    from tui.commands.probe import run_probe
+    from tui.words import parse_duration
+
+    request = make_request(
+        devices=devices,
+        workload=workload,
+        framework=framework,
+        settings=settings or [],
+        seed=seed,
+        precision=precision,
+        xla=xla,
+        inputs=inputs,
+    )
+    span = parse_duration(seconds, "--seconds")
+    raise typer.Exit(run_probe(request, gpus, tuple(batches), repeat=repeat, seconds=span, as_json=as_json))
+
+
+@app.command()
+def export(
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the start of one, or `last`.")],
+    form: Annotated[str | None, typer.Option("--format", help="toml or json.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="A file; without: standard output.")] = None,
+) -> None:
+    """Write a past run's plan."""
+    from tui.commands.runs import run_export
+
+    raise typer.Exit(run_export(run_id, form, output))
+
+
+@runs_app.callback()
+def runs(context: typer.Context, as_json: JsonOption = False) -> None:
+    """List the runs unless a command says otherwise."""
+    if context.invoked_subcommand is None:
+        from tui.commands.runs import run_list
+
+        raise typer.Exit(run_list(as_json))
+
+
+@runs_app.command("list")
+def runs_list(as_json: JsonOption = False) -> None:
+    """List past runs, the newest first."""
+    from tui.commands.runs import run_list
+
+    raise typer.Exit(run_list(as_json))
+
+
+@runs_app.command("show")
+def runs_show(run_id: Annotated[str, typer.Argument(metavar="RUN")], as_json: JsonOption = False) -> None:
+    """Show a run: what was measured, and its plan."""
+    from tui.commands.runs import run_show
+
+    raise typer.Exit(run_show(run_id, as_json))
+
+
+@runs_app.command("delete")
+def runs_delete(
+    run_ids: Annotated[list[str], typer.Argument(metavar="RUN...")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
+) -> None:
+    """Delete runs, after asking."""
+    from tui.commands.runs import run_delete
+
+    raise typer.Exit(run_delete(run_ids, yes))
+
+
+@app.command("devices")
+def list_devices(devices: DevicesOption = "auto", as_json: JsonOption = False) -> None:
+    """List what `--devices` means on this machine."""
+    from tui.commands.devices import run_devices
+
+    raise typer.Exit(run_devices(devices, as_json))
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Check Python, driver, frameworks, folders; exit 0: well, 1: something to know, 2: balance can't run."""
+    from tui.commands.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(as_json))
+
+
+@app.command()
+def monitor(
+    devices: DevicesOption = "auto",
+    once: Annotated[bool, typer.Option("--once", "-1", help="Print one reading and stop.")] = False,
+    as_json: JsonOption = False,
+    interval: Annotated[float | None, typer.Option("-i", "--interval", help="Seconds between readings.")] = None,
+    only: Annotated[str | None, typer.Option("-o", "--only", help="Device indices, like 0,2.")] = None,
+    only_visible: Annotated[bool, typer.Option("--only-visible", help="Those in CUDA_VISIBLE_DEVICES.")] = False,
+    record: Annotated[Path | None, typer.Option("--record", help="Write every reading to this file.")] = None,
+    replay: Annotated[Path | None, typer.Option("--replay", help="Read from such a file instead.")] = None,
+    readonly: Annotated[bool, typer.Option("--readonly", help="The app sends no signals to processes.")] = False,
+    ascii_only: Annotated[bool, typer.Option("--ascii", help="Draw with plain ASCII characters.")] = False,
+) -> None:
+    """Show the devices: the app on a terminal, plain lines or JSON elsewhere."""
+    from tui.commands.options import parse_indices
+
+    chosen = parse_indices(only)
+    if not (once or as_json or interval or record) and sys.stdin.isatty() and sys.stdout.isatty():
+        from tui.app import run_app
+
+        raise typer.Exit(run_app(devices, readonly=readonly, ascii=ascii_only, replay=replay))
+    from tui.monitor import run_monitor
+
+    raise typer.Exit(
+        run_monitor(
+            devices,
+            once=once,
+            json=as_json,
+            interval_seconds=interval,
+            only=chosen,
+            only_visible=only_visible,
+            record=record,
+            replay=replay,
+        )
+    )
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command and return its exit code; every fault ends in one sentence, never in a traceback."""
+    from tui.commands.options import spread_lists
+    from tui.faults import report_fault, usage_fault
+
+    as_json = "--json" in arguments
+    try:
+        result = app(args=spread_lists(arguments), standalone_mode=False, prog_name="evener")
+        sys.stdout.flush()
+    except EvenerError as fault:
+        return report_fault(fault, as_json)
+    except typer.Exit as done:
+        return done.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:
+        # whoever read our output is gone; what was measured is in the journal
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        fault = usage_fault(error)
+        if fault is None:
+            raise
+        return report_fault(fault, as_json)
+    return result if isinstance(result, int) else 0

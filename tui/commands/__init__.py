@@ -1,0 +1,1 @@
+"""One module a command: arguments to calls, events to lines."""

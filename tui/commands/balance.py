@@ -1,0 +1,135 @@
+"""`evener balance`: a session on a terminal or in a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from balancer.events import Finished
+from balancer.session import Request, Session
+from evener.errors import RequestError
+from tui.progress import Progress
+from tui.summary import summary_lines
+from tui.words import plain
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+_STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+
+
+def run_balance(request: Request, *, resume: str | None, export: Path | None, as_json: bool) -> int:
+    """Run a session to its plan; the exit code says whether it was interrupted, and how."""
+    if export is not None:
+        check_target(export)
+    session = Session(request, resume=resume)
+    progress = Progress()
+    try:
+        with stopped_by_signals(session.stop) as caught:
+            finished = _follow(session, progress, as_json)
+    finally:
+        session.close()
+    if export is not None:
+        finished.plan.save(export)
+    _print_result(finished, progress, export, as_json)
+    if not finished.interrupted:
+        return 0
+    return caught[0] if caught else 130
+
+
+def check_target(path: Path) -> None:
+    """Raise RequestError now, not after minutes of probing, if `path` can't be written."""
+    if path.suffix not in (".toml", ".json"):
+        raise RequestError(f"--export {path} ends neither in .toml nor in .json.", "Name it plan.toml or plan.json.")
+    if path.is_dir():
+        raise RequestError(f"--export {path} is a folder.", "Name a file in it.")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RequestError(
+            f"--export {path} can't be written: {reason}.", "Name a file in a folder of yours."
+        ) from None
+
+
+@contextlib.contextmanager
+def stopped_by_signals(stop: Callable[[], None]) -> Iterator[list[int]]:
+    """Within it, Ctrl-C, SIGTERM and SIGHUP call `stop`; a second Ctrl-C ends at once. Yields the exit codes caught."""
+    caught: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(_STOPS[signal.Signals(number)])
+        with contextlib.suppress(OSError, ValueError):
+            os.write(2, b"\nevener: stopping; the best plan so far is kept\n")
+        stop()
+
+    earlier: dict[int, Any] = {number: signal.signal(number, handle) for number in _STOPS}
+    try:
+        yield caught
+    finally:
+        for number, action in earlier.items():
+            signal.signal(number, action)
+
+
+def _follow(session: Session, progress: Progress, as_json: bool) -> Finished:
+    """Show events until the last one."""
+    finished: Finished | None = None
+    on_terminal = sys.stderr.isatty() and not as_json
+    with _live_lines(progress) if on_terminal else contextlib.nullcontext() as live:
+        for event in session.events():
+            line = progress.take(event)
+            if line is not None:
+                _say(line, live)
+            if live is not None:
+                live.refresh()
+            if isinstance(event, Finished):
+                finished = event
+    assert finished is not None, "a session without a plan raises"
+    return finished
+
+
+def _live_lines(progress: Progress) -> Live:
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console(stderr=True, highlight=False)
+
+    def draw() -> Group:
+        return Group(*(Text(line, overflow="ellipsis", no_wrap=True) for line in progress.screen()))
+
+    return Live(get_renderable=draw, console=console, transient=True, refresh_per_second=4)
+
+
+def _say(line: str, live: Live | None) -> None:
+    """A line that stays; losing the reader of progress must not end the measuring."""
+    with contextlib.suppress(BrokenPipeError):
+        if live is not None:
+            live.console.print(plain(line), markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(plain(line), file=sys.stderr, flush=True)
+
+
+def _print_result(finished: Finished, progress: Progress, export: Path | None, as_json: bool) -> None:
+    if as_json:
+        plan = msgspec.to_builtins(finished.plan)
+        answer = {"run": finished.run, "verdict": finished.verdict, "interrupted": finished.interrupted, **plan}
+        print(msgspec.json.encode(answer).decode(), flush=True)
+        return
+    print("\n".join(summary_lines(finished.plan, progress.devices, finished.verdict)), flush=True)
+    if export is not None:
+        print(f"evener: plan written to {export}", file=sys.stderr)
+    else:
+        print(f"evener: to write the plan: evener export {finished.run} -o plan.toml", file=sys.stderr)

@@ -1,0 +1,33 @@
+"""`evener doctor`: what this machine has, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from tui.checkup import Check, Level, check_machine
+from tui.words import plain
+
+_MARKS: dict[Level, str] = {"ok": "ok  ", "note": "note", "problem": "FAIL"}
+
+
+def run_doctor(as_json: bool) -> int:
+    """Print every check; 0: all well, 1: something to know, 2: balance can't run here."""
+    checks = check_machine()
+    code = exit_code(checks)
+    if as_json:
+        print(msgspec.json.encode({"exit_code": code, "checks": checks}).decode())
+        return code
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        print(f"{_MARKS[check.level]}  {check.name:<{width}}  {plain(check.found)}")
+        if check.remedy:
+            print(f"{'':{width + 6}}  → {plain(check.remedy)}" if sys.stdout.isatty() else f"      {check.remedy}")
+    return code
+
+
+def exit_code(checks: tuple[Check, ...]) -> int:
+    """The worst of the checks: 0 ok, 1 note, 2 problem."""
+    order: tuple[Level, ...] = ("ok", "note", "problem")
+    return max(order.index(check.level) for check in checks)
