@@ -1,0 +1,132 @@
+"""The registry: names, settings, and what it says of wrong ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from evener.errors import RequestError
+from workloads import custom, registry
+from workloads.base import Place
+
+
+def test_every_entry_is_found_under_its_framework() -> None:
+    """A name in the table resolves to itself, with and without its framework."""
+    for name in registry.names():
+        entry = registry.find(name)
+        assert entry.name == name
+        assert registry.find(name, "" if entry.framework == "none" else entry.framework) is entry
+
+
+@pytest.mark.parametrize(
+    ("framework", "kind", "name"),
+    [
+        ("tensorflow", "gpu", "keras_maxer"),
+        ("tensorflow", "cpu", "keras_mnist"),
+        ("torch", "gpu", "torch_maxer"),
+        ("torch", "cpu", "torch_mnist"),
+        ("none", "sim", "synthetic"),
+    ],
+)
+def test_default_name(framework: str, kind: str, name: str) -> None:
+    """Each framework has a default for GPUs and one for CPU slices."""
+    assert registry.default_name(framework, kind) == name
+
+
+def test_an_unknown_name_lists_the_known_ones_close_matches_first() -> None:
+    """The remedy begins with the name that was probably meant."""
+    with pytest.raises(RequestError) as caught:
+        registry.find("keras_mnits")
+    assert "keras_mnits" in caught.value.message
+    assert caught.value.remedy.startswith("Known: keras_mnist")
+    assert "synthetic" in caught.value.remedy
+
+
+def test_a_workload_of_another_framework_names_its_twin() -> None:
+    """keras_gru asked for with torch is answered with torch_gru first."""
+    with pytest.raises(RequestError, match="keras_gru is a tensorflow workload") as caught:
+        registry.find("keras_gru", "torch")
+    assert caught.value.remedy.startswith("Known: torch_gru")
+
+
+def test_settings_take_the_type_of_their_default() -> None:
+    """Text from a command line becomes the number it stands for."""
+    settings = registry.resolve_settings(registry.find("keras_mnist"), {"filters": "8", "learning_rate": "0.1"})
+    assert settings == {"filters": 8, "dense": 64, "learning_rate": 0.1}
+
+
+@pytest.mark.parametrize("given", [{"filter": 3}, {"filters": "many"}, {"filters": "1.5"}])
+def test_a_wrong_setting_is_named(given: dict[str, str]) -> None:
+    """An unknown setting or a value of the wrong type is refused, and what there is stands in the remedy."""
+    with pytest.raises(RequestError, match="filter") as caught:
+        registry.resolve_settings(registry.find("keras_mnist"), given)
+    assert caught.value.remedy
+
+
+def test_build_makes_the_workload() -> None:
+    """The registry builds what it names."""
+    workload = registry.build("synthetic", Place(("CPU:0",)), {"base_ms": 0.1})
+    workload.prepare((4,))
+    workload.step()
+    workload.synchronize()
+    assert workload.facts()["framework"] == "none"
+
+
+def test_own_file_is_parsed_not_run(tmp_path: Path) -> None:
+    """Resolving the user's file runs none of it."""
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('was run')\ndef build():\n    return None\n")
+    entry = registry.find(f"{script}:build", "torch")
+    assert entry.framework == "torch"
+    assert entry.source == str(script)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "says"),
+    [
+        (None, "train.py:build", "can't be read"),
+        ("def make():\n    pass\n", "train.py:build", "no function 'build'"),
+        ("def build(:\n", "train.py:build", "train.py:1: SyntaxError"),
+        ("", "train.py:", "doesn't name a function"),
+        ("", "not a module:build", "neither"),
+    ],
+)
+def test_own_names_that_lead_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, name: str, says: str
+) -> None:
+    """A missing file, function or syntax is one sentence that names it."""
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        (tmp_path / "train.py").write_text(text)
+    with pytest.raises(Exception, match=says) as caught:
+        registry.find(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_error_in_the_users_function_names_their_line(tmp_path: Path) -> None:
+    """Not our traceback: their file, their line, the error."""
+    script = tmp_path / "bad.py"
+    script.write_text("def helper():\n    return {}['missing']\n\n\ndef build():\n    return helper()\n")
+    with pytest.raises(custom.UserCodeError, match=r"bad\.py:2: KeyError: 'missing'"):
+        custom.load(f"{script}:build", {})
+
+
+def test_an_error_below_the_users_function_names_the_line_that_led_there(tmp_path: Path) -> None:
+    """When a library raises, the user's last line before it is the one that is named."""
+    script = tmp_path / "bad_call.py"
+    script.write_text("import json\n\n\ndef build():\n    return json.loads('nonsense')\n")
+    with pytest.raises(custom.UserCodeError, match=r"bad_call\.py:5: JSONDecodeError"):
+        custom.load(f"{script}:build", {})
+
+
+def test_settings_reach_the_users_function(tmp_path: Path) -> None:
+    """Text is read as the literal it stands for; a parameter that it hasn't is refused."""
+    script = tmp_path / "good.py"
+    script.write_text("def build(units=3, name='x'):\n    return units, name\n\n\ndef sample_batch(n):\n    return n\n")
+    own = custom.load(f"{script}:build", {"units": "12", "name": "gru"})
+    assert own.result == (12, "gru")
+    assert own.sample_batch is not None
+    assert own.sample_batch(5) == 5
+    with pytest.raises(RequestError, match="takes no setting 'unit'"):
+        custom.load(f"{script}:build", {"unit": 1})

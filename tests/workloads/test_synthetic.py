@@ -1,0 +1,128 @@
+"""The synthetic workload: its time, its memory, and every way in which it fails on request."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from evener.errors import RequestError
+from workloads import registry
+from workloads.base import Place
+
+RUN = """
+import sys
+from workloads import registry
+from workloads.base import Place
+workload = registry.build("synthetic", Place(("CPU:0",)), dict(pair.split("=") for pair in sys.argv[1:]))
+workload.prepare((8,))
+for _ in range(3):
+    workload.step()
+print("survived")
+"""
+
+
+def make(place: Place | None = None, **settings: Any) -> Any:
+    """A synthetic workload on one device."""
+    return registry.build("synthetic", place or Place(("CPU:0",)), settings)
+
+
+def run(*settings: str) -> subprocess.CompletedProcess[str]:
+    """Three steps of 8 samples in a child."""
+    return subprocess.run([sys.executable, "-c", RUN, *settings], capture_output=True, text=True, timeout=60)
+
+
+def test_a_step_takes_at_least_its_time() -> None:
+    """Seconds = base + per sample x share; a busy machine can only add to it."""
+    workload = make(base_ms=2.0, per_sample_ms=0.5)
+    workload.prepare((16,))
+    started = time.perf_counter()
+    workload.step()
+    assert time.perf_counter() - started >= 0.010
+
+
+def test_it_holds_the_memory_of_its_shares() -> None:
+    """Bytes = base + per sample x share, for each own device, and none for one that is left out."""
+    workload = make(Place(("CPU:0", "CPU:1")), memory_base_mib=1, memory_per_sample_mib=0.5)
+    workload.prepare((4, 0))
+    assert workload.peak_memory_bytes() == (3 << 20, 0)
+
+
+def test_over_the_devices_limit_is_a_memory_error() -> None:
+    """The limit of the place ends in a MemoryError; a smaller share fits afterwards."""
+    workload = make(Place(("CPU:0",), (4 << 20,)), memory_base_mib=1, memory_per_sample_mib=0.5)
+    with pytest.raises(MemoryError, match="7 samples"):
+        workload.prepare((7,))
+    workload.prepare((6,))
+
+
+def test_it_raises_at_its_share_and_step_only() -> None:
+    """Below `at_share`, or before `at_step`, it works."""
+    workload = make(base_ms=0.1, fail="raise", at_share=8, at_step=1)
+    workload.prepare((7,))
+    for _ in range(3):
+        workload.step()
+    workload.prepare((8,))
+    workload.step()
+    with pytest.raises(ValueError, match="step 1 of 8 samples"):
+        workload.step()
+
+
+@pytest.mark.parametrize(("settings", "code"), [(("fail=exit", "exit_code=7"), 7), (("fail=kill",), -9)])
+def test_it_dies_on_request(settings: tuple[str, ...], code: int) -> None:
+    """An exit or a signal ends the child without another word."""
+    done = run(*settings, "at_step=2")
+    assert done.returncode == code
+    assert "survived" not in done.stdout
+
+
+def test_it_prints_garbage_on_request() -> None:
+    """What comes out is no message, and the training goes on."""
+    done = subprocess.run([sys.executable, "-c", RUN, "fail=garbage"], capture_output=True, timeout=60)
+    assert done.returncode == 0
+    assert b"\xff" in done.stdout
+
+
+def test_it_hangs_on_request() -> None:
+    """The step doesn't return."""
+    with pytest.raises(subprocess.TimeoutExpired):
+        subprocess.run([sys.executable, "-c", RUN, "fail=hang"], capture_output=True, timeout=1.5)
+
+
+def test_an_unknown_failure_is_refused() -> None:
+    """The ways to fail are listed."""
+    with pytest.raises(RequestError, match="'explode'"):
+        make(fail="explode")
+
+
+def test_ranks_wait_for_each_other_and_see_one_die() -> None:
+    """A group steps together; when a rank goes, the other gets a ConnectionError."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    peers = (f"127.0.0.1:{port}", "127.0.0.1:0")
+    seen: list[str] = []
+
+    def other() -> None:
+        workload = make(Place(("CPU:0",), rank=1, peers=peers), base_ms=0.1)
+        workload.prepare((2, 6))
+        for _ in range(3):
+            workload.step()
+        seen.append("three steps")
+        workload.close()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    workload = make(Place(("CPU:0",), rank=0, peers=peers), base_ms=0.1)
+    workload.prepare((2, 6))
+    for _ in range(3):
+        workload.step()
+    thread.join(10)
+    assert seen == ["three steps"]
+    with pytest.raises(ConnectionError):
+        workload.step()
+    workload.close()

@@ -1,0 +1,181 @@
+"""The user's own model as a workload: finds the function, calls it, and says which of the user's lines is wrong.
+
+Which framework its result belongs to decides which recipe trains it; neither framework is imported here.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from importlib import import_module, util
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, Literal, cast
+
+from evener.errors import EvenerError, RequestError
+from workloads.base import Entry, Place, Workload
+
+_RECIPES = {"tensorflow": "workloads.keras_own:build", "torch": "workloads.torch_own:build"}
+_HOME = "workloads.custom:build"
+
+
+class UserCodeError(EvenerError):
+    """The user's own code raised; the message is one line with their file, line and error."""
+
+    kind: ClassVar[str] = "user_code"
+    exit_code: ClassVar[int] = 2
+
+
+class Own:
+    """What the user's module gives: the result of the named function, and `sample_batch` if it stands beside it."""
+
+    def __init__(self, name: str, result: Any, sample_batch: Callable[[int], Any] | None, source: Path | None) -> None:
+        self.name = name
+        self.result = result
+        self.sample_batch = None if sample_batch is None else guarded(sample_batch, source)
+        self.source = source
+
+
+def entry(name: str, framework: str) -> Entry:
+    """The entry of `file.py:attribute` or `package.module:attribute`; the code is parsed, not run."""
+    home, _, attribute = name.rpartition(":")
+    if not home or not attribute.isidentifier():
+        raise RequestError(f"{name!r} doesn't name a function.", "Write it as train.py:build or package.module:build.")
+    if framework not in _RECIPES:
+        raise RequestError(f"{name} needs a framework.", f"Choose one of {', '.join(_RECIPES)}.")
+    if home.endswith(".py") or "/" in home:
+        _check_file(Path(home), attribute)
+    elif not all(part.isidentifier() for part in home.split(".")):
+        raise RequestError(f"{home!r} is neither a Python file nor a module.", "Write it as train.py:build.")
+    kind = cast(Literal["tensorflow", "torch"], framework)
+    return Entry(name, kind, _HOME, f"your own {attribute}", home, {})
+
+
+def build(found: Entry, place: Place, settings: Mapping[str, Any]) -> Workload:
+    """Hand the user's function to the recipe of its framework, which calls it where its devices want it built."""
+    module, _, attribute = _RECIPES[found.framework].partition(":")
+    recipe = cast(Callable[[str, Place, Mapping[str, Any]], Workload], getattr(import_module(module), attribute))
+    return recipe(found.name, place, settings)
+
+
+def load(name: str, settings: Mapping[str, Any]) -> Own:
+    """Import the user's module, call the function with `settings` as keywords; UserCodeError if their code raises."""
+    home, _, attribute = name.rpartition(":")
+    source = Path(home).resolve() if home.endswith(".py") or "/" in home else None
+    module = guarded(_import, source)(home, source)
+    function = getattr(module, attribute, None)
+    origin = source or (Path(module.__file__) if module.__file__ else None)
+    if not callable(function):
+        raise RequestError(f"{home} has no function {attribute!r}.", f"Known: {_functions(module)}.")
+    result = guarded(function, origin)(**_arguments(name, function, settings))
+    return Own(name, result, getattr(module, "sample_batch", None), origin)
+
+
+def guarded(function: Callable[..., Any], source: Path | None) -> Callable[..., Any]:
+    """`function`, but what it raises from the user's lines becomes a UserCodeError that names the last of them.
+
+    Running out of memory passes through: that is the probe's business.
+    """
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return function(*arguments, **keywords)
+        except (EvenerError, MemoryError):
+            raise
+        except Exception as error:
+            if _out_of_memory(error):
+                raise
+            raise explain(error, source) from error
+
+    return call
+
+
+def explain(error: BaseException, source: Path | None) -> UserCodeError:
+    """One line: the user's file, the line in it where the error passed, the error."""
+    text = " ".join(str(error).split())[:300]
+    what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if isinstance(error, SyntaxError) and error.filename:
+        where = f"{error.filename}:{error.lineno}"
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if source is not None and Path(frame.filename) == source]
+        where = f"{own[-1].filename}:{own[-1].lineno}" if own else str(source or "your code")
+    return UserCodeError(f"{where}: {what}", "Mend that line; the model must build before it can be measured.")
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"ResourceExhaustedError", "OutOfMemoryError"}) or "out of memory" in str(error).lower()
+
+
+def _import(home: str, source: Path | None) -> ModuleType:
+    if source is None:
+        if "" not in sys.path and str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))
+        return import_module(home)
+    spec = util.spec_from_file_location(source.stem, source)
+    if spec is None or spec.loader is None:
+        raise RequestError(f"{source} can't be imported.", "Give a Python file.")
+    module = util.module_from_spec(spec)
+    sys.path.insert(0, str(source.parent))  # its own neighbours, as when it is run as a script
+    sys.modules.setdefault(source.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _arguments(name: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for key in settings:
+        if key not in parameters and not open_ended:
+            known = ", ".join(parameters) or "none"
+            raise RequestError(f"{name} takes no setting {key!r}.", f"Its parameters: {known}.")
+    for key, parameter in parameters.items():
+        named = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if named and parameter.default is parameter.empty and key not in settings:
+            raise RequestError(f"{name} needs a value for {key!r}.", f"Give one with --set {key}=VALUE.")
+    return {key: _literal(value) for key, value in settings.items()}
+
+
+def _literal(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return {"true": True, "false": False}.get(value.lower(), value)
+
+
+def _check_file(path: Path, attribute: str) -> None:
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except OSError as error:
+        raise RequestError(f"{path} can't be read: {error.strerror or error}.", "Check the path.") from None
+    except (SyntaxError, ValueError) as error:
+        raise explain(error, path) from None
+    names = _top_level_names(tree)
+    stars = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body)
+    if attribute not in names and not stars:
+        functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        known = ", ".join(functions) or "none"
+        raise RequestError(f"{path} has no function {attribute!r}.", f"Its functions: {known}.")
+
+
+def _top_level_names(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+    return names
+
+
+def _functions(module: ModuleType) -> str:
+    own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+    return ", ".join(own) or "none"

@@ -1,0 +1,185 @@
+"""Names to workloads: what there is, what each can be told, and how it is built. Imports nothing until it is built.
+
+A name is one of the table below, or the user's own `file.py:attribute` or `package.module:attribute`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from typing import Any, Literal
+
+import msgspec
+
+from evener.errors import RequestError
+from workloads.base import Entry, Factory, Place, Workload
+
+Framework = Literal["tensorflow", "torch", "none"]
+FRAMEWORKS: tuple[Framework, ...] = ("tensorflow", "torch", "none")
+
+_MAXER = "jinkos/multi-gpus, gpu_maxing_model.py: an MNIST network with far more layers than it needs"
+_MNIST = "a small convolutional network on 28 x 28 images made in code; nothing is downloaded"
+_GRU = "the multi-GPU recurrent demo: 4 x GRU 512 and Dense 128, on sequences made in code"
+_GRU_SETTINGS: dict[str, Any] = {"steps": 64, "features": 32, "units": 512, "layers": 4, "dense": 128, "classes": 10}
+
+_TABLE = (
+    Entry(
+        "keras_maxer",
+        "tensorflow",
+        "workloads.keras_maxer:build",
+        "the network that shows what GPUs of different sizes can do together (78,923,530 parameters)",
+        _MAXER,
+        {"learning_rate": 0.001},
+    ),
+    Entry(
+        "keras_mnist",
+        "tensorflow",
+        "workloads.keras_mnist:build",
+        "a small convolutional network, for CPUs",
+        _MNIST,
+        {"filters": 16, "dense": 64, "learning_rate": 0.001},
+    ),
+    Entry(
+        "keras_gru",
+        "tensorflow",
+        "workloads.keras_gru:build",
+        "four recurrent layers, whose step time is flat up to large batches",
+        _GRU,
+        {**_GRU_SETTINGS, "use_cudnn": "auto", "learning_rate": 0.001},
+    ),
+    Entry(
+        "torch_maxer",
+        "torch",
+        "workloads.torch_maxer:build",
+        "keras_maxer's twin in PyTorch",
+        _MAXER,
+        {"learning_rate": 0.001},
+    ),
+    Entry(
+        "torch_mnist",
+        "torch",
+        "workloads.torch_mnist:build",
+        "keras_mnist's twin in PyTorch",
+        _MNIST,
+        {"filters": 16, "dense": 64, "learning_rate": 0.001},
+    ),
+    Entry(
+        "torch_gru",
+        "torch",
+        "workloads.torch_gru:build",
+        "keras_gru's twin in PyTorch",
+        _GRU,
+        {**_GRU_SETTINGS, "learning_rate": 0.001},
+    ),
+    Entry(
+        "synthetic",
+        "none",
+        "workloads.synthetic:build",
+        "spins the CPU for a written-down time and holds real memory; for tests and demos",
+        "made here",
+        {
+            "base_ms": 5.0,
+            "per_sample_ms": 0.05,
+            "noise": 0.0,
+            "memory_base_mib": 1.0,
+            "memory_per_sample_mib": 0.0,
+            "fail": "",
+            "at_share": 0,
+            "at_step": 0,
+            "exit_code": 3,
+            "parameters": 1000,
+        },
+    ),
+)
+_ENTRIES = {entry.name: entry for entry in _TABLE}
+_DEFAULTS = {
+    ("tensorflow", "gpu"): "keras_maxer",
+    ("tensorflow", "cpu"): "keras_mnist",
+    ("torch", "gpu"): "torch_maxer",
+    ("torch", "cpu"): "torch_mnist",
+}
+
+
+def names(framework: str = "") -> tuple[str, ...]:
+    """The names in the table, of one framework if it is given; those that need no framework always count."""
+    return tuple(entry.name for entry in _TABLE if framework in ("", entry.framework) or entry.framework == "none")
+
+
+def default_name(framework: str, device_kind: str) -> str:
+    """The workload that is meant when none is named, for `device_kind` gpu, cpu or sim."""
+    kind = "cpu" if device_kind == "cpu" else "gpu"
+    return _DEFAULTS.get((framework, kind), "synthetic")
+
+
+def find(name: str, framework: str = "") -> Entry:
+    """The entry of `name`; RequestError lists what there is, close matches first.
+
+    The user's own code is not run: a file is only parsed for the attribute, since a model's script may import a
+    framework, which no command does in its own process.
+    """
+    if framework and framework not in FRAMEWORKS:
+        raise RequestError(f"There is no framework {framework!r}.", f"Choose one of {_listed(FRAMEWORKS, framework)}.")
+    if ":" in name:
+        from workloads import custom
+
+        return custom.entry(name, framework or "tensorflow")
+    entry = _ENTRIES.get(name)
+    if entry is None:
+        known = _listed(names(framework), name)
+        raise RequestError(f"There is no workload {name!r}.", f"Known: {known}; or your own, as train.py:build.")
+    if framework and entry.framework not in (framework, "none"):
+        known = _listed(names(framework), name.split("_", 1)[-1])
+        raise RequestError(f"{name} is a {entry.framework} workload, not a {framework} one.", f"Known: {known}.")
+    return entry
+
+
+def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with `given` over them, each converted to its default's type; RequestError names a wrong one.
+
+    The user's own workload takes any setting here: its function's signature decides when it is called.
+    """
+    if entry.home.startswith("workloads.custom:"):
+        return dict(given)
+    settings = dict(entry.settings)
+    for key, value in given.items():
+        if key not in settings:
+            known = _listed(tuple(settings), key)
+            raise RequestError(f"{entry.name} has no setting {key!r}.", f"It has {known}.")
+        kind = type(settings[key])
+        try:
+            settings[key] = msgspec.convert(value, kind, strict=False)
+        except msgspec.ValidationError:
+            raise RequestError(
+                f"The setting {key} of {entry.name} can't be {value!r}.",
+                f"It is {_article(kind)}, {settings[key]!r} unless said.",
+            ) from None
+    return settings
+
+
+def build(name: str, place: Place, settings: Mapping[str, Any], framework: str = "") -> Workload:
+    """Import the workload's module and build it at `place`; the framework is loaded here."""
+    entry = find(name, framework)
+    chosen = resolve_settings(entry, settings)
+    if entry.home.startswith("workloads.custom:"):
+        from workloads import custom
+
+        return custom.build(entry, place, chosen)
+    return factory(entry)(place, chosen)
+
+
+def factory(entry: Entry) -> Factory:
+    """The function at the entry's home, imported now."""
+    module, _, attribute = entry.home.partition(":")
+    found: Factory = getattr(import_module(module), attribute)
+    return found
+
+
+def _listed(known: Iterable[str], wanted: str) -> str:
+    known = list(known)
+    close = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
+    return ", ".join([*close, *(name for name in known if name not in close)])
+
+
+def _article(kind: type) -> str:
+    return {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "a text")

@@ -1,0 +1,192 @@
+"""A workload without a framework: its step spins the CPU for a written-down time and it holds real memory.
+
+It fails on request in every way a child can fail, so that probes are tested against real children in milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evener.errors import RequestError
+from workloads.base import Place, Workload
+
+MIB = 1 << 20
+FAILURES = ("", "raise", "exit", "kill", "hang", "garbage", "memory", "slow")
+CONNECT_SECONDS = 30.0
+
+
+def build(place: Place, settings: Mapping[str, Any]) -> Workload:
+    """A Synthetic with the registry's settings of that name."""
+    return Synthetic(place, settings)
+
+
+class Synthetic:
+    """Steps take max over own devices of `base_ms + per_sample_ms * share`; a group's ranks wait for each other.
+
+    `fail` (one of FAILURES) strikes in the first step for which own share >= `at_share` and step number >= `at_step`,
+    counted from 0 since `prepare`; "memory" strikes in `prepare`. "slow" makes that one step 20 times longer.
+    """
+
+    def __init__(self, place: Place, settings: Mapping[str, Any]) -> None:
+        if settings["fail"] not in FAILURES:
+            raise RequestError(
+                f"synthetic can't fail by {settings['fail']!r}.", f"Choose one of {', '.join(FAILURES[1:])}."
+            )
+        self._place = place
+        self._settings = dict(settings)
+        self._random = random.Random(place.rank)
+        self._shares: tuple[int, ...] = ()
+        self._held: list[bytearray] = []
+        self._steps = 0
+        self._barrier = Barrier(place.peers, place.rank) if place.world > 1 else None
+
+    def prepare(self, shares: Sequence[int]) -> None:
+        """Hold the memory that the shares need; MemoryError if that is above the place's limit or the machine's."""
+        own = shares[self._place.rank : self._place.rank + 1] if self._barrier else shares
+        self._shares = tuple(own)
+        self._steps = 0
+        self._held.clear()
+        if self._settings["fail"] == "memory" and self._struck():
+            raise MemoryError(f"synthetic was told to run out of memory at {self._largest} samples")
+        limits = [*self._place.memory_limit_bytes, *[None] * len(self._shares)]
+        for share, limit in zip(self._shares, limits, strict=False):
+            size = self._bytes(share) if share else 0
+            if limit is not None and size > limit:
+                raise MemoryError(f"synthetic needs {size} bytes for {share} samples, its device has {limit}")
+            self._held.append(_touched(size))
+
+    def step(self) -> None:
+        """Spin for the step's time, then wait for the other ranks."""
+        started = time.perf_counter()
+        seconds = self._seconds()
+        if self._struck():
+            seconds = self._fail(seconds)
+        while time.perf_counter() - started < seconds:
+            pass
+        self._steps += 1
+        if self._barrier:
+            self._barrier.wait()
+
+    def synchronize(self) -> None:
+        """Nothing is enqueued: a step has ended when it returns."""
+
+    def peak_memory_bytes(self) -> tuple[int | None, ...]:
+        """The bytes held for each own device."""
+        return tuple(len(block) for block in self._held)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._barrier:
+            self._barrier.close()
+
+    def facts(self) -> Mapping[str, str]:
+        """The parameters it was told to have, and a digest of its settings."""
+        digest = "-".join(f"{key}={value}" for key, value in sorted(self._settings.items()))
+        return {
+            "framework": "none",
+            "parameters": str(self._settings["parameters"]),
+            "engine": "barrier",
+            "digest": digest,
+        }
+
+    @property
+    def _largest(self) -> int:
+        return max(self._shares, default=0)
+
+    def _bytes(self, share: int) -> int:
+        mib = self._settings["memory_base_mib"] + self._settings["memory_per_sample_mib"] * share
+        return int(mib * MIB)
+
+    def _seconds(self) -> float:
+        settings = self._settings
+        milliseconds = settings["base_ms"] + settings["per_sample_ms"] * self._largest
+        return float(milliseconds * max(0.0, self._random.gauss(1.0, settings["noise"]))) / 1000
+
+    def _struck(self) -> bool:
+        settings = self._settings
+        return bool(settings["fail"] and self._largest >= settings["at_share"] and self._steps >= settings["at_step"])
+
+    def _fail(self, seconds: float) -> float:
+        match self._settings["fail"]:
+            case "raise":
+                raise ValueError(f"synthetic was told to raise at step {self._steps} of {self._largest} samples")
+            case "exit":
+                os._exit(self._settings["exit_code"])
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hang":
+                while True:
+                    time.sleep(3600)
+            case "garbage":
+                os.write(sys.stdout.fileno(), b"\x00\xff this is not a message\n")
+                os.write(1, b'{"half": \n')
+            case "slow" if self._steps == self._settings["at_step"]:
+                return seconds * 20
+        return seconds
+
+
+class Barrier:
+    """All ranks of a group meet, over loopback sockets: rank 0 listens at its peer address, the others connect.
+
+    ConnectionError when a rank has died, as a framework's collective would report it.
+    """
+
+    def __init__(self, peers: Sequence[str], rank: int) -> None:
+        host, _, port = peers[0].rpartition(":")
+        self._links: list[socket.socket] = []
+        self._rank = rank
+        if rank == 0:
+            with socket.create_server((host, int(port))) as server:
+                server.settimeout(CONNECT_SECONDS)
+                self._links = [server.accept()[0] for _ in peers[1:]]
+        else:
+            self._links = [_connect(host, int(port))]
+        for link in self._links:
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def wait(self) -> None:
+        """Return when every rank has called it."""
+        if self._rank == 0:
+            for link in self._links:
+                _receive(link)
+        for link in self._links:
+            link.sendall(b".")
+        if self._rank != 0:
+            _receive(self._links[0])
+
+    def close(self) -> None:
+        """Leave: whoever waits for this rank gets a ConnectionError."""
+        for link in self._links:
+            link.close()
+
+
+def _connect(host: str, port: int) -> socket.socket:
+    until = time.monotonic() + CONNECT_SECONDS
+    while True:
+        try:
+            link = socket.create_connection((host, port))
+        except ConnectionRefusedError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.01)
+        else:
+            return link
+
+
+def _receive(link: socket.socket) -> None:
+    if not link.recv(1):
+        raise ConnectionError("a rank of the group has gone")
+
+
+def _touched(size: int) -> bytearray:
+    """`size` bytes whose pages are really there."""
+    block = bytearray(size)
+    block[::4096] = b"\x01" * len(range(0, size, 4096))
+    return block
