@@ -1,0 +1,197 @@
+"""A training process tells the monitor its samples/s: count on every step, write a small file at most twice a second.
+
+Reporting never disturbs a training: it takes less than 0.1 % of its time, and a full disk or missing folder is silence.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import operator
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from evener.errors import RequestError
+from evener.live_files import (
+    MOST_DEVICES,
+    LiveDevice,
+    Record,
+    Training,
+    clean,
+    file_name,
+    live_folders,
+    prepare_folder,
+    read_trainings,
+    replace_file,
+    start_ticks,
+)
+from evener.plan import Share
+
+__all__ = ["LiveDevice", "Reporter", "Training", "live_folders", "read_trainings", "report"]
+
+INTERVAL_SECONDS = 0.5  # between two writes
+COST_LIMIT = 0.001  # writing takes at most this part of the time, on a slow disk too
+LONGEST_INTERVAL_SECONDS = 30.0  # between two writes, and after one that failed
+WINDOW_SECONDS = 5.0  # that samples/s is averaged over
+
+Devices = Sequence[str | int | Share]
+
+
+class Reporter:
+    """Counts one training's samples and tells the monitor of them; safe in threads and across forks."""
+
+    _serials = iter(range(1 << 29))
+
+    def __init__(self) -> None:
+        self._serial = next(self._serials)
+        self._start_over()
+        _reporters.add(self)
+
+    def _start_over(self) -> None:
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._ticks = start_ticks(self._pid)
+        self._samples = 0
+        self._step = 0
+        self._points: deque[tuple[float, int]] = deque()  # (monotonic seconds, samples so far)
+        self._next_write = 0.0
+        self._file: Path | None = None
+
+    def report(
+        self,
+        samples: int,
+        *,
+        devices: Devices | None = None,
+        workload: str = "",
+        framework: str = "",
+        batches: Sequence[int] | None = None,
+    ) -> None:
+        """Count one optimizer step on `samples` samples; the words are those of `evener.report`."""
+        if samples.__class__ is not int or samples < 0:
+            samples = _whole(samples)
+        with self._lock:
+            self._samples += samples
+            self._step += 1
+            now = time.monotonic()
+            if now >= self._next_write:
+                self._next_write = now + INTERVAL_SECONDS
+                rate = self._rate(now)
+                if rate is not None and self._ticks is not None:
+                    described = _describe(devices or (), batches, rate)
+                    self._write(Record(clean(framework), clean(workload), rate, self._step, time.time(), described))
+                    self._rest(time.monotonic() - now)
+
+    def close(self) -> None:
+        """Remove this process's file; a later report begins anew."""
+        with self._lock:
+            if self._file is not None:
+                with contextlib.suppress(OSError):
+                    self._file.unlink(missing_ok=True)
+            self._file = None
+            self._points.clear()
+
+    def _rate(self, now: float) -> float | None:
+        """Samples/s over the window; None at the first point, which only starts the clock."""
+        points = self._points
+        points.append((now, self._samples))
+        while len(points) > 2 and now - points[0][0] > WINDOW_SECONDS:
+            points.popleft()
+        then, before = points[0]
+        return (self._samples - before) / (now - then) if now > then else None
+
+    def _write(self, record: Record) -> None:
+        """Put the record in place of the last one, in the first folder that takes it; `_file` is None if none does."""
+        content = msgspec.json.encode(record)
+        last, self._file = self._file, None
+        for folder in [last.parent] if last else live_folders():
+            with contextlib.suppress(OSError):
+                if last is None:
+                    prepare_folder(folder)
+                target = folder / file_name(self._pid, self._ticks or 0, self._serial)
+                replace_file(target, content)
+                self._file = target
+                return
+
+    def _rest(self, took_seconds: float) -> None:
+        wait = took_seconds / COST_LIMIT if self._file else LONGEST_INTERVAL_SECONDS
+        self._next_write += min(max(wait, INTERVAL_SECONDS), LONGEST_INTERVAL_SECONDS) - INTERVAL_SECONDS
+
+
+_reporters: weakref.WeakSet[Reporter] = weakref.WeakSet()
+_own: Reporter | None = None
+
+
+def report(
+    samples: int,
+    *,
+    devices: Devices | None = None,
+    workload: str = "",
+    framework: str = "",
+    batches: Sequence[int] | None = None,
+) -> None:
+    """Tell the monitor that an optimizer step on `samples` samples is done; call it after each step.
+
+    `devices` are UUIDs or slice names, indexes, or a plan's shares; `batches` their samples per step, equal unless
+    said (a plan's shares carry theirs). RequestError for samples that are no count.
+    """
+    global _own
+    if _own is None:
+        _own = Reporter()
+    _own.report(samples, devices=devices, workload=workload, framework=framework, batches=batches)
+
+
+def _describe(devices: Devices, batches: Sequence[int] | None, rate: float) -> tuple[LiveDevice, ...]:
+    """The devices that compute, each with its part of the rate."""
+    named = [_identify(device) for device in devices]
+    sizes = [size for (_, _, size) in named] if batches is None else [_whole(size) for size in batches]
+    if len(sizes) != len(named):
+        raise RequestError(
+            f"A report names {len(named)} devices and {len(sizes)} batches.", "Give one batch for each device."
+        )
+    total = sum(sizes)
+    return tuple(
+        LiveDevice(identity, index, size, rate * (size / total if total else 1 / len(named)))
+        for (identity, index, _), size in zip(named, sizes, strict=True)
+        if size or not total
+    )[:MOST_DEVICES]
+
+
+def _identify(device: str | int | Share) -> tuple[str, int, int]:
+    """A device's id, index and samples per step."""
+    if isinstance(device, Share):
+        return (clean(device.device), max(-1, device.index), device.batch)
+    if isinstance(device, int):
+        return ("", max(-1, device), 0)
+    return (clean(device), -1, 0)
+
+
+def _whole(samples: object) -> int:
+    try:
+        number = operator.index(samples)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if isinstance(samples, bool) or number < 0:
+        raise RequestError(f"A report of {samples!r} samples is no count.", "Give the step's samples, 0 or more.")
+    return number
+
+
+def _forget() -> None:
+    """A forked child reports as itself, from nothing, and leaves its parent's file alone."""
+    for reporter in list(_reporters):
+        reporter._start_over()
+
+
+def _close_all() -> None:
+    for reporter in list(_reporters):
+        reporter.close()
+
+
+os.register_at_fork(after_in_child=_forget)
+atexit.register(_close_all)

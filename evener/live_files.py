@@ -1,0 +1,189 @@
+"""The files by which trainings report themselves: their form, their folders, and reading them without trust.
+
+A file counts only if it is regular, small, well formed, in a folder and of a mode that its user alone can use, and if
+the process that its name tells of is alive. Anything else is passed over in silence; what the dead left is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+LARGEST_FILE_BYTES = 64 << 10
+LONGEST_TEXT = 200
+MOST_FILES = 4096
+MOST_DEVICES = 256
+
+_NAME = re.compile(r"(\d{1,10})\.(\d{1,20})\.(\d{1,9})\.(json|tmp)", re.ASCII)  # pid, start in ticks, reporter
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Rate = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+Text = Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)]
+
+
+class LiveDevice(msgspec.Struct, frozen=True):
+    """One device of a training: its part of each global batch and of the samples/s."""
+
+    id: Text  # the GPU's UUID or a CPU slice's name; empty: known by its index alone
+    index: Annotated[int, msgspec.Meta(ge=-1, le=1 << 20)]  # as its framework counts; -1: unknown
+    batch: Count  # samples per step; 0: unknown
+    samples_per_second: Rate
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What a file holds; whose it is stands in its name."""
+
+    framework: Text
+    workload: Text
+    samples_per_second: Rate
+    step: Count
+    updated_at: Rate
+    devices: Annotated[tuple[LiveDevice, ...], msgspec.Meta(max_length=MOST_DEVICES)]
+
+
+class Training(msgspec.Struct, frozen=True):
+    """A training process that is alive and reports itself."""
+
+    pid: int
+    start_time: float  # seconds since the epoch, as psutil's create_time has it
+    framework: str
+    workload: str
+    samples_per_second: float  # over the last seconds of reporting, all its devices together
+    step: int  # reports so far
+    updated_at: float  # seconds since the epoch; old: it validates, waits or hangs
+    devices: tuple[LiveDevice, ...]  # empty: it didn't say
+
+
+def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...]:
+    """Every training of this user that reports itself, by pid; files of dead processes are removed."""
+    found: list[Training] = []
+    for folder in live_folders() if folders is None else folders:
+        with contextlib.suppress(OSError):
+            found.extend(_read_folder(folder))
+    return tuple(sorted(found, key=lambda training: (training.pid, training.updated_at)))
+
+
+def live_folders() -> tuple[Path, ...]:
+    """Where reports may lie, best first: EVENER_LIVE_DIR alone, else the runtime folder, then the state folder."""
+    if override := os.environ.get("EVENER_LIVE_DIR"):
+        return (Path(override),)
+    runtime = [os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}"]
+    folders = [Path(base) / "evener" / "live" for base in dict.fromkeys(runtime) if base and _is_private(base)]
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    # a home folder may be shared by machines that count processes apart
+    return (*folders, Path(state) / "evener" / "live" / os.uname().nodename)
+
+
+def file_name(pid: int, ticks: int, serial: int) -> str:
+    """The name of a reporter's file: a process is named for good by its pid and its start in clock ticks since boot."""
+    return f"{pid}.{ticks}.{serial}.json"
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make the folder for this user alone and remove what the dead left; OSError where someone else has it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise PermissionError(f"{folder} is not this user's folder")
+    if status.st_mode & 0o077:
+        folder.chmod(0o700)
+    for _ in _read_folder(folder):
+        pass
+
+
+def replace_file(target: Path, content: bytes) -> None:
+    """Put `content` in place of the file in one step, readable by its user alone."""
+    temporary = target.with_suffix(".tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(temporary, flags, 0o600), "wb") as stream:
+        stream.write(content)
+    os.replace(temporary, target)
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None if it is gone, a zombie, or can't be seen."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def clean(text: object) -> str:
+    """At most 200 characters, all printable."""
+    return "".join(sign if sign.isprintable() else "?" for sign in str(text)[:LONGEST_TEXT])
+
+
+def _read_folder(folder: Path) -> Iterator[Training]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not _ours(os.fstat(descriptor)):
+            return
+        for name in os.listdir(descriptor)[:MOST_FILES]:
+            named = _NAME.fullmatch(name)
+            if named is None:
+                continue
+            pid, ticks = int(named[1]), int(named[2])
+            if start_ticks(pid) != ticks:
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=descriptor)
+            elif named[4] == "json" and (record := _read_record(name, descriptor)) is not None:
+                yield _training(pid, ticks, record)
+    finally:
+        os.close(descriptor)
+
+
+def _read_record(name: str, folder: int) -> Record | None:
+    """The record in a file, or None for one that isn't a private, small, well-formed file of this user."""
+    try:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe must not hold the reader
+        with os.fdopen(os.open(name, flags, dir_fd=folder), "rb") as stream:
+            status = os.fstat(stream.fileno())
+            if not stat.S_ISREG(status.st_mode) or not _ours(status):
+                return None
+            content = stream.read(LARGEST_FILE_BYTES + 1)
+        if len(content) > LARGEST_FILE_BYTES:
+            return None
+        record = msgspec.json.decode(content, type=Record)
+    except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    texts = (record.framework, record.workload, *(device.id for device in record.devices))
+    return record if all(text == clean(text) for text in texts) else None
+
+
+def _training(pid: int, ticks: int, record: Record) -> Training:
+    return Training(
+        pid=pid,
+        start_time=_boot_time() + ticks / os.sysconf("SC_CLK_TCK"),
+        framework=record.framework,
+        workload=record.workload,
+        samples_per_second=record.samples_per_second,
+        step=record.step,
+        updated_at=record.updated_at,
+        devices=record.devices,
+    )
+
+
+def _ours(status: os.stat_result) -> bool:
+    return status.st_uid == os.getuid() and not status.st_mode & 0o077
+
+
+def _is_private(folder: str) -> bool:
+    try:
+        return _ours(os.stat(folder))
+    except OSError:
+        return False
+
+
+def _boot_time() -> float:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return float(Path("/proc/stat").read_text().split("\nbtime ", 1)[1].split("\n", 1)[0])
+    return math.nan
