@@ -11,7 +11,7 @@ DeviceKind = Literal["gpu", "cpu", "sim"]
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """What `@` holds a device to: a share of its compute, a part of its memory. Real, never simulated on a real device."""
+    """What `@` holds a device to: a share of its compute, a part of its memory; real on a real device."""
 
     percent: float | None = None  # of its compute, above 0 and at most 100
     memory_bytes: int | None = None

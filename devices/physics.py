@@ -1,0 +1,141 @@
+"""Simulated machines: the written-down physics of devices that aren't here. Pure arithmetic, no noise drawn.
+
+device_seconds(b) = ceil_to(stall_ms, curve(b)) / compute share * (1 + contention while others work)
+step_seconds      = max over devices with samples of device_seconds + (base_ms + per_device_ms * (k - 1) for k >= 2)
+memory_bytes(b)   = memory_base_mib + memory_per_sample_mib * b, or the bent line of memory_curve
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import msgspec
+
+from devices.base import Device, Limit
+
+MIB = 1 << 20
+SMALLEST_STALL_MS = 1e-6  # below a nanosecond there are no stairs
+Points = tuple[tuple[int, float], ...]
+
+
+class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Exposed cost of keeping k replicas in step, once a step."""
+
+    base_ms: float = 0.0
+    per_device_ms: float = 0.0
+
+    def seconds(self, devices: int) -> float:
+        """Cost for so many devices with samples; one device has nobody to wait for."""
+        return (self.base_ms + self.per_device_ms * (devices - 1)) / 1000 if devices >= 2 else 0.0
+
+
+class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One device of a machine file, key for key; `devices.simulated` checks the numbers."""
+
+    name: str
+    memory_mib: float  # what a training process can have
+    curve: Points  # (batch, step ms)
+    memory_base_mib: float = 0.0
+    memory_per_sample_mib: float = 0.0
+    memory_curve: Points = ()  # (batch, MiB): a bent line, in place of the two above
+    noise: float = 0.0  # relative standard deviation of one step
+    stall_ms: float = 0.0  # step time is rounded up to a multiple of it
+    contention: float = 0.0  # relative slow-down while other devices work too
+    source: str = ""  # where the figures come from
+
+    @property
+    def slug(self) -> str:
+        """The name as part of an id: `GTX 1080 Ti` is `gtx1080ti`."""
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower().replace(" ", "")).strip("-")
+
+    def seconds(self, batch: int) -> float:
+        """One step alone and unlimited; 0 for no samples."""
+        if batch <= 0:
+            return 0.0
+        milliseconds = max(0.0, along(self.curve, batch))
+        if self.stall_ms >= SMALLEST_STALL_MS:
+            milliseconds = math.ceil(milliseconds / self.stall_ms - 1e-9) * self.stall_ms
+        return milliseconds / 1000
+
+    def memory_bytes(self, batch: int) -> int:
+        """Peak of a training process at `batch`; 0 for no samples."""
+        if batch <= 0:
+            return 0
+        bent = self.memory_curve
+        mib = along(bent, batch) if bent else self.memory_base_mib + self.memory_per_sample_mib * batch
+        return round(max(0.0, mib) * MIB)
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """Simulated devices that train together; positions are those of the request."""
+
+    devices: tuple[SimulatedDevice, ...]
+    sync: Sync = Sync()
+    limits: tuple[Limit, ...] = ()  # one for each device; empty: none is limited
+
+    def limit(self, position: int) -> Limit:
+        """What `@` holds the device to."""
+        return self.limits[position] if self.limits else Limit()
+
+    def described(self) -> tuple[Device, ...]:
+        """The devices as the rest of the program knows them."""
+        return tuple(
+            Device(
+                id=f"sim-{position}-{device.slug}",
+                index=position,
+                name=device.name,
+                kind="sim",
+                memory_bytes=round(device.memory_mib * MIB),
+                limit=self.limit(position),
+            )
+            for position, device in enumerate(self.devices)
+        )
+
+    def device_seconds(self, position: int, share: int, busy_together: bool) -> float:
+        """One device's own part of a step; `busy_together`: other devices compute at the same time."""
+        device, percent = self.devices[position], self.limit(position).percent
+        seconds = device.seconds(share) * (100 / percent if percent else 1.0)
+        return seconds * (1 + device.contention) if busy_together else seconds
+
+    def step_seconds(self, shares: Sequence[int]) -> float:
+        """One synchronous step, without noise: the slowest device's part, and keeping k >= 2 of them in step."""
+        active = [position for position, share in enumerate(shares) if share > 0]
+        together = len(active) > 1
+        slowest = max((self.device_seconds(position, shares[position], together) for position in active), default=0.0)
+        return slowest + self.sync.seconds(len(active))
+
+    def samples_per_second(self, shares: Sequence[int]) -> float:
+        """Combined throughput without noise; 0 if nobody has samples, infinite if a step takes no time."""
+        total, seconds = sum(shares), self.step_seconds(shares)
+        return total / seconds if seconds > 0 else (math.inf if total else 0.0)
+
+    def step_noise(self, shares: Sequence[int]) -> float:
+        """Relative standard deviation of one step: that of the noisiest device with samples."""
+        return max((d.noise for d, share in zip(self.devices, shares, strict=True) if share > 0), default=0.0)
+
+    def memory_bytes(self, position: int, share: int) -> int:
+        """Peak memory of one device at `share` samples."""
+        return self.devices[position].memory_bytes(share)
+
+    def usable_memory_bytes(self, position: int) -> int:
+        """What a training process can have there, under the limit."""
+        own, capped = round(self.devices[position].memory_mib * MIB), self.limit(position).memory_bytes
+        return own if capped is None else min(own, capped)
+
+    def out_of_memory(self, shares: Sequence[int]) -> tuple[int, ...]:
+        """Positions of the devices whose samples don't fit."""
+        return tuple(
+            position
+            for position, share in enumerate(shares)
+            if self.memory_bytes(position, share) > self.usable_memory_bytes(position)
+        )
+
+
+def along(points: Points, batch: float) -> float:
+    """Linear between points; below the first and above the last, the line through the two nearest."""
+    right = min(max(bisect_left(points, batch, key=lambda point: point[0]), 1), len(points) - 1)
+    (batch0, y0), (batch1, y1) = points[right - 1], points[right]
+    return y0 + (y1 - y0) * (batch - batch0) / (batch1 - batch0)
