@@ -69,7 +69,8 @@ class Progress:
         if self.best is not None:
             figure = rate(self.best.throughput.value)
             lines.append(f"best so far: {figure} samples/s with {self.layout_words(self.best.layout)}")
-        counts = f"{self.probes} probes, {self.out_of_memory} out of memory, {duration(self.at_seconds)}"
+        plural = "" if self.probes == 1 else "s"
+        counts = f"{self.probes} probe{plural}, {self.out_of_memory} out of memory, {duration(self.at_seconds)}"
         if self.budget_seconds is not None:
             counts += f", at most {duration(max(0.0, self.budget_seconds - self.at_seconds))} left"
         return [*lines, counts]

@@ -24,7 +24,7 @@ def duration(seconds: float) -> str:
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
-    if whole < 100:
+    if whole < 60:
         return f"{whole} s"
     minutes, rest = divmod(whole, 60)
     if minutes < 60:

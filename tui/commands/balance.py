@@ -67,7 +67,7 @@ def stopped_by_signals(stop: Callable[[], None]) -> Iterator[list[int]]:
     """Within it, Ctrl-C, SIGTERM and SIGHUP call `stop`; a second Ctrl-C ends at once. Yields the exit codes caught."""
     caught: list[int] = []
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, _frame: FrameType | None) -> None:
         if caught:
             raise KeyboardInterrupt
         caught.append(_STOPS[signal.Signals(number)])

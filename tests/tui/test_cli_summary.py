@@ -1,0 +1,118 @@
+"""A plan and a session's events as lines of text."""
+
+from __future__ import annotations
+
+import msgspec
+
+from balancer.events import Observed, ProbeProgress, ProbeStarted, Started
+from balancer.records import Belief, Failed, Interval, Layout, OutOfMemory, Probe, Result, Timed, layout_of, solo
+from evener.plan import Evidence, Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
+from tui.progress import Progress
+from tui.summary import labels_of, summary_lines
+
+SHARES = (Share("GPU-aa", 0, "GTX 1080 Ti", 0, 0.0), Share("GPU-bb", 1, "GTX 1080", 0, 0.0, "60%"))
+LABELS = ("GPU:0", "GPU:1")
+
+
+def evidence(name: str, batches: tuple[int, ...], samples_per_second: float) -> Evidence:
+    """A rival with a made-up figure."""
+    kind = "solo" if 0 in batches else "split"
+    throughput = Throughput(samples_per_second, samples_per_second * 0.99, samples_per_second * 1.01)
+    return Evidence(name, make_layout(kind, SHARES, batches), throughput)
+
+
+PLAN = Plan(
+    created="2026-11-21T12:00:00Z",
+    workload="keras_maxer",
+    framework="tensorflow",
+    precision="float32",
+    xla=False,
+    layout=make_layout("split", SHARES, (820, 568)),
+    throughput=Throughput(2123.0, 2110.0, 2136.0),
+    evidence=(
+        evidence("even split", (512, 512), 1810.0),
+        evidence("best single device", (1024, 0), 1345.0),
+        evidence("solo GPU:0", (1024, 0), 1345.0),
+        evidence("solo GPU:1", (0, 512), 875.0),
+    ),
+    search=SearchSummary(9, 1, 61.5, 0, "the intervals are tight"),
+    fingerprint=Fingerprint(("GTX 1080 Ti (11178 MiB)", "GTX 1080 (8192 MiB)"), "580.1", {"tensorflow": "2.21"}, "d"),
+    warnings=("readings drifted",),
+)
+
+
+def test_the_table_has_every_device_and_the_total() -> None:
+    """Share, ratio, samples/s in the layout and alone, and the limit that the device is held to."""
+    lines = summary_lines(PLAN, LABELS, "Split 820:568.")
+    assert lines[1].split() == ["GPU:0", "GTX", "1080", "Ti", "820", "0.591", "1", "254", "1", "345", "at", "1024"]
+    assert lines[2].startswith("GPU:1 @60%")
+    assert lines[3].split()[:3] == ["together", "1388", "1.000"]
+    assert lines[-1] == "Split 820:568."
+
+
+def test_the_rivals_are_compared() -> None:
+    """The gain over the even split and the best single device, and the part of the sum of solos."""
+    text = "\n".join(summary_lines(PLAN, LABELS))
+    assert "even split: 1 810 samples/s at 512+512; the plan gains 17.3 %" in text
+    assert "best single device: 1 345 samples/s at 1024; the plan gains 57.8 %" in text
+    assert "sum of solos: 2 220 samples/s; the plan reaches 95.6 % of it" in text
+    assert "warning: readings drifted" in text
+
+
+def test_a_device_that_is_left_out_is_said_to_be() -> None:
+    """A share of 0 is a decision, not a gap."""
+    alone = msgspec.structs.replace(PLAN, layout=make_layout("solo", SHARES, (1024, 0)))
+    assert "left out" in summary_lines(alone, LABELS)[2]
+
+
+def test_names_can_not_steer_the_terminal() -> None:
+    """Escape sequences in a device's name are shown harmless."""
+    evil = msgspec.structs.replace(SHARES[0], name="\x1b[2Jgpu")
+    plan = msgspec.structs.replace(PLAN, layout=make_layout("split", (evil, SHARES[1]), (820, 568)))
+    assert "\x1b" not in "\n".join(summary_lines(plan, LABELS))
+
+
+def test_labels_follow_the_identity() -> None:
+    """Where only a plan is at hand, its devices still have short names."""
+    shares = [msgspec.structs.replace(SHARES[0], device=name) for name in ("cpu-0-of-2", "sim-0-x", "GPU-1234")]
+    assert labels_of(shares) == ("CPU:0", "SIM:0", "GPU:0")
+
+
+BELIEF = Belief((), None, None, None, "checks the curve of both devices")
+
+
+def timed(layout: Layout) -> Timed:
+    """One observation at 0.5 s a step."""
+    probe = Probe(layout, "solo", 5.0)
+    return Timed(probe, 0.5, 0.495, 0.505, 20, (None, None), (None, None), 1.0, 6.0)
+
+
+def test_progress_follows_a_session() -> None:
+    """Each observation is a line; the screen shows what runs, the best so far and the time left."""
+    progress = Progress()
+    assert progress.take(Started("r1", LABELS, "keras_maxer", 120.0, 0)) == "run r1: keras_maxer on GPU:0, GPU:1"
+    probe = Probe(solo(2, 0, 64), "solo", 5.0)
+    assert progress.take(ProbeStarted(probe, 0.0)) is None
+    progress.take(ProbeProgress(probe, "measuring", 684.0, 0.012, 3.0))
+    assert "  GPU:0[64]: measuring, 684.0 samples/s ± 1.2 %" in progress.screen()
+    best = Result(solo(2, 0, 64), Interval(128.0, 126.0, 130.0), 1)
+    line = progress.take(Observed(timed(solo(2, 0, 64)), BELIEF, best, 1, 0, 6.0))
+    assert line is not None
+    assert line.endswith("solo  GPU:0[64]: 128.0 samples/s ± 1.0 %")
+    assert progress.screen() == [
+        "checks the curve of both devices",
+        "best so far: 128.0 samples/s with GPU:0[64]",
+        "1 probe, 0 out of memory, 6.0 s, at most 1 min 54 s left",
+    ]
+
+
+def test_what_did_not_run_is_said_in_words() -> None:
+    """Out of memory names the device; a failure shows its one line, harmless."""
+    progress = Progress()
+    progress.take(Started("r1", LABELS, "w", None, 3))
+    probe = Probe(layout_of((1024, 710)), "split", 5.0)
+    words = progress.observation_words(OutOfMemory(probe, (1,), "ResourceExhausted", 3.0))
+    assert words == "split GPU:0[1024] GPU:1[710]: out of memory on GPU:1"
+    failed = progress.observation_words(Failed(probe, "signal", "killed by \x1b[31mSIGKILL", (1,), 3.0))
+    assert "\x1b" not in failed
+    assert "SIGKILL" in failed

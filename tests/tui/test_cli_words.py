@@ -1,0 +1,82 @@
+"""Figures, times and argument lists as text."""
+
+from __future__ import annotations
+
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evener.errors import RequestError
+from tui.commands.options import parse_indices, parse_settings, spread_lists
+from tui.words import duration, parse_duration, plain, rate, size
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("120s", 120), ("2m", 120), ("1.5h", 5400), ("90", 90), ("250ms", 0.25), ("3min", 180)]
+)
+def test_times_are_read_with_their_units(text: str, seconds: float) -> None:
+    assert parse_duration(text, "--budget") == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-3s", "1e9s", "3 s s", "nan"])
+def test_what_is_no_time_is_refused_by_name(text: str) -> None:
+    with pytest.raises(RequestError, match="--budget"):
+        parse_duration(text, "--budget")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.42, "0.4 s"), (12.3, "12 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
+)
+def test_times_are_short(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@given(st.floats(0, 1e15))
+def test_durations_never_show_sixty(seconds: float) -> None:
+    """59.9 minutes must not print as 59 min 60 s."""
+    assert "60 s" not in duration(seconds)
+    assert "60 min" not in duration(seconds)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(12.346, "12.35"), (684.21, "684.2"), (2123.4, "2 123"), (158012, "158 012"), (99.996, "100.0")]
+)
+def test_rates_keep_four_digits(value: float, text: str) -> None:
+    assert rate(value) == text
+
+
+def test_sizes_are_binary() -> None:
+    assert size(512 * 2**20) == "512 MiB"
+    assert size(8 * 2**30) == "8 GiB"
+
+
+@given(st.text(max_size=600))
+def test_plain_text_can_not_steer_a_terminal(text: str) -> None:
+    """No control, format, separator or surrogate character is left, and the length is bounded."""
+    clean = plain(text)
+    assert len(clean) <= 500
+    assert not {unicodedata.category(char) for char in clean} & {"Cc", "Cf", "Cs", "Zl", "Zp"}
+
+
+def test_lists_are_spread_for_the_parser() -> None:
+    """The seed's spelling, --gpus 0 1 --batches 820 568, becomes one option a value."""
+    spread = spread_lists(["probe", "--gpus", "0", "1", "--batches", "820", "568", "--repeat", "2"])
+    expected = "probe --gpus 0 --gpus 1 --batches 820 --batches 568 --repeat 2"
+    assert " ".join(spread) == expected
+    assert spread_lists(["probe", "--gpus"]) == ["probe", "--gpus"]
+    assert spread_lists(["probe", "--gpus", "--json"]) == ["probe", "--gpus", "--json"]
+
+
+def test_settings_are_json_scalars_or_text() -> None:
+    assert parse_settings(["a=1", "b=true", "c=tanh", "d=0.5"]) == {"a": 1, "b": True, "c": "tanh", "d": 0.5}
+    with pytest.raises(RequestError, match="key=value"):
+        parse_settings(["layers"])
+
+
+def test_indices_are_numbers() -> None:
+    assert parse_indices("0,2") == (0, 2)
+    assert parse_indices(None) is None
+    with pytest.raises(RequestError):
+        parse_indices("first")
