@@ -1,0 +1,168 @@
+"""Spans of text with a meaning, and lines of them that fill an exact number of terminal cells."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from tui.words import plain
+
+Tone = Literal[
+    "text",  # ordinary
+    "dim",  # of less weight: units, titles of figures, what is not there
+    "title",  # column heads and captions
+    "strong",  # what the eye should find first
+    "accent",  # busy: utilisation
+    "memory",
+    "power",
+    "speed",  # samples/s
+    "good",
+    "warn",
+    "bad",
+    "track",  # the empty part of a bar
+    "key",  # a key to press
+    "tab",  # the screen that is open
+    "device0",
+    "device1",
+    "device2",
+    "device3",
+    "device4",
+    "device5",
+    "device6",
+    "device7",
+]
+DEVICE_TONES: tuple[Tone, ...] = (
+    "device0",
+    "device1",
+    "device2",
+    "device3",
+    "device4",
+    "device5",
+    "device6",
+    "device7",
+)
+
+
+class Span(NamedTuple):
+    """Some text in one tone; `action` is what a click on it does, as Textual writes actions."""
+
+    text: str
+    tone: Tone = "text"
+    action: str = ""
+
+
+class Line(NamedTuple):
+    """One row of the terminal; `cursor`: the row that the keys act on."""
+
+    spans: tuple[Span, ...] = ()
+    cursor: bool = False
+
+    @property
+    def text(self) -> str:
+        """What a terminal without colour shows."""
+        return "".join(span.text for span in self.spans)
+
+
+BLANK = Line()
+
+
+def line(*spans: Span | str, cursor: bool = False) -> Line:
+    """A line of spans; a bare string is ordinary text."""
+    return Line(tuple(Span(span) if isinstance(span, str) else span for span in spans), cursor)
+
+
+def device_tone(position: int) -> Tone:
+    """The colour that a device keeps on every screen of a session."""
+    return DEVICE_TONES[position % len(DEVICE_TONES)]
+
+
+def cells(text: str) -> int:
+    """Terminal cells that `text` takes: East Asian wide signs two, combining marks none."""
+    if text.isascii():
+        return len(text)
+    return sum(_sign_cells(sign) for sign in text)
+
+
+def _sign_cells(sign: str) -> int:
+    if unicodedata.combining(sign):
+        return 0
+    return 2 if unicodedata.east_asian_width(sign) in "WF" else 1
+
+
+def cut(text: str, width: int, ellipsis: str = "…") -> str:
+    """`text` in at most `width` cells, ending in the ellipsis if something is missing."""
+    if cells(text) <= width:
+        return text
+    room = width - cells(ellipsis)
+    if room < 1:
+        return "".join(sign for sign in text if _sign_cells(sign) == 1)[: max(0, width)]
+    taken, kept = 0, []
+    for sign in text:
+        taken += _sign_cells(sign)
+        if taken > room:
+            break
+        kept.append(sign)
+    return "".join(kept) + ellipsis
+
+
+def fit(text: str, width: int, align: Literal["left", "right"] = "left", ellipsis: str = "…") -> str:
+    """`text` in exactly `width` cells."""
+    shown = cut(text, width, ellipsis)
+    blank = " " * (width - cells(shown))
+    return shown + blank if align == "left" else blank + shown
+
+
+def clean(text: str, limit: int = 500) -> str:
+    """Text from a process, a driver or a file, harmless to a terminal."""
+    return plain(text, limit)
+
+
+def span_cells(spans: Iterable[Span]) -> int:
+    """Terminal cells that the spans take together."""
+    return sum(cells(span.text) for span in spans)
+
+
+def pad(spans: tuple[Span, ...], width: int, align: Literal["left", "right"] = "left") -> tuple[Span, ...]:
+    """The spans in exactly `width` cells: cut on the right, or filled with blanks."""
+    missing = width - span_cells(spans)
+    if missing == 0:
+        return spans
+    if missing > 0:
+        blank = Span(" " * missing)
+        return (*spans, blank) if align == "left" else (blank, *spans)
+    kept: list[Span] = []
+    room = width
+    for span in spans:
+        shown = cut(span.text, room, "")
+        kept.append(span._replace(text=shown))
+        room -= cells(shown)
+        if room <= 0:
+            break
+    return (*kept, Span(" " * room)) if room > 0 else tuple(kept)
+
+
+def spread(left: tuple[Span, ...], right: tuple[Span, ...], width: int) -> Line:
+    """A line with one part at each end; the right part goes first where both don't fit."""
+    gap = width - span_cells(left) - span_cells(right)
+    if gap >= 1:
+        return Line((*left, Span(" " * gap), *right))
+    return Line(pad(left, width))
+
+
+def wrap(text: str, width: int, most: int) -> tuple[str, ...]:
+    """`text` broken at blanks into at most `most` lines of at most `width` cells."""
+    lines: list[str] = []
+    current = ""
+    for word in text.split():
+        longer = f"{current} {word}" if current else word
+        if cells(longer) <= width or not current:
+            current = longer
+            continue
+        lines.append(current)
+        current = word
+    lines.append(current)
+    shown = [cut(row, width) for row in lines[:most]]
+    if len(lines) > most and shown:
+        shown[-1] = cut(f"{shown[-1]} …", width) if cells(shown[-1]) + 2 <= width else cut(shown[-1] + "  ", width)
+    return tuple(shown)

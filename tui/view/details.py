@@ -1,0 +1,123 @@
+"""Everything that is known of one device or one process, a line for each fact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from devices.base import DeviceSample, ProcessSample, Reading, State
+from tui.view.cells import Line, Span, Tone, clean, line, wrap
+from tui.view.devices import memory_tone
+from tui.view.figures import STATE_WORDS, share_of, temperature_tone, throttle_tone
+from tui.words import duration, percent, rate, size
+
+_LABEL_CELLS = 18
+
+
+def _fact(label: str, text: str, tone: Tone = "text") -> Line:
+    return line(Span(f" {label:<{_LABEL_CELLS}}", "title"), Span(text, tone))
+
+
+def reading_words(reading: Reading, draw: Callable[[float], str]) -> str:
+    """A reading in words: its value, why there is none, or how old the last one is."""
+    if reading.state is State.VALUE and reading.value is not None:
+        return draw(reading.value)
+    if reading.state is State.STALE and reading.value is not None:
+        return f"{draw(reading.value)} (stale: {duration(reading.age_seconds)} old)"
+    return STATE_WORDS[reading.state]
+
+
+def _reading(
+    label: str, reading: Reading, draw: Callable[[float], str], tone: Callable[[float], Tone] | Tone = "text"
+) -> Line:
+    number = reading.current
+    if number is None:
+        return _fact(label, reading_words(reading, draw), "bad" if reading.state is State.LOST else "dim")
+    return _fact(label, draw(number), tone(number) if callable(tone) else tone)
+
+
+def _of(text: Callable[[float], str], whole: Reading) -> Callable[[float], str]:
+    """A figure with its limit behind it, where the limit is known."""
+    return lambda number: f"{text(number)} of {text(whole.value)}" if whole.value else text(number)
+
+
+def _percent(number: float) -> str:
+    return f"{number:.0f} %"
+
+
+def _watts(number: float) -> str:
+    return f"{number:.0f} W"
+
+
+def _mhz(number: float) -> str:
+    return f"{number:.0f} MHz"
+
+
+def _celsius(number: float) -> str:
+    return f"{number:.0f} °C"
+
+
+def _per_second(number: float) -> str:
+    return f"{size(number)}/s"
+
+
+def _energy(joules: float) -> str:
+    return f"{joules / 3.6e6:.3f} kWh since the start" if joules >= 3.6e5 else f"{joules:.0f} J since the start"
+
+
+def device_details(sample: DeviceSample, width: int) -> tuple[Line, ...]:
+    """Every metric of a device with its unit, and in words why one is missing."""
+    device = sample.device
+    facts = [
+        _fact("name", clean(device.name)),
+        _fact("id", clean(device.id), "dim"),
+        _reading("utilisation", sample.utilization_percent, _percent, "accent"),
+        _reading("SM busy", sample.sm_percent, _percent),
+        _reading("SM occupancy", sample.occupancy_percent, _percent),
+        _reading("tensor cores", sample.tensor_percent, _percent),
+        _reading("DRAM bandwidth", sample.dram_percent, _percent),
+        _reading("memory", sample.memory_used_bytes, _of(size, sample.memory_total_bytes), _memory_tone(sample)),
+        _reading("temperature", sample.temperature_celsius, _celsius, temperature_tone(sample)),
+        _reading("slows down at", sample.temperature_limit_celsius, _celsius),
+        _reading("power", sample.power_watts, _of(_watts, sample.power_limit_watts), "power"),
+        _reading("energy", sample.energy_joules, _energy),
+        _reading("clock", sample.clock_mhz, _of(_mhz, sample.clock_max_mhz)),
+        _reading("throttled", sample.throttled_percent, lambda number: f"{number:.1f} % of the time", throttle_tone),
+        _fact("why", clean(", ".join(sample.throttle_reasons)) or "no reason given", "text"),
+        _reading("PCIe received", sample.pcie_receive_bytes_per_second, _per_second),
+        _reading("PCIe sent", sample.pcie_send_bytes_per_second, _per_second),
+        _reading("NVLink received", sample.link_receive_bytes_per_second, _per_second),
+        _reading("NVLink sent", sample.link_send_bytes_per_second, _per_second),
+        _reading("fan", sample.fan_percent, _percent),
+        _reading("ECC errors", sample.ecc_errors, lambda number: f"{number:.0f} uncorrected", _errors_tone),
+        _reading("throughput", sample.samples_per_second, lambda number: f"{rate(number)} samples/s", "speed"),
+    ]
+    facts += [_fact("event", clean(event), "warn") for event in sample.events[-5:]]
+    if sample.note:
+        rows = wrap(clean(sample.note), max(10, width - 2), 4)
+        facts = [*(line(Span(f" {row}", "bad")) for row in rows), *facts]
+    return tuple(facts)
+
+
+def _memory_tone(sample: DeviceSample) -> Tone:
+    return memory_tone(share_of(sample.memory_used_bytes, sample.memory_total_bytes))
+
+
+def _errors_tone(number: float) -> Tone:
+    return "bad" if number else "text"
+
+
+def process_details(row: ProcessSample, started: str, width: int) -> tuple[Line, ...]:
+    """Everything that is known of a process; `started` is its start as people read a time."""
+    facts = [
+        _fact("pid", str(row.pid), "strong"),
+        _fact("user", clean(row.user)),
+        _fact("started", started),
+        _fact("device", clean(f"{row.device_label}  {row.device_id}")),
+        _reading("device memory", row.memory_bytes, size, "memory"),
+        _reading("SM busy", row.sm_percent, _percent, "accent"),
+        _reading("CPU", row.cpu_percent, lambda number: f"{percent(number / 100)} of a core"),
+        _reading("throughput", row.samples_per_second, lambda number: f"{rate(number)} samples/s", "speed"),
+        _fact("command", ""),
+    ]
+    rows = wrap(clean(row.command, 2000), max(10, width - 4), 12)
+    return (*facts, *(line(Span(f"   {text}")) for text in rows))

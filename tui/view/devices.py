@@ -1,0 +1,265 @@
+"""The device table: one row a device, every metric at every width, and the reason where a metric has no value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from devices.base import DeviceSample, Reading, State
+from tui.view.cells import Line, Span, Tone, cells, clean, cut, pad
+from tui.view.charts import bar, spark
+from tui.view.figures import (
+    figure,
+    gib,
+    reading_text,
+    share_of,
+    short,
+    short_bytes,
+    temperature_tone,
+    throttle_tone,
+    traffic,
+    whole,
+)
+from tui.view.marks import Marks
+from tui.view.table import Column, column_widths, heading, table_row, window
+from tui.words import rate
+
+_MAKERS = re.compile(r"^(NVIDIA|AMD|Intel)\s+|\b(GeForce|Tesla|Corporation)\s+")
+
+
+class DeviceRow(msgspec.Struct, frozen=True):
+    """What one row needs: the newest sample and the history that it draws."""
+
+    sample: DeviceSample
+    speeds: tuple[float | None, ...] = ()  # samples/s, oldest first
+    busy: tuple[float | None, ...] = ()  # utilisation, percent, oldest first
+
+
+def short_name(name: str) -> str:
+    """A product name without its maker: "NVIDIA GeForce GTX 1080 Ti" is "GTX 1080 Ti"."""
+    return _MAKERS.sub("", clean(name, 80)).strip() or clean(name, 80)
+
+
+def _id(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    device = row.sample.device
+    alarm = marks.alarm if row.sample.events or row.sample.note else ""
+    text = device.label if len(device.label) + len(alarm) <= width else str(device.index)
+    return Span(alarm, "bad"), Span(text, "strong")
+
+
+def _name(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    name = short_name(row.sample.device.name)
+    if len(name) > width:
+        name = name.removeprefix("GTX ").removeprefix("RTX ").replace(" ", "" if width < 8 else " ")
+    limit = row.sample.device.limit
+    return (Span(cut(name + ("@" if limit else ""), width, marks.ellipsis), "text"),)
+
+
+def _utilization(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    reading = row.sample.utilization_percent
+    if width < 10:
+        return _percent(reading, width, marks, "accent")
+    blank = (Span(" " * (width - 6)),)
+    drawn = blank if reading.value is None else bar(reading.value / 100, width - 6, marks)
+    return (*drawn, Span(" "), *_percent(reading, 5, marks, "accent"))
+
+
+def _percent(reading: Reading, width: int, marks: Marks, tone: Tone = "text") -> tuple[Span, ...]:
+    if width < 5 or reading.current is None:
+        return (figure(reading, width, marks, whole, tone),)
+    return figure(reading, width - 2, marks, whole, tone), Span(" %", "dim")
+
+
+def _sm(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    return _percent(row.sample.sm_percent, width, marks)
+
+
+def _tensor(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    return _percent(row.sample.tensor_percent, width, marks)
+
+
+def _dram(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    return _percent(row.sample.dram_percent, width, marks)
+
+
+def memory_tone(share: float | None) -> Tone:
+    """Full memory is what a training dies of."""
+    return "warn" if share is not None and share >= 0.98 else "memory"
+
+
+def _memory(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    used, total = row.sample.memory_used_bytes, row.sample.memory_total_bytes
+    text, current = reading_text(used, gib, marks, width)
+    share = share_of(used, total)
+    if not current and used.state is not State.STALE:
+        return (figure(used, width, marks, gib),)
+    if total.value:
+        whole_text = gib(total.value)
+        text += f"/{whole_text}" if cells(text) + 1 + len(whole_text) <= width else ""
+    tone = memory_tone(share) if current else "dim"
+    if width < 11:
+        return (Span(text, tone),)
+    figures = (Span(text.rjust(8), tone), Span(" G", "dim"))
+    return figures if width < 18 or share is None else (*bar(share, width - 11, marks, tone), Span(" "), *figures)
+
+
+def _temperature(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    reading = row.sample.temperature_celsius
+    if width < 4 or reading.value is None:
+        return (figure(reading, width, marks, whole, temperature_tone(row.sample)),)
+    unit = marks.degree + "C"
+    return figure(reading, width - len(unit), marks, whole, temperature_tone(row.sample)), Span(unit, "dim")
+
+
+def _power(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    used, limit = row.sample.power_watts, row.sample.power_limit_watts
+    text, current = reading_text(used, whole, marks, width)
+    tone: Tone = "power" if current else "dim"
+    if used.value is None or used.state is State.LOST:
+        return (figure(used, width, marks, whole),)
+    of = f"/{limit.value:.0f}" if limit.value else ""
+    if cells(text) + len(of) > width:
+        of = ""
+    if width < 9:
+        return Span(text, tone), Span(of, "dim")
+    figures = (Span(text.rjust(7 - len(of)), tone), Span(f"{of} W", "dim"))
+    share = share_of(used, limit)
+    return figures if width < 15 or share is None else (*bar(share, width - 10, marks, tone), Span(" "), *figures)
+
+
+def _clock(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    if width < 8 or row.sample.clock_mhz.value is None:
+        return (figure(row.sample.clock_mhz, width, marks),)
+    return figure(row.sample.clock_mhz, width - 4, marks), Span(" MHz", "dim")
+
+
+_REASON_LETTERS = {"power": "P", "thermal": "T", "brake": "B", "sync": "S", "hardware": "H", "software": "S"}
+
+
+def reason_letters(reasons: Sequence[str], room: int) -> str:
+    """The reasons for throttling as letters, the first that fits: P power, T thermal, B brake, S sync, H hardware."""
+    letters = []
+    for reason in reasons:
+        word = next((word for word in _REASON_LETTERS if word in reason.lower()), "")
+        letter = _REASON_LETTERS.get(word, reason[:1].upper())
+        if letter and letter not in letters:
+            letters.append(letter)
+    return "".join(letters)[: max(0, room)]
+
+
+def _throttled(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    reading, reasons = row.sample.throttled_percent, row.sample.throttle_reasons
+    if reading.current is None:
+        return (figure(reading, width, marks),)
+    number = whole(reading.current)
+    tone = throttle_tone(reading.current)
+    if width < 12:
+        return (Span(number.rjust(2) + reason_letters(reasons, width - max(2, len(number))), tone),)
+    why = cut(clean(", ".join(reasons), 60), width - 6, marks.ellipsis)
+    return Span(f"{number:>3} %", tone), Span(f" {why:<{width - 6}}", tone)
+
+
+def _links(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    sample = row.sample
+    total = traffic(sample)
+    if width < 12 or total.value is None:
+        return (figure(total, width, marks, short_bytes),)
+    received = [sample.link_receive_bytes_per_second, sample.pcie_receive_bytes_per_second]
+    sent = [sample.link_send_bytes_per_second, sample.pcie_send_bytes_per_second]
+    tone: Tone = "text" if total.state is State.VALUE else "dim"
+    spans = []
+    for mark, readings in ((marks.down, received), (marks.up, sent)):
+        known = [reading.value for reading in readings if reading.value is not None]
+        text = short_bytes(sum(known)) if known else marks.none
+        spans += [Span(f" {mark}", "dim"), Span(text.rjust(4), tone)]
+    return tuple(spans)
+
+
+def _speed(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    return (figure(row.sample.samples_per_second, width, marks, rate if width >= 9 else short, "speed"),)
+
+
+def _history(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    if any(row.speeds):
+        return (Span(spark(row.speeds, width, marks), "speed"),)
+    return (Span(spark(row.busy, width, marks, 100.0), "accent"),)
+
+
+DEVICE_COLUMNS: tuple[Column[DeviceRow], ...] = (
+    Column("id", ("device", "id"), 3, _id),
+    Column("name", ("name",), 6, _name, "left"),
+    Column("util", ("utilisation", "util", "use"), 4, _utilization),
+    Column("sm", ("SM",), 3, _sm),
+    Column("tensor", ("tensor", "tens", "TC"), 3, _tensor),
+    Column("dram", ("DRAM", "DR"), 3, _dram),
+    Column("memory", ("memory", "mem"), 7, _memory),
+    Column("temperature", ("temp", "°C"), 3, _temperature),
+    Column("power", ("power of limit", "power/W", "power"), 7, _power),
+    Column("clock", ("clock", "MHz"), 4, _clock),
+    Column("throttled", ("throttled, why", "thr%"), 4, _throttled, "left"),
+    Column("links", ("links in, out", "links", "link"), 4, _links),
+    Column("speed", ("samples/s", "smp/s"), 5, _speed),
+    Column("history", ("history", "hist"), 4, _history, "left"),
+)
+DEVICE_GROWTH = (
+    ("history", 6),
+    ("id", 6),
+    ("name", 8),
+    ("temperature", 5),
+    ("speed", 9),
+    ("util", 6),
+    ("name", 11),
+    ("tensor", 6),
+    ("util", 14),
+    ("memory", 11),
+    ("power", 9),
+    ("sm", 5),
+    ("dram", 5),
+    ("throttled", 14),
+    ("links", 12),
+    ("history", 12),
+    ("clock", 8),
+    ("memory", 20),
+    ("power", 17),
+    ("name", 16),
+    ("throttled", 20),
+)
+DEVICE_FLEXIBLE = {"history": 32, "util": 30, "memory": 30, "name": 24, "power": 26}
+
+
+def device_heading(width: int, marks: Marks) -> Line:
+    """The titles over the device rows in `width` cells."""
+    line = heading(DEVICE_COLUMNS, device_widths(width), marks)
+    if marks.braille:
+        return line
+    return Line(tuple(span._replace(text=span.text.replace("°", " ")) for span in line.spans))
+
+
+def device_widths(width: int) -> dict[str, int]:
+    """Cells for each column of the device table in `width` cells, the cursor's sign in front left out."""
+    return column_widths(DEVICE_COLUMNS, DEVICE_GROWTH, DEVICE_FLEXIBLE, width - 1)
+
+
+def device_line(row: DeviceRow, width: int, marks: Marks, *, cursor: bool = False) -> Line:
+    """One device; a lost one tells what happened in place of its figures."""
+    widths = device_widths(width)
+    sample = row.sample
+    if sample.note and sample.utilization_percent.state is State.LOST:
+        head = table_row(DEVICE_COLUMNS[:2], widths, row, marks, cursor=cursor)
+        room = width - sum(cells(span.text) for span in head.spans) - 1
+        note = cut(clean(sample.note, 300), max(0, room), marks.ellipsis)
+        return Line((*pad((*head.spans, Span(" "), Span(note, "bad")), width),), cursor)
+    return table_row(DEVICE_COLUMNS, widths, row, marks, cursor=cursor)
+
+
+def device_lines(
+    rows: Sequence[DeviceRow], width: int, height: int, marks: Marks, cursor: int, top: int
+) -> tuple[tuple[Line, ...], int]:
+    """The heading and as many rows as fit in `height`, and the first row shown; they scroll with the cursor."""
+    room = max(0, height - 1)
+    first = window(len(rows), cursor, room, top)
+    shown = rows[first : first + room]
+    lines = tuple(device_line(row, width, marks, cursor=first + offset == cursor) for offset, row in enumerate(shown))
+    return (device_heading(width, marks), *lines), first

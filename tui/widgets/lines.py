@@ -1,0 +1,143 @@
+"""A widget that draws lines: one for each panel, since a table of cells and sparklines costs five times as much CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.events import Click, MouseScrollDown, MouseScrollUp
+from textual.geometry import Region
+from textual.message import Message
+from textual.strip import Strip
+from textual.widget import Widget
+
+from tui.view.cells import BLANK, DEVICE_TONES, Line
+from tui.view.marks import to_ascii
+
+TONES = (
+    "text",
+    "dim",
+    "title",
+    "strong",
+    "accent",
+    "memory",
+    "power",
+    "speed",
+    "good",
+    "warn",
+    "bad",
+    "track",
+    "key",
+    "tab",
+    *DEVICE_TONES,
+)
+
+
+class Lines(Widget):
+    """Draws the lines it is given; only those that changed are drawn again."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {f"tone--{tone}" for tone in TONES} | {"tone--cursor"}
+
+    class Resized(Message):
+        """The widget has another size: whoever fills it works its lines out again."""
+
+    class RowClicked(Message):
+        """A row was clicked, outside of anything with an action of its own; `row` counts from the first line."""
+
+        def __init__(self, widget: Lines, row: int, clicks: int) -> None:
+            super().__init__()
+            self.widget = widget
+            self.row = row
+            self.clicks = clicks
+
+    class Scrolled(Message):
+        """The wheel turned over the widget, by `rows` downwards."""
+
+        def __init__(self, widget: Lines, rows: int) -> None:
+            super().__init__()
+            self.widget = widget
+            self.rows = rows
+
+    def __init__(self, *, id: str | None = None, classes: str | None = None, focusable: bool = False) -> None:  # noqa: A002 - Textual's name
+        super().__init__(id=id, classes=classes)
+        self.can_focus = focusable
+        self._lines: tuple[Line, ...] = ()
+        self._styles_by_tone: dict[tuple[str, bool], Style] = {}
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """What is drawn."""
+        return self._lines
+
+    @property
+    def text(self) -> str:
+        """What a terminal without colour would show."""
+        return "\n".join(line.text for line in self._lines)
+
+    def show(self, lines: Sequence[Line]) -> None:
+        """Draw these lines from now on."""
+        before, self._lines = self._lines, tuple(lines)
+        longest = max(len(before), len(self._lines))
+        changed = [y for y in range(longest) if _at(before, y) != _at(self._lines, y)]
+        width = self.size.width
+        if width and changed:
+            self.refresh(*(Region(0, y, width, 1) for y in changed))
+
+    def render_line(self, y: int) -> Strip:
+        """One row of the content, cut or filled to the width."""
+        line = _at(self._lines, y)
+        width = self.size.width
+        base = self._tone("text", line.cursor)
+        plain_only = self.app.has_class("-ascii")
+        segments = []
+        for text, tone, action in line.spans:
+            if not text:
+                continue
+            style = self._tone(tone, line.cursor)
+            if action:
+                style += Style.from_meta({"@click": action})
+            segments.append(Segment(to_ascii(text) if plain_only else text, style))
+        return Strip(segments).adjust_cell_length(width, base)
+
+    def _tone(self, tone: str, on_cursor: bool) -> Style:
+        known = self._styles_by_tone.get((tone, on_cursor))
+        if known is None:
+            known = self.get_component_rich_style(f"tone--{tone}", partial=True)
+            known = self.rich_style + known
+            if on_cursor:
+                known += self.get_component_rich_style("tone--cursor", partial=True)
+            self._styles_by_tone[tone, on_cursor] = known
+        return known
+
+    def notify_style_update(self) -> None:
+        """Forget the styles of the theme before."""
+        super().notify_style_update()
+        self._styles_by_tone = {}
+
+    def on_resize(self) -> None:
+        """Ask for lines of the new size."""
+        self.post_message(self.Resized())
+
+    def on_click(self, event: Click) -> None:
+        """Tell which row was clicked."""
+        if "@click" in event.style.meta:
+            return
+        offset = event.get_content_offset(self)
+        if offset is not None:
+            self.post_message(self.RowClicked(self, offset.y, event.chain))
+
+    def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
+        """Move on."""
+        event.stop()
+        self.post_message(self.Scrolled(self, 1))
+
+    def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
+        """Move back."""
+        event.stop()
+        self.post_message(self.Scrolled(self, -1))
+
+
+def _at(lines: Sequence[Line], y: int) -> Line:
+    return lines[y] if y < len(lines) else BLANK
