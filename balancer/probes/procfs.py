@@ -1,0 +1,45 @@
+"""What Linux says of a process without any library: when it started, what it holds, whether the kernel had to kill."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def start_time(pid: int) -> float | None:
+    """Seconds since boot at which the process started; None if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[19]) / _TICKS
+
+
+def memory(pid: int) -> tuple[int, int]:
+    """Address space and resident bytes of a process; zeros if it is gone."""
+    try:
+        size, resident = Path(f"/proc/{pid}/statm").read_text().split()[:2]
+    except (OSError, ValueError):
+        return 0, 0
+    return int(size) * _PAGE_BYTES, int(resident) * _PAGE_BYTES
+
+
+def kernel_kills() -> int:
+    """How often the kernel has killed a process for memory since boot; 0 where it does not say."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def available_memory() -> int | None:
+    """Bytes that the machine can still give; None where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

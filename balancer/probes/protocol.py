@@ -1,0 +1,101 @@
+"""What a session and its children say to each other: one JSON object a line, typed, bounded.
+
+The child obeys and never decides: what to run, for how long, and what an error means is the parent's business.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from workloads.base import Place
+
+LONGEST_LINE_BYTES = 256 << 10
+LONGEST_TEXT = 2000  # characters of an error that travel
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """First words to a child: where it may run, what it may have, and whose child it is."""
+
+    parent_pid: int
+    parent_start: float  # seconds since boot at which the parent started: with the pid it names it for good
+    cores: tuple[int, ...] = ()  # empty: all
+    address_space_bytes: int | None = None
+
+
+class Build(msgspec.Struct, frozen=True, tag=True):
+    """Import the framework and build the workload at its place."""
+
+    workload: str
+    framework: str
+    settings: dict[str, Any]
+    place: Place
+    compute: float = 1.0  # share of its speed that it may use: below 1 it spins after each step
+    parallelism: float = 1.0  # cores that its step keeps busy
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """Make batches of these sizes and run the first step."""
+
+    shares: tuple[int, ...]
+
+
+class Run(msgspec.Struct, frozen=True, tag=True):
+    """Run so many steps as one timed block."""
+
+    steps: int
+
+
+class Quit(msgspec.Struct, frozen=True, tag=True):
+    """End in order."""
+
+
+Order = Begin | Build | Prepare | Run | Quit
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The child lives and has taken its place on the machine."""
+
+    pid: int
+
+
+class Built(msgspec.Struct, frozen=True, tag=True):
+    """The workload stands; `facts` are its own."""
+
+    facts: dict[str, str]
+
+
+class Prepared(msgspec.Struct, frozen=True, tag=True):
+    """The first step of these sizes is done."""
+
+    first_step_seconds: float
+
+
+class Ran(msgspec.Struct, frozen=True, tag=True):
+    """A block is done."""
+
+    steps: int
+    wall_seconds: float
+    cpu_seconds: float  # of the whole process, without spinning
+    spun_seconds: float  # added to be as slow as told
+    memory_bytes: tuple[int | None, ...]  # peak of each own device
+
+
+class Trouble(msgspec.Struct, frozen=True, tag=True):
+    """An exception ended the order. `types` are its class names, most special first."""
+
+    types: tuple[str, ...]
+    text: str
+    where: str = ""  # "file.py:12" in the user's own file
+
+
+Reply = Ready | Built | Prepared | Ran | Trouble
+
+orders: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
+replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+
+
+def line(message: Order | Reply) -> bytes:
+    """The message as a line."""
+    return msgspec.json.encode(message) + b"\n"

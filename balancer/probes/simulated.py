@@ -1,0 +1,160 @@
+"""Probes of simulated devices: the machine's physics and seeded noise, on a virtual clock.
+
+They are timed by the same rules as real children, so their intervals are as honest. A probe's noise depends on the
+seed and on the probe alone, never on what was measured before it.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from hashlib import blake2b
+
+import msgspec
+
+from balancer.core.stats import relative_half_width
+from balancer.events import ProbeProgress
+from balancer.probes.prober import Facts, Report
+from balancer.probes.timing import Block, Timing
+from balancer.records import Failed, Observation, OutOfMemory, Probe, Timed
+from devices.physics import Machine
+
+TICK_SECONDS = 0.1  # of real time between looks at `stop` when paced
+FEWEST_SECONDS = 1e-9  # a step is never free
+
+
+class SimulatedProber:
+    """A Prober over a written-down machine. `pace` 1 takes real time, 0 none; `start_seconds` is where its clock is."""
+
+    def __init__(self, machine: Machine, seed: int, pace: float = 0.0, start_seconds: float = 0.0) -> None:
+        self._machine = machine
+        self._seed = seed
+        self._pace = pace
+        self._clock = start_seconds
+        self._closed = threading.Event()
+
+    def measure(
+        self, probes: tuple[Probe, ...], report: Report, stop: threading.Event, beside: tuple[Probe, ...] = ()
+    ) -> Iterator[Observation]:
+        """All probes at once on the virtual clock; observations come in the order in which they end."""
+        start = self._clock
+        busy = {position for probe in (*probes, *beside) for position in probe.layout.active}
+        runs = [_Run(self._machine, self._seed, probe, busy) for probe in probes]
+        moments = sorted(((at, i, sign) for i, run in enumerate(runs) for at, sign in run.moments), key=lambda m: m[:2])
+        for at, i, sign in moments:
+            last = sign is runs[i].moments[-1][1]
+            if stop.is_set() or not self._wait_until(start + at, stop):
+                return
+            if (self._pace or last) and sign is not None:
+                report(msgspec.structs.replace(sign, at_seconds=self._clock))
+            if last:
+                yield runs[i].seen
+
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self._clock
+
+    def facts(self) -> Facts:
+        """A digest of the machine, as it is the workload too."""
+        digest = blake2b(msgspec.json.encode(self._machine), digest_size=8).hexdigest()
+        return Facts(engine="simulated", workload_digest=digest)
+
+    def close(self) -> None:
+        """No children: only a paced wait ends."""
+        self._closed.set()
+
+    def _wait_until(self, virtual: float, stop: threading.Event) -> bool:
+        """Let the clock reach `virtual`, in real time if paced; False if stopped on the way."""
+        until = time.monotonic() + max(0.0, virtual - self._clock) * self._pace
+        while self._pace and (left := until - time.monotonic()) > 0:
+            if stop.wait(min(left, TICK_SECONDS)) or self._closed.is_set():
+                return False
+        self._clock = max(self._clock, virtual)
+        return True
+
+
+class _Run:
+    """One probe from start to end: its observation, and the signs of progress on the way (seconds from the start)."""
+
+    def __init__(self, machine: Machine, seed: int, probe: Probe, busy: set[int]) -> None:
+        self._machine, self._probe = machine, probe
+        self._random = random.Random(blake2b(f"{seed}:".encode() + msgspec.json.encode(probe), digest_size=8).digest())
+        self._busy = busy
+        self.moments: list[tuple[float, ProbeProgress]] = []
+        self.seen = self._measure()
+
+    def _measure(self) -> Observation:
+        layout = self._probe.layout
+        if layout.kind == "place":
+            return self._failed("a simulated machine has no model to place")
+        step, parts = self._physics()
+        machine = self._machine
+        held = self._memory()
+        full = tuple(i for i, size in enumerate(held) if size is not None and size > machine.usable_memory_bytes(i))
+        if full:
+            self._sign(step, "building", None, None)
+            return OutOfMemory(self._probe, full, "the samples do not fit the simulated memory", step)
+        return self._timed(step, parts)
+
+    def _physics(self) -> tuple[float, tuple[float | None, ...]]:
+        """Seconds of one step and of each active device's own part in it, without noise."""
+        layout, machine = self._probe.layout, self._machine
+        active = layout.active
+        crowd = len(self._busy | set(active)) > 1 if layout.kind != "split" else len(active) > 1
+        parts = tuple(
+            machine.device_seconds(i, share, crowd) * layout.processes if share else None
+            for i, share in enumerate(layout.shares)
+        )
+        slowest = max((part for part in parts if part is not None), default=0.0)
+        return max(FEWEST_SECONDS, slowest + machine.sync.seconds(len(active))), parts
+
+    def _timed(self, step: float, parts: tuple[float | None, ...]) -> Observation:
+        noise = self._machine.step_noise(self._probe.layout.shares)
+        timing = Timing(self._probe.seconds)
+        elapsed = first = step * self._draw(noise, 1)
+        while steps := timing.next_steps():
+            wall = steps * step * self._draw(noise, steps)
+            timing.add(Block(steps, wall, own_seconds=tuple(p and p * wall / step for p in parts)))
+            elapsed += wall
+            self._progress(elapsed, timing)
+        measured = timing.result()
+        if measured is None:
+            return self._failed("no block was timed")
+        return Timed(
+            probe=self._probe,
+            step_seconds=measured.step.value,
+            low_seconds=measured.step.low,
+            high_seconds=measured.step.high,
+            steps=measured.steps,
+            memory_bytes=self._memory(),
+            device_seconds=measured.own_seconds,
+            first_step_seconds=first,
+            elapsed_seconds=elapsed,
+            warnings=measured.warnings,
+        )
+
+    def _memory(self) -> tuple[int | None, ...]:
+        layout = self._probe.layout
+        return tuple(
+            self._machine.memory_bytes(i, share) * layout.processes if share else None
+            for i, share in enumerate(layout.shares)
+        )
+
+    def _draw(self, noise: float, steps: int) -> float:
+        """The relative length of a block: the noise of its steps averages out."""
+        return max(0.01, self._random.gauss(1.0, noise / steps**0.5)) if noise else 1.0
+
+    def _progress(self, elapsed: float, timing: Timing) -> None:
+        interval = timing.interval()
+        batch = self._probe.layout.global_batch * self._probe.layout.processes
+        rate = batch / interval.value if interval else None
+        self._sign(elapsed, timing.phase, rate, relative_half_width(interval) if interval else None)
+
+    def _sign(self, at: float, phase: str, rate: float | None, relative: float | None) -> None:
+        self.moments.append((at, ProbeProgress(self._probe, phase, rate, relative, at)))
+
+    def _failed(self, detail: str) -> Failed:
+        self._sign(0.0, "building", None, None)
+        return Failed(self._probe, "unsupported", detail, self._probe.layout.active, 0.0)

@@ -1,0 +1,194 @@
+"""When a step's time is known well enough: a small machine that says how many steps to run next.
+
+Pure: it sees blocks of steps and decides; whoever runs the steps owns the clock. It warms up until two windows agree,
+then times blocks of equal length until the 95 % interval of the mean step is within `TIGHT`, or the time is spent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+
+import msgspec
+
+from balancer.core.stats import interval_of, median, relative_half_width
+from balancer.records import Interval, Warned
+
+TIGHT = 0.01  # half-width of the 95 % interval / mean at which a probe ends
+AGREE = 0.05  # two warm-up windows that differ by less are steady
+WARM_UP_SHARE = 0.5  # of the probe's seconds; warm-up that is not steady by then is a slow start
+WARM_UP_WINDOWS = 24  # at most
+FEWEST_BLOCKS = 3  # even when they take longer than the probe's seconds
+ENOUGH_BLOCKS = 5  # before an interval is believed to be tight
+MOST_BLOCKS = 400
+BLOCKS_A_PROBE = 16  # the block length aimed at is the probe's seconds / this,
+SHORTEST_BLOCK_SECONDS, LONGEST_BLOCK_SECONDS = 0.02, 0.5  # within these
+
+NOISY = 0.03  # half-width / mean
+DRIFT = 0.02  # between the halves' means, and DRIFT_ERRORS standard errors
+DRIFT_ERRORS = 4.0
+THROTTLED = 0.05  # gap between the mean and the median block
+STALLED = 3.0  # a block that took so many times the median
+DISTURBED = 0.95  # CPU time / wall time of a process that never waits
+DISTURBED_SHARE = 0.2  # of the blocks
+TOO_SHORT_SECONDS = 0.05
+
+
+class Block(msgspec.Struct, frozen=True):
+    """Steps that were timed together. `own_seconds`: each device's own compute, where it can tell."""
+
+    steps: int
+    wall_seconds: float
+    cpu_share: float | None = None  # CPU time / wall time of a process that owns its cores and never waits
+    own_seconds: tuple[float | None, ...] = ()
+    slowed: float = 0.0  # share of the block in which the device held itself back (heat, power)
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean step of the block."""
+        return self.wall_seconds / self.steps
+
+    @property
+    def disturbed(self) -> bool:
+        """Somebody else took part of its cores."""
+        return self.cpu_share is not None and self.cpu_share < DISTURBED
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What the blocks say of one step."""
+
+    step: Interval  # seconds
+    steps: int
+    own_seconds: tuple[float | None, ...]  # per step
+    warnings: tuple[Warned, ...]
+
+
+class Timing:
+    """Asks for blocks by `next_steps` (0: enough) and takes them by `add`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = max(seconds, SHORTEST_BLOCK_SECONDS)
+        self._block_seconds = min(max(self._seconds / BLOCKS_A_PROBE, SHORTEST_BLOCK_SECONDS), LONGEST_BLOCK_SECONDS)
+        self._windows: list[Block] = []
+        self._blocks: list[Block] = []
+        self._steps = 0  # of each measured block; 0 while warming up
+        self._slow_start = 0.0
+
+    @property
+    def phase(self) -> str:
+        """For whoever watches: warming up | measuring."""
+        return "measuring" if self._steps else "warming up"
+
+    def next_steps(self) -> int:
+        """Steps to run as the next block; 0 when the measurement is over."""
+        if not self._steps:
+            return self._sized(self._windows[-1]) if self._windows else 1
+        return 0 if self._over() else self._steps
+
+    def add(self, block: Block) -> None:
+        """Take the block that `next_steps` asked for."""
+        if self._steps:
+            self._blocks.append(block)
+            return
+        self._windows.append(block)
+        if self._steady():
+            self._steps = self._sized(block)
+
+    def interval(self) -> Interval | None:
+        """Seconds per step so far; None before the second block."""
+        clean = self._clean()
+        return _interval(clean) if len(clean) > 1 else None
+
+    def result(self) -> Measured | None:
+        """What is known; None if nothing was timed after the warm-up."""
+        clean = self._clean()
+        if not clean:
+            return None
+        step = _interval(clean)
+        return Measured(step, sum(block.steps for block in clean), _own(clean), self._warnings(clean, step))
+
+    def _sized(self, last: Block) -> int:
+        """Steps that fill a block; after a tiny block not more than 16 times as many, as its time says little."""
+        wanted = round(self._block_seconds / last.step_seconds) if last.step_seconds > 0 else 16 * last.steps
+        return max(1, min(wanted, 16 * last.steps))
+
+    def _steady(self) -> bool:
+        """Two full windows agree, or warming up has taken its share."""
+        windows = self._windows
+        if len(windows) < 2:
+            return False
+        before, last = windows[-2].step_seconds, windows[-1].step_seconds
+        gap = abs(before - last) / max(before, last, 1e-12)
+        full = windows[-1].wall_seconds >= self._block_seconds / 2 or len(windows) >= WARM_UP_WINDOWS // 2
+        if full and gap <= AGREE:
+            return True
+        spent = sum(window.wall_seconds for window in windows)
+        over = spent >= WARM_UP_SHARE * self._seconds or len(windows) >= WARM_UP_WINDOWS
+        if over and before > last and gap > AGREE:
+            self._slow_start = gap
+        return over
+
+    def _over(self) -> bool:
+        blocks = self._blocks
+        if len(blocks) < FEWEST_BLOCKS:
+            return False
+        spent = sum(block.wall_seconds for block in blocks) >= self._seconds
+        if spent or len(blocks) >= MOST_BLOCKS:
+            return True
+        clean = self._clean()
+        if len(clean) < ENOUGH_BLOCKS or len(clean) < len(blocks) / 2:
+            return False
+        return relative_half_width(_interval(clean)) <= TIGHT
+
+    def _clean(self) -> list[Block]:
+        """The undisturbed blocks, or all where too few are."""
+        clean = [block for block in self._blocks if not block.disturbed]
+        return clean if len(clean) >= FEWEST_BLOCKS else self._blocks
+
+    def _warnings(self, clean: Sequence[Block], step: Interval) -> tuple[Warned, ...]:
+        means = [block.step_seconds for block in clean]
+        middle = median(means)
+        disturbed = sum(block.disturbed for block in self._blocks) / len(self._blocks)
+        slowed = sum(block.slowed * block.wall_seconds for block in clean) / sum(b.wall_seconds for b in clean)
+        gap = abs(step.value - middle) / middle
+        seen = {
+            "slow_start": (self._slow_start, self._slow_start > 0),
+            "too_short": (
+                sum(block.wall_seconds for block in clean),
+                len(clean) < FEWEST_BLOCKS or sum(block.wall_seconds for block in clean) < TOO_SHORT_SECONDS,
+            ),
+            "noisy": (relative_half_width(step), relative_half_width(step) > NOISY),
+            "drift": _drift(means),
+            "throttled": (max(slowed, gap), slowed > THROTTLED or (gap > THROTTLED and len(means) >= ENOUGH_BLOCKS)),
+            "stalled": (max(means) / middle, max(means) / middle > STALLED),
+            "disturbed": (disturbed, disturbed > DISTURBED_SHARE),
+        }
+        return tuple(
+            msgspec.convert({"code": code, "value": value}, Warned) for code, (value, holds) in seen.items() if holds
+        )
+
+
+def _interval(blocks: Sequence[Block]) -> Interval:
+    return interval_of([(block.steps, block.wall_seconds) for block in blocks])
+
+
+def _own(blocks: Sequence[Block]) -> tuple[float | None, ...]:
+    """Each device's own compute a step, over all blocks; None where any block could not tell."""
+    steps = sum(block.steps for block in blocks)
+    columns = zip(*(block.own_seconds for block in blocks), strict=True)
+    return tuple(None if None in column else sum(s for s in column if s is not None) / steps for column in columns)
+
+
+def _drift(means: Sequence[float]) -> tuple[float, bool]:
+    """The later half's mean against the earlier one's, and whether noise alone does not explain it."""
+    if len(means) < 2 * FEWEST_BLOCKS:
+        return 0.0, False
+    half = len(means) // 2
+    (early, early_error), (late, late_error) = _mean_and_error(means[:half]), _mean_and_error(means[half:])
+    change = late / early - 1
+    return change, abs(change) > DRIFT and abs(late - early) > DRIFT_ERRORS * sqrt(early_error**2 + late_error**2)
+
+
+def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    mean = sum(values) / len(values)
+    return mean, sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))

@@ -1,0 +1,208 @@
+"""The child of a probe: builds one workload and runs the steps that it is told to, on its own cores.
+
+Its protocol has a private copy of standard output; descriptor 1 leads to standard error, so that no chatter of a
+framework can be taken for a reply. It ends with its parent, however that ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from balancer.probes import protocol
+from balancer.probes.procfs import start_time
+from balancer.probes.protocol import (
+    Begin,
+    Build,
+    Built,
+    Order,
+    Prepare,
+    Prepared,
+    Quit,
+    Ran,
+    Ready,
+    Reply,
+    Run,
+    Trouble,
+)
+from workloads.base import Workload
+
+PARENT_LOOK_SECONDS = 1.0
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Obey orders from standard input until told to quit, or until there is nobody left to give any."""
+    replies = _private_output()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    worker = Worker()
+    for text in sys.stdin.buffer:
+        order = protocol.orders.decode(text)
+        if isinstance(order, Quit):
+            break
+        try:
+            reply = worker.obey(order)
+        except BaseException as error:
+            reply = worker.explain(error)
+        replies.write(protocol.line(reply))
+        replies.flush()
+        if isinstance(reply, Trouble):
+            break  # what failed once is never used again
+    _leave()
+    return 0
+
+
+class Worker:
+    """The one workload of this process and how it is stepped."""
+
+    def __init__(self) -> None:
+        self._workload: Workload | None = None
+        self._build: Build | None = None
+
+    def obey(self, order: Order) -> Reply:
+        """Do one thing and say what came of it."""
+        match order:
+            case Begin():
+                return _begin(order)
+            case Build():
+                return self._raise_up(order)
+            case Prepare():
+                return self._prepare(order)
+            case Run():
+                return self._run(order.steps)
+            case _:
+                raise ValueError(f"no such order: {order}")
+
+    def explain(self, error: BaseException) -> Trouble:
+        """The error as its class names and its text; with the user's own line where it passed through one."""
+        types = tuple(kind.__name__ for kind in type(error).__mro__ if kind not in (object, BaseException, Exception))
+        text = (str(error) or type(error).__name__).encode(errors="replace").decode()
+        print("".join(traceback.format_exception(error))[-20_000:], file=sys.stderr)
+        return Trouble(types, text[: protocol.LONGEST_TEXT], self._users_line(error))
+
+    def _raise_up(self, order: Build) -> Built:
+        from workloads import registry
+
+        self._build = order
+        self._workload = registry.build(order.workload, order.place, order.settings, order.framework)
+        return Built({str(key): str(value) for key, value in self._workload.facts().items()})
+
+    def _prepare(self, order: Prepare) -> Prepared:
+        workload, _ = self._built()
+        gc.unfreeze()
+        workload.prepare(order.shares)
+        started = time.perf_counter()
+        workload.step()
+        workload.synchronize()
+        first = time.perf_counter() - started
+        gc.collect()
+        gc.freeze()  # what lives now lives on: a collection between blocks need not look at it again
+        return Prepared(first)
+
+    def _run(self, steps: int) -> Ran:
+        workload, build = self._built()
+        gc.disable()
+        spun = 0.0
+        cpu, wall = time.process_time(), time.perf_counter()
+        if build.compute < 1:
+            for _ in range(steps):
+                spun += self._slow_step(workload, build)
+        else:
+            for _ in range(steps):
+                workload.step()
+            workload.synchronize()
+        wall = time.perf_counter() - wall
+        cpu = time.process_time() - cpu
+        gc.enable()
+        gc.collect()
+        return Ran(steps, wall, max(0.0, cpu - spun), spun, tuple(workload.peak_memory_bytes()))
+
+    def _slow_step(self, workload: Workload, build: Build) -> float:
+        """One step and the spinning that makes it as slow as told; in a group this rank is then really late.
+
+        Alone, the step's wall time counts; in a group only its own work, as waiting for others is not its slowness.
+        """
+        cpu, wall = time.process_time(), time.perf_counter()
+        workload.step()
+        workload.synchronize()
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        busy = wall if build.place.world == 1 else min(wall, cpu / build.parallelism)
+        return _spin(busy * (1 / build.compute - 1))
+
+    def _built(self) -> tuple[Workload, Build]:
+        if self._workload is None or self._build is None:
+            raise ValueError("nothing is built yet")
+        return self._workload, self._build
+
+    def _users_line(self, error: BaseException) -> str:
+        home = self._build.workload.rpartition(":")[0] if self._build else ""
+        if not home:
+            return ""
+        module = sys.modules.get(home)
+        name = getattr(module, "__file__", None) or home
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if Path(frame.filename).resolve() == Path(name).resolve()]
+        return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def _begin(order: Begin) -> Ready:
+    """Bind this process to its parent, its cores and its memory."""
+    _end_with(order.parent_pid, order.parent_start)
+    if order.cores:
+        os.sched_setaffinity(0, order.cores)
+    if order.address_space_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (order.address_space_bytes, order.address_space_bytes))
+    with suppress(OSError):  # if the kernel must kill somebody for memory, it shall be the probe
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    return Ready(os.getpid())
+
+
+def _end_with(parent_pid: int, parent_start: float) -> None:
+    """The kernel kills this process with its parent; a thread looks too, should the kernel not."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    def look() -> None:
+        while os.getppid() == parent_pid and start_time(parent_pid) == parent_start:
+            time.sleep(PARENT_LOOK_SECONDS)
+        _leave()
+
+    threading.Thread(target=look, name="parent", daemon=True).start()
+
+
+def _leave() -> None:
+    """End this process at once, with whatever it started: the group is its own."""
+    sys.stderr.flush()
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(0)
+
+
+def _private_output() -> BinaryIO:
+    """Standard output for the protocol alone: descriptor 1 leads to standard error from here on."""
+    private = os.dup(1)
+    os.dup2(2, 1)
+    return os.fdopen(private, "wb")
+
+
+def _spin(seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Keep the core busy, as a slower one would be; gives the time that it really took."""
+    started = clock()
+    while (spent := clock() - started) < seconds:
+        pass
+    return spent
+
+
+if __name__ == "__main__":
+    sys.exit(main())
