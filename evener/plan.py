@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from evener.errors import PlanError, RequestError
+from evener.errors import PlanError
+from evener.files import write_atomically
 from evener.shares import apportion
 
 SCHEMA = 1
@@ -156,17 +156,17 @@ def make_layout(
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan from TOML, or JSON if the file's text is an object; PlanError says what is wrong and where."""
-    source = Path(path)
     try:
-        if source.stat().st_size > LARGEST_FILE_BYTES:
-            raise PlanError(f"{source} is larger than any plan.", "Give the file that --export wrote.")
-        text = source.read_bytes()
-    except OSError as error:
+        with Path(path).open("rb") as stream:
+            text = stream.read(LARGEST_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
         raise PlanError(
-            f"The plan {source} can't be read: {error.strerror or error}.",
+            f"The plan {path} can't be read: {getattr(error, 'strerror', None) or error}.",
             "Write one with evener balance --export.",
         ) from None
-    return parse_plan(text, str(source))
+    if len(text) > LARGEST_FILE_BYTES:
+        raise PlanError(f"{path} is larger than any plan.", "Give the file that --export wrote.")
+    return parse_plan(text, str(path))
 
 
 def parse_plan(text: bytes, source: str = "plan") -> Plan:
@@ -189,7 +189,8 @@ def to_toml(plan: Plan) -> bytes:
     """The plan as TOML, with the schema first."""
     import tomli_w
 
-    return tomli_w.dumps(_ordered(plan)).encode()
+    text: str = tomli_w.dumps(_ordered(plan))
+    return text.encode()
 
 
 def to_json(plan: Plan) -> bytes:
@@ -198,30 +199,18 @@ def to_json(plan: Plan) -> bytes:
     return text + b"\n"
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` in one step, so that a full disk or a kill leaves the earlier file whole."""
-    temporary: str | None = None
-    try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-        temporary = None
-    except OSError as error:
-        raise RequestError(
-            f"{path} can't be written: {error.strerror or error}.",
-            "Name a file in a folder that you may write.",
-        ) from None
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-
-
 def _ordered(plan: Plan) -> dict[str, Any]:
-    data: dict[str, Any] = msgspec.to_builtins(plan)
+    data: dict[str, Any] = _as_unicode(msgspec.to_builtins(plan))
     return {"schema": data.pop("schema"), **data}
+
+
+def _as_unicode(data: Any) -> Any:
+    """The same data; the bytes of a file name that are no text become question marks, as no file format holds them."""
+    if isinstance(data, str):
+        return data.encode("utf-8", "replace").decode()
+    if isinstance(data, dict):
+        return {_as_unicode(key): _as_unicode(item) for key, item in data.items()}
+    return [_as_unicode(item) for item in data] if isinstance(data, (list, tuple)) else data
 
 
 def _decode(text: bytes, source: str) -> Any:
@@ -249,6 +238,7 @@ def _check_schema(data: dict[Any, Any], source: str) -> None:
 def _check_numbers(plan: Plan, source: str) -> None:
     _check_layout(plan.layout, f"{source}: layout")
     _check_throughput(plan.throughput, f"{source}: throughput")
+    _check_search(plan.search, f"{source}: search")
     for position, rival in enumerate(plan.evidence):
         _check_layout(rival.layout, f"{source}: evidence[{position}].layout")
         _check_throughput(rival.throughput, f"{source}: evidence[{position}].throughput")
@@ -259,6 +249,13 @@ def _check_layout(layout: Layout, where: str) -> None:
         raise PlanError(f"{where}.share has a batch below 0.", "A device that is left out has batch 0.")
     if not layout.active:
         raise PlanError(f"{where}.share gives no device a sample.", "At least one batch is above 0.")
+    if (layout.kind == "solo") > (len(layout.active) == 1) or (layout.kind == "split") > (len(layout.active) > 1):
+        raise PlanError(
+            f"{where}.kind is {layout.kind}, but {len(layout.active)} of its devices have samples.",
+            "One device is solo, several are a split.",
+        )
+    if layout.processes < 1:
+        raise PlanError(f"{where}.processes is {layout.processes}.", "Write 1 or more.")
     total = sum(layout.batches)
     if total != layout.global_batch:
         raise PlanError(
@@ -272,6 +269,14 @@ def _check_layout(layout: Layout, where: str) -> None:
                 f"{where}.share[{position}].ratio is {share.ratio}, but its batch is {share.batch} of {total}.",
                 f"Write ratio = {expected!r}, or change the batch.",
             )
+
+
+def _check_search(search: SearchSummary, where: str) -> None:
+    if min(search.probes, search.out_of_memory) < 0 or not 0 <= search.seconds < math.inf:
+        raise PlanError(
+            f"{where} has {search.probes} probes, {search.out_of_memory} out of memory, in {search.seconds} s.",
+            "These are counts and seconds, from 0.",
+        )
 
 
 def _check_throughput(throughput: Throughput, where: str) -> None:

@@ -1,13 +1,13 @@
 """Ratios to whole samples: who computes which slice of a batch, and what its gradient weighs.
 
-Pure integer arithmetic, shared by the search, the Keras and the PyTorch adapters, so that what is measured is what trains.
+Pure integer arithmetic, shared by the search and by both adapters, so that what is measured is what trains.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from evener.errors import RequestError
 
@@ -17,12 +17,19 @@ def check_ratios(ratios: Sequence[float]) -> None:
     if not ratios:
         raise RequestError("The list of ratios is empty.", "Give one ratio for each device.")
     for ratio in ratios:
-        if isinstance(ratio, bool) or not math.isfinite(ratio) or ratio < 0:
+        if not _is_ratio(ratio):
             raise RequestError(
-                f"A ratio of {ratio} is not a share of a batch.", "Ratios are finite numbers, 0 or above."
+                f"A ratio of {ratio!r} is not a share of a batch.", "Ratios are finite numbers, 0 or above."
             )
     if not any(ratios):
         raise RequestError("Every ratio is 0.", "At least one device needs a ratio above 0.")
+
+
+def _is_ratio(ratio: object) -> bool:
+    try:
+        return not isinstance(ratio, bool) and math.isfinite(ratio) and ratio >= 0  # type: ignore[arg-type, operator]
+    except (TypeError, OverflowError):
+        return False
 
 
 def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
@@ -33,31 +40,42 @@ def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
     A device with ratio 0 gets none. Ties go to the earlier device.
     """
     check_ratios(ratios)
-    if batch < 0:
-        raise RequestError(f"A batch of {batch} samples can't be split.", "Give a batch of 1 or more.")
+    _check_batch(batch)
     active = [i for i, ratio in enumerate(ratios) if ratio > 0]
     sizes = [0] * len(ratios)
     if batch <= len(active):
         for i in active[:batch]:
             sizes[i] = 1
         return tuple(sizes)
-    total = math.fsum(ratios)
-    quotas = {i: batch * (ratios[i] / total) for i in active}
+    parts = _whole_parts(ratios)
+    total = sum(parts)
     for i in active:
-        sizes[i] = max(1, math.floor(quotas[i]))
-    _settle(sizes, quotas, batch)
+        sizes[i] = max(1, batch * parts[i] // total)
+    _settle(sizes, {i: batch * parts[i] for i in active}, total, batch)
     return tuple(sizes)
 
 
-def _settle(sizes: list[int], quotas: dict[int, float], batch: int) -> None:
-    """Move single samples until the sizes sum to `batch`, always where the quota is missed most."""
+def _check_batch(batch: int) -> None:
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 0:
+        raise RequestError(f"A batch of {batch!r} samples can't be split.", "Give a whole number of samples.")
+
+
+def _whole_parts(ratios: Sequence[float]) -> list[int]:
+    """The ratios as integers in exactly the same proportion."""
+    pairs = [float(ratio).as_integer_ratio() for ratio in ratios]
+    common = max(below for _, below in pairs)  # each is a power of two
+    return [above * (common // below) for above, below in pairs]
+
+
+def _settle(sizes: list[int], quotas: dict[int, int], unit: int, batch: int) -> None:
+    """Move single samples until they sum to `batch`, always where the quota, in 1 / unit samples, is missed most."""
     while (missing := batch - sum(sizes)) != 0:
         if missing > 0:
-            i = max(quotas, key=lambda k: (quotas[k] - sizes[k], -k))
+            i = max(quotas, key=lambda k: (quotas[k] - sizes[k] * unit, -k))
             sizes[i] += 1
         else:
             above_one = [k for k in quotas if sizes[k] > 1]
-            i = max(above_one, key=lambda k: (sizes[k] - quotas[k], k))
+            i = max(above_one, key=lambda k: (sizes[k] * unit - quotas[k], k))
             sizes[i] -= 1
 
 
@@ -72,15 +90,19 @@ def keras_split(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
     Source: jinkos/multi-gpus, ratio_training_utils.py, and keras.utils.multi_gpu_model.
     """
     check_ratios(ratios)
-    total = math.fsum(ratios)
-    sizes = [math.floor(ratio * batch / total) for ratio in ratios[:-1]]
+    _check_batch(batch)
+    exponent = math.frexp(max(ratios))[1]
+    parts = [math.ldexp(ratio, -exponent) for ratio in ratios]  # by a power of two: no digit changes, no sum overflows
+    total = math.fsum(parts)
+    sizes: list[int] = []
+    for part in parts[:-1]:
+        sizes.append(min(math.floor(part * batch / total), batch - sum(sizes)))
     return (*sizes, batch - sum(sizes))
 
 
 def bounds(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """The half-open range of rows that each device computes: `batch[start:stop]`."""
-    stops = list(accumulate(sizes))
-    return tuple(zip([0, *stops[:-1]], stops, strict=True))
+    return tuple(pairwise(accumulate(sizes, initial=0)))
 
 
 def gradient_weight(sizes: Sequence[int], rank: int) -> float:
@@ -88,4 +110,9 @@ def gradient_weight(sizes: Sequence[int], rank: int) -> float:
 
     With n_i rows on device i and N in all, mean over the batch = sum_i (n_i / N) * mean_i.
     """
-    return sizes[rank] / sum(sizes)
+    total = sum(sizes)
+    if total < 1 or min(sizes) < 0:
+        raise RequestError(
+            f"Shares of {tuple(sizes)} samples are no batch.", "Give 0 or more to each, 1 or more in all."
+        )
+    return sizes[rank] / total

@@ -1,0 +1,76 @@
+"""Does a plan fit the training that it is given to: its devices, its model, its processes, its batch?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from evener.errors import PlanError
+from evener.plan import Plan, Share
+
+
+def check_fit(
+    plan: Plan,
+    *,
+    devices: Sequence[str] | None,
+    world: int | None,
+    workload_digest: str | None,
+    strict: bool,
+    global_batch: int | None = None,
+) -> tuple[str, ...]:
+    """Say how `plan` differs from what is here: a warning for each difference, PlanError where it can't train at all.
+
+    `devices` are the ids that are present, `world` the processes that take part, `global_batch` the samples per step
+    if not the plan's own; None: not known, not checked. With `strict`, a warning is an error too.
+    """
+    _check_world(plan, world)
+    check_global_batch(global_batch if global_batch is not None else plan.layout.global_batch, len(plan.layout.active))
+    warnings = [*_missing_devices(plan, devices), *_other_model(plan, workload_digest)]
+    if strict and warnings:
+        raise PlanError(
+            " ".join(warnings), "Make a plan for what is here with evener balance, or don't ask for strict."
+        )
+    return tuple(warnings)
+
+
+def check_global_batch(global_batch: int, devices: int) -> None:
+    """PlanError unless each device can have a sample of every full batch."""
+    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < devices:
+        raise PlanError(
+            f"A global batch of {global_batch!r} samples can't give each of {devices} devices one.",
+            f"Give a whole number, {devices} or above, or a plan that leaves devices out.",
+        )
+
+
+def describe(share: Share) -> str:
+    """A device for people: its product name and id."""
+    return f"{share.name} ({share.device})" if share.name and share.name != share.device else share.device
+
+
+def _check_world(plan: Plan, world: int | None) -> None:
+    expected = len(plan.layout.active)
+    if world is None or world == expected:
+        return
+    names = ", ".join(describe(share) for share in plan.layout.active)
+    left_out = len(plan.layout.share) - expected
+    note = f" ({left_out} of its devices are left out)" if left_out else ""
+    raise PlanError(
+        f"The plan trains on {expected}: {names}{note}, but the training has {world}, one for each process.",
+        f"Start {expected} (torchrun --nproc-per-node {expected}), or make a plan for {world} devices.",
+    )
+
+
+def _missing_devices(plan: Plan, devices: Sequence[str] | None) -> list[str]:
+    if devices is None:
+        return []
+    missing = [describe(share) for share in plan.layout.active if share.device not in devices]
+    if not missing:
+        return []
+    here = ", ".join(devices) or "none"
+    return [f"The plan was measured on {', '.join(missing)}, not among the devices here: {here}."]
+
+
+def _other_model(plan: Plan, workload_digest: str | None) -> list[str]:
+    measured = plan.fingerprint.workload_digest
+    if workload_digest is None or not measured or workload_digest == measured:
+        return []
+    return [f"The plan was measured with another model: its digest is {measured}, this one's {workload_digest}."]

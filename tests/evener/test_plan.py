@@ -1,0 +1,349 @@
+"""A plan comes back from its file as it was, and whatever else is in a file is one sentence."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import tomli_w
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evener import Plan, load_plan
+from evener.errors import PlanError, RequestError
+from evener.files import write_atomically
+from evener.fit import check_fit
+from evener.plan import (
+    SCHEMA,
+    Evidence,
+    Fingerprint,
+    Layout,
+    SearchSummary,
+    Share,
+    Throughput,
+    make_layout,
+    parse_plan,
+    to_json,
+    to_toml,
+)
+
+TEXT = st.text(max_size=20)  # any character that is one: control signs, quotes, astral planes
+COUNT = st.integers(0, 10**6)
+SECONDS = st.floats(0, 1e9, allow_nan=False)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    batches = draw(st.lists(st.integers(0, 4096), min_size=1, max_size=5).filter(any))
+    shares = tuple(Share(draw(TEXT), draw(st.integers(0, 64)), draw(TEXT), batch, 0.0, draw(TEXT)) for batch in batches)
+    kind = "solo" if sum(map(bool, batches)) == 1 else draw(st.sampled_from(["split", "place"]))
+    return make_layout(kind, shares, tuple(batches), engine=draw(st.sampled_from(["", "towers", "ddp"])))
+
+
+@st.composite
+def throughputs(draw: st.DrawFn) -> Throughput:
+    low, value, high = sorted(draw(st.tuples(SECONDS, SECONDS, SECONDS)))
+    return Throughput(value, low, high)
+
+
+PLANS = st.builds(
+    Plan,
+    created=st.just("2026-11-21T12:00:00Z"),
+    workload=TEXT,
+    framework=TEXT,
+    precision=TEXT,
+    xla=st.booleans(),
+    layout=layouts(),
+    throughput=throughputs(),
+    evidence=st.lists(st.builds(Evidence, name=TEXT, layout=layouts(), throughput=throughputs()), max_size=3).map(
+        tuple
+    ),
+    search=st.builds(
+        SearchSummary, probes=COUNT, out_of_memory=COUNT, seconds=SECONDS, seed=st.integers(), why_stopped=TEXT
+    ),
+    fingerprint=st.builds(
+        Fingerprint,
+        devices=st.lists(TEXT, max_size=3).map(tuple),
+        driver=TEXT,
+        versions=st.dictionaries(TEXT, TEXT, max_size=3),
+        workload_digest=TEXT,
+    ),
+    warnings=st.lists(TEXT, max_size=3).map(tuple),
+)
+
+
+def example(batches: tuple[int, ...] = (60, 0, 20)) -> Plan:
+    """A plan for a request of three devices, the middle one left out."""
+    shares = tuple(Share(f"GPU-{i}", i, "GTX 1080", 0, 0.0) for i in range(len(batches)))
+    kind = "split" if sum(map(bool, batches)) > 1 else "solo"
+    return Plan(
+        created="2026-11-21T12:00:00Z",
+        workload="keras_mnist",
+        framework="tensorflow",
+        precision="float32",
+        xla=False,
+        layout=make_layout(kind, shares, batches),  # type: ignore[arg-type]
+        throughput=Throughput(100.0, 99.0, 101.0),
+        evidence=(),
+        search=SearchSummary(9, 1, 12.5, 0, "the evidence is enough"),
+        fingerprint=Fingerprint(("GTX 1080 (8119 MiB)",), "580.1", {"tensorflow": "2.21.0"}, "ab12"),
+    )
+
+
+@given(PLANS)
+def test_a_plan_comes_back_from_both_forms_as_the_same_bytes(plan: Plan) -> None:
+    for form in (to_toml, to_json):
+        text = form(plan)
+        again = parse_plan(text)
+        assert again == plan
+        assert form(again) == text
+
+
+@given(st.binary(max_size=300))
+def test_bytes_that_are_no_plan_are_one_sentence(text: bytes) -> None:
+    with pytest.raises(PlanError) as caught:
+        parse_plan(text)
+    assert caught.value.remedy
+
+
+@given(st.data())
+def test_a_damaged_plan_is_read_or_is_one_sentence(data: st.DataObject) -> None:
+    text = bytearray(data.draw(st.sampled_from([to_toml(example()), to_json(example())])))
+    for _ in range(data.draw(st.integers(1, 4))):
+        where = data.draw(st.integers(0, len(text) - 1))
+        text[where : where + data.draw(st.integers(0, 9))] = data.draw(st.binary(max_size=9))
+        if not text:
+            break
+    try:
+        plan = parse_plan(bytes(text))
+    except PlanError:
+        return
+    assert parse_plan(to_toml(plan)) == plan
+    assert parse_plan(to_json(plan)) == plan
+
+
+def put(data: dict[str, Any], path: str, value: Any) -> None:
+    *way, last = path.split(".")
+    for key in way:
+        data = data[int(key)] if isinstance(data, (list, tuple)) else data[key]
+    data[last] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("surprise", 1, "surprise"),
+        ("layout.surprise", 1, "surprise"),
+        ("layout.share.0.surprise", 1, "surprise"),
+        ("schema", SCHEMA + 1, f"schema {SCHEMA + 1}"),
+        ("schema", 0, "schema 0"),
+        ("schema", True, "schema"),
+        ("schema", "1", "schema"),
+        ("schema", None, "schema"),
+        ("layout.share.0.ratio", 0.7, "share[0].ratio"),
+        ("layout.share.0.ratio", math.nan, "share[0].ratio"),
+        ("layout.share.0.ratio", math.inf, "share[0].ratio"),
+        ("layout.share.0.batch", 61, "global_batch"),
+        ("layout.share.0.batch", -60, "below 0"),
+        ("layout.share.0.batch", 60.5, "batch"),
+        ("layout.share.0.batch", "60", "batch"),
+        ("layout.share.0.batch", 0, "split"),
+        ("layout.global_batch", 10**30, "global_batch"),
+        ("layout.kind", "solo", "solo"),
+        ("layout.kind", "spilt", "spilt"),
+        ("layout.processes", 0, "processes"),
+        ("layout.share", [], "share"),
+        ("throughput.low", 200.0, "throughput"),
+        ("throughput.high", math.nan, "throughput"),
+        ("throughput.low", -1.0, "throughput"),
+        ("search.seconds", math.nan, "search"),
+        ("search.probes", -1, "search"),
+        ("xla", "no", "xla"),
+        ("warnings", ["x", 1], "warnings"),
+    ],
+)
+def test_a_wrong_value_is_named(path: str, value: Any, named: str) -> None:
+    data = msgspec.to_builtins(example())
+    put(data, path, value)
+    texts = [msgspec.json.encode(data)]
+    if value is not None:
+        texts.append(tomli_w.dumps(msgspec.to_builtins(data)).encode())
+    if isinstance(value, float) and not math.isfinite(value):
+        texts.pop(0)  # JSON has no such number
+    for text in texts:
+        with pytest.raises(PlanError) as caught:
+            parse_plan(text, "my.toml")
+        assert named in caught.value.message
+        assert caught.value.message.startswith("my.toml")
+        assert caught.value.remedy
+
+
+def test_a_missing_key_is_named() -> None:
+    data = msgspec.to_builtins(example())
+    del data["layout"]["kind"]
+    with pytest.raises(PlanError, match="kind"):
+        parse_plan(msgspec.json.encode(data))
+
+
+@pytest.mark.parametrize(
+    "text", [b"[" * 100_000, b'{"a":' * 100_000, b"a = " + b"[" * 100_000, b'{"schema":1,"x":1e999}', b"\xef\xbb\xbf{}"]
+)
+def test_absurd_nesting_and_numbers_are_one_sentence(text: bytes) -> None:
+    with pytest.raises(PlanError):
+        parse_plan(text)
+
+
+def test_files_that_are_no_plan_are_one_sentence(tmp_path: Path) -> None:
+    """A folder, nothing, an endless device, a name that can't be, a file larger than any plan."""
+    large = tmp_path / "large.toml"
+    large.write_bytes(b"#" * (5 << 20))
+    for path in (tmp_path, tmp_path / "none.toml", Path("/dev/zero"), "a\0b", large):
+        with pytest.raises(PlanError) as caught:
+            load_plan(path)
+        assert caught.value.remedy
+
+
+def test_a_plan_is_read_from_a_pipe(tmp_path: Path) -> None:
+    code = "import sys, evener; print(evener.load_plan('/dev/stdin').batches)"
+    done = subprocess.run([sys.executable, "-c", code], input=to_toml(example()), capture_output=True, check=True)
+    assert done.stdout.strip() == b"(60, 0, 20)"
+
+
+def test_save_chooses_the_form_by_the_name(tmp_path: Path) -> None:
+    example().save(tmp_path / "plan.toml")
+    example().save(tmp_path / "plan.json")
+    example().save(tmp_path / "plan.txt", "json")
+    assert (tmp_path / "plan.toml").read_bytes() == to_toml(example())
+    assert (tmp_path / "plan.json").read_bytes() == (tmp_path / "plan.txt").read_bytes() == to_json(example())
+    assert {load_plan(path).batches for path in tmp_path.iterdir()} == {(60, 0, 20)}
+
+
+def test_bytes_of_a_file_name_that_are_no_text_do_not_lose_the_plan(tmp_path: Path) -> None:
+    plan = msgspec.structs.replace(example(), workload="tr\udcffain.py:build")
+    for name in ("plan.toml", "plan.json"):
+        plan.save(tmp_path / name)
+        assert load_plan(tmp_path / name).workload == "tr?ain.py:build"
+
+
+def test_shares_of_another_global_batch_keep_the_proportions() -> None:
+    assert example().shares() == (60, 0, 20)
+    assert example().shares(8) == (6, 0, 2)
+    assert example().shares(2) == (1, 0, 1)
+
+
+def test_a_new_file_follows_the_umask_and_an_old_one_keeps_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    before = os.umask(0o027)
+    try:
+        example().save(path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    path.chmod(0o600)
+    example((1, 1)).save(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert load_plan(path).batches == (1, 1)
+
+
+def test_a_link_stays_a_link_and_a_device_stays_a_device(tmp_path: Path) -> None:
+    real, link = tmp_path / "real.toml", tmp_path / "link.toml"
+    link.symlink_to(real)
+    example().save(link)
+    assert link.is_symlink()
+    assert load_plan(real) == example()
+    example().save("/dev/null")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def disk_full(path: Path, content: bytes) -> None:
+    """Write where no file may grow: what a full disk does, by the kernel's own hand."""
+    code = (
+        "import resource, signal, sys; from pathlib import Path; from evener.files import write_atomically\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n"
+        "from evener.errors import RequestError\n"
+        "try: write_atomically(Path(sys.argv[1]), b'x' * 100)\n"
+        "except RequestError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, check=True, text=True)
+    if "can't be written" in done.stdout:
+        raise RequestError(done.stdout)
+
+
+def no_folder(path: Path, content: bytes) -> None:
+    write_atomically(path / "below a file", content)
+
+
+def read_only(path: Path, content: bytes) -> None:
+    write_atomically(Path("/proc/plan.toml"), content)
+
+
+@pytest.mark.parametrize("fault", [disk_full, no_folder, read_only])
+def test_a_write_that_fails_keeps_the_earlier_file(tmp_path: Path, fault: Callable[[Path, bytes], None]) -> None:
+    path = tmp_path / "plan.toml"
+    example().save(path)
+    with pytest.raises(RequestError, match="can't be written"):
+        fault(path, to_toml(example((1, 1))))
+    assert path.read_bytes() == to_toml(example())
+    assert list(tmp_path.iterdir()) == [path]
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+
+
+def test_names_that_cannot_be_are_one_sentence(tmp_path: Path) -> None:
+    for path in (tmp_path, "a\0b", tmp_path / ("x" * 300)):
+        with pytest.raises(RequestError):
+            example().save(path)
+
+
+def fit(plan: Plan, **changes: Any) -> tuple[str, ...]:
+    arguments: dict[str, Any] = {
+        "devices": ("GPU-0", "GPU-1", "GPU-2"),
+        "world": 2,
+        "workload_digest": "ab12",
+        "strict": False,
+    }
+    return check_fit(plan, **{**arguments, **changes})
+
+
+def test_a_plan_that_fits_has_no_warning() -> None:
+    assert fit(example(), strict=True) == ()
+    assert fit(example(), devices=("GPU-0", "GPU-2"), strict=True) == ()  # the middle one was left out anyway
+    assert fit(example(), devices=None, world=None, workload_digest=None, strict=True) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"devices": ("GPU-0", "GPU-7")}, "GPU-2"), ({"devices": ()}, "none"), ({"workload_digest": "cd34"}, "cd34")],
+)
+def test_another_machine_or_model_is_a_warning_and_strict_an_error(changes: dict[str, Any], named: str) -> None:
+    (warning,) = fit(example(), **changes)
+    assert named in warning
+    with pytest.raises(PlanError) as caught:
+        fit(example(), strict=True, **changes)
+    assert named in caught.value.message
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_wrong_world_is_an_error_that_names_both_numbers(world: int) -> None:
+    with pytest.raises(PlanError) as caught:
+        fit(example(), world=world)
+    assert f"has {world}" in caught.value.message
+    assert "on 2" in caught.value.message
+    assert "--nproc-per-node 2" in caught.value.remedy
+
+
+@pytest.mark.parametrize("batch", [1, 0, -4, 2.0, True])
+def test_a_global_batch_below_the_devices_is_an_error_that_names_it(batch: Any) -> None:
+    with pytest.raises(PlanError) as caught:
+        fit(example(), global_batch=batch)
+    assert repr(batch) in caught.value.message
