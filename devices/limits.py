@@ -1,0 +1,99 @@
+"""The text behind `@`: a share of a device's compute, a part of its memory, or both, and back to text again.
+
+limit   = part [ "+" part ]         one of each kind, in either order
+part    = percent | size
+percent = NUMBER "%"                above 0, at most 100
+size    = NUMBER UNIT               UNIT: B KiB MiB GiB TiB (powers of 1024) or KB MB GB TB (powers of 1000), any case
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from devices.base import Limit
+from evener.errors import RequestError
+
+UNITS = {
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+LARGEST_BYTES = 1 << 60
+REMEDY = "Write a limit as 60%, 8GiB or 60%+8GiB."
+_PART = re.compile(r"(\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})\s*(%|[a-zA-Z]{1,3})", re.ASCII)
+
+
+def parse_limit(text: str) -> Limit:
+    """What the text behind `@` asks for; RequestError names the part that can't be read."""
+    percent: float | None = None
+    memory_bytes: int | None = None
+    for part in text.split("+"):
+        number, unit = _number_and_unit(part.strip(), text)
+        if unit == "%":
+            if percent is not None:
+                raise RequestError(f"The limit {text!r} gives two percentages.", REMEDY)
+            percent = _percent(number, text)
+        else:
+            if memory_bytes is not None:
+                raise RequestError(f"The limit {text!r} gives two sizes.", REMEDY)
+            memory_bytes = _size(number, unit, text)
+    return Limit(percent, memory_bytes)
+
+
+def write_limit(limit: Limit) -> str:
+    """The text that `parse_limit` reads back as the same limit; empty without one."""
+    parts = [] if limit.percent is None else [f"{_plain(limit.percent)}%"]
+    if limit.memory_bytes is not None:
+        unit = max(
+            (name for name in ("B", "KiB", "MiB", "GiB", "TiB") if _fits(limit.memory_bytes, name)), key=_size_of
+        )
+        parts.append(f"{limit.memory_bytes // _size_of(unit)}{unit}")
+    return "+".join(parts)
+
+
+def _number_and_unit(part: str, text: str) -> tuple[float, str]:
+    found = _PART.fullmatch(part)
+    if not found:
+        raise RequestError(f"The limit {text!r} holds {part!r}, which is neither a percentage nor a size.", REMEDY)
+    unit = found[2].lower()
+    if unit != "%" and unit not in UNITS:
+        raise RequestError(
+            f"The limit {text!r} has the unknown unit {found[2]!r}.", "Units are B, KiB, MiB, GiB, MB, GB."
+        )
+    return float(found[1]), unit
+
+
+def _percent(number: float, text: str) -> float:
+    if not 0 < number <= 100:
+        raise RequestError(f"The limit {text!r} is not a share of a device.", "Give more than 0 and at most 100 %.")
+    return number
+
+
+def _size(number: float, unit: str, text: str) -> int:
+    size = number * UNITS[unit]
+    if not 1 <= size <= LARGEST_BYTES:
+        raise RequestError(f"The limit {text!r} is not a size that a device can have.", REMEDY)
+    return round(size)
+
+
+def _size_of(unit: str) -> int:
+    return UNITS[unit.lower()]
+
+
+def _fits(size: int, unit: str) -> bool:
+    return size % _size_of(unit) == 0
+
+
+def _plain(number: float) -> str:
+    """The shortest decimal, without an exponent, that reads back as the same number."""
+    if math.isclose(number, round(number), rel_tol=0, abs_tol=0):
+        return str(round(number))
+    text = repr(number)
+    return text if "e" not in text else f"{number:.30f}".rstrip("0")
