@@ -20,8 +20,9 @@ import msgspec
 
 import balancer
 from balancer.probes import protocol
-from balancer.probes.procfs import kernel_kills, memory, start_time
+from balancer.probes.procfs import kernel_kills, resident_bytes, start_time
 from balancer.probes.protocol import Begin, Order, Reply
+from devices.environment import ChildEnvironment
 
 CHATTER_BYTES = 64 << 10  # kept of standard error
 INBOX_REPLIES = 1000  # a child that says more than it is asked waits
@@ -45,20 +46,12 @@ Said = Reply | Gone | Nonsense
 Inbox = queue.Queue[tuple[int, Said]]
 
 
-class Surroundings(msgspec.Struct, frozen=True):
-    """What a child is started with."""
-
-    variables: dict[str, str]
-    cores: tuple[int, ...] = ()
-    address_space_bytes: int | None = None
-
-
 class Child:
     """A started worker. What it says goes to `inbox` with its rank; it is killed with its whole process group."""
 
-    def __init__(self, rank: int, inbox: Inbox, surroundings: Surroundings) -> None:
+    def __init__(self, rank: int, inbox: Inbox, surroundings: ChildEnvironment, cap_bytes: int | None) -> None:
         self.rank = rank
-        self.cap_bytes = surroundings.address_space_bytes
+        self._cap_bytes = cap_bytes
         self._inbox = inbox
         self._chatter: deque[bytes] = deque()
         self._chatter_bytes = 0
@@ -75,7 +68,7 @@ class Child:
         self.pid = self._process.pid
         for read, stream in ((self._read_replies, self._process.stdout), (self._read_chatter, self._process.stderr)):
             threading.Thread(target=read, args=(stream,), name=f"child {self.pid}", daemon=True).start()
-        self.send(Begin(os.getpid(), start_time(os.getpid()) or 0.0, surroundings.cores, self.cap_bytes))
+        self.send(Begin(os.getpid(), start_time(os.getpid()) or 0.0, surroundings.cores))
 
     def send(self, order: Order) -> None:
         """Give an order; a child that is gone says so through the inbox."""
@@ -86,7 +79,7 @@ class Child:
 
     def look(self) -> None:
         """Remember how much memory it holds, for when it ends without a word."""
-        self._highest_bytes = max(self._highest_bytes, memory(self.pid)[0])
+        self._highest_bytes = max(self._highest_bytes, resident_bytes(self.pid))
 
     @property
     def alive(self) -> bool:
@@ -96,7 +89,7 @@ class Child:
     @property
     def cap_share(self) -> float:
         """How much of its memory cap it held at most when looked at; 0 without a cap."""
-        return self._highest_bytes / self.cap_bytes if self.cap_bytes else 0.0
+        return self._highest_bytes / self._cap_bytes if self._cap_bytes else 0.0
 
     @property
     def kernel_killed(self) -> bool:

@@ -18,13 +18,12 @@ def start_time(pid: int) -> float | None:
     return int(text.rpartition(")")[2].split()[19]) / _TICKS
 
 
-def memory(pid: int) -> tuple[int, int]:
-    """Address space and resident bytes of a process; zeros if it is gone."""
+def resident_bytes(pid: int) -> int:
+    """Memory that a process really holds; 0 if it is gone."""
     try:
-        size, resident = Path(f"/proc/{pid}/statm").read_text().split()[:2]
-    except (OSError, ValueError):
-        return 0, 0
-    return int(size) * _PAGE_BYTES, int(resident) * _PAGE_BYTES
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def kernel_kills() -> int:

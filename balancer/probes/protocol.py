@@ -21,7 +21,6 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     parent_pid: int
     parent_start: float  # seconds since boot at which the parent started: with the pid it names it for good
     cores: tuple[int, ...] = ()  # empty: all
-    address_space_bytes: int | None = None
 
 
 class Build(msgspec.Struct, frozen=True, tag=True):
@@ -33,6 +32,7 @@ class Build(msgspec.Struct, frozen=True, tag=True):
     place: Place
     compute: float = 1.0  # share of its speed that it may use: below 1 it spins after each step
     parallelism: float = 1.0  # cores that its step keeps busy
+    room_bytes: int | None = None  # the process may grow by so much once the framework is imported; None: no cap
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import resource
 import signal
 import sys
 import threading
@@ -36,6 +35,7 @@ from balancer.probes.protocol import (
     Run,
     Trouble,
 )
+from devices.environment import cap_address_space
 from workloads.base import Workload
 
 PARENT_LOOK_SECONDS = 1.0
@@ -95,7 +95,12 @@ class Worker:
         from workloads import registry
 
         self._build = order
+        if order.room_bytes is not None and ":" not in order.workload:
+            registry.factory(registry.find(order.workload, order.framework))
+            cap_address_space(order.room_bytes)
         self._workload = registry.build(order.workload, order.place, order.settings, order.framework)
+        if order.room_bytes is not None and ":" in order.workload:
+            cap_address_space(order.room_bytes)  # only the user's own code imports what it needs
         return Built({str(key): str(value) for key, value in self._workload.facts().items()})
 
     def _prepare(self, order: Prepare) -> Prepared:
@@ -157,12 +162,10 @@ class Worker:
 
 
 def _begin(order: Begin) -> Ready:
-    """Bind this process to its parent, its cores and its memory."""
+    """Bind this process to its parent and its cores."""
     _end_with(order.parent_pid, order.parent_start)
     if order.cores:
         os.sched_setaffinity(0, order.cores)
-    if order.address_space_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (order.address_space_bytes, order.address_space_bytes))
     with suppress(OSError):  # if the kernel must kill somebody for memory, it shall be the probe
         Path("/proc/self/oom_score_adj").write_text("1000")
     return Ready(os.getpid())

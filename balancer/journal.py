@@ -1,0 +1,284 @@
+"""The journal of a run: append-only JSON lines, on the disk before anybody acts on them.
+
+A torn last line is what a kill or a full disk leaves, and is cut off; a broken line before it is an error that
+names it. Only a file of this user's own that nobody else may write is believed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from balancer.probes.prober import Facts
+from balancer.records import Layout, Observation, Probe, Result, Timed
+from balancer.request import Request
+from devices.base import Device
+from evener.errors import RequestError
+from evener.plan import Plan
+
+SCHEMA = 1
+LARGEST_FILE_BYTES = 256 << 20
+LONGEST_LINE_BYTES = 8 << 20
+MOST_DEVICES = 4096
+LARGEST_NUMBER = 1e15
+
+
+class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
+    """The first line: what was asked, where."""
+
+    run: str
+    created: str  # UTC, RFC 3339
+    request: Request
+    devices: tuple[Device, ...]
+    workload: str
+    framework: str
+    evener: str  # this program's version
+    schema: int = SCHEMA
+
+
+class Asked(msgspec.Struct, frozen=True, tag="asked", tag_field="entry"):
+    """The search asked for these probes, to be run at the same time."""
+
+    probes: tuple[Probe, ...]
+    at_seconds: float  # of the session's clock
+
+
+class Seen(msgspec.Struct, frozen=True, tag="seen", tag_field="entry"):
+    """What came of a probe."""
+
+    seen: Observation
+    at_seconds: float
+
+
+class Known(msgspec.Struct, frozen=True, tag="known", tag_field="entry"):
+    """Versions and engine, once a child has told them."""
+
+    facts: Facts
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
+    """The session came to a plan. A resumed run may end again; the last one counts."""
+
+    plan: Plan
+    results: tuple[Result, ...]
+    verdict: str
+    interrupted: bool
+    at_seconds: float
+
+
+Entry = Header | Asked | Seen | Known | Ended
+_decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
+
+
+class Record(msgspec.Struct, frozen=True):
+    """A journal as it was read; `whole_bytes` is where its torn last line, if any, begins."""
+
+    header: Header
+    entries: tuple[Asked | Seen | Known | Ended, ...]
+    whole_bytes: int
+
+    @property
+    def seen(self) -> tuple[Seen, ...]:
+        """Every observation, in the order in which it was made."""
+        return tuple(entry for entry in self.entries if isinstance(entry, Seen))
+
+    @property
+    def facts(self) -> Facts:
+        """The last that was known."""
+        return next((entry.facts for entry in reversed(self.entries) if isinstance(entry, Known)), Facts())
+
+    @property
+    def ended(self) -> Ended | None:
+        """The last end, unless something was measured after it."""
+        last = next((entry for entry in reversed(self.entries) if not isinstance(entry, Known | Asked)), None)
+        return last if isinstance(last, Ended) else None
+
+
+class Journal:
+    """An open journal; `append` returns when the line is on the disk."""
+
+    def __init__(self, path: Path, stream: BinaryIO) -> None:
+        self.path = path
+        self._stream = stream
+
+    def append(self, entry: Entry) -> None:
+        """Write one line; if that fails, what stood before it still stands, and RequestError says why it failed."""
+        before = os.lseek(self._stream.fileno(), 0, os.SEEK_END)
+        try:
+            _write_all(self._stream.fileno(), msgspec.json.encode(entry) + b"\n")
+            os.fsync(self._stream.fileno())
+        except OSError as error:
+            _cut(self._stream.fileno(), before)
+            raise RequestError(
+                f"The journal {self.path} can't be written: {error.strerror or error}.",
+                "Make room there; then go on with evener balance --resume.",
+            ) from None
+
+    def close(self) -> None:
+        """Let go of the file; it may be called twice."""
+        self._stream.close()
+
+
+def create(path: Path, header: Header) -> Journal:
+    """Begin a journal in a folder for this user only; RequestError if it can't be written."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise RequestError(
+            f"The journal {path} can't be written: {error.strerror or error}.",
+            "Set XDG_STATE_HOME to a folder that you may write.",
+        ) from None
+    journal = Journal(path, os.fdopen(descriptor, "r+b", buffering=0))
+    journal.append(header)
+    return journal
+
+
+def reopen(path: Path) -> tuple[Journal, Record]:
+    """Read a journal and go on with it: its torn last line is cut off."""
+    record = read(path)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
+        os.ftruncate(descriptor, record.whole_bytes)
+    except OSError as error:
+        raise RequestError(
+            f"The journal {path} can't be written: {error.strerror or error}.", "Check who may write it."
+        ) from None
+    return Journal(path, os.fdopen(descriptor, "r+b", buffering=0)), record
+
+
+def read(path: Path) -> Record:
+    """The journal's lines; RequestError names the file and the line that can't be believed."""
+    content = _trusted_bytes(path)
+    *lines, torn = content.split(b"\n")
+    whole = len(content) - len(torn)
+    if not lines:
+        raise RequestError(f"{path} holds no whole line.", "Delete the run: nothing was measured in it.")
+    entries = [_entry(text, path, number) for number, text in enumerate(lines, 1)]
+    header, rest = entries[0], entries[1:]
+    if not isinstance(header, Header):
+        raise RequestError(f"{path}: line 1 is no header.", "The file is not a journal, or was changed.")
+    others = []
+    for number, entry in enumerate(rest, 2):
+        if isinstance(entry, Header):
+            raise RequestError(f"{path}: line {number} is a second header.", "Cut the file off before it.")
+        _check(entry, header, f"{path}: line {number}")
+        others.append(entry)
+    return Record(header, tuple(others), whole)
+
+
+def _entry(text: bytes, path: Path, number: int) -> Entry:
+    remedy = f"Cut the file off before line {number} to keep what stands above it."
+    if len(text) > LONGEST_LINE_BYTES:
+        raise RequestError(f"{path}: line {number} is longer than any entry.", remedy)
+    try:
+        entry = _decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        newer = _schema(text) if number == 1 else 0
+        if newer > SCHEMA:
+            raise _too_new(path, newer) from None
+        raise RequestError(f"{path}: line {number} is broken: {str(error)[:200]}.", remedy) from None
+    if isinstance(entry, Header):
+        if entry.schema > SCHEMA:
+            raise _too_new(path, entry.schema)
+        if not 1 <= len(entry.devices) <= MOST_DEVICES:
+            raise RequestError(f"{path}: line {number} names {len(entry.devices)} devices.", remedy)
+    return entry
+
+
+def _schema(text: bytes) -> int:
+    try:
+        found = msgspec.json.decode(text).get("schema", 0)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, AttributeError):
+        return 0
+    return found if isinstance(found, int) else 0
+
+
+def _too_new(path: Path, schema: int) -> RequestError:
+    return RequestError(
+        f"{path} has schema {schema}; this evener reads up to {SCHEMA}.", "Update evener on this machine."
+    )
+
+
+def _check(entry: Asked | Seen | Known | Ended, header: Header, where: str) -> None:
+    """Numbers that a measurement can have, for the devices of the header."""
+    match entry:
+        case Asked():
+            sound = all(_layout_sound(probe.layout, header) for probe in entry.probes)
+        case Seen():
+            sound = _layout_sound(entry.seen.probe.layout, header) and _observation_sound(entry.seen)
+        case Ended():
+            sound = len(entry.plan.layout.share) == len(header.devices)
+        case _:
+            sound = True
+    if not sound:
+        raise RequestError(
+            f"{where} holds numbers that no measurement has.", "Cut the file off before it to keep what stands above."
+        )
+
+
+def _layout_sound(layout: Layout, header: Header) -> bool:
+    shares = layout.shares
+    return (
+        len(shares) == len(header.devices)
+        and all(0 <= share <= LARGEST_NUMBER for share in shares)
+        and any(shares)
+        and 1 <= layout.processes <= MOST_DEVICES
+    )
+
+
+def _observation_sound(seen: Observation) -> bool:
+    if not isinstance(seen, Timed):
+        return _sane((seen.elapsed_seconds,)) and all(0 <= i < MOST_DEVICES for i in seen.devices)
+    known = [size for size in (*seen.memory_bytes, *seen.device_seconds) if size is not None]
+    times = (seen.low_seconds, seen.step_seconds, seen.high_seconds)
+    return (
+        _sane((*times, seen.first_step_seconds, seen.elapsed_seconds, *known))
+        and seen.step_seconds > 0
+        and list(times) == sorted(times)
+        and len(seen.memory_bytes) == len(seen.device_seconds) == len(seen.probe.layout.shares)
+    )
+
+
+def _sane(numbers: Iterable[float]) -> bool:
+    return all(math.isfinite(number) and 0 <= number <= LARGEST_NUMBER for number in numbers)
+
+
+def _trusted_bytes(path: Path) -> bytes:
+    """The file's content if it is a plain file of this user that nobody else may write, and of bounded size."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise RequestError(
+            f"The journal {path} can't be read: {error.strerror or error}.", "List the runs with evener runs."
+        ) from None
+    with os.fdopen(descriptor, "rb") as stream:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise RequestError(f"{path} is not a plain file.", "Delete the run.")
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise RequestError(
+                f"{path} belongs to, or may be written by, somebody else, and is not trusted.",
+                "Make it yours and chmod 600 it, if you know what is in it.",
+            )
+        if status.st_size > LARGEST_FILE_BYTES:
+            raise RequestError(f"{path} is larger than any journal.", "Delete the run.")
+        return stream.read(LARGEST_FILE_BYTES)
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
+def _cut(descriptor: int, length: int) -> None:
+    try:
+        os.ftruncate(descriptor, length)
+    except OSError:
+        return  # the torn line is cut off when the journal is read

@@ -1,0 +1,142 @@
+"""One probe on standing children: first step, warm-up and timed blocks, until the timing rules say enough."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import msgspec
+
+from balancer.core.stats import relative_half_width
+from balancer.events import ProbeProgress
+from balancer.probes.party import BrokenError, Mishap, Party
+from balancer.probes.prober import Report
+from balancer.probes.protocol import Prepare, Prepared, Ran, Run
+from balancer.probes.timing import Block, Measured, Timing
+from balancer.records import Probe, Timed
+
+_T = TypeVar("_T")
+REPORT_SECONDS = 0.2  # between two signs of progress of one probe
+BLOCK_SLACK = 20.0  # a block may take so many times what it should
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """How long each phase may take before the child counts as hung; seconds."""
+
+    start: float = 120.0
+    build: float = 600.0  # imports of a framework on a slow disk, and the model
+    prepare: float = 600.0  # tracing, autotuning, compiling
+    block: float = 60.0  # or BLOCK_SLACK times what it should take, if that is more
+
+
+class Stand(msgspec.Struct, frozen=True):
+    """How a party's ranks lie on the devices of the request."""
+
+    positions: tuple[int, ...]  # in rank order; one child over several devices: in the order of its devices
+    together: bool  # ranks wait for each other in each step
+    one_child: bool  # one process over all positions
+    own_cores: bool  # CPU slices: own compute is known from CPU time
+    threads: int = 1  # of each rank
+
+
+class Watch:
+    """Tells how one probe is doing, not more often than anybody can see."""
+
+    def __init__(self, probe: Probe, report: Report, now: Callable[[], float]) -> None:
+        self.phase = "starting"
+        self._probe, self._report, self._now = probe, report, now
+        self._last = float("-inf")
+
+    def enter(self, phase: str) -> None:
+        """A new phase is always told."""
+        if phase != self.phase or self._last < 0:
+            self.phase, self._last = phase, float("-inf")
+            self.tell()
+
+    def tell(self, rate: float | None = None, relative: float | None = None) -> None:
+        """The figures so far."""
+        if (at := time.monotonic()) - self._last >= REPORT_SECONDS:
+            self._last = at
+            self._report(ProbeProgress(self._probe, self.phase, rate, relative, self._now()))
+
+
+class Trial:
+    """The measurement of one probe: `run` gives what was timed; BrokenError and StoppedError come out of the party."""
+
+    def __init__(self, probe: Probe, party: Party, stand: Stand, limits: Limits, watch: Watch) -> None:
+        self._probe, self._party, self._stand = probe, party, stand
+        self._limits, self._watch = limits, watch
+        self.memory: tuple[int | None, ...] = ()  # peak by position in the stand
+
+    def run(self, warm_up_shares: tuple[int, ...] | None, stop: threading.Event, started: float) -> Timed:
+        """Time the probe; `warm_up_shares`, if given, step once before it, as some frameworks trace two sizes apart."""
+        self._watch.enter("warming up")
+        if warm_up_shares is not None:
+            self._prepare(warm_up_shares, stop)
+        first = self._prepare(self._shares(), stop)
+        measured = self._time(first, stop)
+        count = len(self._probe.layout.shares)
+        return Timed(
+            probe=self._probe,
+            step_seconds=measured.step.value,
+            low_seconds=measured.step.low,
+            high_seconds=measured.step.high,
+            steps=measured.steps,
+            memory_bytes=self._spread(self.memory, count),
+            device_seconds=self._spread(measured.own_seconds, count),
+            first_step_seconds=first,
+            elapsed_seconds=time.monotonic() - started,
+            warnings=measured.warnings,
+        )
+
+    def _shares(self) -> tuple[int, ...]:
+        """What each child is told: the shares of all ranks, or of its own devices."""
+        return tuple(self._probe.layout.shares[position] for position in dict.fromkeys(self._stand.positions))
+
+    def _prepare(self, shares: tuple[int, ...], stop: threading.Event) -> float:
+        replies = self._party.order(lambda _: Prepare(shares), Prepared, self._limits.prepare, stop)
+        return max(cast(Prepared, reply).first_step_seconds for reply in replies)
+
+    def _time(self, first_step_seconds: float, stop: threading.Event) -> Measured:
+        timing = Timing(self._probe.seconds)
+        step_seconds = first_step_seconds
+        while steps := timing.next_steps():
+            limit = max(self._limits.block, BLOCK_SLACK * steps * step_seconds)
+            replies = self._party.order(lambda _, steps=steps: Run(steps), Ran, limit, stop)  # type: ignore[misc]
+            block = self._block([cast(Ran, reply) for reply in replies])
+            timing.add(block)
+            step_seconds = block.step_seconds
+            self._tell(timing)
+        measured = timing.result()
+        if measured is None:
+            raise BrokenError((Mishap(0, False, "protocol", "no block was timed"),))
+        return measured
+
+    def _block(self, ran: list[Ran]) -> Block:
+        """The group's block: as long as its slowest rank's."""
+        wall = max(reply.wall_seconds for reply in ran)
+        stand = self._stand
+        self.memory = tuple(size for reply in ran for size in reply.memory_bytes)
+        if len(set(stand.positions)) == 1:
+            alone = len(ran) == 1 and stand.own_cores and stand.threads == 1
+            share = (ran[0].cpu_seconds + ran[0].spun_seconds) / wall if alone and wall > 0 else None
+            return Block(ran[0].steps, wall, share, (wall,))
+        if stand.own_cores and not stand.one_child:
+            own = tuple(min(wall, reply.cpu_seconds / stand.threads + reply.spun_seconds) for reply in ran)
+            return Block(ran[0].steps, wall, None, own)
+        return Block(ran[0].steps, wall)
+
+    def _tell(self, timing: Timing) -> None:
+        self._watch.enter(timing.phase)
+        interval = timing.interval()
+        layout = self._probe.layout
+        if interval is not None:
+            rate = layout.global_batch * layout.processes / interval.value
+            self._watch.tell(rate, relative_half_width(interval))
+
+    def _spread(self, values: tuple[_T | None, ...], count: int) -> tuple[_T | None, ...]:
+        """Values in the stand's order as values by position of the request; the last of one position counts."""
+        by_position = dict(zip(self._stand.positions, values, strict=False))
+        return tuple(by_position.get(position) for position in range(count))

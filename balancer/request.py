@@ -1,0 +1,73 @@
+"""What a person asks of a session, and whether it makes sense before anything is started."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from evener.errors import RequestError
+
+LARGEST_BATCH = 1 << 30
+OBJECTIVES = ("throughput",)
+PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
+INPUTS = ("host", "device")
+
+
+class Request(msgspec.Struct, frozen=True):
+    """Devices, workload and bounds of a search; journalled whole, so that a run can be resumed by its id."""
+
+    devices: str = "auto"
+    workload: str | None = None  # None: the default for the devices
+    framework: str = "tensorflow"
+    settings: dict[str, Any] = {}
+    global_batch: int | None = None  # fixed: the shares sum to it
+    max_global_batch: int | None = None
+    multiple_of: int = 1
+    objective: str = "throughput"
+    budget_seconds: float | None = 120.0  # None: until the evidence is enough
+    tolerance: float = 0.02  # within it of the best, the smallest global batch wins
+    seed: int = 0
+    precision: str = "float32"
+    xla: bool = False
+    input: str = "host"  # where each step's batch comes from
+    pace: float = 0.0  # simulated devices: 1 takes real time
+    share: bool = False  # run though another session holds the devices
+
+
+def check(request: Request) -> None:
+    """Raise RequestError for the first number or word that can't be meant."""
+    for option, batch in (("--global-batch", request.global_batch), ("--max-global-batch", request.max_global_batch)):
+        if batch is not None and not 1 <= batch <= LARGEST_BATCH:
+            raise RequestError(f"{option} is {batch}.", f"Give a whole number from 1 to {LARGEST_BATCH}.")
+    if not 1 <= request.multiple_of <= LARGEST_BATCH:
+        raise RequestError(f"--multiple-of is {request.multiple_of}.", "Give a whole number of 1 or more.")
+    if request.global_batch is not None:
+        _check_fixed(request, request.global_batch)
+    budget = request.budget_seconds
+    if budget is not None and not (math.isfinite(budget) and budget > 0):
+        raise RequestError(f"--budget is {budget} seconds.", "Give a time above 0, like 120s or 5m.")
+    if not (math.isfinite(request.tolerance) and 0 <= request.tolerance < 1):
+        raise RequestError(f"--tolerance is {request.tolerance}.", "Give a number from 0 up to, not with, 1.")
+    if not (math.isfinite(request.pace) and request.pace >= 0):
+        raise RequestError(f"--pace is {request.pace}.", "Give 0 for no waiting, 1 for real time.")
+    for option, word, known in (
+        ("--objective", request.objective, OBJECTIVES),
+        ("--precision", request.precision, PRECISIONS),
+        ("--input", request.input, INPUTS),
+    ):
+        if word not in known:
+            raise RequestError(f"{option} {word!r} is not known.", f"Choose {' or '.join(known)}.")
+
+
+def _check_fixed(request: Request, batch: int) -> None:
+    if batch % request.multiple_of:
+        raise RequestError(
+            f"--global-batch {batch} is not a multiple of {request.multiple_of}.",
+            "Change it, or --multiple-of.",
+        )
+    if request.max_global_batch is not None and batch > request.max_global_batch:
+        raise RequestError(
+            f"--global-batch {batch} is above --max-global-batch {request.max_global_batch}.", "Give one of them."
+        )
