@@ -8,8 +8,8 @@ size    = NUMBER UNIT               UNIT: B KiB MiB GiB TiB (powers of 1024) or 
 
 from __future__ import annotations
 
-import math
 import re
+from decimal import Decimal
 
 from devices.base import Limit
 from evener.errors import RequestError
@@ -58,7 +58,7 @@ def write_limit(limit: Limit) -> str:
     return "+".join(parts)
 
 
-def _number_and_unit(part: str, text: str) -> tuple[float, str]:
+def _number_and_unit(part: str, text: str) -> tuple[Decimal, str]:
     found = _PART.fullmatch(part)
     if not found:
         raise RequestError(f"The limit {text!r} holds {part!r}, which is neither a percentage nor a size.", REMEDY)
@@ -67,16 +67,16 @@ def _number_and_unit(part: str, text: str) -> tuple[float, str]:
         raise RequestError(
             f"The limit {text!r} has the unknown unit {found[2]!r}.", "Units are B, KiB, MiB, GiB, MB, GB."
         )
-    return float(found[1]), unit
+    return Decimal(found[1]), unit
 
 
-def _percent(number: float, text: str) -> float:
-    if not 0 < number <= 100:
+def _percent(number: Decimal, text: str) -> float:
+    if not 0 < float(number) <= 100:
         raise RequestError(f"The limit {text!r} is not a share of a device.", "Give more than 0 and at most 100 %.")
-    return number
+    return float(number)
 
 
-def _size(number: float, unit: str, text: str) -> int:
+def _size(number: Decimal, unit: str, text: str) -> int:
     size = number * UNITS[unit]
     if not 1 <= size <= LARGEST_BYTES:
         raise RequestError(f"The limit {text!r} is not a size that a device can have.", REMEDY)
@@ -93,7 +93,7 @@ def _fits(size: int, unit: str) -> bool:
 
 def _plain(number: float) -> str:
     """The shortest decimal, without an exponent, that reads back as the same number."""
-    if math.isclose(number, round(number), rel_tol=0, abs_tol=0):
-        return str(round(number))
+    if number.is_integer():
+        return str(int(number))
     text = repr(number)
     return text if "e" not in text else f"{number:.30f}".rstrip("0")

@@ -1,0 +1,207 @@
+"""What `--devices` means: a request in words to the devices that it names.
+
+    request = term ("," term)*
+    term    = device ["@" limit]              the limit holds for what stands directly in front of it
+    device  = "auto"                          NVIDIA GPUs; without any, slices of the CPU; stands alone
+            | "gpu" [":" pick]                all GPUs, or one
+            | "cpu" ["/" COUNT] [":" pick]    all slices of the CPU cut into COUNT (two unless said), or one
+            | "sim:" NAME                     from the catalogue
+            | "sim:" FILE                     a machine file: ends in .toml or holds a "/"; stands alone
+            | UUID                            GPU-... or MIG-...: a GPU, as in `gpu:UUID`
+            | pick                            goes on with the kind of the term before it: `cpu:0,1`, `sim:t4,t4`
+    pick    = INDEX | UUID or the unique beginning of one | NAME
+
+So `cpu:0,1@60%` slows slice 1 alone, `cpu@60%` every slice, and `gpu:0,gpu:1@60%+8GiB` limits the second GPU. Kinds
+don't mix in a request: a step waits for all its devices, and GPUs, CPU slices and simulated time have none in common.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from devices.base import Device, Limit
+from devices.limits import parse_limit
+from devices.physics import Machine
+from devices.visible import find_gpu, visible_gpus
+from evener.errors import DeviceError, RequestError
+
+Kind = Literal["auto", "gpu", "cpu", "sim"]
+REMEDY = "Write auto, gpu, gpu:0,2, cpu, cpu/4, cpu:0,1@60%, sim:gtx1080ti,gtx1080 or sim:machine.toml."
+NO_LIMIT = Limit()
+CROWDED = 0.05  # of a GPU's memory in others' hands before it is said aloud
+_TERM = re.compile(r"(auto|gpu|cpu|sim)(?:/(\d{1,6}))?(:(.*))?", re.IGNORECASE | re.ASCII | re.DOTALL)
+_UUID = re.compile(r"(?:gpu|mig)-.+", re.IGNORECASE)
+
+
+class Term(msgspec.Struct, frozen=True):
+    """One term of a request."""
+
+    kind: Kind
+    pick: str = ""  # index, UUID, catalogue name or file; empty: all of the kind
+    limit: Limit = NO_LIMIT
+    slices: int | None = None  # cpu/N
+
+
+class Discovery(msgspec.Struct, frozen=True):
+    """The devices of a request, and what should be said about them."""
+
+    devices: tuple[Device, ...]
+    notes: tuple[str, ...] = ()  # said aloud: what `auto` chose and why, a GPU that others use
+    machine: Machine | None = None  # the physics, if the devices are simulated
+
+
+def discover(spec: str, *, only_visible: bool = True, environ: Mapping[str, str] | None = None) -> Discovery:
+    """The devices that `spec` names, in its order.
+
+    `only_visible`: `auto` and `gpu` keep to CUDA_VISIBLE_DEVICES; a GPU that is named is taken whatever it says.
+    RequestError: malformed, named twice, or not there. DeviceError: GPUs were asked for and the driver fails.
+    """
+    terms = parse_request(spec)
+    hidden = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES") if only_visible else None
+    kind = terms[0].kind
+    if kind == "auto":
+        return _automatic(terms[0].limit, hidden)
+    found = {"gpu": lambda: _gpus(terms, hidden), "cpu": lambda: _slices(terms), "sim": lambda: _simulated(terms)}[
+        kind
+    ]()
+    _refuse_repeats(found.devices)
+    return found
+
+
+def parse_request(spec: str) -> tuple[Term, ...]:
+    """The terms of a request, all of one kind; RequestError names the one that can't be read."""
+    terms: list[Term] = []
+    for text in spec.split(","):
+        terms.append(_parse_term(text.strip(), terms[-1] if terms else None, spec))
+    kinds = list(dict.fromkeys(term.kind for term in terms))
+    if "auto" in kinds and len(terms) > 1:
+        raise RequestError(f"{spec!r} has more beside auto.", "Ask for auto alone, or name the devices.")
+    if len(kinds) > 1:
+        raise RequestError(
+            f"{spec!r} mixes {' and '.join(kinds)}: they can't train one step together.",
+            "Ask for devices of one kind.",
+        )
+    return tuple(terms)
+
+
+def _parse_term(text: str, before: Term | None, spec: str) -> Term:
+    body, limit = _split_limit(text)
+    if not body:
+        raise RequestError(f"{spec!r} names no device at one place.", REMEDY)
+    found = _TERM.fullmatch(body)
+    if found is None:
+        if _UUID.fullmatch(body):
+            return Term("gpu", body, limit)
+        if before is not None and before.pick:
+            return Term(before.kind, body, limit, before.slices)
+        raise RequestError(f"{body!r} is not a device.", REMEDY)
+    kind: Kind = found[1].lower()  # type: ignore[assignment]
+    pick = (found[4] or "").strip()
+    if (found[3] and not pick) or (kind == "sim" and not pick):
+        raise RequestError(f"{body!r} names no device behind the colon.", REMEDY)
+    if (found[2] and kind != "cpu") or (found[3] and kind == "auto"):
+        raise RequestError(f"{body!r} is not a device.", REMEDY)
+    return Term(kind, pick, limit, int(found[2]) if found[2] else None)
+
+
+def _split_limit(text: str) -> tuple[str, Limit]:
+    if "@" not in text or text.lower().endswith(".toml"):
+        return text, NO_LIMIT
+    body, _, limit = text.rpartition("@")
+    return body.strip(), parse_limit(limit)
+
+
+def _automatic(limit: Limit, hidden: str | None) -> Discovery:
+    try:
+        return _gpus((Term("gpu", limit=limit),), hidden)
+    except DeviceError as fault:
+        found = _slices((Term("cpu", limit=limit),))
+        said = f"{fault.message} So the CPU is used, cut into {len(found.devices)}: {_core_list(found.devices)}."
+        return Discovery(found.devices, (said, *found.notes))
+
+
+def _gpus(terms: Sequence[Term], hidden: str | None) -> Discovery:
+    from devices.nvml_library import list_gpus
+
+    listing = list_gpus()
+    gpus = tuple(listed.device for listed in listing.gpus)
+    if not gpus:
+        raise DeviceError("The NVIDIA driver lists no GPU that answers.", "Look at nvidia-smi and dmesg.")
+    chosen: list[Device] = []
+    for term in terms:
+        picked = (find_gpu(gpus, term.pick),) if term.pick else visible_gpus(gpus, hidden)
+        if not picked:
+            raise DeviceError(
+                f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU.", "Unset it, or name GPUs as in gpu:0."
+            )
+        chosen += [_limited(device, term.limit) for device in picked]
+    used = {listed.device.id: listed.used_bytes or 0 for listed in listing.gpus}
+    crowded = [
+        f"{device.label} has {used[device.id] / 2**30:.1f} of {device.memory_bytes / 2**30:.1f} GiB in use by others."
+        for device in chosen
+        if device.memory_bytes and used[device.id] > CROWDED * device.memory_bytes
+    ]
+    return Discovery(tuple(chosen), (*listing.notes, *crowded))
+
+
+def _slices(terms: Sequence[Term]) -> Discovery:
+    from devices.cpu import allowed_cpus, slices
+
+    counts = {term.slices for term in terms}
+    if len(counts) > 1:
+        raise RequestError("The CPU is cut in two ways in one request.", "Give the same cpu/N everywhere.")
+    every = slices(counts.pop())
+    chosen: list[Device] = []
+    for term in terms:
+        picked = (_find_slice(every, term.pick),) if term.pick else every
+        chosen += [_limited(device, term.limit) for device in picked]
+    spare = len(allowed_cpus()) - sum(len(device.cores) for device in every)
+    note = f"{spare} of {len(allowed_cpus())} logical CPUs are left over by {len(every)} equal slices."
+    return Discovery(tuple(chosen), (note,) if spare else ())
+
+
+def _find_slice(every: Sequence[Device], pick: str) -> Device:
+    if re.fullmatch(r"\d{1,6}", pick, re.ASCII) and int(pick) < len(every):
+        return every[int(pick)]
+    raise RequestError(
+        f"There is no slice {pick!r} of the CPU: it is cut into {len(every)}, from 0 to {len(every) - 1}.",
+        "Pick one of them, or cut it finer with cpu/N:I.",
+    )
+
+
+def _simulated(terms: Sequence[Term]) -> Discovery:
+    from devices.simulated import catalogue, load_machine
+
+    files = [term.pick for term in terms if term.pick.lower().endswith(".toml") or "/" in term.pick]
+    if files and len(terms) > 1:
+        raise RequestError(f"The machine file {files[0]!r} stands beside other devices.", "Put them into the file.")
+    machine = load_machine(files[0]) if files else catalogue([term.pick for term in terms])
+    limits = (terms[0].limit,) * len(machine.devices) if files else tuple(term.limit for term in terms)
+    if any(limits):
+        machine = msgspec.structs.replace(machine, limits=limits)
+    return Discovery(machine.described(), (), machine)
+
+
+def _limited(device: Device, limit: Limit) -> Device:
+    return msgspec.structs.replace(device, limit=limit) if limit else device
+
+
+def _refuse_repeats(devices: Sequence[Device]) -> None:
+    seen: set[str] = set()
+    for device in devices:
+        if device.id in seen:
+            raise RequestError(f"{device.label} is named twice.", "Name each device once.")
+        seen.add(device.id)
+
+
+def _core_list(devices: Sequence[Device]) -> str:
+    def words() -> Iterator[str]:
+        for device in devices:
+            yield f"{device.label} has {len(device.cores)} logical CPU{'s' if len(device.cores) > 1 else ''}"
+
+    return ", ".join(words())

@@ -1,0 +1,169 @@
+"""NVML behind one seam: loaded when first needed, opened and closed, its errors told apart, its GPUs listed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import msgspec
+
+from devices.base import Device, State
+from evener.errors import DeviceError
+
+Library = Any  # the module `pynvml`, or a double of it
+Handle = Any  # NVML's pointer to a device
+
+# NVML's return codes, as nvml.h numbers them
+UNINITIALIZED, INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND = 1, 2, 3, 4, 6
+DRIVER_NOT_LOADED, TIMEOUT, LIBRARY_NOT_FOUND, FUNCTION_NOT_FOUND, GPU_IS_LOST = 9, 10, 12, 13, 15
+RESET_REQUIRED, VERSION_MISMATCH, ARGUMENT_VERSION_MISMATCH, DEPRECATED, GPU_NOT_FOUND = 16, 18, 25, 26, 28
+UNKNOWN = 999
+
+_NEVER = frozenset({INVALID_ARGUMENT, NOT_SUPPORTED, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED})
+GPU_GONE = frozenset({GPU_IS_LOST, RESET_REQUIRED, GPU_NOT_FOUND})
+DRIVER_GONE = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, VERSION_MISMATCH})
+
+
+class ListedGpu(msgspec.Struct, frozen=True):
+    """A GPU, or a MIG instance of one, as NVML lists it."""
+
+    device: Device
+    used_bytes: int | None  # by whoever has it now
+
+
+class Listing(msgspec.Struct, frozen=True):
+    """What NVML lists, and what it could not say."""
+
+    gpus: tuple[ListedGpu, ...]
+    notes: tuple[str, ...] = ()
+
+
+def load() -> Library:
+    """The module that binds NVML."""
+    import pynvml
+
+    return pynvml
+
+
+def code_of(error: Exception) -> int:
+    """NVML's return code behind an exception of the module; UNKNOWN for anything else it may raise."""
+    number = getattr(error, "value", UNKNOWN)
+    return number if isinstance(number, int) else UNKNOWN
+
+
+def state_of(code: int) -> State:
+    """What a failed call means for its metric: never there, denied, gone with the device, or just not now."""
+    if code in _NEVER:
+        return State.UNSUPPORTED
+    if code == NO_PERMISSION:
+        return State.DENIED
+    return State.LOST if code in GPU_GONE | DRIVER_GONE else State.STALE
+
+
+def driver_fault(error: Exception) -> DeviceError:
+    """The sentence for a driver that can't be talked to."""
+    known = {
+        LIBRARY_NOT_FOUND: ("No NVIDIA driver: libnvidia-ml.so.1 is not on this machine.", "Install the driver."),
+        DRIVER_NOT_LOADED: (
+            "The NVIDIA driver is installed but not loaded.",
+            "Load it with modprobe nvidia, or reboot.",
+        ),
+        VERSION_MISMATCH: (
+            "The NVIDIA driver in the kernel and its library have different versions.",
+            "Reboot, or reload the kernel modules, after a driver update.",
+        ),
+        NO_PERMISSION: ("This user may not talk to the NVIDIA driver.", "Check the rights on /dev/nvidia*."),
+    }
+    words = known.get(code_of(error), (f"The NVIDIA driver does not answer: {error}.", "Look at nvidia-smi and dmesg."))
+    return DeviceError(*words)
+
+
+@contextmanager
+def opened(library: Library | None = None) -> Iterator[Library]:
+    """The library between init and shutdown; DeviceError if the driver can't be talked to."""
+    chosen = load() if library is None else library
+    try:
+        chosen.nvmlInit()
+    except chosen.NVMLError as error:
+        raise driver_fault(error) from None
+    try:
+        yield chosen
+    finally:
+        with suppress(chosen.NVMLError):
+            chosen.nvmlShutdown()
+
+
+def list_gpus(library: Library | None = None) -> Listing:
+    """Every GPU in NVML's order, and in place of one in MIG mode its instances, numbered after all whole GPUs.
+
+    A GPU that doesn't answer is left out with a note. DeviceError if the driver doesn't.
+    """
+    found: list[ListedGpu] = []
+    instances: list[Handle] = []
+    notes: list[str] = []
+    with opened(library) as nvml:
+        try:
+            count = nvml.nvmlDeviceGetCount()
+        except nvml.NVMLError as error:
+            raise driver_fault(error) from None
+        for index in range(count):
+            try:
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                parts = mig_instances(nvml, handle)
+                instances += parts or ()
+                if parts is None:
+                    found.append(_listed(nvml, handle, index))
+            except nvml.NVMLError as error:
+                notes.append(f"GPU:{index} does not answer: {error}.")
+        for offset, handle in enumerate(instances):
+            found.append(_listed(nvml, handle, count + offset))
+    return Listing(tuple(found), tuple(notes))
+
+
+def mig_instances(nvml: Library, handle: Handle) -> tuple[Handle, ...] | None:
+    """Handles of a GPU's MIG instances; None when it isn't in MIG mode."""
+    try:
+        if nvml.nvmlDeviceGetMigMode(handle)[0] != 1:
+            return None
+        slots = nvml.nvmlDeviceGetMaxMigDeviceCount(handle)
+    except nvml.NVMLError:
+        return None
+    handles = []
+    for slot in range(slots):
+        try:
+            handles.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot))
+        except nvml.NVMLError:
+            continue  # an empty slot
+    return tuple(handles)
+
+
+def describe(nvml: Library, handle: Handle, index: int) -> Device:
+    """The device behind a handle; NVMLError if it can't even say who it is."""
+    uuid = str(nvml.nvmlDeviceGetUUID(handle))
+    total, _ = memory(nvml, handle)
+    return Device(uuid, index, str(nvml.nvmlDeviceGetName(handle)), "gpu", total)
+
+
+def memory(nvml: Library, handle: Handle) -> tuple[int | None, int | None]:
+    """Bytes that programs can have, and bytes in use; None where the chip has no memory of its own to tell of.
+
+    Drivers before 510 lack the second version, which tells what the driver keeps for itself.
+    """
+    try:
+        newer = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+        return int(newer.total) - int(newer.reserved), int(newer.used)
+    except nvml.NVMLError as error:
+        if state_of(code_of(error)) is not State.UNSUPPORTED:
+            raise
+    try:
+        older = nvml.nvmlDeviceGetMemoryInfo(handle)
+    except nvml.NVMLError as error:
+        if state_of(code_of(error)) is not State.UNSUPPORTED:
+            raise
+        return None, None
+    return int(older.total), int(older.used)
+
+
+def _listed(nvml: Library, handle: Handle, index: int) -> ListedGpu:
+    return ListedGpu(describe(nvml, handle, index), memory(nvml, handle)[1])
