@@ -16,15 +16,20 @@ def check_fit(
     workload_digest: str | None,
     strict: bool,
     global_batch: int | None = None,
+    framework: str | None = None,
 ) -> tuple[str, ...]:
     """Say how `plan` differs from what is here: a warning for each difference, PlanError where it can't train at all.
 
     `devices` are the ids that are present, `world` the processes that take part, `global_batch` the samples per step
-    if not the plan's own; None: not known, not checked. With `strict`, a warning is an error too.
+    if not the plan's own, `framework` what trains; None: unknown, unchecked. With `strict`, a warning is an error too.
     """
     _check_world(plan, world)
     check_global_batch(global_batch if global_batch is not None else plan.layout.global_batch, len(plan.layout.active))
-    warnings = [*_missing_devices(plan, devices), *_other_model(plan, workload_digest)]
+    warnings = [
+        *_missing_devices(plan, devices),
+        *_other_model(plan, workload_digest),
+        *_other_framework(plan, framework),
+    ]
     if strict and warnings:
         raise PlanError(
             " ".join(warnings), "Make a plan for what is here with evener balance, or don't ask for strict."
@@ -74,3 +79,9 @@ def _other_model(plan: Plan, workload_digest: str | None) -> list[str]:
     if workload_digest is None or not measured or workload_digest == measured:
         return []
     return [f"The plan was measured with another model: its digest is {measured}, this one's {workload_digest}."]
+
+
+def _other_framework(plan: Plan, framework: str | None) -> list[str]:
+    if framework is None or plan.framework in (framework, "none", ""):
+        return []
+    return [f"The plan was measured with {plan.framework}, but {framework} trains."]

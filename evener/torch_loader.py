@@ -1,0 +1,100 @@
+"""A DataLoader for one rank of an uneven split: it says what each step's rows weigh and can go on in mid-epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from evener.errors import RequestError
+from evener.torch_sampler import UnevenBatchSampler
+
+_TAKEN = ("batch_size", "sampler", "batch_sampler")
+
+
+class Loader:
+    """Batches of this rank's rows, in step with the other ranks. Use each batch before the next one is taken.
+
+    Every pass is a new epoch in a new order, unless `set_epoch` or `load_state_dict` says which. `begin` is told the
+    rows of all ranks as each step begins, `done` this rank's rows as it ends.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: UnevenBatchSampler,
+        begin: Callable[[Sequence[int]], None],
+        done: Callable[[int], None],
+        options: dict[str, Any],
+    ) -> None:
+        self.dataloader = DataLoader(dataset, batch_sampler=sampler, **options)
+        self.sampler = sampler
+        self._begin = begin
+        self._done = done
+        self._steps = 0  # of this pass, begun
+        self._fresh = True  # the next pass is the epoch that the sampler says
+
+    @property
+    def dataset(self) -> Any:
+        """The data set."""
+        return self.dataloader.dataset
+
+    def __len__(self) -> int:
+        """Steps of a pass."""
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._fresh or not len(self.sampler):
+            self.sampler.set_epoch(self.sampler.epoch + 1)
+        self._fresh = False
+        self._steps = 0
+        return self._walk()
+
+    def _walk(self) -> Iterator[Any]:
+        for step, batch in enumerate(self.dataloader):
+            sizes = self.sampler.sizes(step)
+            self._begin(sizes)
+            self._steps = step + 1
+            yield batch
+            self._done(sizes[self.sampler.rank])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass this epoch, from its first row."""
+        self.sampler.set_epoch(epoch)
+        self._steps = 0
+        self._fresh = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training is once the batch in hand is done; the same on every rank, fit for JSON."""
+        return self.sampler.state_dict(self._steps)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the next pass go on where `state` was taken, also under another plan."""
+        self.sampler.load_state_dict(state)
+        self._steps = 0
+        self._fresh = True
+
+
+def count_rows(dataset: Any) -> int:
+    """The length of a data set; RequestError for one whose length is unknown."""
+    kind = type(dataset).__name__
+    if not isinstance(dataset, IterableDataset):
+        try:
+            return len(dataset)
+        except (TypeError, NotImplementedError):
+            pass
+    raise RequestError(
+        f"The length of a {kind} is not known, so its rows can't be shared out exactly.",
+        "Give a data set with len() and numbered rows, or collect the stream into one.",
+    )
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """RequestError for an option of DataLoader that the split decides."""
+    for name in _TAKEN:
+        if options.get(name) is not None:
+            raise RequestError(
+                f"{name}={options[name]!r} can't be given: the plan decides each rank's rows.",
+                "Leave it out; another global batch is Split(plan, global_batch=N).",
+            )

@@ -1,0 +1,106 @@
+"""Where a PyTorch training process stands: its rank among the plan's active devices, its device, its process group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from evener.cores import physical_cores, slice_cores
+from evener.errors import DeviceError, PlanError
+from evener.plan import Share
+
+_ALLOWED = os.sched_getaffinity(0)  # before any slice was settled on
+
+
+class Stand(msgspec.Struct, frozen=True):
+    """A process among those that train together; `local_rank` counts on its machine."""
+
+    rank: int
+    world: int
+    local_rank: int
+
+
+def find_stand() -> Stand:
+    """From the process group if there is one, else from torchrun's variables, else alone; PlanError for a wrong one."""
+    if dist.is_available() and dist.is_initialized():
+        return Stand(dist.get_rank(), dist.get_world_size(), _number("LOCAL_RANK", dist.get_rank()))
+    if "WORLD_SIZE" not in os.environ:
+        return Stand(0, 1, 0)
+    rank = _number("RANK", 0)
+    return Stand(rank, _number("WORLD_SIZE", 1), _number("LOCAL_RANK", rank))
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise PlanError(f"The environment variable {name} is {text!r}, no number.", "Start the script with torchrun.")
+    return int(text)
+
+
+def visible_gpus() -> dict[str, int]:
+    """The GPUs that PyTorch sees in this process: UUID -> its number for PyTorch."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {_uuid(i): i for i in range(count)}
+
+
+def choose_device(share: Share | None, stand: Stand, gpus: dict[str, int]) -> Any:
+    """The `torch.device` of this process: the plan's GPU by its UUID, else the GPU of its local rank, else the CPU.
+
+    DeviceError where the plan names GPUs and fewer are here than processes.
+    """
+    if share is not None and is_cpu(share):
+        return torch.device("cpu")
+    if share is not None and share.device in gpus:
+        return torch.device("cuda", gpus[share.device])
+    if len(gpus) == 1 and stand.world > 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return torch.device("cuda", 0)  # a launcher that shows each process its own
+    if stand.local_rank < len(gpus):
+        return torch.device("cuda", stand.local_rank)
+    if share is not None and share.device.startswith("GPU-"):
+        raise DeviceError(
+            f"The plan's GPU {share.name} ({share.device}) is not among the {len(gpus)} that PyTorch sees.",
+            "Run evener doctor to see why, or make a plan for what is here.",
+        )
+    return torch.device("cpu")
+
+
+def is_cpu(share: Share) -> bool:
+    """Whether a share is a CPU slice's."""
+    return share.device.startswith("cpu-")
+
+
+def settle(device: Any, share: Share | None) -> None:
+    """Make the device this process's own: the current GPU, or the slice's cores with a thread for each."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif share is not None and (cores := slice_cores(share.device, _ALLOWED)):
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(physical_cores(cores))
+
+
+def join(device: Any, backend: str | None) -> bool:
+    """Make the process group that torchrun described, NCCL for GPUs, gloo for CPUs; True if it wasn't there before."""
+    if dist.is_initialized():
+        return False
+    if device.type == "cuda":
+        dist.init_process_group(backend or "cpu:gloo,cuda:nccl", device_id=None if backend else device)
+    else:
+        dist.init_process_group(backend or "gloo")
+    return True
+
+
+def present(gpus: dict[str, int], shares: Sequence[Share]) -> tuple[str, ...] | None:
+    """The ids of the devices here, for comparison with a plan's; None where a plan for CPU slices needs none."""
+    if all(is_cpu(share) for share in shares):
+        return None
+    return tuple(gpus) or ("the CPU",)
+
+
+def _uuid(number: int) -> str:
+    identity = getattr(torch.cuda.get_device_properties(number), "uuid", None)
+    return f"cuda:{number}" if identity is None else f"GPU-{identity}"

@@ -1,0 +1,97 @@
+"""Real ranks on gloo end with the weights of one process, to the rounding of float64."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).with_name("torch_ranks.py")
+
+
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("torch_ranks", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["torch_ranks"] = module  # msgspec looks annotations up there
+    spec.loader.exec_module(module)
+    return module
+
+
+RANKS = script()
+
+
+def plan(batches: tuple[int, ...]) -> Plan:
+    devices = tuple(Share(f"sim-{i}", i, "a device", 0, 0.0) for i in range(len(batches)))
+    return Plan(
+        created="2026-11-21T12:00:00Z",
+        workload="torch_mnist",
+        framework="torch",
+        precision="float32",
+        xla=False,
+        layout=make_layout("split", devices, batches),
+        throughput=Throughput(100.0, 99.0, 101.0),
+        evidence=(),
+        search=SearchSummary(1, 0, 1.0, 0, "test"),
+        fingerprint=Fingerprint((), "", {}, ""),
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def run_ranks(world: int, arguments: list[str], folder: Path, results: bool = True) -> list[Any]:
+    """Start a rank for each device, as torchrun would, and load what each saved."""
+    port = free_port()
+    children = []
+    for rank in range(world):
+        place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {**os.environ, **{key: str(value) for key, value in place.items()}, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-W", "ignore", str(SCRIPT), *arguments, str(folder / f"rank{rank}.pt")]
+        children.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    errors = [child.communicate(timeout=240)[1] for child in children]
+    assert [child.returncode for child in children] == [0] * world, "\n".join(errors)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]
+
+
+@pytest.fixture(scope="module", params=[(6, 2), (5, 2, 1), (7, 0, 1)], ids=str)
+def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Every case trained under one plan, rank by rank."""
+    folder = tmp_path_factory.mktemp("ranks")
+    plan(request.param).save(folder / "plan.toml")
+    world = sum(1 for batch in request.param if batch)
+    return run_ranks(world, [str(folder / "plan.toml")], folder)
+
+
+@pytest.mark.parametrize("name", RANKS.CASES)
+def test_the_weights_are_those_of_one_process(ended: list[dict[str, Any]], name: str) -> None:
+    weights, losses = RANKS.reference(RANKS.CASES[name], 8)
+    for rank in ended:
+        for mine, expected in zip(rank[name][0], weights, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+        assert rank[name][1] == pytest.approx(losses, abs=1e-12)
+
+
+def test_the_trainings_moved_the_weights() -> None:
+    """What is compared is not the start: every case moves some weight by more than a thousandth."""
+    start = [weights.detach() for weights in RANKS.model().parameters()]
+    for case in RANKS.CASES.values():
+        weights, _ = RANKS.reference(case, 8)
+        assert max(float((now - then).abs().max()) for now, then in zip(weights, start, strict=True)) > 1e-3

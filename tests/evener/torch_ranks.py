@@ -1,0 +1,163 @@
+"""Trainings that one process and several ranks must end with the same weights; run as a script, it is one rank.
+
+    RANK=0 WORLD_SIZE=2 ... python torch_ranks.py plan.toml result.pt
+
+The script trains every case by the adapter; `reference` trains it in a plain loop, with nothing of the adapter but the
+order of rows.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import msgspec
+import torch
+
+from evener.torch_sampler import UnevenBatchSampler
+
+STEPS = 21
+WIDTH = 7
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One training."""
+
+    optimizer: str = "sgd"
+    rows: int = 49  # 6 full batches of 8 and one of a single row
+    clip: float | None = None
+    accumulate: int = 1
+    no_sync: bool = True
+    penalty: float = 0.0  # of all squared weights, in the loss
+    weigh: str = "gradients"
+    options: dict[str, Any] = {}
+    auxiliary: bool = False  # a loss that the model keeps as an attribute
+
+
+CASES = {
+    "sgd": Case(),
+    "momentum": Case("momentum"),
+    "adam": Case("adam"),
+    "adamw": Case("adamw"),
+    "short tail": Case("momentum", rows=51),
+    "whole batches": Case("adam", rows=48),
+    "less than a batch": Case("momentum", rows=5),
+    "clip": Case("momentum", clip=0.05),
+    "clip adamw": Case("adamw", rows=50, clip=0.05),
+    "penalty": Case("sgd", penalty=1e-2),
+    "accumulate": Case("momentum", accumulate=3),
+    "accumulate adamw, short tail, clip": Case("adamw", rows=51, accumulate=4, clip=0.05),
+    "accumulate with sync": Case("momentum", accumulate=3, no_sync=False),
+    "accumulate, bucket view": Case("momentum", accumulate=3, options={"gradient_as_bucket_view": True}),
+    "small buckets": Case("adam", options={"bucket_cap_mb": 0.0001}),
+    "static graph": Case("momentum", options={"static_graph": True}),
+    "auxiliary": Case("momentum", auxiliary=True),
+    "loss": Case("momentum", weigh="loss"),
+    "loss, accumulate, penalty": Case("adamw", accumulate=3, weigh="loss", penalty=1e-2),
+}
+
+
+class Net(torch.nn.Module):
+    """Two layers; it keeps the mean square of the hidden one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(WIDTH, 11)
+        self.second = torch.nn.Linear(11, 3)
+        self.auxiliary = torch.tensor(0.0)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(rows))
+        self.auxiliary = (hidden**2).mean()
+        return self.second(hidden)
+
+
+def data(case: Case) -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(case.rows, WIDTH, generator=generator, dtype=torch.float64)
+    return torch.utils.data.TensorDataset(inputs, torch.randint(0, 3, (case.rows,), generator=generator))
+
+
+def model() -> Net:
+    torch.manual_seed(3)
+    return Net().double()
+
+
+def optimizer(case: Case, net: torch.nn.Module) -> torch.optim.Optimizer:
+    makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "sgd": lambda p: torch.optim.SGD(p, 0.1),
+        "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=1e-2),
+        "adam": lambda p: torch.optim.Adam(p, 1e-2),
+        "adamw": lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.1),
+    }
+    return makers[case.optimizer](net.parameters())
+
+
+def objective(case: Case, net: Net, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    loss = torch.nn.functional.cross_entropy(outputs, labels)
+    if case.auxiliary:
+        loss = loss + net.auxiliary
+    return loss + case.penalty * sum((weights**2).sum() for weights in net.parameters())
+
+
+def batches(case: Case, global_batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What one device sees, epoch after epoch."""
+    sampler = UnevenBatchSampler(case.rows, [global_batch], 0, seed=2)
+    inputs, labels = data(case).tensors
+    for epoch in range(STEPS):
+        sampler.set_epoch(epoch)
+        for rows in sampler:
+            yield inputs[rows], labels[rows]
+
+
+def reference(case: Case, global_batch: int) -> tuple[list[torch.Tensor], list[float]]:
+    """Final weights and losses of one process that knows no split."""
+    net = model()
+    update = optimizer(case, net)
+    losses = []
+    for step, (inputs, labels) in zip(range(STEPS), batches(case, global_batch), strict=False):
+        loss = objective(case, net, net(inputs), labels)
+        losses.append(float(loss.detach()))
+        (loss / case.accumulate).backward()
+        finish(case, step, net, update)
+    return [weights.detach() for weights in net.parameters()], losses
+
+
+def finish(case: Case, step: int, net: torch.nn.Module, update: torch.optim.Optimizer) -> None:
+    if (step + 1) % case.accumulate == 0:
+        if case.clip is not None:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), case.clip)
+        update.step()
+        update.zero_grad()
+
+
+def train(case: Case, plan: str) -> tuple[list[torch.Tensor], list[float]]:
+    """The same by the adapter: this rank's weights and the global losses."""
+    from evener.torch_split import Split
+
+    split = Split(plan, weigh=case.weigh)
+    net = split.wrap(model(), **case.options)
+    update = optimizer(case, net)
+    losses: list[float] = []
+    loader = split.loader(data(case), seed=2)
+    while len(losses) < STEPS:
+        for inputs, labels in loader:
+            step = len(losses)
+            last = (step + 1) % case.accumulate == 0
+            with nullcontext() if last or not case.no_sync else split.no_sync(net):
+                loss = objective(case, getattr(net, "module", net), net(inputs), labels)
+                losses.append(split.mean(loss))
+                loss = loss / case.accumulate
+                (split.scale(loss) if case.weigh == "loss" else loss).backward()
+            finish(case, step, net, update)
+            if len(losses) == STEPS:
+                break
+    return [weights.detach() for weights in net.parameters()], losses
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    ended = {name: train(case, sys.argv[1]) for name, case in CASES.items()}
+    torch.save(ended, sys.argv[2])
