@@ -1,0 +1,59 @@
+"""Which devices can't be told apart: they share one curve, hence equal shares, and their points sharpen each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from balancer.core.curve import LEAST_ERROR, Point
+from balancer.core.ledger import Device
+
+APART = 3.0  # standard errors by which the mean ratio of two devices' times may differ from 1
+FAR_APART = 4.0  # the same for a single batch
+SAME_BATCH = 0.02  # relatively: times of such batches are compared
+SAME_MEMORY = 0.01
+NEAR = 0.2  # devices whose first times differ by more are not compared: what noise would explain it?
+FEWEST = 2  # batches in common
+
+
+def classes(devices: Sequence[Device]) -> list[list[int]]:
+    """Positions grouped so that each is alike the first of its group; lost devices stay alone."""
+    groups: list[list[int]] = []
+    pace = [device.alone[0].seconds / device.alone[0].batch ** 0.5 if device.alone else math.inf for device in devices]
+    for position in sorted(range(len(devices)), key=lambda i: (pace[i], i)):
+        for group in reversed(groups):
+            if pace[group[0]] * (1 + NEAR) < pace[position]:
+                groups.append([position])
+                break
+            if alike(devices[group[0]], devices[position]):
+                group.append(position)
+                break
+        else:
+            groups.append([position])
+    return [sorted(group) for group in groups]
+
+
+def alike(one: Device, other: Device) -> bool:
+    """Whether noise alone explains how two devices differ, in time at every common batch and in memory."""
+    if one.lost or other.lost or one.memory.limit_bytes != other.memory.limit_bytes:
+        return False
+    pairs = [*_common(one.alone, other.alone), *_common(one.beside, other.beside)]
+    if len(pairs) < FEWEST or not _same_memory(one, other):
+        return False
+    gaps = [math.log(a.seconds / b.seconds * (b.batch / a.batch) ** 0.5) for a, b in pairs]
+    errors = [math.hypot(max(a.error, LEAST_ERROR), max(b.error, LEAST_ERROR)) for a, b in pairs]
+    if any(abs(gap) > FAR_APART * error for gap, error in zip(gaps, errors, strict=True)):
+        return False
+    weights = [1 / error**2 for error in errors]
+    mean = math.fsum(w * gap for w, gap in zip(weights, gaps, strict=True)) / math.fsum(weights)
+    return abs(mean) <= APART / math.sqrt(math.fsum(weights))
+
+
+def _common(points: Sequence[Point], others: Sequence[Point]) -> list[tuple[Point, Point]]:
+    return [(a, b) for a in points for b in others if abs(a.batch - b.batch) <= SAME_BATCH * a.batch]
+
+
+def _same_memory(one: Device, other: Device) -> bool:
+    sizes = dict(other.memory.points)
+    shared = [(size, sizes[batch]) for batch, size in one.memory.points if batch in sizes]
+    return all(abs(a - b) <= SAME_MEMORY * max(a, b) for a, b in shared)

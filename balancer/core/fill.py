@@ -1,0 +1,262 @@
+"""Water-filling: curves and the cost of keeping k devices in step, in; the shares that train fastest, out.
+
+A step of the devices A takes T = max over A of t_i(b_i) + c_k with k = |A|. For a finish time tau, device i can do
+b_i(tau) = max{b <= M_i : t_i(b) <= tau}, so the best k devices for tau are those with the largest b_i(tau): sorting
+replaces the enumeration of subsets, and exactly, since c depends on how many devices take part and not on which.
+Fixed batch B, k devices: the least tau whose k largest b_i(tau) reach B, by bisection (exact for any rising t_i).
+Free batch: S_k(tau) = sum b_i(tau) / (tau + c_k) is monotone between the finish times of knots, stairs and full
+memories (a ratio of two affine functions of tau), so the optimum is at one of those times.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+import msgspec
+
+from balancer.core.curve import Curve
+
+HALVINGS = 48  # of an interval of finish times: far below a nanosecond
+EXACT_DEVICES = 32  # up to so many every k is solved; beyond, those that a sweep over tau finds
+SWEEP = 40  # finish times of one sweep
+MOST_TURNS = 400  # finish times looked at for a free batch
+
+
+class Lane(msgspec.Struct, frozen=True):
+    """One device as the fill sees it: its curve beside others, and the most samples it may have."""
+
+    device: int
+    curve: Curve
+    ceiling: int
+
+
+class Fill(msgspec.Struct, frozen=True):
+    """A predicted layout: (device, samples) for each that takes part, and the seconds of a whole step."""
+
+    shares: tuple[tuple[int, int], ...]
+    seconds: float
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step."""
+        return sum(share for _, share in self.shares)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Predicted throughput."""
+        return self.global_batch / self.seconds if self.seconds > 0 else math.inf
+
+
+Costs = Sequence[float]  # [k]: seconds that k devices spend to keep in step
+
+
+def fixed(lanes: Sequence[Lane], costs: Costs, batch: int, quantum: int = 1, fewest: int = 2) -> Fill | None:
+    """The fastest way to do exactly `batch` samples on `fewest` devices or more; None if it does not fit."""
+    lanes = [lane for lane in lanes if lane.ceiling >= quantum]
+    most = min(len(lanes), batch // quantum)
+    if most < fewest or sum(sorted((lane.ceiling for lane in lanes), reverse=True)[:most]) < batch:
+        return None
+    counts = range(most, fewest - 1, -1) if len(lanes) <= EXACT_DEVICES else _likely(lanes, costs, batch, quantum)
+    best: Fill | None = None
+    least = 0.0  # fewer devices never finish earlier
+    for k in counts:
+        if best and least + costs[fewest] >= best.seconds:
+            break
+        found = _fixed_count(lanes, k, batch, quantum, least)
+        if found is None:
+            break
+        least, shares = found
+        seconds = _slowest(lanes, shares) + costs[len(shares)]
+        if len(shares) >= fewest and (best is None or seconds < best.seconds):
+            best = _fill(lanes, shares, seconds)
+    return best
+
+
+def free(
+    lanes: Sequence[Lane],
+    costs: Costs,
+    quantum: int = 1,
+    limit: int | None = None,
+    fewest: int = 2,
+) -> Fill | None:
+    """The layout of most samples/s on `fewest` devices or more, with at most `limit` samples; None if none fits."""
+    lanes = [lane for lane in lanes if lane.ceiling >= quantum]
+    best: Fill | None = None
+    for seconds in _finish_times(lanes):
+        found = _best_count(lanes, costs, seconds, quantum, limit, fewest)
+        if found and (best is None or found.samples_per_second > best.samples_per_second):
+            best = found
+    if limit is not None and sum(lane.ceiling for lane in lanes) > limit:
+        capped = fixed(lanes, costs, limit // quantum * quantum, quantum, fewest)
+        if capped and (best is None or capped.samples_per_second > best.samples_per_second):
+            best = capped
+    return best
+
+
+def smallest(
+    lanes: Sequence[Lane], costs: Costs, rate: float, quantum: int = 1, limit: int | None = None, fewest: int = 2
+) -> Fill | None:
+    """The layout of the smallest global batch that reaches `rate` samples/s; None if none does."""
+    lanes = [lane for lane in lanes if lane.ceiling >= quantum]
+    reached: dict[int, tuple[int, float, float]] = {}  # k -> samples, and finish times (too early, early enough)
+    before = 0.0
+    for seconds in _finish_times(lanes):
+        for k, total in enumerate(accumulate(sorted(_most(lanes, seconds, quantum), reverse=True)), 1):
+            if k >= fewest and k not in reached and total >= rate * (seconds + costs[k]):
+                reached[k] = (total, before, seconds)
+        before = seconds
+    likely = sorted(reached, key=lambda k: reached[k])[: len(lanes) if len(lanes) <= EXACT_DEVICES else 4]
+    found = [fill for k in likely if (fill := _just_reaching(lanes, costs, k, rate, *reached[k][1:], quantum))]
+    allowed = [fill for fill in found if limit is None or fill.global_batch <= limit]
+    return min(allowed, key=lambda fill: (fill.global_batch, fill.seconds), default=None)
+
+
+def alone(lane: Lane, quantum: int = 1, limit: int | None = None) -> Fill | None:
+    """One device's batch of most samples/s."""
+    ceiling = lane.ceiling if limit is None else min(lane.ceiling, limit) // quantum * quantum
+    if ceiling < quantum:
+        return None
+    sizes = {lane.curve.largest(seconds, ceiling, quantum) for seconds in lane.curve.turns(ceiling)} | {ceiling}
+    fills = [Fill(((lane.device, size),), lane.curve.seconds(size)) for size in sizes if size >= quantum]
+    return max(fills, key=lambda fill: (fill.samples_per_second, -fill.global_batch))
+
+
+def alone_reaching(lane: Lane, rate: float, quantum: int = 1, limit: int | None = None) -> Fill | None:
+    """One device's smallest batch that reaches `rate` samples/s; None if none does."""
+    ceiling = lane.ceiling if limit is None else min(lane.ceiling, limit) // quantum * quantum
+    if ceiling < quantum:
+        return None
+    return smallest([Lane(lane.device, lane.curve, ceiling)], (0.0, 0.0), rate, quantum, limit, fewest=1)
+
+
+def _most(lanes: Sequence[Lane], seconds: float, quantum: int) -> list[int]:
+    return [lane.curve.largest(seconds, lane.ceiling, quantum) for lane in lanes]
+
+
+def _slowest(lanes: Sequence[Lane], shares: dict[int, int]) -> float:
+    return max(lanes[i].curve.seconds(share) for i, share in shares.items())
+
+
+def _fill(lanes: Sequence[Lane], shares: dict[int, int], seconds: float) -> Fill:
+    return Fill(tuple(sorted((lanes[i].device, share) for i, share in shares.items())), seconds)
+
+
+def _top(sizes: Sequence[int], k: int) -> list[int]:
+    """Positions of the k largest sizes above 0, the earlier first among equals."""
+    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+    return [i for i in order[:k] if sizes[i] > 0]
+
+
+def _reach(lanes: Sequence[Lane], k: int, seconds: float, quantum: int) -> int:
+    sizes = _most(lanes, seconds, quantum)
+    return sum(sizes if k >= len(sizes) else heapq.nlargest(k, sizes))
+
+
+def _fixed_count(
+    lanes: Sequence[Lane], k: int, batch: int, quantum: int, least: float
+) -> tuple[float, dict[int, int]] | None:
+    """The least finish time at which k devices do `batch`, and their shares; None if they never do."""
+    late = max(lane.curve.seconds(lane.ceiling) for lane in lanes)
+    if _reach(lanes, k, late, quantum) < batch:
+        return None
+    early = least
+    if _reach(lanes, k, early, quantum) >= batch:
+        late = early
+    for _ in range(HALVINGS):
+        middle = (early + late) / 2
+        if not early < middle < late or late - early <= 1e-12 * late:
+            break
+        if _reach(lanes, k, middle, quantum) >= batch:
+            late = middle
+        else:
+            early = middle
+    return late, _settled(lanes, k, batch, quantum, early, late)
+
+
+def _settled(lanes: Sequence[Lane], k: int, batch: int, quantum: int, early: float, late: float) -> dict[int, int]:
+    """Whole shares that sum to `batch`: what ends by `early`, then one quantum at a time where it ends first."""
+    most = _most(lanes, late, quantum)
+    chosen = _top(most, min(k, batch // quantum))
+    shares = {i: min(most[i], max(quantum, lanes[i].curve.largest(early, lanes[i].ceiling, quantum))) for i in chosen}
+    missing = batch - sum(shares.values())
+    queue = [(lanes[i].curve.seconds(shares[i] + quantum), i) for i in chosen if shares[i] + quantum <= most[i]]
+    heapq.heapify(queue)
+    while missing > 0 and queue:
+        _, i = heapq.heappop(queue)
+        shares[i] += quantum
+        missing -= quantum
+        if shares[i] + quantum <= most[i]:
+            heapq.heappush(queue, (lanes[i].curve.seconds(shares[i] + quantum), i))
+    while missing < 0:  # devices raised to one quantum each: take it where it saves most
+        i = max((i for i in chosen if shares[i] > quantum), key=lambda i: (lanes[i].curve.seconds(shares[i]), i))
+        shares[i] -= quantum
+        missing += quantum
+    return shares
+
+
+def _likely(lanes: Sequence[Lane], costs: Costs, batch: int, quantum: int) -> list[int]:
+    """Counts of devices worth solving: around the best that sweeps over the finish time find."""
+    early, late = 0.0, max(lane.curve.seconds(lane.ceiling) for lane in lanes)
+    best: tuple[float, int] = (math.inf, len(lanes))
+    for _ in range(3):
+        grid = [early + (late - early) * (n + 1) / SWEEP for n in range(SWEEP)]
+        tried = [
+            (seconds + costs[k], seconds, k) for seconds in grid if (k := _count_for(lanes, seconds, batch, quantum))
+        ]
+        if not tried:
+            break
+        cost, seconds, k = min(tried)
+        best = min(best, (cost, k))
+        step = (late - early) / SWEEP
+        early, late = max(0.0, seconds - step), seconds + step
+    return sorted({min(len(lanes), max(2, best[1] + n)) for n in (-1, 0, 1)}, reverse=True)
+
+
+def _count_for(lanes: Sequence[Lane], seconds: float, batch: int, quantum: int) -> int:
+    """The fewest devices that do `batch` within `seconds`; 0 if all together don't."""
+    for k, total in enumerate(accumulate(sorted(_most(lanes, seconds, quantum), reverse=True)), 1):
+        if total >= batch:
+            return k
+    return 0
+
+
+def _finish_times(lanes: Sequence[Lane]) -> list[float]:
+    times = sorted({time for lane in lanes for time in lane.curve.turns(lane.ceiling)})
+    most = MOST_TURNS if len(lanes) <= EXACT_DEVICES else 2 * SWEEP
+    if len(times) > most:
+        times = [times[round(n * (len(times) - 1) / (most - 1))] for n in range(most)]
+    return times
+
+
+def _best_count(
+    lanes: Sequence[Lane], costs: Costs, seconds: float, quantum: int, limit: int | None, fewest: int
+) -> Fill | None:
+    """Of the layouts that end by `seconds`, that of the number of devices with most samples/s."""
+    sizes = _most(lanes, seconds, quantum)
+    order = _top(sizes, len(sizes))
+    best, rate = 0, 0.0
+    for k, total in enumerate(accumulate(sizes[i] for i in order), 1):
+        if k >= fewest and (limit is None or total <= limit) and total > rate * (seconds + costs[k]):
+            best, rate = k, total / (seconds + costs[k])
+    if not best:
+        return None
+    shares = {i: sizes[i] for i in order[:best]}
+    return _fill(lanes, shares, _slowest(lanes, shares) + costs[best])
+
+
+def _just_reaching(
+    lanes: Sequence[Lane], costs: Costs, k: int, rate: float, early: float, late: float, quantum: int
+) -> Fill | None:
+    """The earliest finish time in (early, late] at which k devices reach `rate`, by bisection."""
+    for _ in range(HALVINGS // 2):
+        middle = (early + late) / 2
+        if _reach(lanes, k, middle, quantum) >= rate * (middle + costs[k]):
+            late = middle
+        else:
+            early = middle
+    sizes = _most(lanes, late, quantum)
+    shares = {i: sizes[i] for i in _top(sizes, k)}
+    return _fill(lanes, shares, _slowest(lanes, shares) + costs[len(shares)]) if shares else None

@@ -1,0 +1,203 @@
+"""What was seen: every observation once, whatever the order in which it came, read per device and per layout."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from balancer.core.curve import Point
+from balancer.core.memory import Memory
+from balancer.core.stats import student
+from balancer.records import Failed, Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed
+
+TRIES = 2  # of a probe that fails for a reason other than memory
+TYPICAL_BLOCKS = 8  # behind an interval; it turns a half-width into a standard error
+
+
+class Device(msgspec.Struct, frozen=True):
+    """What is known of one device. `rounds` counts its solo probes; `lost` says why it is left out, "" if it isn't."""
+
+    alone: tuple[Point, ...]  # a process of its own, the other devices at work as well
+    beside: tuple[Point, ...]  # its own part of splits
+    memory: Memory
+    rounds: int
+    lost: str
+
+
+class Ledger:
+    """The set of observations; equal sets read equal."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._seen: dict[Probe, Observation] = {}
+        self._failures: Counter[Probe] = Counter()
+        self._solo: defaultdict[int, list[Probe]] = defaultdict(list)
+        self._joint: list[Probe] = []
+        self._devices: dict[int, Device] = {}
+
+    def add(self, seen: Observation) -> bool:
+        """Take an observation; False if it says nothing new.
+
+        Of two on one probe the worse news counts: out of memory once is out of memory. A failure counts each time it
+        is told, since a failed probe is tried afresh; so a journal told twice may give up a device that it shouldn't.
+        """
+        probe = seen.probe
+        layout = probe.layout
+        if len(layout.shares) != self._problem.devices or not layout.active or layout.kind not in ("solo", "split"):
+            return False
+        if isinstance(seen, Failed):
+            self._failures[probe] += 1
+        known = self._seen.get(probe)
+        if known is not None and _rank(known) >= _rank(seen):
+            if isinstance(seen, Failed) and isinstance(known, Failed):
+                self._forget(layout)
+                return True
+            return False
+        self._seen[probe] = seen
+        if known is None:
+            (self._solo[layout.active[0]] if layout.kind == "solo" else self._joint).append(probe)
+        self._forget(layout)
+        return True
+
+    def __len__(self) -> int:
+        return len(self._seen) + sum(count - 1 for count in self._failures.values())
+
+    def device(self, position: int) -> Device:
+        """Everything known of one device."""
+        known = self._devices.get(position)
+        if known is None:
+            known = self._devices[position] = self._read(position)
+        return known
+
+    def probe(self, probe: Probe) -> Observation | None:
+        """What came of a probe; None if it is open, or failed once and is worth another try."""
+        seen = self._seen.get(probe)
+        return None if isinstance(seen, Failed) and self._failures[probe] < TRIES else seen
+
+    def of(self, stage: Stage) -> Iterator[Observation]:
+        """The settled observations of a stage, in order of their probes."""
+        for probe in sorted((p for p in self._seen if p.stage == stage), key=_order):
+            seen = self.probe(probe)
+            if seen is not None:
+                yield seen
+
+    def timed(self, stages: Iterable[Stage]) -> dict[Layout, list[Timed]]:
+        """Every layout that ran in `stages`, its turns in order."""
+        layouts: dict[Layout, list[Timed]] = {}
+        for stage in stages:
+            for seen in self.of(stage):
+                if isinstance(seen, Timed):
+                    layouts.setdefault(seen.probe.layout, []).append(seen)
+        return layouts
+
+    def open_failures(self) -> list[Probe]:
+        """Probes that failed once and are worth another try."""
+        return sorted(
+            (p for p, n in self._failures.items() if n < TRIES and isinstance(self._seen[p], Failed)), key=_order
+        )
+
+    def spent_seconds(self) -> float:
+        """What all probes cost: solo probes of one turn run at the same time, everything else one after another."""
+        rounds: defaultdict[tuple[int, int], float] = defaultdict(float)
+        total = 0.0
+        for probe in sorted(self._seen, key=_order):
+            cost = self._seen[probe].elapsed_seconds * max(1, self._failures[probe])
+            if probe.stage == "solo" and probe.layout.kind == "solo":
+                rounds[probe.turn, probe.layout.active[0]] += cost
+            else:
+                total += cost
+        longest: defaultdict[int, float] = defaultdict(float)
+        for (turn, _), cost in rounds.items():
+            longest[turn] = max(longest[turn], cost)
+        return total + sum(longest[turn] for turn in sorted(longest))
+
+    def _forget(self, layout: Layout) -> None:
+        if layout.kind == "solo":
+            self._devices.pop(layout.active[0], None)
+        else:
+            self._devices.clear()
+
+    def _read(self, position: int) -> Device:
+        solo = [self._seen[p] for p in sorted(self._solo[position], key=_order)]
+        joint = [self._seen[p] for p in sorted(self._joint, key=_order) if p.layout.shares[position]]
+        settled = [seen for seen in solo if self.probe(seen.probe) is not None]
+        return Device(
+            alone=tuple(_points(solo)),
+            beside=tuple(_own_points(joint, position)),
+            memory=self._memory(position, solo, joint),
+            rounds=sum(1 for seen in settled if seen.probe.stage == "solo"),
+            lost=self._lost(position, [*solo, *joint]),
+        )
+
+    def _memory(self, position: int, solo: list[Observation], joint: list[Observation]) -> Memory:
+        points: dict[int, int] = {}
+        sizes: list[int] = []
+        failed, failures = None, 0
+        for seen in (*solo, *joint):
+            share = seen.probe.layout.shares[position]
+            if isinstance(seen, OutOfMemory) and position in self._short(seen):
+                failed, failures = share if failed is None else min(failed, share), failures + 1
+            elif isinstance(seen, Timed):
+                sizes.append(share)
+                used = seen.memory_bytes[position]
+                if used is not None:
+                    points[share] = max(used, points.get(share, 0))
+        ran = max((share for share in sizes if failed is None or share < failed), default=0)
+        return Memory(self._problem.memory_bytes[position], tuple(sorted(points.items())), ran, failed, failures)
+
+    def _short(self, seen: OutOfMemory) -> tuple[int, ...]:
+        """The devices that ran out: those it names, else the one nearest to the largest batch it ran."""
+        shares = seen.probe.layout.shares
+        if seen.devices:
+            return seen.devices
+        return (max(seen.probe.layout.active, key=lambda i: (shares[i] / self._largest_alone(i), -i)),)
+
+    def _largest_alone(self, position: int) -> float:
+        return max(
+            (
+                seen.probe.layout.shares[position]
+                for p in self._solo[position]
+                if isinstance(seen := self._seen[p], Timed)
+            ),
+            default=0.5,
+        )
+
+    def _lost(self, position: int, seen: list[Observation]) -> str:
+        for one in seen:
+            named = isinstance(one, Failed) and (one.devices == (position,) or one.probe.layout.active == (position,))
+            if named and isinstance(one, Failed) and self._failures[one.probe] >= TRIES:
+                return one.detail
+        return ""
+
+
+def relative_error(seen: Timed) -> float:
+    """Relative standard error of a step time, from its 95 % interval."""
+    half = (seen.high_seconds - seen.low_seconds) / 2
+    return half / seen.step_seconds / student(TYPICAL_BLOCKS - 1) if seen.step_seconds > 0 else 1.0
+
+
+def _points(seen: list[Observation]) -> Iterator[Point]:
+    for one in seen:
+        if isinstance(one, Timed) and one.step_seconds > 0:
+            yield Point(one.probe.layout.global_batch, one.step_seconds, relative_error(one))
+
+
+def _own_points(seen: list[Observation], position: int) -> Iterator[Point]:
+    for one in seen:
+        if isinstance(one, Timed) and (own := one.device_seconds[position]):
+            yield Point(one.probe.layout.shares[position], own, relative_error(one))
+
+
+def _rank(seen: Observation) -> tuple[int, int, float]:
+    """Which of two observations of one probe is kept, whatever the order of telling."""
+    if isinstance(seen, OutOfMemory):
+        return (2, 0, seen.elapsed_seconds)
+    if isinstance(seen, Timed):
+        return (1, seen.steps, -seen.step_seconds)
+    return (0, 0, seen.elapsed_seconds)
+
+
+def _order(probe: Probe) -> tuple[str, int, tuple[int, ...], float]:
+    return (probe.stage, probe.turn, probe.layout.shares, probe.seconds)

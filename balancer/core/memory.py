@@ -1,0 +1,82 @@
+"""How many samples fit: a device's line of bytes(batch), the bracket of what ran and what didn't, and the next guess.
+
+The guess is where the line through the two largest batches measured meets the device's memory. A guess that failed
+refutes the line; from then on the bracket is halved. Without known bytes the batch grows by a factor, then halves.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+MARGIN = 0.003  # of the device's memory, kept free: an allocator rounds up
+GROWTH = 8  # from one batch to the next where memory is unknown
+FINE = 0.03  # a bracket narrower than this, relatively, is settled
+WIDE = 4  # a wider bracket without known bytes is cut at its geometric mean
+PATIENCE = 2  # times out of memory after which only what ran is tried
+SAFE_SHARE = 0.9  # of the predicted largest batch: safe without having run, once three points lie on the line
+SAFE_GROWTH = 3  # and not more than so many times what ran
+STRAIGHT = 0.01  # three points lie on a line if the middle one is this near to it, relatively
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """One device's evidence: `points` are (batch, bytes) in rising batch, `failed` the smallest batch that ran out."""
+
+    limit_bytes: int | None
+    points: tuple[tuple[int, int], ...] = ()
+    ran: int = 0
+    failed: int | None = None
+    failures: int = 0  # times that it ran out
+
+    @property
+    def line(self) -> tuple[float, float] | None:
+        """(bytes at 0 samples, bytes a sample) through the two largest batches; None with fewer, or if it falls."""
+        if len(self.points) < 2:
+            return None
+        (b0, m0), (b1, m1) = self.points[-2:]
+        slope = max(0.0, (m1 - m0) / (b1 - b0))
+        return m1 - slope * b1, slope
+
+    def predicted(self) -> int | None:
+        """The largest batch that the line gives room for; None: unknown, or without bound."""
+        line = self.line
+        if line is None or self.limit_bytes is None or line[1] <= 0:
+            return None
+        return max(0, int((self.limit_bytes * (1 - MARGIN) - line[0]) / line[1]))
+
+    def next_guess(self, cap: int, quantum: int = 1) -> int:
+        """The largest batch worth trying, at most `cap`, a multiple of `quantum`; 0 if nothing can fit."""
+        above = cap if self.failed is None else min(cap, (self.failed - 1) // quantum * quantum)
+        if above <= self.ran or (self.failed is not None and self.failed - self.ran <= max(quantum, FINE * self.ran)):
+            return min(self.ran, cap) // quantum * quantum
+        guess = self.predicted()
+        if guess is not None and (self.failed is None or guess < self.failed):
+            return max(self.ran, min(guess, above)) // quantum * quantum
+        if self.failed is not None:
+            return min(above, max(quantum, self._middle(self.failed) // quantum * quantum))
+        return min(above, max(quantum, self.ran * GROWTH)) // quantum * quantum
+
+    def room(self, cap: int, quantum: int = 1) -> int:
+        """The largest batch worth trying beside others: the next guess if bytes are known, else what ran."""
+        if self.failures >= PATIENCE or self.limit_bytes is None or self.line is None:
+            return min(self.ran, cap) // quantum * quantum
+        return self.next_guess(cap, quantum)
+
+    def safe(self, cap: int, quantum: int = 1) -> int:
+        """The largest batch, at most `cap`, that surely fits: one that ran, or well within a line that has stood."""
+        known = self.ran
+        guess = self.predicted()
+        if self._stood() and guess is not None and self.failed is None:
+            known = max(known, min(int(guess * SAFE_SHARE), self.ran * SAFE_GROWTH))
+        return min(known, cap) // quantum * quantum
+
+    def _middle(self, failed: int) -> int:
+        if self.limit_bytes is None and self.ran and failed > WIDE * self.ran:
+            return int((self.ran * failed) ** 0.5)
+        return (self.ran + failed) // 2
+
+    def _stood(self) -> bool:
+        if len(self.points) < 3:
+            return False
+        (b0, m0), (b1, m1), (b2, m2) = self.points[0], self.points[-2], self.points[-1]
+        on_line = m0 + (m2 - m0) * (b1 - b0) / (b2 - b0)
+        return abs(m1 - on_line) <= STRAIGHT * m2

@@ -1,0 +1,164 @@
+"""The search: a problem in, probes out, observations back, and at every moment the best layout measured so far."""
+
+from __future__ import annotations
+
+from balancer.core import race, solo, split
+from balancer.core.check import check
+from balancer.core.ledger import Ledger
+from balancer.core.stop import Purse, Rule
+from balancer.core.view import View
+from balancer.records import Belief, CurveSketch, Layout, Observation, Probe, Problem, Result
+
+SKETCHED = 24  # points of a curve for drawing
+
+
+class Search:
+    """Finds the layout that trains fastest, in a handful of probes; see `balancer.core` for the theory.
+
+    Time comes in by observations alone: the budget is held against the sum of their `elapsed_seconds`, where solo
+    probes of one turn run at the same time and count once, by the longest.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        check(problem)
+        self.problem = problem
+        self._all = Ledger(problem)
+        self._before_race = Ledger(problem)  # the race is planned by what was known when it began
+        self._decided: _Decision | None = None
+
+    def ask(self) -> tuple[Probe, ...]:
+        """What to measure now, at the same time; empty when the search is over. Asking changes nothing."""
+        return self._decision().probes
+
+    def tell(self, seen: Observation) -> None:
+        """Take what was seen: in any order, asked for or not, more than once."""
+        if not self._all.add(seen):
+            return
+        if seen.probe.stage != "race":
+            self._before_race.add(seen)
+        self._decided = None
+
+    def best(self) -> Result | None:
+        """The smallest global batch within the tolerance of the fastest layout measured; None before any was."""
+        return race.preferred(self._eligible(), self.problem.tolerance, self.problem.global_batch)
+
+    def results(self) -> tuple[Result, ...]:
+        """Every layout that ran, best first: by its turns in the race if it raced, else by the stage that ran it."""
+        raced = self._all.timed(["race"])
+        return race.results({**self._all.timed(["solo", "split"]), **raced})
+
+    def belief(self) -> Belief:
+        """The view between two probes, for whoever draws it."""
+        decision, view = self._decision(), View(self.problem, self._before_race)
+        fits = [f for f in (view.fastest_split, view.fastest_single) if f]
+        top = max(fits, key=lambda f: f.samples_per_second, default=None)
+        return Belief(
+            curves=tuple(_sketch(view, i) for i in range(self.problem.devices)),
+            predicted=view.layout(top) if top else None,
+            predicted_samples_per_second=top.samples_per_second if top else None,
+            sync_seconds=view.sync_seconds,
+            doing=decision.doing,
+        )
+
+    def why_stopped(self) -> str | None:
+        """The rule that ended the search, in words; None while it goes on."""
+        return None if self._decision().probes else self._decision().ended
+
+    def spent_seconds(self) -> float:
+        """What the budget is held against."""
+        return self._all.spent_seconds()
+
+    def even_split(self) -> Result | None:
+        """The even split over all devices that take part, as measured; None if it wasn't."""
+        return _first(self.results(), lambda layout: layout.kind == "split" and _is_even(layout, self._live()))
+
+    def best_single(self) -> Result | None:
+        """The fastest device alone, as measured in the race if it raced."""
+        raced = race.results(self._all.timed(["race"]))
+        return _first((*raced, *self.results()), lambda layout: layout.kind == "solo")
+
+    def solos(self) -> tuple[Result | None, ...]:
+        """Each device's highest throughput alone, as measured; None for one that never ran."""
+        found = self.results()
+        return tuple(
+            _first(found, lambda layout, i=i: layout.kind == "solo" and layout.active == (i,))
+            for i in range(self.problem.devices)
+        )
+
+    def _live(self) -> tuple[int, ...]:
+        return View(self.problem, self._before_race).live
+
+    def _eligible(self) -> tuple[Result, ...]:
+        raced = self._all.timed(["race"])
+        return race.results(raced) if raced else self.results()
+
+    def _decision(self) -> _Decision:
+        if self._decided is None:
+            self._decided = _decide(self.problem, self._before_race, self._all)
+        return self._decided
+
+
+class _Decision:
+    def __init__(self, probes: tuple[Probe, ...], doing: str, ended: str | None = None) -> None:
+        self.probes, self.doing, self.ended = probes, doing, ended
+
+
+def _decide(problem: Problem, before: Ledger, everything: Ledger) -> _Decision:
+    """The stages in turn: the first that wants a probe gets it."""
+    purse = Purse(problem, everything)
+    again = everything.open_failures()
+    if again:
+        stage = again[0].stage
+        same = tuple(p for p in again if p.stage == stage)
+        return _Decision(same if stage == "solo" else same[:1], "Tries a probe that failed once more.")
+    view = View(problem, before)
+    if probes := solo.next_probes(view, purse):
+        return _Decision(probes, _solo_words(probes))
+    if not view.live:
+        return _Decision((), "Nothing more can be measured.", _nobody(view))
+    if probes := split.next_probe(view, purse):
+        return _Decision(probes, "Measures a synchronous split: the fastest that the curves predict.")
+    probes, rule = race.next_probe(view, everything, purse)
+    if probes:
+        return _Decision(probes, "Races the best layouts against the even split and the best single device.")
+    return _Decision((), "Done.", (rule or Rule.BUDGET).value)
+
+
+def _solo_words(probes: tuple[Probe, ...]) -> str:
+    why = (
+        "a first time",
+        "the slope of time and memory",
+        "the largest batch that matters",
+        "the shape where it is in doubt",
+    )
+    return f"Measures every device alone: {why[min(probes[0].turn, len(why) - 1)]}."
+
+
+def _nobody(view: View) -> str:
+    """Why no device can be used, each with its smallest failure."""
+    words = []
+    for i, device in enumerate(view.devices):
+        words.append(f"device {i}: {device.lost}" if device.lost else f"device {i}: batch {device.memory.failed}")
+    rule = Rule.ALL_LOST if all(device.lost for device in view.devices) else Rule.NO_ROOM
+    return f"{rule.value}: {'; '.join(words)}."
+
+
+def _sketch(view: View, position: int) -> CurveSketch:
+    device = view.devices[position]
+    curve = view.alone[position]
+    largest = view.rooms[position] or device.memory.ran or None
+    points: tuple[tuple[int, float], ...] = ()
+    if curve and largest:
+        sizes = sorted({max(1, round(largest * n / SKETCHED)) for n in range(SKETCHED + 1)})
+        points = tuple((size, curve.seconds(size)) for size in sizes)
+    seen = tuple((p.batch, p.seconds) for p in device.alone)
+    return CurveSketch(position, points, seen, largest, device.memory.failed)
+
+
+def _is_even(layout: Layout, live: tuple[int, ...]) -> bool:
+    active = [layout.shares[i] for i in layout.active]
+    return layout.active == live and max(active) - min(active) <= max(1, max(active) // 100)
+
+
+def _first(found: tuple[Result, ...], wanted: object) -> Result | None:
+    return next((r for r in found if wanted(r.layout)), None)  # type: ignore[operator]

@@ -1,0 +1,151 @@
+"""The solo stage: every device in a process of its own, all at the same time, at most four batches each.
+
+Two small batches give a first curve and the memory slope; the third is the largest that matters, which tests the
+memory line and the straight line over their longest lever; a fourth only where these, or the memory, were refuted.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+from balancer.core import fill
+from balancer.core.curve import Curve
+from balancer.core.fill import Lane
+from balancer.core.stop import Purse
+from balancer.core.view import View
+from balancer.records import Layout, Probe, solo
+
+MOST_ROUNDS = 4
+PATIENT_ROUNDS = 8  # while a device has not run at all
+SMALL, SECOND = 8, 64  # the first two batches, of a free global batch
+RATIO = 8  # between them
+SLACK = 2.0  # the third batch may take so many times the predicted finish time
+TESTED = 0.12  # a batch so near to a measured one, relatively, tells nothing new
+RETREAT = 8  # a first batch that ran out of memory is divided by it
+
+
+def next_probes(view: View, purse: Purse) -> tuple[Probe, ...]:
+    """The next batch for every live device; empty when the stage is over."""
+    live = view.live
+    if not live:
+        return ()
+    turn = min(view.devices[i].rounds for i in live)
+    if not _wanted(view, turn) or (turn and not purse.affords("solo", _longest(view))):
+        return ()
+    due = [i for i in live if view.devices[i].rounds == turn]
+    batches = {i: _batch(view, purse, i, turn) for i in due}
+    if turn >= 2 and all(_tested(view, i, batch) for i, batch in batches.items()) and len(due) == len(live):
+        return ()
+    return tuple(_probe(view, purse, i, batch, turn) for i, batch in batches.items())
+
+
+def _wanted(view: View, turn: int) -> bool:
+    """Whether another round tells anything: somebody has not run, or a shape or a memory line is in doubt."""
+    live = view.live
+    if any(not view.devices[i].alone for i in live):
+        return turn < PATIENT_ROUNDS
+    if turn < 3:
+        return True
+    return turn < MOST_ROUNDS and any(_in_doubt(view, i) for i in live)
+
+
+def _in_doubt(view: View, position: int) -> bool:
+    device = view.devices[position]
+    curve = view.alone[position]
+    if device.memory.failed is not None and device.memory.next_guess(view.cap, view.quantum) > device.memory.ran:
+        return True
+    return len(device.alone) < 3 or curve is None or not curve.straight or _flat(curve)
+
+
+def _flat(curve: Curve) -> bool:
+    """Whether the curve has a knee, which a fourth point places."""
+    return len(curve.batches) > 1 and curve.times[0] == curve.times[1]
+
+
+def _longest(view: View) -> float:
+    """The step of the slowest device in the round to come, as far as known."""
+    times = [curve.seconds(view.devices[i].memory.ran) for i in view.live if (curve := view.alone[i])]
+    return max(times, default=0.0)
+
+
+def _batch(view: View, purse: Purse, position: int, turn: int) -> int:
+    device, quantum, cap = view.devices[position], view.quantum, view.cap
+    memory = device.memory
+    if not memory.ran:
+        first, _ = _smalls(view)
+        return first if memory.failed is None else max(quantum, memory.failed // RETREAT // quantum * quantum)
+    if turn == 1 or len(device.alone) == 1:
+        _, second = _smalls(view)
+        if memory.failed is None or second < memory.failed:
+            return min(second, cap)
+        return max(quantum, (memory.ran + memory.failed) // 2 // quantum * quantum)
+    if memory.failed is not None and (guess := memory.next_guess(cap, quantum)) > memory.ran:
+        return guess
+    wanted = _largest_that_matters(view, purse, position) if turn == 2 else _predicted_share(view, position)
+    return wanted if turn == 2 or not _tested(view, position, wanted) else _middle(view, position)
+
+
+def _smalls(view: View) -> tuple[int, int]:
+    """The first two batches: around an even share of a fixed global batch, and never large."""
+    quantum, batch = view.quantum, view.problem.global_batch or view.problem.max_global_batch
+    second = SECOND if batch is None else min(SECOND, max(2, batch // len(view.live)))
+    first = max(1, min(SMALL, second // RATIO))
+    first = min(math.ceil(first / quantum) * quantum, view.cap)
+    return first, min(max(first + quantum, math.ceil(second / quantum) * quantum), view.cap)
+
+
+def _largest_that_matters(view: View, purse: Purse, position: int) -> int:
+    """The least of: room by memory, what the fill could give it, a gain worth measuring, a step the budget allows."""
+    quantum = view.quantum
+    curve = view.alone[position]
+    room = view.devices[position].memory.next_guess(view.cap, quantum)
+    if curve is None:
+        return room
+    lane = Lane(position, curve, room)
+    most = min(room, max(quantum, curve.largest(purse.longest_step, room, quantum)))
+    if view.problem.global_batch is not None:
+        return max(quantum, min(most, _share_of_fixed(view, position)))
+    finish = _finish(view)
+    return max(quantum, min(most, view.useful(lane), max(quantum, curve.largest(SLACK * finish, room, quantum))))
+
+
+def _finish(view: View) -> float:
+    """When a free split of all would end, by the first two points."""
+    split = fill.free(
+        view.useful_guesses, (0.0,) * (view.problem.devices + 1), view.quantum, view.problem.max_global_batch
+    )
+    return split.seconds if split else math.inf
+
+
+def _share_of_fixed(view: View, position: int) -> int:
+    batch = view.problem.global_batch or 0
+    split = fill.fixed(view.guesses, (0.0,) * (view.problem.devices + 1), batch, view.quantum, fewest=1)
+    even = max(view.quantum, batch // len(view.live) // view.quantum * view.quantum)
+    return dict(split.shares).get(position, even) if split else view.cap
+
+
+def _predicted_share(view: View, position: int) -> int:
+    split = view.fastest_split
+    return dict(split.shares).get(position, 0) if split else 0
+
+
+def _middle(view: View, position: int) -> int:
+    """Between the two batches measured furthest apart, where the shape is known least."""
+    batches = sorted({p.batch for p in view.devices[position].alone} | {view.quantum})
+    gaps = [(high / low, low, high) for low, high in pairwise(batches)]
+    if not gaps:
+        return batches[0]
+    _, low, high = max(gaps)
+    return max(view.quantum, round((low + high) / 2) // view.quantum * view.quantum)
+
+
+def _tested(view: View, position: int, batch: int) -> bool:
+    return batch <= 0 or any(abs(p.batch - batch) <= TESTED * batch for p in view.devices[position].alone)
+
+
+def _probe(view: View, purse: Purse, position: int, batch: int, turn: int) -> Probe:
+    curve = view.alone[position]
+    seconds = purse.seconds("solo", curve.seconds(batch) if curve else 0.0, MOST_ROUNDS - turn)
+    layout: Layout = solo(view.problem.devices, position, batch)
+    return Probe(layout, "solo", seconds, turn)

@@ -1,0 +1,76 @@
+"""The split stage: the real synchronous step, two to four times, each time with what the last one taught.
+
+The first split is the fastest that the solo curves predict; its step gives the cost of keeping in step and, where the
+devices' own times are known, one point more of every curve. It ends when the prediction says nothing new.
+"""
+
+from __future__ import annotations
+
+from balancer.core.fill import Fill
+from balancer.core.stop import Purse
+from balancer.core.view import UNMEASURABLE, View, near
+from balancer.records import Failed, Layout, OutOfMemory, Probe
+
+MOST_SPLITS = 4
+MOST_FAILED = 2  # splits that can't run, after which there are none
+NEAR_GLOBAL = 0.04  # a tolerable global batch so near to a measured one, relatively, is not measured again
+WORTH = 1.0  # standard errors that a predicted gain must exceed
+
+
+def next_probe(view: View, purse: Purse) -> tuple[Probe, ...]:
+    """The next split to measure, as a tuple of one; empty when the stage is over."""
+    wanted = next_split(view)
+    if wanted is None:
+        return ()
+    layout = view.layout(wanted)
+    first = not view.splits
+    if not purse.affords("race" if first else "split", wanted.seconds):
+        return ()
+    left = MOST_SPLITS - len(view.splits)
+    return (Probe(layout, "split", purse.seconds("split", wanted.seconds, left)),)
+
+
+def next_split(view: View) -> Fill | None:
+    """The fill that is worth a split probe; None when nothing is."""
+    tried = [seen.probe.layout for seen in view.ledger.of("split")]
+    failed = sum(1 for seen in view.ledger.of("split") if isinstance(seen, Failed))
+    short = sum(1 for seen in view.ledger.of("split") if isinstance(seen, OutOfMemory))
+    if len(view.live) < 2 or len(view.splits) + failed + max(0, short - 1) >= MOST_SPLITS or failed >= MOST_FAILED:
+        return None
+    best = view.fastest_split
+    for wanted, worth in ((best, _gains(view, best)), (view.tolerable, _smaller(view, view.tolerable))):
+        if wanted is None or not worth or len(wanted.shares) < 2:
+            continue
+        layout = view.layout(wanted)
+        if not any(near(layout, other) for other in tried):
+            return wanted
+    return None
+
+
+def _gains(view: View, wanted: Fill | None) -> bool:
+    """Whether the fastest split is predicted to beat everything measured, and one device alone, by what can be seen."""
+    if wanted is None:
+        return False
+    if not view.splits:
+        return True
+    known = max(view.predicted_rate(seen.probe.layout) for seen in view.splits)
+    lone = view.fastest_single
+    known = max(known, lone.samples_per_second if lone else 0.0)
+    return wanted.samples_per_second > known * (1 + UNMEASURABLE)
+
+
+def _smaller(view: View, wanted: Fill | None) -> bool:
+    """Whether the smallest tolerable global batch is below every measured one that is fast enough."""
+    if wanted is None:
+        return False
+    enough = [
+        seen.probe.layout.global_batch
+        for seen in view.splits
+        if view.predicted_rate(seen.probe.layout) >= wanted.samples_per_second * (1 - UNMEASURABLE)
+    ]
+    return not enough or wanted.global_batch < min(enough) * (1 - NEAR_GLOBAL)
+
+
+def measured(view: View) -> list[Layout]:
+    """The splits that ran, in order."""
+    return [seen.probe.layout for seen in view.splits]

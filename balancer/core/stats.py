@@ -1,0 +1,105 @@
+"""Order statistics and 95 % intervals of step times: what timing blocks and the race are judged by. Pure.
+
+Student's t is tabulated, since SciPy is not a dependency; beyond the table a Cornish-Fisher term gives three digits.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from balancer.records import Interval
+
+NORMAL_95 = 1.959964  # two-sided 95 % quantile of the normal distribution
+MAD_TO_DEVIATION = 1.482602  # of a normal distribution: standard deviation / median absolute deviation
+LONE_BLOCK = 0.5  # relative half-width said of a single block, whose spread is unknown
+# fmt: off
+STUDENT_95 = (  # two-sided 95 % quantiles for 1, 2, ... degrees of freedom
+    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281,
+    2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860,
+)
+# fmt: on
+
+
+def student(freedom: int) -> float:
+    """Two-sided 95 % quantile of Student's t; `freedom` is at least 1."""
+    if freedom < 1:
+        raise ValueError(f"Student's t has at least 1 degree of freedom, not {freedom}")
+    if freedom <= len(STUDENT_95):
+        return STUDENT_95[freedom - 1]
+    return NORMAL_95 + (NORMAL_95**3 + NORMAL_95) / (4 * freedom)
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value; ValueError for none."""
+    if not values:
+        raise ValueError("the median of nothing")
+    return float(statistics.median(values))
+
+
+def mad(values: Sequence[float]) -> float:
+    """Median absolute deviation from the median; `MAD_TO_DEVIATION` times it estimates a standard deviation."""
+    centre = median(values)
+    return median([abs(value - centre) for value in values])
+
+
+def interval_of(blocks: Sequence[tuple[int, float]]) -> Interval:
+    """Seconds per step from timed blocks of (steps, seconds), by Student's t on block means.
+
+    The value is total time over total steps, so blocks may differ in length. A lone block is said to be within ±50 %.
+    """
+    steps = sum(count for count, _ in blocks)
+    if steps <= 0:
+        raise ValueError("an interval needs at least one timed step")
+    value = math.fsum(seconds for _, seconds in blocks) / steps
+    if len(blocks) < 2:
+        return Interval(value, value * (1 - LONE_BLOCK), value * (1 + LONE_BLOCK))
+    weighted = math.fsum(count * (seconds / count - value) ** 2 for count, seconds in blocks if count)
+    error = math.sqrt(weighted / (len(blocks) - 1) / steps)
+    half = student(len(blocks) - 1) * error
+    return Interval(value, max(0.0, value - half), value + half)
+
+
+def relative_half_width(interval: Interval) -> float:
+    """Half the interval's width over its value; infinite for a value of 0."""
+    return (interval.high - interval.low) / 2 / interval.value if interval.value > 0 else math.inf
+
+
+def is_steady(window_a: Sequence[float], window_b: Sequence[float], within: float = 0.01) -> bool:
+    """Whether the medians of two successive windows of step times agree within a relative `within`."""
+    if not window_a or not window_b:
+        return False
+    before, after = median(window_a), median(window_b)
+    return abs(after - before) <= within * max(abs(before), abs(after))
+
+
+def pooled(intervals: Sequence[Interval], weights: Sequence[float]) -> Interval:
+    """One interval from independent ones of the same quantity: the weighted mean.
+
+    Where they differ by more than their widths allow, the interval is widened by the Birge ratio, sqrt(chi² / freedom).
+    """
+    total = math.fsum(weights)
+    value = math.fsum(weight * one.value for weight, one in zip(weights, intervals, strict=True)) / total
+    halves = [(one.high - one.low) / 2 for one in intervals]
+    half = math.sqrt(math.fsum((weight * own) ** 2 for weight, own in zip(weights, halves, strict=True))) / total
+    if len(intervals) > 1:
+        errors = [max(own / student(9), 1e-12 * abs(value)) for own in halves]
+        chi2 = math.fsum(((one.value - value) / error) ** 2 for one, error in zip(intervals, errors, strict=True))
+        half *= max(1.0, math.sqrt(chi2 / (len(intervals) - 1)))
+    return Interval(value, max(0.0, value - half), value + half)
+
+
+def paired(first: Sequence[float], second: Sequence[float]) -> Interval:
+    """Mean of `first / second - 1` over turns taken side by side, by Student's t; one turn alone has no interval.
+
+    What drifts between turns cancels within them.
+    """
+    ratios = [a / b - 1 for a, b in zip(first, second, strict=True)]
+    if not ratios:
+        raise ValueError("a paired difference needs at least one turn")
+    value = statistics.fmean(ratios)
+    if len(ratios) < 2:
+        return Interval(value, -math.inf, math.inf)
+    half = student(len(ratios) - 1) * statistics.stdev(ratios) / math.sqrt(len(ratios))
+    return Interval(value, value - half, value + half)

@@ -1,0 +1,69 @@
+"""When a search ends, and how long a probe may last: each rule has a name and a sentence for people."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from balancer.core.ledger import Ledger
+from balancer.core.stats import median
+from balancer.records import Problem, Stage, Timed
+
+BASE_SECONDS: dict[Stage, float] = {"solo": 4.0, "split": 6.0, "race": 6.0}  # a probe of quick steps
+STEPS_A_PROBE = 12  # what a probe of slow steps should have time for
+LONGEST_PROBE_SECONDS = 60.0
+SHORTEST_PROBE_SECONDS = 0.2
+FEWEST_STEPS = 5  # below it a probe is not worth its start
+BY_STAGE: dict[Stage, float] = {"solo": 0.5, "split": 0.75, "race": 1.0}  # of the budget, spent at the end of a stage
+
+
+class Rule(StrEnum):
+    """Why a search ended."""
+
+    SEPARATED = "The winner's interval lies above every rival's."
+    TIED = "The leading layouts can't be told apart: every turn was taken and their intervals still overlap."
+    ONLY_ONE = "There is one way to train on these devices, and it was measured."
+    BUDGET = "The budget is spent."
+    NO_ROOM = "Every device ran out of memory at the smallest batch it was given"
+    ALL_LOST = "Every device failed"
+
+
+class Purse:
+    """The budget against what was spent, and against what each stage may take of it."""
+
+    def __init__(self, problem: Problem, ledger: Ledger) -> None:
+        self.budget = problem.budget_seconds
+        self.spent = ledger.spent_seconds()
+        self._ledger = ledger
+
+    def seconds(self, stage: Stage, step_seconds: float, probes_left: int) -> float:
+        """How long the next probe of a stage may measure, with about so many to come."""
+        wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step_seconds))
+        if self.budget is None:
+            return wanted
+        left = (BY_STAGE[stage] * self.budget - self.spent) / max(1, probes_left) - self.overhead
+        return round(max(SHORTEST_PROBE_SECONDS, min(wanted, left)), 3)
+
+    def affords(self, stage: Stage, step_seconds: float) -> bool:
+        """Whether a probe of such steps fits into what is left, for this stage, of the budget."""
+        if self.budget is None:
+            return True
+        return self.spent + self.overhead + FEWEST_STEPS * step_seconds <= BY_STAGE[stage] * self.budget
+
+    @property
+    def longest_step(self) -> float:
+        """The longest step that a solo probe should have, in seconds."""
+        longest = LONGEST_PROBE_SECONDS
+        if self.budget is not None:
+            longest = min(longest, max(SHORTEST_PROBE_SECONDS, 0.2 * (self.budget - self.spent) - self.overhead))
+        return longest / FEWEST_STEPS
+
+    @property
+    def overhead(self) -> float:
+        """Seconds of a typical probe that are not timed steps: start, tracing, warm-up."""
+        costs = [
+            max(0.0, seen.elapsed_seconds - seen.steps * seen.step_seconds)
+            for stage in ("solo", "split")
+            for seen in self._ledger.of(stage)
+            if isinstance(seen, Timed)
+        ]
+        return median(costs) if costs else 0.0

@@ -1,0 +1,239 @@
+"""What the evidence says: curves, room and costs, and from them the layouts that should train fastest."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property, lru_cache
+
+from balancer.core import fill
+from balancer.core.alike import classes
+from balancer.core.curve import LEAST_ERROR, Curve, Point, fit
+from balancer.core.fill import Fill, Lane
+from balancer.core.ledger import Device, Ledger, relative_error
+from balancer.core.sync import costs
+from balancer.records import Layout, Problem, Timed, layout_of
+
+UNMEASURABLE = 0.002  # relative: a gain below it can't be seen
+MATTERS_OF_TOLERANCE = 0.25  # a batch that gains less than this part of the tolerance does not matter either
+NEAR_BATCH = 0.15  # a solo point so near to a split's share shows contention, not shape
+CONTENTION_ERRORS = 2.5  # standard errors before a split is said to slow a device
+SAME_SHARE = 0.015  # layouts whose shares differ by less, relatively, are the same measurement
+ROOMS_ALIKE = 0.02  # devices that can't be told apart have one ceiling if theirs differ by less
+MORE_THAN_ANY = 1 << 30  # samples
+
+
+class View:
+    """A reading of one ledger; everything is computed once, when it is first asked for."""
+
+    def __init__(self, problem: Problem, ledger: Ledger) -> None:
+        self.problem = problem
+        self.ledger = ledger
+        self.quantum = problem.multiple_of
+        self.devices: tuple[Device, ...] = tuple(ledger.device(i) for i in range(problem.devices))
+
+    @cached_property
+    def cap(self) -> int:
+        """The most samples that one device may ever have."""
+        limits = (self.problem.largest_share, self.problem.global_batch, self.problem.max_global_batch)
+        return (
+            min((limit for limit in limits if limit is not None), default=MORE_THAN_ANY) // self.quantum * self.quantum
+        )
+
+    @cached_property
+    def live(self) -> tuple[int, ...]:
+        """Devices that were neither lost nor out of memory at the smallest batch."""
+        return tuple(i for i, device in enumerate(self.devices) if not device.lost and not self.full(i))
+
+    def full(self, position: int) -> bool:
+        """Whether a device can't even hold the smallest share."""
+        failed = self.devices[position].memory.failed
+        return failed is not None and failed <= self.quantum
+
+    @cached_property
+    def groups(self) -> list[list[int]]:
+        """Devices that can't be told apart."""
+        return classes(self.devices)
+
+    @cached_property
+    def alone(self) -> tuple[Curve | None, ...]:
+        """Each device's curve as its own process; those that can't be told apart share theirs."""
+        return self._shared(lambda i: self.devices[i].alone)
+
+    @cached_property
+    def beside(self) -> tuple[Curve | None, ...]:
+        """Each device's curve within a split: its solo points, slowed as its splits were, and its own part of these."""
+        return self._shared(lambda i: (*_slowed(self.devices[i], self.alone[i]), *self.devices[i].beside))
+
+    @cached_property
+    def splits(self) -> tuple[Timed, ...]:
+        """Every split that ran."""
+        return tuple(
+            t for turns in self.ledger.timed(["split"]).values() for t in turns if t.probe.layout.kind == "split"
+        )
+
+    @cached_property
+    def costs(self) -> tuple[float, ...]:
+        """[k]: seconds that k devices spend to keep in step."""
+        return costs([self._cost_of(seen) for seen in self.splits], self.problem.devices)
+
+    @cached_property
+    def sync_seconds(self) -> float | None:
+        """The cost of the split measured last, if any was."""
+        return self.costs[len(self.splits[-1].probe.layout.active)] if self.splits else None
+
+    @cached_property
+    def rooms(self) -> tuple[int, ...]:
+        """Each device's largest share worth trying beside others, by memory alone."""
+        own = [
+            self.devices[i].memory.room(self.cap, self.quantum) if i in self._live else 0
+            for i in range(len(self.devices))
+        ]
+        for group in self.groups:
+            sizes = [own[i] for i in group if own[i]]
+            if sizes and min(sizes) >= (1 - ROOMS_ALIKE) * max(sizes):
+                for i in group:
+                    own[i] = min(own[i], *sizes)
+        return tuple(own)
+
+    @cached_property
+    def _live(self) -> frozenset[int]:
+        return frozenset(self.live)
+
+    @cached_property
+    def lanes(self) -> tuple[Lane, ...]:
+        """The live devices as the fill sees them, with room by memory."""
+        return tuple(Lane(i, curve, self.rooms[i]) for i in self.live if (curve := self.beside[i]) and self.rooms[i])
+
+    @cached_property
+    def useful_lanes(self) -> tuple[Lane, ...]:
+        """The lanes, cut where a larger batch gains too little to be measured."""
+        if self.problem.global_batch is not None:
+            return self.lanes
+        return tuple(Lane(lane.device, lane.curve, self.useful(lane)) for lane in self.lanes)
+
+    @cached_property
+    def guesses(self) -> tuple[Lane, ...]:
+        """The live devices by their solo curves, with room as the next guess has it."""
+        sizes = ((i, self.devices[i].memory.next_guess(self.cap, self.quantum)) for i in self.live)
+        return tuple(Lane(i, curve, size) for i, size in sizes if (curve := self.alone[i]) and size)
+
+    @cached_property
+    def useful_guesses(self) -> tuple[Lane, ...]:
+        """The guesses, cut where a larger batch gains too little to be measured."""
+        return tuple(Lane(lane.device, lane.curve, self.useful(lane)) for lane in self.guesses)
+
+    def useful(self, lane: Lane) -> int:
+        """The largest batch whose gain can be seen: fixed costs / (slope * batch) falls below what is measurable."""
+        gain = max(UNMEASURABLE, MATTERS_OF_TOLERANCE * self.problem.tolerance)
+        slope = (lane.curve.seconds(lane.ceiling) - lane.curve.seconds(self.quantum)) / max(
+            1, lane.ceiling - self.quantum
+        )
+        if slope <= 0 or not lane.curve.straight:
+            return lane.ceiling
+        overhead = lane.curve.seconds(self.quantum) + (self.sync_seconds or 0.0)
+        enough = math.ceil(overhead / slope / gain / self.quantum) * self.quantum
+        return max(self.quantum, min(lane.ceiling, enough))
+
+    @cached_property
+    def fastest_split(self) -> Fill | None:
+        """The split of most samples/s that is predicted to fit."""
+        batch, limit = self.problem.global_batch, self.problem.max_global_batch
+        if batch is not None:
+            return fill.fixed(self.lanes, self.costs, batch, self.quantum)
+        return fill.free(self.useful_lanes, self.costs, self.quantum, limit)
+
+    @cached_property
+    def fastest_single(self) -> Fill | None:
+        """The single device of most samples/s, at its best batch."""
+        fills = [self.single(i) for i in self.live]
+        return max((f for f in fills if f), key=lambda f: f.samples_per_second, default=None)
+
+    def single(self, position: int, safe: bool = False) -> Fill | None:
+        """The best batch of one device alone; `safe`: among batches that surely fit."""
+        curve = self.alone[position]
+        memory = self.devices[position].memory
+        room = memory.safe(self.cap, self.quantum) if safe else self.rooms[position]
+        if curve is None or not room:
+            return None
+        batch = self.problem.global_batch
+        if batch is not None:
+            return Fill(((position, batch),), curve.seconds(batch)) if batch <= room else None
+        lane = Lane(position, curve, room)
+        return fill.alone(Lane(position, curve, self.useful(lane)), self.quantum, self.problem.max_global_batch)
+
+    @cached_property
+    def tolerable(self) -> Fill | None:
+        """The smallest global batch predicted to be within the tolerance of the fastest; None for a fixed batch."""
+        problem = self.problem
+        if problem.global_batch is not None or not problem.tolerance:
+            return None
+        tops = [f.samples_per_second for f in (self.fastest_split, self.fastest_single) if f]
+        rate = max(tops, default=0.0) * (1 - problem.tolerance)
+        limit, quantum = problem.max_global_batch, self.quantum
+        fills = [fill.smallest(self.useful_lanes, self.costs, rate, quantum, limit)] if rate else []
+        for lane in self.lanes if rate else ():
+            curve = self.alone[lane.device]
+            if curve:
+                fills.append(fill.alone_reaching(Lane(lane.device, curve, lane.ceiling), rate, quantum, limit))
+        return min((f for f in fills if f), key=lambda f: (f.global_batch, f.seconds), default=None)
+
+    def predicted_rate(self, layout: Layout) -> float:
+        """Samples/s that the curves give a layout; 0 if one of them is unknown."""
+        active = layout.active
+        curves = [(self.beside if len(active) > 1 else self.alone)[i] for i in active]
+        times = [curve.seconds(layout.shares[i]) for i, curve in zip(active, curves, strict=True) if curve]
+        seconds = max(times) + self.costs[len(active)] if len(times) == len(active) else math.inf
+        return layout.global_batch / seconds if seconds > 0 else 0.0
+
+    def layout(self, wanted: Fill) -> Layout:
+        """A fill as a layout of the request."""
+        shares = dict(wanted.shares)
+        return layout_of(tuple(shares.get(i, 0) for i in range(self.problem.devices)))
+
+    def _shared(self, points: object) -> tuple[Curve | None, ...]:
+        curves: list[Curve | None] = [None] * len(self.devices)
+        for group in self.groups:
+            known = tuple(p for i in group for p in points(i))  # type: ignore[operator]
+            curve = _fit(known)
+            for i in group:
+                curves[i] = curve
+        return tuple(curves)
+
+    def _cost_of(self, seen: Timed) -> tuple[int, float, float]:
+        layout = seen.probe.layout
+        own = [seen.device_seconds[i] for i in layout.active]
+        if all(own):
+            slowest = max(t for t in own if t)
+        else:
+            slowest = max((c.seconds(layout.shares[i]) for i in layout.active if (c := self.alone[i])), default=0.0)
+        return len(layout.active), seen.step_seconds - slowest, relative_error(seen) * seen.step_seconds
+
+
+def near(one: Layout, other: Layout) -> bool:
+    """Whether two layouts are the same for all that can be measured."""
+    pairs = list(zip(one.shares, other.shares, strict=True))
+    return all((a > 0) == (b > 0) and abs(a - b) <= max(SAME_SHARE * max(a, b), 0) for a, b in pairs)
+
+
+@lru_cache(maxsize=8192)
+def _fit(points: tuple[Point, ...]) -> Curve | None:
+    return fit(points)
+
+
+def _slowed(device: Device, alone: Curve | None) -> tuple[Point, ...]:
+    """The solo points, as slow as the device was beside others where that can be told from the curve's shape."""
+    if alone is None or not device.beside:
+        return device.alone
+    batches = [p.batch for p in device.alone]
+    ratios = [
+        (p.seconds / alone.seconds(p.batch), math.hypot(max(p.error, LEAST_ERROR), max(alone.error, LEAST_ERROR)))
+        for p in device.beside
+        if alone.straight or any(abs(p.batch - batch) <= NEAR_BATCH * batch for batch in batches)
+    ]
+    total = math.fsum(1 / error**2 for _, error in ratios)
+    if not ratios:
+        return device.alone
+    factor = math.fsum(ratio / error**2 for ratio, error in ratios) / total
+    if abs(factor - 1) <= CONTENTION_ERRORS / math.sqrt(total):
+        return device.alone
+    return tuple(Point(p.batch, p.seconds * factor, p.error) for p in device.alone)
