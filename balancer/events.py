@@ -16,6 +16,8 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     workload: str
     budget_seconds: float | None
     replayed: int
+    notes: tuple[str, ...] = ()  # to be said aloud: what `auto` chose, devices that others use
+    virtual_time: bool = False  # simulated devices: seconds are those of their clock
 
 
 class ProbeStarted(msgspec.Struct, frozen=True, tag=True):

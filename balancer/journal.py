@@ -39,6 +39,8 @@ class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
     workload: str
     framework: str
     evener: str  # this program's version
+    largest_share: int | None = None  # the workload can't make a larger batch for one device
+    notes: tuple[str, ...] = ()  # about the devices, for the plan
     schema: int = SCHEMA
 
 

@@ -43,6 +43,12 @@ def check(request: Request) -> None:
             raise RequestError(f"{option} is {batch}.", f"Give a whole number from 1 to {LARGEST_BATCH}.")
     if not 1 <= request.multiple_of <= LARGEST_BATCH:
         raise RequestError(f"--multiple-of is {request.multiple_of}.", "Give a whole number of 1 or more.")
+    cap = request.max_global_batch
+    if cap is not None and cap < request.multiple_of:
+        raise RequestError(
+            f"--max-global-batch {cap} is below one share of {request.multiple_of} samples.",
+            "Raise it, or lower --multiple-of.",
+        )
     if request.global_batch is not None:
         _check_fixed(request, request.global_batch)
     budget = request.budget_seconds

@@ -29,8 +29,7 @@ from devices.base import Device
 from devices.environment import ChildEnvironment, child_environment
 from workloads.base import Input, Place, Precision
 
-TRIES = 2  # for a child that died of something that may pass
-PORT_TRIES = 3
+PORT_TRIES = 3  # a port may be taken between its choice and its use
 KEPT_MEMORY = 0.92  # of a device, for all children that hold some
 LOW_HOST_MEMORY_BYTES = 1 << 30
 _PORT_TAKEN = ("address already in use", "failed to bind", "could not start grpc server")
@@ -123,12 +122,10 @@ class ChildProber:
         self._starter.shutdown(wait=False, cancel_futures=True)
 
     def _observe(self, probe: Probe, report: Report, stop: threading.Event) -> Observation | None:
-        """Measure with the children that stand, or new ones; once more if they died of something that may pass."""
+        """Measure with the children that stand, or new ones; again if somebody took a port of theirs."""
         started = time.monotonic()
         watch = Watch(probe, report, self.now)
-        tries = 0
-        while True:
-            tries += 1
+        for left in reversed(range(PORT_TRIES)):
             try:
                 return self._attempt(probe, watch, stop, started)
             except StoppedError:
@@ -137,12 +134,9 @@ class ChildProber:
                 if self._closed.is_set():
                     return None
                 first = broken.first
-                taken = any(sign in first.detail.lower() for sign in _PORT_TAKEN)
-                passing = first.cause in ("signal", "exit") and not first.out_of_memory
-                if (taken and tries < PORT_TRIES) or (passing and tries < TRIES):
-                    watch.enter("starting")
-                    continue
-                return self._mishap(probe, first, watch.phase, time.monotonic() - started)
+                if not left or not any(sign in first.detail.lower() for sign in _PORT_TAKEN):
+                    return self._mishap(probe, first, watch.phase, time.monotonic() - started)
+        raise AssertionError("unreachable")
 
     def _attempt(self, probe: Probe, watch: Watch, stop: threading.Event, started: float) -> Timed:
         key = key_of(probe.layout)

@@ -1,0 +1,94 @@
+"""What a request means on this machine: its devices, its workload, and whoever measures them.
+
+Everything that can be wrong with a request is found here, before a child is started.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import cast
+
+import msgspec
+
+from balancer.probes.pool import ChildProber, Job
+from balancer.probes.prober import Prober
+from balancer.probes.simulated import SimulatedProber
+from balancer.request import Request, check
+from devices.base import Device
+from devices.discover import discover
+from devices.environment import child_environment
+from devices.physics import Machine
+from evener.errors import RequestError
+from workloads import registry
+from workloads.base import Input, Precision
+
+SIMULATED = "Measured on simulated devices, whose speeds are written down, not on hardware."
+
+
+class Bench(msgspec.Struct, frozen=True):
+    """A request that was understood."""
+
+    request: Request
+    devices: tuple[Device, ...]
+    workload: str
+    framework: str  # tensorflow | torch | none
+    largest_share: int | None
+    notes: tuple[str, ...]  # about the devices
+    machine: Machine | None  # the physics, if the devices are simulated
+
+
+def understand(request: Request) -> Bench:
+    """Find devices and workload; RequestError or DeviceError says what is wrong or missing."""
+    check(request)
+    found = discover(request.devices)
+    simulated = found.machine is not None
+    name = request.workload or registry.default_name(request.framework, found.devices[0].kind)
+    entry = registry.find(name, request.framework)
+    settings = registry.resolve_settings(entry, request.settings)
+    _check_json(settings)
+    if not simulated:
+        _check_installed(entry.framework)
+        for device in found.devices:
+            child_environment([device], entry.framework)
+    largest = None if simulated else entry.largest_share
+    notes = (*found.notes, SIMULATED) if simulated else found.notes
+    return Bench(request, found.devices, name, entry.framework, largest, notes, found.machine)
+
+
+def make_prober(bench: Bench, start_seconds: float = 0.0) -> Prober:
+    """Whoever measures these devices; its clock goes on from `start_seconds`."""
+    request = bench.request
+    if bench.machine is not None:
+        return SimulatedProber(bench.machine, request.seed, request.pace, start_seconds)
+    job = Job(
+        devices=bench.devices,
+        workload=bench.workload,
+        framework=bench.framework,
+        settings=request.settings,
+        precision=cast(Precision, request.precision),
+        xla=request.xla,
+        input=cast(Input, request.input),
+        driver=_driver(bench.devices),
+    )
+    return ChildProber(job, start_seconds=start_seconds)
+
+
+def _check_installed(framework: str) -> None:
+    if framework != "none" and find_spec(framework) is None:
+        raise RequestError(f"{framework} is not installed.", f"Install it: pip install 'evener[{framework}]'.")
+
+
+def _check_json(settings: object) -> None:
+    try:
+        msgspec.json.encode(settings)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RequestError(f"A setting can't be journalled: {error}.", "Give numbers, texts and lists.") from None
+
+
+def _driver(devices: tuple[Device, ...]) -> str:
+    """The GPUs' driver version; empty without GPUs."""
+    if devices[0].kind != "gpu":
+        return ""
+    from devices.nvml_library import list_gpus
+
+    return str(getattr(list_gpus(), "driver", ""))

@@ -1,0 +1,299 @@
+"""The loop of a search: ask, probe, journal, tell; reported as events, stopped and resumed at any moment.
+
+The loop runs in a thread of its own and whoever iterates over the events may be interrupted, so a signal can't tear
+it: it calls `stop`, and goes on reading until the plan comes.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from balancer import bench, journal, replay, runs, verdict
+from balancer.core.search import Search
+from balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
+from balancer.journal import Asked, Ended, Header, Journal, Known, Record, Seen
+from balancer.probes.prober import Facts, Prober
+from balancer.records import Observation, OutOfMemory, Probe
+from balancer.request import Request
+from evener import __version__
+from evener.errors import NoLayoutError, RequestError
+
+__all__ = ["Request", "Session"]
+
+GRACE_SHARE, GRACE_SECONDS = 0.25, 2.0  # beyond the budget, for probes that are running when it ends
+CLOSE_SECONDS = 5.0
+LOOK_SECONDS = 0.1
+
+
+class Session:
+    """One run: made or resumed here, driven by `events`. RequestError or DeviceError if it can't begin."""
+
+    def __init__(self, request: Request, *, resume: str | None = None) -> None:
+        self._halt = threading.Event()  # running probes end
+        self._interrupted = False
+        self._late = False
+        self._go = threading.Event()
+        self._go.set()
+        self._paused_seconds = 0.0
+        self._events: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._seen: list[Observation] = []
+        self._locks: list[runs.DeviceLock | runs.RunLock] = []
+        try:
+            self._record, self._bench = self._begin(request) if resume is None else self._reopen(request, resume)
+        except BaseException:
+            self._release()
+            raise
+        self._header = self._record.header
+        self._facts = self._record.facts
+        self._prober: Prober = bench.make_prober(self._bench, replay.clock_of(self._record))
+        self._search: Search = replay.search_of(self._header, (entry.seen for entry in self._record.seen))
+
+    @property
+    def run_id(self) -> str:
+        """The name under which the run can be resumed, shown and exported."""
+        return self._header.run
+
+    @property
+    def discovery(self) -> bench.Bench:
+        """Devices and workload as they were understood."""
+        return self._bench
+
+    def events(self) -> Iterator[Event]:
+        """Drive the session and tell what happens; ends after Finished. May be iterated on after an interrupt.
+
+        Raises NoLayoutError if nothing could be measured, RequestError if the journal can't be written.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._drive, name="session", daemon=True)
+            self._thread.start()
+        return _Events(self._events)
+
+    def stop(self) -> None:
+        """End with the best plan so far; Finished says that it was interrupted. From any thread or signal handler."""
+        self._interrupted = True
+        self._halt.set()
+        self._go.set()
+
+    def pause(self) -> None:
+        """Start no more probes; those that run go on."""
+        self._go.clear()
+
+    def unpause(self) -> None:
+        """Go on."""
+        self._go.set()
+
+    def close(self) -> None:
+        """End every child and let go of the devices; it may be called twice."""
+        self.stop()
+        self._prober.close()
+        if self._thread is not None:
+            self._thread.join(CLOSE_SECONDS)
+        self._journal.close()
+        self._release()
+
+    def _begin(self, request: Request) -> tuple[Record, bench.Bench]:
+        found = bench.understand(request)
+        run = runs.new_id()
+        if not request.share:
+            self._locks.append(runs.DeviceLock(run, found.devices))
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        header = Header(
+            run, created, request, found.devices, found.workload, found.framework, __version__, found.largest_share,
+            found.notes,
+        )  # fmt: skip
+        self._locks.append(runs.RunLock(run))
+        self._journal: Journal = journal.create(runs.journal_path(run), header)
+        return Record(header, (), 0), found
+
+    def _reopen(self, request: Request, resume: str) -> tuple[Record, bench.Bench]:
+        """The run's own request counts; a budget that is given anew, `pace` and `share` are for this session."""
+        run = runs.find(resume)
+        self._locks.append(runs.RunLock(run))
+        self._journal, record = journal.reopen(runs.journal_path(run))
+        wanted = msgspec.structs.replace(record.header.request, pace=request.pace, share=request.share)
+        if request.budget_seconds != Request().budget_seconds:
+            wanted = msgspec.structs.replace(wanted, budget_seconds=request.budget_seconds)
+        found = bench.understand(wanted)
+        then = [(device.id, device.cores) for device in record.header.devices]
+        if then != [(device.id, device.cores) for device in found.devices]:
+            raise RequestError(
+                f"The run {run} was measured on {', '.join(device.id for device in record.header.devices)};"
+                f" here are {', '.join(device.id for device in found.devices)}.",
+                "Resume it where it began, or begin a new run.",
+            )
+        if not request.share:
+            self._locks.append(runs.DeviceLock(run, found.devices))
+        header = msgspec.structs.replace(record.header, request=wanted)
+        found = msgspec.structs.replace(found, devices=header.devices)
+        return Record(header, record.entries, record.whole_bytes), found
+
+    def _drive(self) -> None:
+        try:
+            self._start()
+            self._loop()
+            self._events.put(self._finish())
+        except BaseException as error:
+            self._events.put(error)
+        finally:
+            self._prober.close()
+            self._journal.close()
+            self._release()
+            self._events.put(None)
+
+    def _start(self) -> None:
+        header = self._header
+        self._seen = [entry.seen for entry in self._record.seen]
+        self._events.put(
+            Started(
+                run=header.run,
+                devices=tuple(device.label for device in header.devices),
+                workload=header.workload,
+                budget_seconds=header.request.budget_seconds,
+                replayed=len(self._seen),
+                notes=self._bench.notes,
+                virtual_time=self._bench.machine is not None,
+            )
+        )
+
+    def _loop(self) -> None:
+        left = replay.pending(self._record)
+        if left is not None:
+            asked, missing = left
+            self._measure(missing, tuple(probe for probe in asked.probes if probe not in missing))
+        while not self._halt.is_set():
+            probes = self._search.ask()
+            if not probes:
+                return
+            self._wait_while_paused()
+            if self._halt.is_set():
+                return
+            self._journal.append(Asked(probes, self._prober.now()))
+            self._measure(probes, ())
+
+    def _measure(self, probes: tuple[Probe, ...], beside: tuple[Probe, ...]) -> None:
+        for probe in probes:
+            self._events.put(ProbeStarted(probe, self._prober.now()))
+        alarm = self._alarm()
+        try:
+            for seen in self._prober.measure(probes, self._report, self._halt, beside):
+                self._take(seen)
+        finally:
+            if alarm is not None:
+                alarm.cancel()
+
+    def _take(self, seen: Observation) -> None:
+        """On the disk first, then to the search."""
+        at = self._prober.now()
+        facts = self._prober.facts()
+        if facts not in (self._facts, Facts()):
+            self._facts = facts
+            self._journal.append(Known(facts))
+        self._journal.append(Seen(seen, at))
+        self._search.tell(seen)
+        self._seen.append(seen)
+        self._events.put(
+            Observed(
+                seen=seen,
+                belief=self._search.belief(),
+                best=self._search.best(),
+                probes=len(self._seen),
+                out_of_memory=sum(isinstance(one, OutOfMemory) for one in self._seen),
+                at_seconds=at,
+            )
+        )
+
+    def _report(self, progress: ProbeProgress) -> None:
+        self._events.put(progress)
+
+    def _alarm(self) -> threading.Timer | None:
+        """Ends the running probes when the budget and its grace are over; virtual time is the search's own affair."""
+        budget = self._header.request.budget_seconds
+        if budget is None or self._bench.machine is not None:
+            return None
+        spent = self._prober.now() - self._paused_seconds
+        left = budget + max(GRACE_SECONDS, GRACE_SHARE * budget) - spent
+        alarm = threading.Timer(max(0.0, left), self._ring)
+        alarm.daemon = True
+        alarm.start()
+        return alarm
+
+    def _ring(self) -> None:
+        self._late = True
+        self._halt.set()
+
+    def _wait_while_paused(self) -> None:
+        if self._go.is_set():
+            return
+        started = time.monotonic()
+        self._events.put(Paused(self._prober.now()))
+        while not self._go.wait(LOOK_SECONDS):
+            pass
+        self._paused_seconds += time.monotonic() - started
+
+    def _finish(self) -> Finished:
+        """The best plan so far, journalled; NoLayoutError if there is none."""
+        seen, at = tuple(self._seen), self._prober.now()
+        found = replay.outcome(self._header, self._search, seen, self._facts, self._why_stopped(), self._seconds())
+        if found is None:
+            raise self._nothing()
+        interrupted = self._interrupted and self._search.why_stopped() is None
+        results = self._search.results()
+        ended = Ended(found.plan, results, found.verdict, interrupted, at)
+        if ended != self._record.ended:
+            self._journal.append(ended)
+        return Finished(self.run_id, found.plan, results, found.verdict, interrupted, at)
+
+    def _seconds(self) -> float:
+        """What the search took, pauses not counted; a replayed run that is complete keeps its own."""
+        if len(self._seen) == len(self._record.seen):
+            return replay.clock_of(self._record)
+        return max(0.0, self._prober.now() - self._paused_seconds)
+
+    def _why_stopped(self) -> str:
+        done = self._search.why_stopped()
+        if done is not None:
+            return done
+        return "the budget was spent" if self._late and not self._interrupted else "interrupted"
+
+    def _nothing(self) -> NoLayoutError:
+        failed = verdict.nothing_ran(self._seen, self._header.devices)
+        if failed:
+            return NoLayoutError(f"No layout could be measured: {failed}.", _REMEDY)
+        if self._interrupted:
+            return NoLayoutError(
+                "The search was stopped before anything was measured.",
+                f"Go on with evener balance --resume {self.run_id}.",
+            )
+        budget = self._header.request.budget_seconds
+        return NoLayoutError(
+            f"The budget of {budget:g} s was over before anything was measured.", "Give more, as in --budget 120s."
+        )
+
+    def _release(self) -> None:
+        for lock in self._locks:
+            lock.release()
+
+
+_REMEDY = "Mend what failed, free memory, or choose another workload or other devices."
+
+
+class _Events(Iterator[Event]):
+    """Events as they come; an exception in whoever waits leaves the session as it is."""
+
+    def __init__(self, source: queue.SimpleQueue[Event | BaseException | None]) -> None:
+        self._source = source
+
+    def __next__(self) -> Event:
+        event = self._source.get()
+        if event is None:
+            self._source.put(None)
+            raise StopIteration
+        if isinstance(event, BaseException):
+            raise event
+        return event

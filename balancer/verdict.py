@@ -1,0 +1,159 @@
+"""Results in words: one sentence of what to do and why, a sentence for each doubt, and what failed if nothing ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from balancer.records import Failed, Interval, Layout, Observation, OutOfMemory, Result, Timed, Warned
+from devices.base import Device
+from evener.shares import even
+
+ORDER = ("disturbed", "throttled", "drift", "noisy", "slow_start", "stalled", "too_short")
+
+
+def verdict(chosen: Result, results: Sequence[Result], devices: Sequence[Device], sync_seconds: float | None) -> str:
+    """What to do and why, with the figures; a difference within the error is called a tie."""
+    rivals = [result for result in results if result.layout != chosen.layout]
+    alone = _fastest(result for result in rivals if result.layout.kind == "solo")
+    evenly = _fastest(result for result in rivals if is_even(result.layout))
+    split = _fastest(result for result in rivals if result.layout.kind == "split")
+    if chosen.layout.kind == "split":
+        reasons = [_against("the even split", chosen, evenly)] if evenly else []
+        if alone:
+            reasons.append(_against(f"{_names(alone.layout, devices)} alone", chosen, alone))
+        return f"{_advice(chosen, devices)}: {_rate(chosen)}{_reasons(reasons)}."
+    if split is None:
+        why = "" if len(devices) == 1 else "; no split over several devices could be measured"
+        return f"{_advice(chosen, devices)}: {_rate(chosen)}{why}."
+    return f"{_advice(chosen, devices)}: {_rate(chosen)}; {_why_not(chosen, split, devices, sync_seconds)}."
+
+
+def _why_not(chosen: Result, split: Result, devices: Sequence[Device], sync_seconds: float | None) -> str:
+    """Why the fastest split that was measured is not worth it."""
+    over = f"a split over {_names(split.layout, devices)}"
+    if ties(chosen, split):
+        return f"{over} is no faster within the error ({_figure(split.throughput.value)} samples/s)"
+    loss = 1 - split.throughput.value / chosen.throughput.value
+    cost = f", because keeping them in step costs {sync_seconds * 1000:.0f} ms a step" if sync_seconds else ""
+    return f"{over} loses {loss:.0%}{cost}"
+
+
+def _advice(chosen: Result, devices: Sequence[Device]) -> str:
+    layout = chosen.layout
+    names = _names(layout, devices)
+    if layout.kind == "split":
+        ratios = ":".join(f"{layout.shares[i] / layout.global_batch:.3f}" for i in layout.active)
+        samples = " + ".join(str(layout.shares[i]) for i in layout.active)
+        return f"Split {ratios} over {names} ({samples} samples)"
+    if layout.kind == "pack":
+        return f"Run {layout.processes} trainings side by side on {names}, {layout.global_batch} samples each"
+    if layout.kind == "place":
+        return f"Place the model's parts as {layout.placement} over {names}, {layout.global_batch} samples"
+    only = " alone" if len(devices) > 1 else ""
+    return f"Use {names}{only}, {layout.global_batch} samples a step"
+
+
+def _against(name: str, chosen: Result, rival: Result) -> str:
+    if ties(chosen, rival):
+        return f"as fast as {name} within the error"
+    gain = chosen.throughput.value / rival.throughput.value - 1
+    if gain < 0:
+        return f"{-gain:.0%} slower than {name}"
+    return f"{gain:.0%} faster than {name}" if gain >= 0.01 else f"{gain:.1%} faster than {name}"
+
+
+def _reasons(reasons: Sequence[str]) -> str:
+    return f", {' and '.join(reasons)}" if reasons else ""
+
+
+def ties(one: Result, other: Result) -> bool:
+    """Whether their 95 % intervals overlap, so that neither is surely faster."""
+    a, b = one.throughput, other.throughput
+    return a.low <= b.high and b.low <= a.high
+
+
+def is_even(layout: Layout) -> bool:
+    """Whether every device of the request computes the same, as far as whole samples allow."""
+    return layout.kind == "split" and sorted(layout.shares) == sorted(even(layout.global_batch, len(layout.shares)))
+
+
+def _fastest(results: Iterable[Result]) -> Result | None:
+    return max(results, key=lambda result: result.throughput.value, default=None)
+
+
+def _rate(result: Result) -> str:
+    return f"{_figure(result.throughput.value)} samples/s{_error(result.throughput)}"
+
+
+def _error(figure: Interval) -> str:
+    half = (figure.high - figure.low) / 2 / figure.value if figure.value else 0.0
+    return f" ± {half:.1%}" if half >= 0.0005 else ""
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _names(layout: Layout, devices: Sequence[Device]) -> str:
+    names = [devices[i].label for i in layout.active]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def warnings(seen: Iterable[Observation], chosen: Layout, devices: Sequence[Device]) -> tuple[str, ...]:
+    """Doubts about the chosen layout's own measurement, the worst of each kind, with what helps against it."""
+    worst: dict[str, Warned] = {}
+    for one in seen:
+        if isinstance(one, Timed) and one.probe.layout == chosen:
+            for doubt in one.warnings:
+                if doubt.code not in worst or abs(doubt.value) > abs(worst[doubt.code].value):
+                    worst[doubt.code] = doubt
+    return tuple(_doubt(worst[code], devices) for code in ORDER if code in worst)
+
+
+def _doubt(doubt: Warned, devices: Sequence[Device]) -> str:
+    size = doubt.value
+    who = f"{devices[doubt.device].label}: " if 0 <= doubt.device < len(devices) else ""
+    return (
+        who
+        + {
+            "disturbed": f"Other work took CPU time in {size:.0%} of the blocks; stop it and measure again.",
+            "throttled": f"Some steps were held back (by {size:.0%}), as by heat, power or other work; let it cool,"
+            " look at evener monitor, and measure again.",
+            "drift": f"Steps became {abs(size):.1%} {'slower' if size > 0 else 'faster'} while they were timed; measure"
+            " again with a longer --budget.",
+            "noisy": f"The step time is known to within ± {size:.1%} only; measure again with a longer --budget.",
+            "slow_start": f"Steps were still becoming faster (by {size:.0%}) when the warm-up's time was over.",
+            "stalled": f"One block took {size:.1f} times as long as the others.",
+            "too_short": f"Only {size:.2f} s were timed; give a longer --budget.",
+        }[doubt.code]
+    )
+
+
+def left_out(seen: Sequence[Observation], devices: Sequence[Device]) -> tuple[str, ...]:
+    """Devices on which nothing ran, and why."""
+    ran = {i for one in seen if isinstance(one, Timed) for i in one.probe.layout.active}
+    why: dict[int, str] = {}
+    for one in seen:
+        if not isinstance(one, Timed):
+            why |= {i: one.detail for i in one.devices or one.probe.layout.active if i not in ran}
+    return tuple(f"{devices[i].label} was left out, as nothing ran on it: {why[i]}." for i in sorted(why))
+
+
+def nothing_ran(seen: Sequence[Observation], devices: Sequence[Device]) -> str:
+    """Each device's smallest failure, or the one failure that all share."""
+    smallest: dict[int, Failed | OutOfMemory] = {}
+    for one in seen:
+        if isinstance(one, Timed):
+            continue
+        for i in one.devices or one.probe.layout.active:
+            if i not in smallest or one.probe.layout.shares[i] < smallest[i].probe.layout.shares[i]:
+                smallest[i] = one
+    return "; ".join(_failure(i, smallest[i], devices[i]) for i in sorted(smallest))
+
+
+def _failure(position: int, seen: Failed | OutOfMemory, device: Device) -> str:
+    batch = seen.probe.layout.shares[position]
+    if isinstance(seen, OutOfMemory):
+        return f"{device.label} ran out of memory with {batch} samples"
+    detail = seen.detail.removeprefix(f"{device.label}, ")
+    return f"{device.label} failed with {batch} samples, {detail}"
