@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 Kind = Literal["solo", "split", "pack", "place"]
-Stage = Literal["solo", "split", "race"]
+Stage = Literal["solo", "split", "pack", "race"]
 Cause = Literal["signal", "exit", "timeout", "protocol", "raised", "unsupported"]
 
 
@@ -20,7 +20,8 @@ class Layout(msgspec.Struct, frozen=True):
     kind: Kind
     shares: tuple[int, ...]
     processes: int = 1  # pack: trainings side by side, each with the whole share
-    placement: str = ""  # place: the workload's own name for it
+    placement: str = ""  # place: the workload's own name for it; pack: "", "logical" or "mps"
+    knobs: tuple[str, ...] = ()  # on top of what the request says: "xla", "mixed"
 
     @property
     def global_batch(self) -> int:
