@@ -30,7 +30,7 @@ class Build(msgspec.Struct, frozen=True, tag=True):
     framework: str
     settings: dict[str, Any]
     place: Place
-    compute: float = 1.0  # share of its speed that it may use: below 1 it spins after each step
+    compute: float = 1.0  # share of its speed that it may use: below 1 it spins before each step
     parallelism: float = 1.0  # cores that its step keeps busy
     room_bytes: int | None = None  # the process may grow by so much once the framework is imported; None: no cap
 

@@ -69,6 +69,7 @@ class Worker:
     def __init__(self) -> None:
         self._workload: Workload | None = None
         self._build: Build | None = None
+        self._busy_seconds = 0.0  # of the last step: what a slowed process spins by
 
     def obey(self, order: Order) -> Reply:
         """Do one thing and say what came of it."""
@@ -106,6 +107,7 @@ class Worker:
     def _prepare(self, order: Prepare) -> Prepared:
         workload, _ = self._built()
         gc.unfreeze()
+        self._busy_seconds = 0.0
         workload.prepare(order.shares)
         started = time.perf_counter()
         workload.step()
@@ -134,16 +136,18 @@ class Worker:
         return Ran(steps, wall, max(0.0, cpu - spun), spun, tuple(workload.peak_memory_bytes()))
 
     def _slow_step(self, workload: Workload, build: Build) -> float:
-        """One step and the spinning that makes it as slow as told; in a group this rank is then really late.
+        """Spin, so as to be as slow as told, then step; gives the time spun.
 
-        Alone, the step's wall time counts; in a group only its own work, as waiting for others is not its slowness.
+        It spins before the step, for what the step before it took, so that in a group the others wait for this rank as
+        for a slow one. Alone, wall time counts; in a group only own work, as waiting for others is not slowness.
         """
+        spun = _spin(self._busy_seconds * (1 / build.compute - 1))
         cpu, wall = time.process_time(), time.perf_counter()
         workload.step()
         workload.synchronize()
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        busy = wall if build.place.world == 1 else min(wall, cpu / build.parallelism)
-        return _spin(busy * (1 / build.compute - 1))
+        self._busy_seconds = wall if build.place.world == 1 else min(wall, cpu / build.parallelism)
+        return spun
 
     def _built(self) -> tuple[Workload, Build]:
         if self._workload is None or self._build is None:
