@@ -16,7 +16,7 @@ Input = Literal["host", "device"]
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a child trains, as its framework sees it: the child's own devices, and its group if it is one of several."""
+    """Where a child trains, as its framework sees it: its own devices, and its group if it is one of several."""
 
     devices: tuple[str, ...]  # framework names inside this process: ("CPU:0",), ("GPU:0", "GPU:1")
     memory_limit_bytes: tuple[int | None, ...] = ()  # the framework's cap for each, where it can set one

@@ -1,0 +1,87 @@
+"""Which of TensorFlow's devices a plan or a request means."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from evener.errors import DeviceError, RequestError
+from evener.plan import Plan, Share
+
+# The plan counts GPUs as the driver does; without this, CUDA counts the fastest first. Read when CUDA first starts.
+os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+
+import tensorflow as tf
+
+
+def names_of_plan(plan: Plan) -> tuple[str, ...]:
+    """TensorFlow's name of each device of the plan that computes: its GPU, or a logical CPU for each slice."""
+    active = plan.layout.active
+    if all(_is_gpu(share) for share in active):
+        visible = _visible()
+        return tuple(f"GPU:{_position(share, visible)}" for share in active)
+    make_logical_cpus(len(active))
+    return tuple(f"CPU:{i}" for i in range(len(active)))
+
+
+def names_of_gpus(gpus: int | Sequence[int]) -> tuple[str, ...]:
+    """`gpus=2` is the first two, `gpus=[0, 2]` those, as in `multi_gpu_model`."""
+    numbers = list(range(gpus)) if isinstance(gpus, int) else list(gpus)
+    if not numbers or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
+        raise RequestError(f"gpus={gpus!r} names no GPU.", "Give a number of GPUs, or a list of them: gpus=[0, 1].")
+    return tuple(f"GPU:{n}" for n in numbers)
+
+
+def check_present(names: Sequence[str]) -> None:
+    """DeviceError if TensorFlow sees no such device; RequestError if one is named twice."""
+    if len(set(names)) != len(names):
+        raise RequestError(f"{', '.join(names)} names a device twice.", "Name each device once.")
+    present = [short_name(device.name) for device in tf.config.list_logical_devices()]
+    missing = [name for name in names if name not in present]
+    if missing:
+        raise DeviceError(
+            f"TensorFlow sees no {', '.join(missing)} here, only {', '.join(present)}.",
+            "Make a plan on this machine with evener balance, or run evener doctor.",
+        )
+
+
+def short_name(name: str) -> str:
+    """ "/job:worker/replica:0/task:0/device:GPU:1" and "/device:GPU:1" as "GPU:1"."""
+    return name.rpartition("/")[2].removeprefix("device:")
+
+
+def make_logical_cpus(count: int) -> None:
+    """Cut TensorFlow's CPU into so many devices, unless it has started already."""
+    (cpu, *_) = tf.config.list_physical_devices("CPU")
+    if count < 2 or tf.config.get_logical_device_configuration(cpu):
+        return
+    try:
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
+    except RuntimeError:
+        raise DeviceError(
+            f"TensorFlow has started already, so its CPU can't be cut into {count} devices.",
+            "Make the Split before the first tensor or model.",
+        ) from None
+
+
+def _is_gpu(share: Share) -> bool:
+    return share.device.upper().startswith(("GPU-", "MIG-"))
+
+
+def _visible() -> list[str] | None:
+    """The entries of CUDA_VISIBLE_DEVICES, in the order in which CUDA counts them; None: all GPUs."""
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if text is None else [entry.strip() for entry in text.split(",") if entry.strip()]
+
+
+def _position(share: Share, visible: list[str] | None) -> int:
+    """The number under which this process sees the plan's GPU."""
+    if visible is None:
+        return share.index
+    for position, entry in enumerate(visible):
+        if entry == str(share.index) or (entry.upper().startswith(("GPU-", "MIG-")) and share.device.startswith(entry)):
+            return position
+    raise DeviceError(
+        f"The plan's GPU {share.index} ({share.name}) isn't among CUDA_VISIBLE_DEVICES={','.join(visible)}.",
+        "Add it, or make a plan for the GPUs that are.",
+    )

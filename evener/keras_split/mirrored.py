@@ -1,0 +1,120 @@
+"""Mirrored: one process, a replica of the model on each device, gradients summed by NCCL.
+
+Keras averages over equal replicas; here each replica's loss is weighted by its rows, so that the sum is the mean over
+the batch. A distributed dataset deals its elements in turn, so each step has exactly one element for each replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from evener.keras_split.refusals import check_mask
+from evener.keras_split.rows import Cut, Tensors, count, head, piece
+
+
+class UnevenMirroredStrategy(tf.distribute.MirroredStrategy):  # type: ignore[misc]
+    """MirroredStrategy for replicas whose batches differ in size.
+
+    Keras averages the first batch over the replicas only to learn its shapes, which fails when they differ: that one
+    call is answered with the first replica's part.
+    """
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
+        """As the base class, but a mean over values of unequal shapes is the first of them."""
+        if axis is None and str(reduce_op).upper().endswith("MEAN"):
+            parts = [self.experimental_local_results(leaf) for leaf in tf.nest.flatten(value)]
+            if any(len({tuple(part.shape) for part in leaf}) > 1 for leaf in parts):
+                return tf.nest.map_structure(lambda leaf: self.experimental_local_results(leaf)[0], value)
+        return super().reduce(reduce_op, value, axis)
+
+
+class Mirrored:
+    """Train and evaluate steps of one replica. `y` has as many rows as count; `x` one more where that is none."""
+
+    name = "mirrored"
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def train_step(self, data: Tensors) -> dict[str, Any]:
+        """What `keras.Model.train_step` does, with the loss weighted by the replica's rows."""
+        model = self.model
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        size, rows = _rows(x if y is None else y)
+        with tf.GradientTape() as tape:
+            outputs = head(model(x, training=True), size)
+            check_mask(outputs, self.name)
+            loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=True)
+            mean = loss / _keras_scale(loss.dtype)
+            scaled = model.optimizer.scale_loss(mean * _part(size, rows, loss.dtype))
+        weights = model.trainable_weights
+        model.optimizer.apply_gradients(zip(tape.gradient(scaled, weights), weights, strict=True))
+        return self._report(mean, size, x, y, outputs, weight)
+
+    def test_step(self, data: Tensors) -> dict[str, Any]:
+        """What `keras.Model.test_step` does, for a replica that may have no row that counts."""
+        model = self.model
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        size, _ = _rows(x if y is None else y)
+        outputs = head(model(x, training=False), size)
+        loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=False)
+        return self._report(loss / _keras_scale(loss.dtype), size, x, y, outputs, weight)
+
+    def _report(self, loss: Any, size: Any, x: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]:
+        for metric in self.model.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss, sample_weight=size)
+        logs: dict[str, Any] = self.model.compute_metrics(x, y, outputs, sample_weight=weight)
+        return logs
+
+
+def pieces(dataset: Any, cut: Cut) -> Any:
+    """A dataset of whole batches as one of their pieces: exactly len(cut.weights) elements for each batch, in order."""
+    replicas = len(cut.weights)
+
+    def cut_batch(*batch: Any) -> Any:
+        data = batch[0] if len(batch) == 1 else batch
+        edges = tf.stack([tf.cast(edge, tf.int64) for edge in cut.bounds(count(data))])
+
+        def part(i: Any) -> Any:
+            x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+            start, stop = edges[i], edges[i + 1]
+            rest = [head(piece(each, start, stop), stop - start) for each in (y, weight) if each is not None]
+            return (piece(x, start, stop), *rest)
+
+        return tf.data.Dataset.range(replicas).map(part)
+
+    options = tf.data.Options()
+    options.deterministic = True
+    return dataset.flat_map(cut_batch).with_options(options)
+
+
+def distribute(strategy: Any, dataset: Any, cut: Cut) -> Any:
+    """A dataset of whole batches, dealt to the replicas by `cut`."""
+    return strategy.distribute_datasets_from_function(lambda _: pieces(dataset, cut).prefetch(2 * len(cut.weights)))
+
+
+def strategy_for(devices: Sequence[str]) -> UnevenMirroredStrategy:
+    """The strategy over these devices; NCCL on GPUs."""
+    return UnevenMirroredStrategy(list(devices))
+
+
+def _rows(data: Tensors) -> tuple[Any, Any]:
+    """Own rows, and those of all replicas in this step."""
+    size = count(data)
+    context = tf.distribute.get_replica_context()
+    return size, context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(size, tf.float32))
+
+
+def _part(size: Any, rows: Any, dtype: Any) -> Any:
+    return tf.cast(size, dtype) / tf.cast(rows, dtype)
+
+
+def _keras_scale(dtype: Any) -> Any:
+    """What Keras multiplied the mean by, 1 / replicas, rounded as Keras rounds it, so that dividing takes it off."""
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    return keras.ops.cast(1.0 / replicas, dtype) if replicas > 1 else tf.ones((), dtype)

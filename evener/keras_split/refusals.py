@@ -1,0 +1,128 @@
+"""What an engine can't train exactly: found before the first step, and said in a sentence with its remedy."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from evener.errors import RequestError
+
+MEANS = ("sum_over_batch_size", "mean")
+_TOWERS = "Use engine='towers', which computes the loss on the whole batch."
+
+
+class SplitWarning(UserWarning):
+    """The training will run, but something differs from what the plan or the user may expect."""
+
+
+def check_towers(model: Any) -> None:
+    """Refuse what towers can't do; warn of what they do otherwise than one device."""
+    _check_step(model)
+    for layer in layers(model):
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
+            raise RequestError(
+                f"{layer.name} synchronizes its statistics, which towers can't.",
+                "Use engine='mirrored', or BatchNormalization(synchronized=False).",
+            )
+    _warn_local_statistics(model, "synchronized=True with engine='mirrored' uses the whole batch")
+
+
+def check_workers(model: Any) -> None:
+    """Refuse what a process per device can't do: it sees the loss of its own rows only."""
+    _check_step(model)
+    _check_loss(model, "multiworker")
+    if any(isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized for layer in layers(model)):
+        raise RequestError(
+            "engine='multiworker' can't synchronize BatchNormalization.", "Use engine='mirrored' for that."
+        )
+    _warn_local_statistics(model, "engine='mirrored' with synchronized=True uses the whole batch")
+
+
+def check_mirrored(model: Any) -> None:
+    """Refuse what Keras does wrongly, or not at all, under a MirroredStrategy with unequal shares."""
+    _check_step(model)
+    _check_loss(model, "mirrored")
+    if model.steps_per_execution != 1:
+        raise RequestError(
+            f"engine='mirrored' can't run steps_per_execution={model.steps_per_execution}: Keras fails there.",
+            "Compile with steps_per_execution=1, or use engine='towers'.",
+        )
+    if model.jit_compile:
+        raise RequestError(
+            "engine='mirrored' can't run with jit_compile=True.", "Compile with jit_compile=False, or train on one GPU."
+        )
+    _check_optimizer(model.optimizer)
+    _warn_local_statistics(model, "synchronized=True uses the whole batch")
+
+
+def check_mask(outputs: Any, engine: str) -> None:
+    """Refuse a mask that reaches the loss: its mean is over the valid steps of one replica, which rows don't count."""
+    if any(getattr(tensor, "_keras_mask", None) is not None for tensor in keras.tree.flatten(outputs)):
+        raise RequestError(f"engine='{engine}' can't weight a masked loss exactly.", _TOWERS)
+
+
+def layers(model: Any) -> Iterator[Any]:
+    """Every layer of a model, those of inner models too."""
+    for layer in model.layers:
+        yield layer
+        if hasattr(layer, "layers"):
+            yield from layers(layer)
+
+
+def _check_step(model: Any) -> None:
+    if not model.compiled:
+        raise RequestError("The model isn't compiled.", "Call model.compile(optimizer, loss) before fit.")
+    if type(model).train_step is not keras.Model.train_step and type(model).train_step not in _stock_steps():
+        raise RequestError(
+            f"{type(model).__name__} has a train_step of its own, which a split would replace.",
+            "Put its loss into compute_loss, or its loop around gradients that you weight yourself.",
+        )
+
+
+def _stock_steps() -> tuple[Any, ...]:
+    return (keras.Model.train_step, keras.Sequential.train_step)
+
+
+def _check_loss(model: Any, engine: str) -> None:
+    if type(model).compute_loss not in (keras.Model.compute_loss, keras.Sequential.compute_loss):
+        raise RequestError(f"{type(model).__name__} has a compute_loss of its own, unseen by {engine!r}.", _TOWERS)
+    for loss in keras.tree.flatten(model.loss):
+        if not isinstance(loss, keras.losses.Loss):
+            continue  # a name or a function: Keras takes the mean over its rows
+        if loss.reduction not in MEANS:
+            raise RequestError(
+                f"engine='{engine}' can't weight the loss {loss.name} with reduction={loss.reduction!r}.",
+                f"Use reduction='sum_over_batch_size'. {_TOWERS}",
+            )
+        if type(loss).__call__ is not keras.losses.Loss.__call__:
+            raise RequestError(f"The loss {loss.name} reduces its rows by a way of its own.", _TOWERS)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise RequestError(
+            "engine='mirrored' can't scale the loss: Keras looks for overflow on the first replica only.",
+            "Use engine='towers', or mixed_bfloat16.",
+        )
+    for name in ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps"):
+        value = getattr(optimizer, name, None)
+        if value is not None:
+            raise RequestError(
+                f"engine='mirrored' can't do {name}={value}: Keras applies it before the gradients are summed.",
+                "Use engine='towers', or leave it out.",
+            )
+
+
+def _warn_local_statistics(model: Any, remedy: str) -> None:
+    for layer in layers(model):
+        local = isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized
+        if local and layer.trainable:
+            warnings.warn(
+                f"{layer.name} takes its statistics from each device's own rows, not from the whole batch; {remedy}.",
+                SplitWarning,
+                stacklevel=2,
+            )
+            return

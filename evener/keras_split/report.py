@@ -1,0 +1,60 @@
+"""A callback that tells the monitor how fast a training runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from evener.live import Reporter
+
+if TYPE_CHECKING:
+    from evener.keras_split.split import Split
+
+
+class Report(keras.callbacks.Callback):  # type: ignore[misc]
+    """Reports samples/s of each device after every step; `split` says which devices, `batch` the samples of a step.
+
+    Without a split, `batch` is needed. A short last batch is counted by its true size, from the epoch's samples, if
+    `samples` is given.
+    """
+
+    def __init__(self, split: Split | None = None, *, batch: int | None = None, samples: int | None = None) -> None:
+        super().__init__()
+        self._split = split
+        self._batch = batch or (split.global_batch if split else None)
+        self._samples = samples
+        self._reporter = Reporter()
+        self._seen = -1
+        self._counted = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """A new epoch counts from its first step."""
+        self._seen, self._counted = -1, 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count the steps since the last call: Keras calls once for several when it runs them in one execution."""
+        if self._batch is None:
+            return
+        samples = (batch - self._seen) * self._batch
+        if self._samples is not None:
+            samples = min(samples, self._samples - self._counted)
+        self._seen, self._counted = batch, self._counted + samples
+        self._reporter.report(max(0, samples), **self._words())
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """The monitor forgets this training."""
+        self._reporter.close()
+
+    def _words(self) -> dict[str, Any]:
+        words: dict[str, Any] = {"framework": "tensorflow", "workload": self.model.name}
+        split = self._split
+        if split is None:
+            return words
+        if split.plan is not None and split.group is None:
+            return words | {"devices": split.plan.layout.active}
+        if split.group is not None and split.plan is not None:
+            share = split.plan.layout.active[split.group.rank]
+            return words | {"devices": [share], "batches": [share.batch]}
+        numbers = [int(name.rpartition(":")[2]) for name in split.devices]
+        return words | {"devices": numbers, "batches": split.shares}

@@ -1,0 +1,94 @@
+"""Rows of a batch: counting, cutting and joining nested tensors, for a batch of any size without a new trace.
+
+A plan says how its own global batch is cut; a shorter last batch is cut in the same proportions, inside the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from math import lcm
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from evener.errors import RequestError
+
+Tensors = Any  # nested tensors, as Keras hands them to a train step
+LARGEST_DENOMINATOR = 10_000  # of a ratio given as a float
+
+
+class Cut:
+    """Where a batch is cut for devices of these weights, in order; weights are whole samples or ratios above 0.
+
+    `floors` cuts as `multi_gpu_model` did (each the floor of its part, the last takes the rest); otherwise the
+    boundaries are rounded, so that a batch of sum(weights) rows is cut exactly by them.
+    """
+
+    def __init__(self, weights: Sequence[float], floors: bool = False) -> None:
+        self.weights = _whole(weights)
+        self.total = sum(self.weights)
+        self.floors = floors
+
+    def bounds(self, rows: Any) -> list[Any]:
+        """The len(weights) + 1 boundaries of a batch of `rows` (an int, or an int64 scalar tensor)."""
+        if self.floors:
+            parts = [rows * weight // self.total for weight in self.weights[:-1]]
+            return [rows * 0, *accumulate(parts), rows]
+        inner = [(2 * rows * edge + self.total) // (2 * self.total) for edge in accumulate(self.weights[:-1])]
+        return [rows * 0, *inner, rows]
+
+    def sizes(self, rows: int) -> tuple[int, ...]:
+        """Samples of each device in a batch of `rows`."""
+        edges = self.bounds(rows)
+        return tuple(stop - start for start, stop in pairwise(edges))
+
+
+def _whole(weights: Sequence[float]) -> tuple[int, ...]:
+    parts = [Fraction(weight).limit_denominator(LARGEST_DENOMINATOR) for weight in weights]
+    scale = lcm(*(part.denominator for part in parts))
+    return tuple(int(part * scale) for part in parts)
+
+
+def count(data: Tensors) -> Any:
+    """Rows of the first tensor, as an int64 scalar tensor."""
+    for leaf in keras.tree.flatten(data):
+        if leaf is not None:
+            return tf.shape(leaf, out_type=tf.int64)[0]
+    raise RequestError("A batch without any input can't be split.", "Give x.")
+
+
+def piece(data: Tensors, start: Any, stop: Any) -> Tensors:
+    """Rows `start` to `stop` of every tensor; an empty range gives row 0, since an empty replica can abort TensorFlow.
+
+    Whoever takes a filler row drops what comes of it (`head` with 0 rows).
+    """
+    start = tf.where(stop > start, start, tf.zeros_like(start))
+    stop = tf.maximum(stop, start + 1)
+    return _each(lambda tensor: tensor[start:stop], data)
+
+
+def head(data: Tensors, rows: Any) -> Tensors:
+    """The first `rows` rows of every tensor, masks kept."""
+    return _each(lambda tensor: _masked(tensor[:rows], [tensor], lambda masks: masks[0][:rows]), data)
+
+
+def join(parts: Sequence[Tensors]) -> Tensors:
+    """Nested tensors of the same structure, one after another, masks kept."""
+    return keras.tree.map_structure(
+        lambda *tensors: _masked(tf.concat(tensors, 0), tensors, lambda masks: tf.concat(masks, 0)), *parts
+    )
+
+
+def _each(function: Callable[[Any], Any], data: Tensors) -> Tensors:
+    return keras.tree.map_structure(lambda tensor: None if tensor is None else function(tensor), data)
+
+
+def _masked(result: Any, sources: Sequence[Any], combine: Callable[[list[Any]], Any]) -> Any:
+    """Carry Keras' mask, which stands on a tensor as `_keras_mask`, over to `result`."""
+    masks = [getattr(source, "_keras_mask", None) for source in sources]
+    if all(mask is not None for mask in masks):
+        result._keras_mask = combine(masks)
+    return result

@@ -1,0 +1,135 @@
+"""Multiworker: a process per device; each computes its own rows, and gradients are summed over TCP or NCCL.
+
+MultiWorkerMirroredStrategy only carries the sum. Model and optimizer live outside it, so that clipping, loss scaling
+and accumulation act on the gradient of the whole batch, as on one device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from evener.errors import RequestError
+from evener.keras_split.refusals import check_mask
+from evener.keras_split.rows import Cut, Tensors, count, head, piece
+
+
+class Group:
+    """The processes that step together. Make it before TensorFlow's first operation in the process."""
+
+    def __init__(self, peers: Sequence[str], rank: int) -> None:
+        os.environ["TF_CONFIG"] = json.dumps(
+            {"cluster": {"worker": list(peers)}, "task": {"type": "worker", "index": rank}}
+        )
+        self.rank = rank
+        self.size = len(peers)
+        self.strategy = tf.distribute.MultiWorkerMirroredStrategy()
+
+    def sum(self, tensors: Sequence[Any]) -> list[Any]:
+        """Each tensor summed over the processes; every process calls it with tensors of the same shapes."""
+
+        def reduce(*own: Any) -> Any:
+            context = tf.distribute.get_replica_context()
+            placed = [tf.identity(tensor) for tensor in own]  # on this replica's device, as the sum asks for
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, placed)
+
+        return list(self.strategy.run(reduce, args=tuple(tensors)))
+
+    def share_weights(self, variables: Sequence[Any]) -> None:
+        """Give every process the first one's values."""
+        own = [tf.convert_to_tensor(variable) for variable in variables]
+        values = self.sum_now([value if self.rank == 0 else tf.zeros_like(value) for value in own])
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+
+    def sum_now(self, tensors: Sequence[Any]) -> list[Any]:
+        """`sum` outside any graph."""
+        return list(tf.function(self.sum, autograph=False)(list(tensors))) if tensors else []
+
+
+def group_from_environment() -> Group | None:
+    """The group that TF_CONFIG describes, if it has more than one worker."""
+    text = os.environ.get("TF_CONFIG", "")
+    if not text:
+        return None
+    try:
+        config = json.loads(text)
+        peers, rank = config.get("cluster", {}).get("worker", []), int(config.get("task", {}).get("index", 0))
+    except (ValueError, AttributeError, TypeError):
+        raise RequestError("TF_CONFIG can't be read.", "It is JSON with cluster.worker and task.index.") from None
+    return Group(peers, rank) if len(peers) > 1 else None
+
+
+class Workers:
+    """Train and evaluate steps of one process of a group; each is given the whole batch and takes its own rows."""
+
+    name = "multiworker"
+
+    def __init__(self, model: Any, cut: Cut, group: Group) -> None:
+        self.model = model
+        self.cut = cut
+        self.group = group
+
+    def train_step(self, data: Tensors) -> dict[str, Any]:
+        """What `keras.Model.train_step` does, on own rows; the update is that of the whole batch."""
+        data, size, rows = self.own_rows(data)
+        return self.train_on_rows(data, size, rows)
+
+    def train_on_rows(self, data: Tensors, size: Any, rows: Any) -> dict[str, Any]:
+        """The step on rows that are cut already; `size` of them count, of `rows` in the whole batch."""
+        model = self.model
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            outputs = head(model(x, training=True), size)
+            check_mask(outputs, self.name)
+            y, weight = head(y, size), head(weight, size)
+            loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=True)
+            loss *= tf.cast(size, loss.dtype) / tf.cast(rows, loss.dtype)
+            scaled = model.optimizer.scale_loss(loss)
+        weights = list(model.trainable_weights)
+        gradients = tape.gradient(scaled, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        *gradients, loss = self.group.sum([*map(tf.convert_to_tensor, gradients), loss])
+        model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return self._report(loss, rows, x, y, outputs, weight)
+
+    def test_step(self, data: Tensors) -> dict[str, Any]:
+        """What `keras.Model.test_step` does, on own rows."""
+        data, size, rows = self.own_rows(data)
+        model = self.model
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        outputs, y, weight = head(model(x, training=False), size), head(y, size), head(weight, size)
+        loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=False)
+        (loss,) = self.group.sum([loss * (tf.cast(size, loss.dtype) / tf.cast(rows, loss.dtype))])
+        return self._report(loss, rows, x, y, outputs, weight)
+
+    def own_rows(self, data: Tensors) -> tuple[Tensors, Any, Any]:
+        """This process' rows of a whole batch, how many of them count, and the batch's rows."""
+        with tf.device("CPU:0"):
+            rows = count(data)
+            start, stop = self.cut.bounds(rows)[self.group.rank : self.group.rank + 2]
+            return piece(data, start, stop), stop - start, rows
+
+    def metrics_result(self) -> dict[str, Any]:
+        """The model's metrics; at the end of an epoch or evaluation, summed over the processes first."""
+        if tf.executing_eagerly():
+            states = [state for metric in self._counted() for state in metric.variables]
+            for state, total in zip(states, self.group.sum_now([tf.convert_to_tensor(s) for s in states]), strict=True):
+                state.assign(total)
+        logs: dict[str, Any] = type(self.model).get_metrics_result(self.model)
+        return logs
+
+    def _counted(self) -> list[Any]:
+        """The metrics that count own rows only; "loss" is the whole batch's already."""
+        return [metric for metric in self.model.metrics if metric.name != "loss"]
+
+    def _report(self, loss: Any, rows: Any, x: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]:
+        for metric in self.model.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss, sample_weight=rows)
+        logs: dict[str, Any] = self.model.compute_metrics(x, y, outputs, sample_weight=weight)
+        return logs

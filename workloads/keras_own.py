@@ -1,0 +1,116 @@
+"""The user's own compiled Keras model as a workload; batches come from the user too, or are made from its shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from evener.errors import RequestError
+from workloads import custom
+from workloads.base import Place, Workload
+from workloads.keras_recipe import KerasWorkload
+
+
+def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
+    """The workload of `file.py:attribute` or `package.module:attribute`, which returns a compiled model."""
+    own = OwnModel(name, settings)
+    workload = KerasWorkload(place, own.build_model, own.sample_batch)
+    workload.way.step = custom.guarded(workload.way.step, own.source)  # type: ignore[method-assign]
+    return workload
+
+
+class OwnModel:
+    """Loads the user's module when the recipe asks for the model, where the recipe wants it built."""
+
+    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
+        self._name = name
+        self._settings = settings
+        self._own: custom.Own | None = None
+        self._model: Any = None
+        self.source: Any = None
+
+    def build_model(self) -> Any:
+        """The user's compiled model; UserCodeError if their code raises, RequestError if it gives something else."""
+        self._own = custom.load(self._name, self._settings)
+        self.source = self._own.source
+        self._model = self._own.result
+        if not isinstance(self._model, keras.Model):
+            raise RequestError(
+                f"{self._name} gives a {type(self._model).__name__}, not a Keras model.",
+                "Return a compiled keras.Model, or name --framework torch for a torch module.",
+            )
+        if not self._model.compiled:
+            raise RequestError(f"The model of {self._name} isn't compiled.", "Call model.compile(optimizer, loss).")
+        return self._model
+
+    def sample_batch(self, rows: int) -> tuple[Any, Any]:
+        """The user's `sample_batch(rows)` if there is one, else noise of the model's shapes."""
+        if self._own is None or self._own.sample_batch is None:
+            return noise_for(self._model, rows)
+        batch = self._own.sample_batch(rows)
+        if not isinstance(batch, tuple) or len(batch) != 2:
+            raise RequestError(f"sample_batch of {self._name} doesn't give a pair.", "Return (x, y).")
+        counts = {np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in keras.tree.flatten(batch)}
+        if counts != {rows}:
+            raise RequestError(
+                f"sample_batch({rows}) of {self._name} gives arrays of {sorted(counts)} rows.",
+                f"Each array needs {rows} rows.",
+            )
+        return batch
+
+
+def noise_for(model: Any, rows: int) -> tuple[Any, Any]:
+    """Inputs of the model's input shapes and labels that fit its loss; RequestError where a shape is open."""
+    random = np.random.default_rng(rows)
+    if not model.built or not model.inputs:
+        raise RequestError(
+            "The model doesn't say its input shapes.", "Begin it with keras.Input, or put sample_batch(n) beside it."
+        )
+    x = keras.tree.map_structure(lambda each: _input(random, rows, each, model), model.input)
+    outputs = keras.tree.flatten(model.output)
+    losses = _loss_names(model, len(outputs))
+    labels = [_label(random, rows, each, loss) for each, loss in zip(outputs, losses, strict=True)]
+    return x, keras.tree.pack_sequence_as(model.output, labels)
+
+
+def _input(random: Any, rows: int, tensor: Any, model: Any) -> Any:
+    shape = _closed(tensor)
+    kind = str(tensor.dtype)
+    if "int" in kind:
+        return random.integers(0, _vocabulary(model), (rows, *shape)).astype(kind)
+    return random.standard_normal((rows, *shape)).astype(np.float32)
+
+
+def _label(random: Any, rows: int, tensor: Any, loss: str) -> Any:
+    shape = _closed(tensor)
+    if "sparse" in loss:
+        return random.integers(0, shape[-1], (rows, *shape[:-1]))
+    if "categorical" in loss:
+        return np.eye(shape[-1], dtype=np.float32)[random.integers(0, shape[-1], (rows, *shape[:-1]))]
+    if "binary" in loss or "hinge" in loss:
+        return random.integers(0, 2, (rows, *shape)).astype(np.float32)
+    return random.standard_normal((rows, *shape)).astype(np.float32)
+
+
+def _closed(tensor: Any) -> tuple[int, ...]:
+    shape = tuple(tensor.shape[1:])
+    if None in shape:
+        raise RequestError(
+            f"The shape {tuple(tensor.shape)} of {tensor.name} is open.", "Put sample_batch(n) beside your function."
+        )
+    return shape
+
+
+def _loss_names(model: Any, outputs: int) -> list[str]:
+    given = [loss for loss in keras.tree.flatten(model.loss) if loss is not None] or ["none"]
+    names = [loss if isinstance(loss, str) else getattr(loss, "name", getattr(loss, "__name__", "")) for loss in given]
+    return names if len(names) == outputs else [names[0]] * outputs
+
+
+def _vocabulary(model: Any) -> int:
+    """Integers that every embedding of the model knows."""
+    sizes = [layer.input_dim for layer in model.layers if isinstance(layer, keras.layers.Embedding)]
+    return min(sizes, default=2)
