@@ -33,6 +33,9 @@ class Findings(msgspec.Struct, frozen=True):
     results: tuple[Result, ...]  # every measured layout
     chosen: Result
     facts: Facts
+    even: Result | None  # the even split
+    single: Result | None  # the best device alone
+    solos: tuple[Result | None, ...]  # each device alone at its fastest
     sync_seconds: float | None
     why_stopped: str
     seconds: float  # of the session's clock
@@ -42,7 +45,8 @@ def plan_of(found: Findings, notes: Sequence[str] = ()) -> Outcome:
     """The chosen layout with the evidence for it; the same findings give the same plan."""
     header, request = found.header, found.header.request
     chosen = found.chosen
-    sentence = words.verdict(chosen, found.results, header.devices, found.sync_seconds)
+    rivals = words.Rivals(found.even, found.single, _fastest_split(found.results), found.sync_seconds)
+    sentence = words.verdict(chosen, rivals, header.devices)
     doubts = words.warnings(found.seen, chosen.layout, header.devices)
     plan = Plan(
         created=header.created,
@@ -52,7 +56,7 @@ def plan_of(found: Findings, notes: Sequence[str] = ()) -> Outcome:
         xla=request.xla,
         layout=layout_of_plan(chosen.layout, header.devices, found.facts.engine),
         throughput=_throughput(chosen.throughput),
-        evidence=_evidence(found, chosen),
+        evidence=_evidence(found),
         search=SearchSummary(
             probes=len(found.seen),
             out_of_memory=sum(isinstance(seen, OutOfMemory) for seen in found.seen),
@@ -81,35 +85,21 @@ def layout_of_plan(layout: Layout, devices: Sequence[Device], engine: str) -> pl
     )
 
 
-def _evidence(found: Findings, chosen: Result) -> tuple[Evidence, ...]:
+def _evidence(found: Findings) -> tuple[Evidence, ...]:
     """The even split, the best single device, and each device alone at its fastest."""
-    solos = [result for result in found.results if result.layout.kind == "solo"]
-    named: list[tuple[str, Result | None]] = [
-        ("even split", _even(found, chosen)),
-        ("best single device", _fastest(solos)),
-    ]
-    for i, device in enumerate(found.header.devices):
-        named.append((f"solo {device.label}", _fastest([r for r in solos if r.layout.active == (i,)])))
+    devices = found.header.devices
+    named = [("even split", found.even), ("best single device", found.single)]
+    named += [(f"solo {device.label}", result) for device, result in zip(devices, found.solos, strict=True)]
     return tuple(
-        Evidence(
-            name,
-            layout_of_plan(result.layout, found.header.devices, found.facts.engine),
-            _throughput(result.throughput),
-        )
+        Evidence(name, layout_of_plan(result.layout, devices, found.facts.engine), _throughput(result.throughput))
         for name, result in named
         if result is not None
     )
 
 
-def _even(found: Findings, chosen: Result) -> Result | None:
-    """The even split of the chosen global batch if it was measured, else the fastest even split."""
-    evens = [result for result in found.results if words.is_even(result.layout)]
-    same = [result for result in evens if result.layout.global_batch == chosen.layout.global_batch]
-    return _fastest(same or evens)
-
-
-def _fastest(results: Sequence[Result]) -> Result | None:
-    return max(results, key=lambda result: result.throughput.value, default=None)
+def _fastest_split(results: Sequence[Result]) -> Result | None:
+    splits = (result for result in results if result.layout.kind == "split")
+    return max(splits, key=lambda result: result.throughput.value, default=None)
 
 
 def _throughput(figure: Interval) -> Throughput:

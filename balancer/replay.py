@@ -62,8 +62,20 @@ def outcome(
     chosen = search.best()
     if chosen is None:
         return None
-    results, sync = search.results(), search.belief().sync_seconds
-    return plan_of(Findings(header, seen, results, chosen, facts, sync, why_stopped, seconds), header.notes)
+    found = Findings(
+        header=header,
+        seen=seen,
+        results=search.results(),
+        chosen=chosen,
+        facts=facts,
+        even=search.even_split(),
+        single=search.best_single(),
+        solos=search.solos(),
+        sync_seconds=search.belief().sync_seconds,
+        why_stopped=why_stopped,
+        seconds=seconds,
+    )
+    return plan_of(found, header.notes)
 
 
 def recover(record: Record) -> Outcome:

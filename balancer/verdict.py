@@ -4,28 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from balancer.records import Failed, Interval, Layout, Observation, OutOfMemory, Result, Timed, Warned
 from devices.base import Device
-from evener.shares import even
 
 ORDER = ("disturbed", "throttled", "drift", "noisy", "slow_start", "stalled", "too_short")
 
 
-def verdict(chosen: Result, results: Sequence[Result], devices: Sequence[Device], sync_seconds: float | None) -> str:
+class Rivals(msgspec.Struct, frozen=True):
+    """What the chosen layout is held against, where it was measured."""
+
+    even: Result | None = None
+    single: Result | None = None  # the best device alone
+    split: Result | None = None  # the fastest split
+    sync_seconds: float | None = None  # the exposed cost of keeping replicas in step
+
+
+def verdict(chosen: Result, rivals: Rivals, devices: Sequence[Device]) -> str:
     """What to do and why, with the figures; a difference within the error is called a tie."""
-    rivals = [result for result in results if result.layout != chosen.layout]
-    alone = _fastest(result for result in rivals if result.layout.kind == "solo")
-    evenly = _fastest(result for result in rivals if is_even(result.layout))
-    split = _fastest(result for result in rivals if result.layout.kind == "split")
+    begin = f"{_advice(chosen, devices)}: {_rate(chosen)}"
     if chosen.layout.kind == "split":
-        reasons = [_against("the even split", chosen, evenly)] if evenly else []
-        if alone:
-            reasons.append(_against(f"{_names(alone.layout, devices)} alone", chosen, alone))
-        return f"{_advice(chosen, devices)}: {_rate(chosen)}{_reasons(reasons)}."
-    if split is None:
-        why = "" if len(devices) == 1 else "; no split over several devices could be measured"
-        return f"{_advice(chosen, devices)}: {_rate(chosen)}{why}."
-    return f"{_advice(chosen, devices)}: {_rate(chosen)}; {_why_not(chosen, split, devices, sync_seconds)}."
+        reasons = []
+        if rivals.even is not None and rivals.even.layout != chosen.layout:
+            reasons.append(_against("the even split", chosen, rivals.even))
+        if rivals.single is not None:
+            reasons.append(_against(f"{_names(rivals.single.layout, devices)} alone", chosen, rivals.single))
+        return f"{begin}{_reasons(reasons)}."
+    if len(devices) == 1:
+        return f"{begin}."
+    if rivals.split is None:
+        return f"{begin}; no split over several devices was measured."
+    return f"{begin}; {_why_not(chosen, rivals.split, devices, rivals.sync_seconds)}."
 
 
 def _why_not(chosen: Result, split: Result, devices: Sequence[Device], sync_seconds: float | None) -> str:
@@ -70,15 +80,6 @@ def ties(one: Result, other: Result) -> bool:
     """Whether their 95 % intervals overlap, so that neither is surely faster."""
     a, b = one.throughput, other.throughput
     return a.low <= b.high and b.low <= a.high
-
-
-def is_even(layout: Layout) -> bool:
-    """Whether every device of the request computes the same, as far as whole samples allow."""
-    return layout.kind == "split" and sorted(layout.shares) == sorted(even(layout.global_batch, len(layout.shares)))
-
-
-def _fastest(results: Iterable[Result]) -> Result | None:
-    return max(results, key=lambda result: result.throughput.value, default=None)
 
 
 def _rate(result: Result) -> str:

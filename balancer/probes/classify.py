@@ -76,6 +76,9 @@ def gpu_named(text: str) -> int | None:
 
 
 def one_line(text: str, longest: int = 300) -> str:
-    """The first line that says something, without control characters."""
-    lines = (re.sub(r"[^\x20-\x7e\u00a0-\uffff]+", " ", line).strip() for line in text.splitlines())
-    return next((line for line in lines if line), "")[:longest]
+    """The first line that says something, without control characters; behind "in user code:" the last one."""
+    lines = [re.sub(r"[^\x20-\x7e\u00a0-\uffff]+", " ", line).strip() for line in text.splitlines()]
+    telling = [line for line in lines if line]
+    if not telling:
+        return ""
+    return (telling[-1] if telling[0] == "in user code:" else telling[0])[:longest]

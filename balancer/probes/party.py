@@ -123,7 +123,11 @@ class Party:
 def _from_trouble(rank: int, said: Trouble) -> Mishap:
     memory = classify.error_is_memory(said.types, said.text)
     words = classify.one_line(said.text)
-    if said.types and said.types[0] not in ("UserCodeError", "RequestError", "EvenerError") and words != said.types[0]:
+    if (
+        said.types
+        and said.types[0] not in ("UserCodeError", "RequestError", "EvenerError")
+        and not words.startswith(said.types[0])
+    ):
         words = f"{said.types[0]}: {words}"
     if said.where and said.where not in words:
         words = f"{said.where}: {words}"

@@ -30,6 +30,7 @@ from devices.environment import ChildEnvironment, child_environment
 from workloads.base import Input, Place, Precision
 
 PORT_TRIES = 3  # a port may be taken between its choice and its use
+MIXED: Precision = "mixed_bfloat16"  # what the knob "mixed" means: no loss scaling is needed
 KEPT_MEMORY = 0.92  # of a device, for all children that hold some
 LOW_HOST_MEMORY_BYTES = 1 << 30
 _PORT_TAKEN = ("address already in use", "failed to bind", "could not start grpc server")
@@ -56,6 +57,7 @@ class Key(msgspec.Struct, frozen=True):
     positions: tuple[int, ...]
     processes: int
     placement: str
+    knobs: tuple[str, ...]
 
 
 class _Standing:
@@ -163,7 +165,7 @@ class ChildProber:
 
     def _other_shares(self, probe: Probe, standing: _Standing) -> tuple[int, ...] | None:
         """TensorFlow traces the first size for itself and the second for all sizes, so a new child sees two."""
-        if not standing.fresh or self._job.framework != "tensorflow" or self._job.xla:
+        if not standing.fresh or self._job.framework != "tensorflow" or self._job.xla or probe.layout.knobs:
             return None
         shares = tuple(probe.layout.shares[i] for i in dict.fromkeys(standing.stand.positions))
         smaller = tuple(max(1, share // 2) for share in shares)
@@ -227,8 +229,8 @@ class ChildProber:
                 peers=peers,
                 threads=environment.threads,
                 engine=engine or "auto",
-                precision=job.precision,
-                xla=job.xla,
+                precision=MIXED if "mixed" in key.knobs else job.precision,
+                xla=job.xla or "xla" in key.knobs,
                 input=job.input,
                 placement=key.placement,
             )
@@ -313,7 +315,7 @@ class ChildProber:
 
 def key_of(layout: Layout) -> Key:
     """The children that a layout needs; solo probes and packs of a device share nothing."""
-    return Key(layout.kind, layout.active, layout.processes, layout.placement)
+    return Key(layout.kind, layout.active, layout.processes, layout.placement, layout.knobs)
 
 
 def _stand(key: Key, devices: list[Device], children: int, environments: list[ChildEnvironment]) -> Stand:
