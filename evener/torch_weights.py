@@ -34,6 +34,11 @@ class GradientWeights:
         self._handles: list[Any] = []
         self._factor = 1.0
 
+    def reset(self, shares: Sequence[int]) -> None:
+        """Take these for the samples of a full global batch from now on."""
+        self.constant = gradient_weight(shares, self._rank)
+        self.begin(shares)
+
     def attach(self, model: Any) -> None:
         """Take the place of DDP's mean over ranks; RequestError if the model has a communication hook already."""
         try:

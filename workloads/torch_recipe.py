@@ -1,0 +1,195 @@
+"""A torch module, an optimizer, a loss and a maker of batches as a workload, stepped as the user's training steps.
+
+One device is a plain loop; several are a process each in DistributedDataParallel, with the gradient weights of
+`evener.torch_split`. Batches come from host memory each step unless the place says otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import msgspec
+import torch
+import torch._dynamo  # optimizers load it on their first step: better now than under a memory cap
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from evener.errors import RequestError
+from evener.torch_digest import model_digest
+from evener.torch_weights import GradientWeights
+from workloads.base import Place
+from workloads.torch_batches import Batches, SampleBatch
+from workloads.torch_memory import PeakMemory
+
+_HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
+
+
+class Recipe(msgspec.Struct, frozen=True):
+    """What is trained: made on the CPU, moved to its device by the workload."""
+
+    module: Any  # torch.nn.Module
+    optimizer: Any  # over the module's parameters
+    loss: Callable[..., Any] | None  # (outputs, targets) -> mean over the rows; None: the module returns its loss
+
+
+BuildRecipe = Callable[[], Recipe]
+
+
+class TorchWorkload:
+    """A recipe at its place, alone or as one rank of a group. RequestError for a place that PyTorch can't serve."""
+
+    def __init__(self, place: Place, build_recipe: BuildRecipe, sample_batch: SampleBatch) -> None:
+        check_place(place)
+        self.place = place
+        self.device = configure(place)
+        self._memory = PeakMemory([self.device])
+        self._group = join(place, self.device)
+        torch.manual_seed(0)  # every rank starts alike
+        self.recipe = build_recipe()
+        self.recipe.module.train().to(self.device)
+        self._batches = Batches(sample_batch, self.device, on_device=place.input == "device")
+        self._scaler = torch.amp.GradScaler(self.device.type, enabled=place.precision == "mixed_float16")
+        self._weights: GradientWeights | None = None
+        self._members: tuple[int, ...] = ()
+        self._model: Any = self.recipe.module
+
+    def prepare(self, shares: Sequence[int]) -> None:
+        """Hold batches for this rank's share; a rank whose share is 0 is left out of the group until it has one."""
+        own = own_share(self.place, shares)
+        self._batches.drop()
+        self._memory.reset()
+        if self._group:
+            self._regroup(tuple(shares))
+        if own:
+            self._batches.make(own)
+
+    def step(self) -> None:
+        """One optimizer step on the next batch, in step with the other ranks."""
+        if not self._batches.rows:
+            return
+        inputs, targets = self._batches.take()
+        optimizer = self.recipe.optimizer
+        optimizer.zero_grad(set_to_none=True)
+        with self._autocast():
+            loss = self._objective(inputs, targets)
+        self._scaler.scale(loss).backward()
+        self._scaler.step(optimizer)
+        self._scaler.update()
+
+    def synchronize(self) -> None:
+        """Wait for the GPU; on a CPU nothing is pending when `step` returns."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def peak_memory_bytes(self) -> tuple[int | None, ...]:
+        """Peak of what PyTorch's allocator held on a GPU; on a CPU the growth of the process since before the model."""
+        return self._memory.read()
+
+    def facts(self) -> Mapping[str, str]:
+        """Versions, parameters, digest, and how it was run."""
+        cuda = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()} if _on_gpu(self.device) else {}
+        known = {
+            "framework": "torch",
+            "version": torch.__version__,
+            "torch": torch.__version__,
+            "engine": "ddp" if self._group else "solo",
+            "parameters": sum(parameter.numel() for parameter in self.recipe.module.parameters()),
+            "digest": model_digest(self.recipe.module),
+            "precision": self.place.precision,
+            "xla": "false",
+            "input": self.place.input,
+            "memory": self._memory.meaning,
+            **cuda,
+        }
+        return {key: str(value) for key, value in known.items() if value is not None}
+
+    def _objective(self, inputs: Any, targets: Any) -> Any:
+        outputs = call(self._model, inputs)
+        return outputs if self.recipe.loss is None else self.recipe.loss(outputs, targets)
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        half = _HALVES.get(self.place.precision)
+        context: AbstractContextManager[None] = torch.autocast(self.device.type, half) if half else nullcontext()
+        return context
+
+    def _regroup(self, shares: tuple[int, ...]) -> None:
+        """Step with the ranks that have a share; another set of ranks is another group of DDP's."""
+        members = tuple(rank for rank, share in enumerate(shares) if share)
+        sizes = [shares[rank] for rank in members]
+        if members != self._members:
+            group = dist.new_group(list(members))
+            self._members, self._weights, self._model = members, None, self.recipe.module
+            if self.place.rank in members:
+                self._weights = GradientWeights(sizes, members.index(self.place.rank), group)
+                self._model = wrap(self.recipe.module, self.device, group)
+                self._weights.attach(self._model)
+        elif self._weights is not None:
+            self._weights.reset(sizes)
+
+
+def check_place(place: Place) -> None:
+    """RequestError for what PyTorch does not do."""
+    if place.xla:
+        raise RequestError("PyTorch doesn't train through XLA here.", "Leave --xla out.")
+    if len(place.devices) != 1:
+        raise RequestError(
+            f"PyTorch trains with a process for each device, not with {len(place.devices)} in one.",
+            "Use engine ddp, or a workload that places its parts.",
+        )
+    if place.engine not in ("auto", "ddp", ""):
+        raise RequestError(f"PyTorch has no engine {place.engine!r}.", "Its one engine is ddp.")
+
+
+def configure(place: Place) -> torch.device:
+    """The `torch.device` of the place, with its threads and memory cap set."""
+    kind, _, number = place.devices[0].partition(":")
+    device = torch.device("cpu") if kind == "CPU" else torch.device("cuda", int(number or 0))
+    if place.threads is not None:
+        torch.set_num_threads(place.threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        limit = place.memory_limit_bytes[0] if place.memory_limit_bytes else None
+        if limit is not None:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    return device
+
+
+def join(place: Place, device: torch.device) -> bool:
+    """Meet the other ranks at the first one's address; False where there are none."""
+    if place.world == 1:
+        return False
+    host = place.peers[0].rpartition(":")[0]
+    if host.startswith("127."):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the name of a host may lead elsewhere
+    backend = "nccl" if _on_gpu(device) else "gloo"
+    meeting = f"tcp://{place.peers[0]}"
+    dist.init_process_group(backend, init_method=meeting, rank=place.rank, world_size=place.world)
+    return True
+
+
+def wrap(module: Any, device: torch.device, group: Any) -> Any:
+    """The module in DistributedDataParallel over `group`."""
+    return DistributedDataParallel(module, device_ids=[device] if _on_gpu(device) else None, process_group=group)
+
+
+def own_share(place: Place, shares: Sequence[int]) -> int:
+    """This process's samples; RequestError if the shares are not for its place."""
+    expected = place.world
+    if len(shares) != expected or min(shares) < 0 or not any(shares):
+        raise RequestError(f"The shares {tuple(shares)} are not for {expected} devices.", "Give 0 or more for each.")
+    return shares[place.rank] if expected > 1 else shares[0]
+
+
+def call(model: Any, inputs: Any) -> Any:
+    """The module on its inputs: a tuple gives the arguments, a mapping the keywords."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def _on_gpu(device: torch.device) -> bool:
+    return bool(device.type == "cuda")
