@@ -277,8 +277,8 @@ def run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
-        fault = usage_fault(error)
-        if fault is None:
+        misuse = usage_fault(error)
+        if misuse is None:
             raise
-        return report_fault(fault, as_json)
+        return report_fault(misuse, as_json)
     return result if isinstance(result, int) else 0

@@ -34,7 +34,7 @@ def run_balance(request: Request, *, resume: str | None, export: Path | None, as
     session = Session(request, resume=resume)
     progress = Progress()
     try:
-        with stopped_by_signals(session.stop) as caught:
+        with stopped_by_signals(session.stop, "stopping; the best plan so far is kept") as caught:
             finished = _follow(session, progress, as_json)
     finally:
         session.close()
@@ -63,7 +63,7 @@ def check_target(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def stopped_by_signals(stop: Callable[[], None]) -> Iterator[list[int]]:
+def stopped_by_signals(stop: Callable[[], None], words: str) -> Iterator[list[int]]:
     """Within it, Ctrl-C, SIGTERM and SIGHUP call `stop`; a second Ctrl-C ends at once. Yields the exit codes caught."""
     caught: list[int] = []
 
@@ -72,7 +72,7 @@ def stopped_by_signals(stop: Callable[[], None]) -> Iterator[list[int]]:
             raise KeyboardInterrupt
         caught.append(_STOPS[signal.Signals(number)])
         with contextlib.suppress(OSError, ValueError):
-            os.write(2, b"\nevener: stopping; the best plan so far is kept\n")
+            os.write(2, f"\nevener: {words}\n".encode())
         stop()
 
     earlier: dict[int, Any] = {number: signal.signal(number, handle) for number in _STOPS}

@@ -29,7 +29,7 @@ def run_devices(spec: str, as_json: bool) -> int:
     return 0
 
 
-def _row(device: Device) -> tuple[str, ...]:
+def _row(device: Device) -> tuple[str, str, str, str, str, str]:
     memory = size(device.memory_bytes) if device.memory_bytes is not None else "?"
     cores = ",".join(map(str, device.cores)) or "-"
     return (device.label, plain(device.name, 40), memory, limit_words(device.limit) or "-", cores, device.id)

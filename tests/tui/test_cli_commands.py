@@ -1,0 +1,222 @@
+"""Commands as a user runs them, on simulated devices: their answers, exit codes and errors."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from devices.simulated import catalogue
+from evener.plan import load_plan, to_json, to_toml
+from tui.cli import run
+
+PAIR = "sim:gtx1080ti,gtx1080"
+ALONE = """
+[sync]
+base_ms = 400.0
+per_device_ms = 100.0
+[[device]]
+name = "fast"
+memory_mib = 4000
+memory_base_mib = 100.0
+memory_per_sample_mib = 4.0
+noise = 0.002
+curve = [[64, 60.0], [512, 400.0]]
+[[device]]
+name = "slow"
+memory_mib = 4000
+memory_base_mib = 100.0
+memory_per_sample_mib = 4.0
+noise = 0.002
+curve = [[64, 300.0], [512, 2000.0]]
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are kept in the test's own folder."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+
+
+def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    """A command's exit code and its JSON answer."""
+    code = run(list(arguments))
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_seed_s_two_cards_are_balanced(capsys: pytest.CaptureFixture[str]) -> None:
+    """At least 2120 samples/s by the machine's own physics, the Ti with 0.58 to 0.62, in few probes."""
+    code, answer = ask(capsys, "balance", "--devices", PAIR, "--json")
+    assert code == 0
+    batches = [share["batch"] for share in answer["layout"]["share"]]
+    machine = catalogue(["gtx1080ti", "gtx1080"])
+    assert machine.samples_per_second(batches) >= 2120
+    assert 0.58 <= answer["layout"]["share"][0]["ratio"] <= 0.62
+    assert answer["search"]["probes"] <= 16
+    assert answer["search"]["out_of_memory"] <= 2
+    assert {"even split", "best single device", "solo SIM:0", "solo SIM:1"} <= {r["name"] for r in answer["evidence"]}
+    low, high = answer["throughput"]["low"], answer["throughput"]["high"]
+    assert low <= answer["throughput"]["samples_per_second"] <= high
+    assert answer["verdict"]
+
+
+def test_one_device_wins_where_keeping_in_step_costs_too_much(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The plan is solo, and the sentence says why."""
+    machine = tmp_path / "machine.toml"
+    machine.write_text(ALONE)
+    code, answer = ask(capsys, "balance", "--devices", f"sim:{machine}", "--json")
+    assert code == 0
+    assert answer["layout"]["kind"] == "solo"
+    assert answer["layout"]["share"][1]["batch"] == 0
+    assert "in step" in answer["verdict"]
+
+
+def test_the_same_seed_gives_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """Simulated noise is part of the run, and so is the seed."""
+    first, second = (ask(capsys, "balance", "--devices", PAIR, "--seed", "7", "--json")[1] for _ in range(2))
+    for key in ("layout", "throughput", "evidence"):
+        assert first[key] == second[key]
+
+
+def test_an_exported_plan_survives_a_round_trip(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """--export, `evener export` and load_plan agree to the byte, in TOML and in JSON."""
+    plan = tmp_path / "plan.toml"
+    assert run(["balance", "--devices", PAIR, "--export", str(plan)]) == 0
+    assert to_toml(load_plan(plan)) == plan.read_bytes()
+    again = tmp_path / "again.json"
+    assert run(["export", "last", "--format", "json", "-o", str(again)]) == 0
+    assert to_json(load_plan(plan)) == again.read_bytes()
+    capsys.readouterr()
+    assert run(["export", "last"]) == 0
+    assert capsys.readouterr().out.encode() == plan.read_bytes()
+
+
+def test_runs_are_listed_shown_and_deleted(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run can be found again by its id, the start of it, or `last`."""
+    assert run(["balance", "--devices", PAIR]) == 0
+    capsys.readouterr()
+    code, listing = ask(capsys, "runs", "--json")
+    assert code == 0
+    (entry,) = listing["runs"]
+    code, shown = ask(capsys, "runs", "show", entry["run"], "--json")
+    assert code == 0
+    assert shown["run"] == entry["run"]
+    assert shown["plan"]["layout"]["kind"] == "split"
+    assert len(shown["observations"]) == shown["plan"]["search"]["probes"]
+    assert run(["runs", "show", "last"]) == 0
+    assert "SIM:0" in capsys.readouterr().out
+    assert run(["runs", "delete", entry["run"], "--yes"]) == 0
+    capsys.readouterr()
+    assert ask(capsys, "runs", "--json")[1] == {"runs": []}
+
+
+def test_the_table_ends_in_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    """Text on standard output, everything about it on standard error."""
+    assert run(["balance", "--devices", PAIR]) == 0
+    output = capsys.readouterr()
+    lines = output.out.splitlines()
+    assert lines[0].split() == ["device", "name", "share", "ratio", "samples/s", "alone"]
+    assert any(line.startswith("even split:") for line in lines)
+    assert any(line.startswith("sum of solos:") for line in lines)
+    assert lines[-1].endswith(".")
+    assert "evener export" in output.err
+
+
+def test_a_probe_speaks_the_seed_s_format(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line a device and the total, after each run."""
+    arguments = ["--devices", "sim:gtx1080ti,gtx1080", "--gpus", "0", "1", "--batches", "820", "568", "--repeat", "2"]
+    assert run(["probe", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Each of the 2 training runs should take about 10 seconds..."
+    after = [line for line in lines if line.startswith("After ")]
+    assert len(after) == 2
+    assert after[0].endswith(" samples")
+    assert [line.split("]")[0] for line in lines if "GPU:0[" in line] == ["\t GPU:0[820"] * 2
+    total = [line for line in lines if "Total:" in line][-1]
+    assert total.startswith("\t Total:[1388]")
+    assert abs(float(total.split()[1].removesuffix("sps")) / 2158 - 1) < 0.03
+    assert lines[-1] == "Done!"
+
+
+def test_a_probe_without_gpus_takes_the_default_device(capsys: pytest.CaptureFixture[str]) -> None:
+    """The sum of the batches on one device, as in the seed."""
+    assert run(["probe", "--devices", PAIR, "--batches", "64", "--repeat", "1"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("After")]
+    assert "default GPU:" in line
+    assert abs(float(line.split()[-1].removesuffix("sps")) / 684 - 1) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "word"),
+    [
+        (["balance", "--devices", "tpu"], 2, "tpu"),
+        (["balance", "--devices", "sim:gtx9999"], 2, "gtx9999"),
+        (["balance", "--devices", "sim:none.toml"], 2, "none.toml"),
+        (["balance", "--devices", PAIR, "--workload", "keras_mist"], 2, "keras_mist"),
+        (["balance", "--devices", PAIR, "--workload", "absent.py:build"], 2, "absent.py"),
+        (["balance", "--devices", PAIR, "--set", "no"], 2, "key=value"),
+        (["balance", "--devices", PAIR, "--global-batch", "0"], 2, "0"),
+        (["balance", "--devices", PAIR, "--global-batch", "1001", "--multiple-of", "8"], 2, "1001"),
+        (["balance", "--devices", PAIR, "--tolerance", "2"], 2, "2"),
+        (["balance", "--devices", PAIR, "--budget", "soon"], 2, "soon"),
+        (["balance", "--devices", PAIR, "--budget", "0s"], 2, "--budget"),
+        (["balance", "--devices", PAIR, "--resume", "nowhere"], 2, "run"),
+        (["balance", "--devices", PAIR, "--objective", "beauty"], 2, "beauty"),
+        (["balance", "--devices", PAIR, "--export", "missing/plan.toml"], 2, "missing"),
+        (["balance", "--devices", PAIR, "--export", "plan.yaml"], 2, "plan.yaml"),
+        (["balance", "--devcies", PAIR], 2, "--devcies"),
+        (["probe", "--devices", PAIR, "--gpus", "0", "1", "--batches", "820"], 2, "batch"),
+        (["probe", "--devices", PAIR, "--gpus", "0", "7", "--batches", "8", "8"], 2, "7"),
+        (["probe", "--devices", PAIR, "--batches", "0"], 2, "0"),
+        (["export", "nowhere"], 2, "run"),
+        (["runs", "show", "nowhere"], 2, "run"),
+        (["balance", "--devices", "gpu"], 3, ""),
+        (["devices", "--devices", "cpu:99"], 2, "99"),
+        (["fly"], 2, "fly"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_input_is_one_sentence(
+    arguments: list[str], code: int, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The thing is named, a remedy is given, the exit code is the documented one, and nothing is a traceback."""
+    assert run(arguments) == code
+    output = capsys.readouterr()
+    (line,) = output.err.strip().splitlines()[-1:]
+    assert line.startswith("evener: ")
+    assert word in line
+    assert "Traceback" not in output.err
+    assert output.out == ""
+
+
+def test_errors_are_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """With --json every outcome is one object."""
+    code, answer = ask(capsys, "balance", "--devices", "tpu", "--json")
+    assert code == 2
+    assert answer["error"]["kind"] == "request"
+    assert answer["error"]["remedy"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_found_before_the_probing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Minutes of probing are not lost to a folder that can't be written."""
+    folder = tmp_path / "locked"
+    folder.mkdir(mode=0o500)
+    assert run(["balance", "--devices", PAIR, "--export", str(folder / "plan.toml")]) == 2
+    assert "locked" in capsys.readouterr().err
+
+
+def test_devices_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the order that shares will have, with their limits."""
+    code, answer = ask(capsys, "devices", "--devices", "sim:gtx1080ti,gtx1080@60%", "--json")
+    assert code == 0
+    assert [device["label"] for device in answer["devices"]] == ["SIM:0", "SIM:1"]
+    assert answer["devices"][1]["limit"]["percent"] == 60
+    assert run(["devices", "--devices", PAIR]) == 0
+    assert "GTX 1080 Ti" in capsys.readouterr().out

@@ -1,0 +1,115 @@
+"""`evener runs` and `evener export`: what was measured before, and its plans."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from balancer import runs
+from balancer.runs import Run, RunSummary
+from evener.errors import RequestError
+from evener.plan import Format, Plan, to_json, to_toml
+from tui.progress import Progress
+from tui.summary import align, summary_lines
+from tui.words import plain, rate
+
+FORMATS = ("toml", "json")
+
+
+def run_list(as_json: bool) -> int:
+    """Every run, the newest first."""
+    listed = runs.list_runs()
+    if as_json:
+        print(msgspec.json.encode({"runs": listed}).decode())
+        return 0
+    if not listed:
+        print("evener: no runs yet; make one with evener balance", file=sys.stderr)
+        return 0
+    rows = [("run", "state", "workload", "devices", "ratios", "probes", "samples/s")]
+    rows += [_row(summary) for summary in listed]
+    print("\n".join(align(rows, numbers_from=5)))
+    for summary in listed:
+        if summary.trouble:
+            print(f"evener: {summary.run}: {plain(summary.trouble)}", file=sys.stderr)
+    return 0
+
+
+def _row(summary: RunSummary) -> tuple[str, str, str, str, str, str, str]:
+    devices = ", ".join(summary.devices[:4]) + (" …" if len(summary.devices) > 4 else "")
+    ratios = ":".join(f"{ratio:.2f}" for ratio in summary.ratios[:4]) + (" …" if len(summary.ratios) > 4 else "")
+    figure = rate(summary.samples_per_second) if summary.samples_per_second is not None else "-"
+    workload = plain(summary.workload, 40)
+    return (summary.run, summary.state, workload, devices, ratios or "-", str(summary.probes), figure)
+
+
+def run_show(name: str, as_json: bool) -> int:
+    """What a run measured, and its plan if it has one."""
+    run = runs.load_run(name)
+    if as_json:
+        print(msgspec.json.encode(_as_json(run)).decode())
+        return 0
+    labels = tuple(device.label for device in run.header.devices)
+    progress = Progress()
+    progress.devices = labels
+    print(f"run {run.header.run}: {plain(run.header.workload)} on {', '.join(labels)}, {run.header.created}")
+    for seen in run.observations:
+        print(f"  {progress.observation_words(seen)}")
+    if run.plan is None:
+        print("no layout was measured")
+        return 0
+    print("\n".join(["", *summary_lines(run.plan, labels, run.verdict)]))
+    return 0
+
+
+def _as_json(run: Run) -> dict[str, Any]:
+    header = msgspec.to_builtins(run.header)
+    return {
+        "run": run.header.run,
+        **{key: header[key] for key in ("created", "workload", "framework", "request", "devices")},
+        "observations": run.observations,
+        "plan": run.plan,
+        "verdict": run.verdict,
+        "interrupted": run.interrupted,
+    }
+
+
+def run_delete(names: list[str], yes: bool) -> int:
+    """Delete runs; asks first on a terminal, and refuses to guess elsewhere."""
+    found = [runs.find(name) for name in names]
+    if not yes:
+        if not sys.stdin.isatty():
+            raise RequestError("Deleting runs needs a yes.", "Say --yes, or answer on a terminal.")
+        answer = input(f"Delete {', '.join(found)}? [y/N] ")
+        if answer.strip().lower() not in ("y", "yes"):
+            print("evener: nothing deleted", file=sys.stderr)
+            return 0
+    for name in found:
+        runs.delete_run(name)
+        print(f"evener: deleted {name}", file=sys.stderr)
+    return 0
+
+
+def run_export(name: str, form: str | None, output: Path | None) -> int:
+    """Write a run's plan to a file, or to standard output."""
+    if form is not None and form not in FORMATS:
+        raise RequestError(f"--format {form!r} is not known.", "Choose toml or json.")
+    run = runs.load_run(name)
+    if run.plan is None:
+        raise RequestError(
+            f"The run {run.header.run} has no plan: nothing was measured in it.",
+            f"Go on with evener balance --resume {run.header.run}.",
+        )
+    if output is None:
+        _print_plan(run.plan, form or "toml")
+        return 0
+    run.plan.save(output, cast(Format | None, form))
+    print(f"evener: plan written to {output}", file=sys.stderr)
+    return 0
+
+
+def _print_plan(plan: Plan, form: str) -> None:
+    text = to_toml(plan) if form == "toml" else to_json(plan)
+    print(text.decode(), end="", flush=True)
