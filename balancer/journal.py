@@ -138,7 +138,12 @@ def create(path: Path, header: Header) -> Journal:
             "Set XDG_STATE_HOME to a folder that you may write.",
         ) from None
     journal = Journal(path, os.fdopen(descriptor, "r+b", buffering=0))
-    journal.append(header)
+    try:
+        journal.append(header)
+    except BaseException:
+        journal.close()
+        path.unlink(missing_ok=True)
+        raise
     return journal
 
 
@@ -256,22 +261,34 @@ def _trusted_bytes(path: Path) -> bytes:
     """The file's content if it is a plain file of this user that nobody else may write, and of bounded size."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            _check_trust(path, os.fstat(descriptor))
+            return _read_all(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise RequestError(
             f"The journal {path} can't be read: {error.strerror or error}.", "List the runs with evener runs."
         ) from None
-    with os.fdopen(descriptor, "rb") as stream:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise RequestError(f"{path} is not a plain file.", "Delete the run.")
-        if status.st_uid != os.getuid() or status.st_mode & 0o022:
-            raise RequestError(
-                f"{path} belongs to, or may be written by, somebody else, and is not trusted.",
-                "Make it yours and chmod 600 it, if you know what is in it.",
-            )
-        if status.st_size > LARGEST_FILE_BYTES:
-            raise RequestError(f"{path} is larger than any journal.", "Delete the run.")
-        return stream.read(LARGEST_FILE_BYTES)
+
+
+def _check_trust(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise RequestError(f"{path} is not a plain file.", "Delete the run.")
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise RequestError(
+            f"{path} belongs to, or may be written by, somebody else, and is not trusted.",
+            "Make it yours and chmod 600 it, if you know what is in it.",
+        )
+    if status.st_size > LARGEST_FILE_BYTES:
+        raise RequestError(f"{path} is larger than any journal.", "Delete the run.")
+
+
+def _read_all(descriptor: int) -> bytes:
+    parts = []
+    while part := os.read(descriptor, 1 << 20):
+        parts.append(part)
+    return b"".join(parts)
 
 
 def _write_all(descriptor: int, content: bytes) -> None:

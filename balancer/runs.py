@@ -149,6 +149,14 @@ def delete_run(name: str) -> str:
     return run
 
 
+def forget_empty(run: str) -> None:
+    """Remove the folder of a run that never came to a journal."""
+    folder = runs_folder() / run
+    with suppress(OSError):
+        if not (folder / JOURNAL).exists():
+            shutil.rmtree(folder)
+
+
 class _Lock:
     """Exclusive locks on some files, with a note in each that says who has them."""
 

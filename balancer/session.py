@@ -43,6 +43,7 @@ class Session:
         self._events: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._seen: list[Observation] = []
+        self._journal: Journal | None = None
         self._locks: list[runs.DeviceLock | runs.RunLock] = []
         try:
             self._record, self._bench = self._begin(request) if resume is None else self._reopen(request, resume)
@@ -94,7 +95,6 @@ class Session:
         self._prober.close()
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
-        self._journal.close()
         self._release()
 
     def _begin(self, request: Request) -> tuple[Record, bench.Bench]:
@@ -107,8 +107,12 @@ class Session:
             run, created, request, found.devices, found.workload, found.framework, __version__, found.largest_share,
             found.notes,
         )  # fmt: skip
-        self._locks.append(runs.RunLock(run))
-        self._journal: Journal = journal.create(runs.journal_path(run), header)
+        try:
+            self._locks.append(runs.RunLock(run))
+            self._journal = journal.create(runs.journal_path(run), header)
+        except BaseException:
+            runs.forget_empty(run)
+            raise
         return Record(header, (), 0), found
 
     def _reopen(self, request: Request, resume: str) -> tuple[Record, bench.Bench]:
@@ -142,7 +146,6 @@ class Session:
             self._events.put(error)
         finally:
             self._prober.close()
-            self._journal.close()
             self._release()
             self._events.put(None)
 
@@ -173,7 +176,7 @@ class Session:
             self._wait_while_paused()
             if self._halt.is_set():
                 return
-            self._journal.append(Asked(probes, self._prober.now()))
+            self._write(Asked(probes, self._prober.now()))
             self._measure(probes, ())
 
     def _measure(self, probes: tuple[Probe, ...], beside: tuple[Probe, ...]) -> None:
@@ -193,8 +196,8 @@ class Session:
         facts = self._prober.facts()
         if facts not in (self._facts, Facts()):
             self._facts = facts
-            self._journal.append(Known(facts))
-        self._journal.append(Seen(seen, at))
+            self._write(Known(facts))
+        self._write(Seen(seen, at))
         self._search.tell(seen)
         self._seen.append(seen)
         self._events.put(
@@ -246,7 +249,7 @@ class Session:
         results = self._search.results()
         ended = Ended(found.plan, results, found.verdict, interrupted, at)
         if ended != self._record.ended:
-            self._journal.append(ended)
+            self._write(ended)
         return Finished(self.run_id, found.plan, results, found.verdict, interrupted, at)
 
     def _seconds(self) -> float:
@@ -275,7 +278,13 @@ class Session:
             f"The budget of {budget:g} s was over before anything was measured.", "Give more, as in --budget 120s."
         )
 
+    def _write(self, entry: journal.Entry) -> None:
+        assert self._journal is not None
+        self._journal.append(entry)
+
     def _release(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
         for lock in self._locks:
             lock.release()
 

@@ -87,8 +87,15 @@ class _Run:
 
     def _measure(self) -> Observation:
         layout = self._probe.layout
+        missing = self._missing()
+        if missing:
+            return self._failed(missing)
         if layout.kind == "place":
-            return self._failed("a simulated machine has no model to place")
+            placement = self._machine.placement(layout.placement)
+            assert placement is not None, "a missing one was told"
+            return self._timed(
+                max(FEWEST_SECONDS, placement.seconds(layout.global_batch)), (None,) * len(layout.shares)
+            )
         step, parts = self._physics()
         machine = self._machine
         held = self._memory()
@@ -98,13 +105,22 @@ class _Run:
             return OutOfMemory(self._probe, full, "the samples do not fit the simulated memory", step)
         return self._timed(step, parts)
 
+    def _missing(self) -> str:
+        """What a simulated machine can't do of the layout; empty if it can."""
+        layout = self._probe.layout
+        if layout.kind == "place" and self._machine.placement(layout.placement) is None:
+            return f"the simulated machine has no placement {layout.placement!r}"
+        if layout.kind == "pack" and layout.placement:
+            return "a simulated device knows plain processes only"
+        return "a simulated machine has no XLA and no other precision" if layout.knobs else ""
+
     def _physics(self) -> tuple[float, tuple[float | None, ...]]:
         """Seconds of one step and of each active device's own part in it, without noise."""
         layout, machine = self._probe.layout, self._machine
         active = layout.active
         crowd = len(self._busy | set(active)) > 1 if layout.kind != "split" else len(active) > 1
         parts = tuple(
-            machine.device_seconds(i, share, crowd) * layout.processes if share else None
+            machine.pack_seconds(i, share, layout.processes, crowd) if share else None
             for i, share in enumerate(layout.shares)
         )
         slowest = max((part for part in parts if part is not None), default=0.0)
@@ -137,6 +153,8 @@ class _Run:
 
     def _memory(self) -> tuple[int | None, ...]:
         layout = self._probe.layout
+        if layout.kind == "place":
+            return (None,) * len(layout.shares)
         return tuple(
             self._machine.memory_bytes(i, share) * layout.processes if share else None
             for i, share in enumerate(layout.shares)

@@ -1,0 +1,91 @@
+"""Which ends of a child mean that memory ran out."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balancer.probes import classify
+
+MEMORY = [
+    (("ResourceExhaustedError", "OpError"), "Graph execution error"),
+    (("OutOfMemoryError", "RuntimeError"), "Tried to allocate 2.00 GiB"),
+    (("MemoryError",), ""),
+    (("AcceleratorError", "RuntimeError"), "CUDA error: out of memory"),
+    (("RuntimeError",), "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
+    (("RuntimeError",), "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
+    (("NotFoundError",), "No algorithm worked!  Error messages: CUDNN_STATUS_ALLOC_FAILED"),
+    (("RuntimeError",), "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    (("OSError",), "[Errno 12] Cannot allocate memory"),
+    (("InternalError",), "CUDA_ERROR_OUT_OF_MEMORY"),
+]
+OTHER = [
+    (("ValueError",), "shapes do not match"),
+    (("ResourceExhaustedError",), "Received message larger than max (5 vs. 4)"),
+    (("InternalError",), "NCCL error: unhandled system error"),
+    ((), ""),
+]
+
+
+@pytest.mark.parametrize(("types", "text"), MEMORY)
+def test_these_exceptions_mean_memory(types: tuple[str, ...], text: str) -> None:
+    """By the type, or by the text where a framework has no type for it."""
+    assert classify.error_is_memory(types, text)
+
+
+@pytest.mark.parametrize(("types", "text"), OTHER)
+def test_these_do_not(types: tuple[str, ...], text: str) -> None:
+    """Errors of other kinds stay what they are."""
+    assert not classify.error_is_memory(types, text)
+
+
+@pytest.mark.parametrize(
+    ("code", "cap_share", "killed", "chatter", "memory"),
+    [
+        (-signal.SIGKILL, 0.0, True, "", True),  # the kernel's killer counted one more
+        (-signal.SIGKILL, 1.0, False, "", False),  # somebody else's kill
+        (-signal.SIGSEGV, 0.9, False, "", True),  # at its cap
+        (-signal.SIGSEGV, 0.2, False, "", False),
+        (-signal.SIGABRT, 0.0, False, "terminate called after throwing an instance of 'std::bad_alloc'", True),
+        (1, 0.0, False, "RuntimeError: CUDA out of memory", True),
+        (1, 0.1, False, "Traceback", False),
+        (0, 1.0, False, "out of memory", False),  # it ended in order
+    ],
+)
+def test_an_end_means_memory_by_its_signal_its_cap_or_its_last_words(
+    code: int, cap_share: float, killed: bool, chatter: str, memory: bool
+) -> None:
+    """A signal alone says nothing."""
+    assert classify.end_is_memory(code, cap_share, killed, chatter) is memory
+
+
+def test_ends_in_words_name_the_signal_or_the_code() -> None:
+    """Also for a signal that has no name."""
+    assert classify.end_in_words(-11) == ("signal", "its process was ended by SIGSEGV")
+    assert classify.end_in_words(7)[0] == "exit"
+    assert "7" in classify.end_in_words(7)[1]
+    assert classify.end_in_words(-200) == ("signal", "its process was ended by signal 200")
+
+
+def test_a_gpu_is_blamed_only_if_one_is_named() -> None:
+    """Two names are no answer."""
+    assert classify.gpu_named("OOM on /job:localhost/replica:0/task:0/device:GPU:1 by allocator GPU_1_bfc") == 1
+    assert classify.gpu_named("device:GPU:0 and device:GPU:1") is None
+    assert classify.gpu_named("somewhere") is None
+
+
+@given(st.text())
+def test_one_line_is_one_bounded_line_that_a_terminal_can_take(text: str) -> None:
+    """No control character, no escape, nothing without end."""
+    line = classify.one_line(text)
+    assert len(line) <= 300
+    assert not any(ord(character) < 32 or 0x7F <= ord(character) < 0xA0 for character in line)
+
+
+def test_a_traced_error_is_told_by_its_last_line() -> None:
+    """TensorFlow's "in user code:" is not what a person needs."""
+    text = "in user code:\n\n    File x.py, line 3\n\n    ValueError: 3 != 4\n"
+    assert classify.one_line(text) == "ValueError: 3 != 4"

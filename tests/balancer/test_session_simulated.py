@@ -1,0 +1,327 @@
+"""Whole sessions on simulated devices: found, stopped, paused, cut off at any line, resumed to the same plan."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from balancer import journal, runs
+from balancer.events import Event, Finished, Observed, Paused, ProbeStarted, Started
+from balancer.journal import Ended, Seen
+from balancer.records import Probe
+from balancer.session import Request, Session
+from evener.errors import DeviceError, NoLayoutError, RequestError
+from evener.plan import Plan, load_plan, parse_plan, to_json, to_toml
+
+PAIR = Request(devices="sim:gtx1080ti,gtx1080")
+
+COSTLY = """
+[sync]
+base_ms = 400.0
+[[device]]
+name = "fast"
+memory_mib = 1000
+memory_base_mib = 100.0
+memory_per_sample_mib = 8.0
+noise = 0.002
+curve = [[16, 40.0], [64, 100.0]]
+[[device]]
+name = "slow"
+memory_mib = 1000
+memory_base_mib = 100.0
+memory_per_sample_mib = 8.0
+contention = 0.1
+noise = 0.002
+curve = [[16, 80.0], [64, 200.0]]
+"""
+
+
+def drive(request: Request, resume: str | None = None) -> list[Event]:
+    """Every event of a session, closed behind it."""
+    session = Session(request, resume=resume)
+    try:
+        return list(session.events())
+    finally:
+        session.close()
+
+
+def ended(events: list[Event]) -> Finished:
+    """The last event."""
+    assert isinstance(events[-1], Finished)
+    return events[-1]
+
+
+def observed(events: list[Event]) -> list[Probe]:
+    """The probes that were measured, in order."""
+    return [event.seen.probe for event in events if isinstance(event, Observed)]
+
+
+def test_the_seed_s_pair_of_cards_is_balanced_in_few_probes() -> None:
+    """At least 2120 samples/s, three fifths for the faster card, at most 16 probes of which 2 run out of memory."""
+    plan = ended(drive(PAIR)).plan
+    assert plan.throughput.samples_per_second >= 2120
+    assert 0.58 <= plan.ratios[0] <= 0.62
+    assert plan.search.probes <= 16
+    assert plan.search.out_of_memory <= 2
+    assert {"even split", "best single device", "solo SIM:0", "solo SIM:1"} <= {one.name for one in plan.evidence}
+    assert parse_plan(to_toml(plan)) == parse_plan(to_json(plan)) == plan
+
+
+def test_events_come_in_order_and_every_observation_is_journalled_first() -> None:
+    """Started, then each probe's start before its end, then the plan that the journal has too."""
+    events = drive(PAIR)
+    assert isinstance(events[0], Started)
+    assert events[0].virtual_time
+    begun = [event.probe for event in events if isinstance(event, ProbeStarted)]
+    assert sorted(begun, key=repr) == sorted(observed(events), key=repr)
+    times = [event.at_seconds for event in events if isinstance(event, Observed)]
+    assert times == sorted(times)
+    run = runs.load_run("last")
+    assert [seen.probe for seen in run.observations] == observed(events)
+    assert run.plan == ended(events).plan
+    assert run.verdict == ended(events).verdict
+
+
+def test_one_seed_is_one_run_and_another_is_another() -> None:
+    """Only the run's name and date differ."""
+    first, second = ended(drive(PAIR)).plan, ended(drive(PAIR)).plan
+    assert same(first) == same(second)
+    other = ended(drive(msgspec.structs.replace(PAIR, seed=1))).plan
+    assert other.throughput != first.throughput
+
+
+def same(plan: Plan) -> Plan:
+    """The plan without its date."""
+    return msgspec.structs.replace(plan, created="")
+
+
+def test_where_keeping_in_step_costs_too_much_the_advice_is_one_device_and_why(tmp_path: Path) -> None:
+    """`solo`, and the sentence names the cost."""
+    machine = tmp_path / "costly.toml"
+    machine.write_text(COSTLY)
+    finished = ended(drive(Request(devices=f"sim:{machine}")))
+    assert finished.plan.layout.kind == "solo"
+    assert finished.plan.ratios == (1.0, 0.0)
+    assert re.search(r"Use SIM:0 alone.*loses \d+%, because keeping them in step costs \d+ ms", finished.verdict)
+
+
+@pytest.mark.parametrize("cut", range(1, 27))
+def test_a_run_cut_off_behind_any_line_resumes_to_the_plan_of_the_undisturbed_run(tmp_path: Path, cut: int) -> None:
+    """No journalled probe is measured again, and the plan is the same to the last digit."""
+    machine = tmp_path / "machine.toml"
+    machine.write_text(COSTLY.replace("400.0", "20.0"))
+    request = Request(devices=f"sim:{machine}", budget_seconds=60.0)
+    whole = ended(drive(request))
+    path = runs.journal_path(whole.run)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:cut]) + b'{"entry":"seen","se')
+    before = [entry.seen.probe for entry in journal.read(path).seen]
+    events = drive(Request(), resume=whole.run[:-1])
+    assert isinstance(events[0], Started)
+    assert events[0].replayed == len(before)
+    assert not set(before) & set(observed(events))
+    assert ended(events).plan == whole.plan
+    assert ended(events).verdict == whole.verdict
+
+
+def test_a_complete_run_resumed_measures_nothing_and_writes_nothing() -> None:
+    """The plan is there at once."""
+    whole = ended(drive(PAIR))
+    content = runs.journal_path(whole.run).read_bytes()
+    again = drive(Request(), resume="last")
+    assert not observed(again)
+    assert ended(again).plan == whole.plan
+    assert runs.journal_path(whole.run).read_bytes() == content
+
+
+def test_a_stop_keeps_the_best_plan_so_far_and_resuming_goes_on() -> None:
+    """Interrupted after some probes: a plan of those; resumed: the plan of the undisturbed run."""
+    session = Session(msgspec.structs.replace(PAIR, pace=0.02))
+    seen = 0
+    events: list[Event] = []
+    for event in session.events():
+        events.append(event)
+        seen += isinstance(event, Observed)
+        if seen == 6:
+            session.stop()
+    session.close()
+    stopped = ended(events)
+    assert stopped.interrupted
+    assert 6 <= stopped.plan.search.probes < 12
+    assert stopped.plan.search.why_stopped == "interrupted"
+    resumed = ended(drive(Request(), resume="last"))
+    assert not resumed.interrupted
+    undisturbed = ended(drive(PAIR))
+    assert msgspec.structs.replace(same(resumed.plan), search=undisturbed.plan.search) == same(undisturbed.plan)
+    assert resumed.plan.search.probes == undisturbed.plan.search.probes
+
+
+def test_a_stop_before_anything_is_measured_is_said_and_can_be_resumed() -> None:
+    """No plan is invented."""
+    session = Session(msgspec.structs.replace(PAIR, pace=1.0))
+    threading.Timer(0.2, session.stop).start()
+    with pytest.raises(NoLayoutError, match="stopped before anything was measured") as fault:
+        list(session.events())
+    session.close()
+    assert session.run_id in fault.value.remedy
+    assert ended(drive(Request(), resume=session.run_id)).plan.search.probes > 6
+
+
+def test_a_pause_starts_no_probe_until_it_is_over() -> None:
+    """The event says so; then the run goes on to its plan."""
+    session = Session(PAIR)
+    session.pause()
+    events = session.events()
+    assert isinstance(next(events), Started)
+    assert isinstance(next(events), Paused)
+    session.unpause()
+    assert isinstance(list(events)[-1], Finished)
+    session.close()
+
+
+def test_an_interrupt_while_waiting_for_events_leaves_the_session_whole() -> None:
+    """Whoever iterates may be torn out and come back."""
+    session = Session(PAIR)
+    first = session.events()
+    next(first)
+    assert isinstance(list(session.events())[-1], Finished)
+    session.close()
+    session.close()
+
+
+def test_a_larger_budget_goes_on_where_a_smaller_one_ended() -> None:
+    """The run's own request counts, but for the budget that is given anew."""
+    small = ended(drive(msgspec.structs.replace(PAIR, budget_seconds=8.0)))
+    assert "budget" in small.plan.search.why_stopped.lower()
+    large = ended(drive(Request(budget_seconds=300.0), resume=small.run))
+    assert large.plan.search.probes > small.plan.search.probes
+    assert large.plan.throughput.samples_per_second >= 2120
+
+
+def test_a_run_is_not_resumed_on_other_devices(tmp_path: Path) -> None:
+    """The machine file changed meanwhile."""
+    machine = tmp_path / "machine.toml"
+    machine.write_text(COSTLY)
+    run = ended(drive(Request(devices=f"sim:{machine}"))).run
+    machine.write_text(COSTLY.replace("slow", "other"))
+    with pytest.raises(RequestError, match="was measured on"):
+        Session(Request(), resume=run)
+
+
+def test_a_run_that_is_going_on_is_neither_resumed_nor_deleted() -> None:
+    """The lock says which process has it."""
+    session = Session(PAIR)
+    with pytest.raises(RequestError, match=r"is going on \(process \d+\)"):
+        Session(Request(), resume=session.run_id)
+    with pytest.raises(RequestError, match="is going on"):
+        runs.delete_run(session.run_id)
+    session.close()
+    runs.delete_run(session.run_id)
+    assert not runs.list_runs()
+
+
+def test_two_sessions_on_the_same_cores_are_refused_unless_shared() -> None:
+    """However the CPU is cut; the fault names the holder; simulated devices are nobody's."""
+    one = Session(Request(devices="cpu:0", workload="synthetic"))
+    with pytest.raises(DeviceError, match=r"CPU:0 is being measured by another evener \(process \d+, run "):
+        Session(Request(devices="cpu/1", workload="synthetic"))
+    beside = Session(Request(devices="cpu/1", workload="synthetic", share=True))
+    beside.close()
+    one.close()
+    Session(Request(devices="cpu:0", workload="synthetic")).close()
+    first, second = Session(PAIR), Session(PAIR)
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (Request(devices="sim:nothing"), "nothing"),
+        (Request(devices="gpu:77"), "gpu|GPU|NVIDIA"),
+        (Request(devices="cpu:9"), "9"),
+        (Request(devices="sim:t4", workload="nothing"), "nothing"),
+        (Request(devices="sim:t4", workload="/no/such/file.py:build"), "/no/such/file.py"),
+        (Request(devices="sim:t4", framework="jax"), "jax"),
+        (Request(devices="sim:t4", global_batch=0), "--global-batch is 0"),
+        (Request(devices="sim:t4", global_batch=10, multiple_of=4), "multiple"),
+        (Request(devices="sim:t4", global_batch=64, max_global_batch=32), "--max-global-batch"),
+        (Request(devices="sim:t4", max_global_batch=4, multiple_of=8), "--max-global-batch"),
+        (Request(devices="sim:t4", multiple_of=0), "--multiple-of"),
+        (Request(devices="sim:t4", budget_seconds=0), "--budget"),
+        (Request(devices="sim:t4", budget_seconds=float("nan")), "--budget"),
+        (Request(devices="sim:t4", tolerance=1.5), "--tolerance"),
+        (Request(devices="sim:t4", objective="speed"), "speed"),
+        (Request(devices="sim:t4", precision="int3"), "int3"),
+        (Request(devices="sim:t4", pace=-1.0), "--pace"),
+        (Request(devices="cpu", workload="synthetic", settings={"nosuch": 1}), "nosuch"),
+    ],
+)
+def test_a_wrong_request_is_one_sentence_that_names_the_thing_and_leaves_no_run(wrong: Request, named: str) -> None:
+    """With a remedy, before anything is started."""
+    with pytest.raises((RequestError, DeviceError), match=named) as fault:
+        Session(wrong)
+    assert fault.value.remedy
+    assert not runs.list_runs()
+
+
+@pytest.mark.parametrize("name", ["nope", "../../etc", "last", ""])
+def test_a_run_that_is_not_there_is_named(name: str) -> None:
+    """Also where there are others, and whatever path the name would make."""
+    drive(PAIR)
+    runs.delete_run("last")
+    with pytest.raises(RequestError):
+        Session(Request(), resume=name)
+    drive(PAIR)
+    if name != "last":
+        with pytest.raises(RequestError):
+            runs.load_run(name)
+
+
+def test_a_state_folder_that_can_t_be_written_is_one_sentence(own_state: Path) -> None:
+    """It says which variable moves it."""
+    own_state.write_text("a file")
+    with pytest.raises(RequestError, match=str(own_state)) as fault:
+        Session(PAIR)
+    assert "XDG_STATE_HOME" in fault.value.remedy
+
+
+def test_runs_are_listed_newest_first_with_their_state() -> None:
+    """Finished, cut off and unreadable ones; a cut-off one still has the plan of what it measured."""
+    first = ended(drive(PAIR))
+    second = ended(drive(PAIR))
+    third = ended(drive(PAIR))
+    path = runs.journal_path(second.run)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:8]))
+    broken = runs.journal_path(third.run)
+    broken.write_bytes(b"{\n{\n")
+    listed = {one.run: one for one in runs.list_runs()}
+    assert listed[first.run].state == "finished"
+    assert listed[first.run].samples_per_second == first.plan.throughput.samples_per_second
+    assert listed[second.run].state == "unfinished"
+    assert listed[third.run].state == "unreadable"
+    assert "line 1" in listed[third.run].trouble
+    cut_off = runs.load_run(second.run)
+    assert cut_off.interrupted
+    assert cut_off.plan is not None
+    assert cut_off.plan.search.why_stopped == "the run was cut off"
+
+
+def test_a_plan_travels_through_its_file_unchanged(tmp_path: Path) -> None:
+    """Saved, loaded, saved again: the same bytes."""
+    plan = ended(drive(PAIR)).plan
+    plan.save(tmp_path / "plan.toml")
+    load_plan(tmp_path / "plan.toml").save(tmp_path / "again.toml")
+    assert (tmp_path / "plan.toml").read_bytes() == (tmp_path / "again.toml").read_bytes()
+
+
+def test_every_line_of_a_journal_is_one_of_the_known_entries() -> None:
+    """The last is the plan."""
+    run = ended(drive(PAIR)).run
+    record = journal.read(runs.journal_path(run))
+    assert isinstance(record.entries[-1], Ended)
+    assert sum(isinstance(entry, Seen) for entry in record.entries) >= 8

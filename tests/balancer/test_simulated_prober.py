@@ -1,0 +1,126 @@
+"""Simulated probes: the machine's physics, honest intervals, one seed one run."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from balancer.events import ProbeProgress
+from balancer.probes.simulated import SimulatedProber
+from balancer.records import Failed, Layout, Observation, OutOfMemory, Probe, Timed, layout_of, solo
+from devices.physics import Machine, SimulatedDevice, Sync
+
+FAST = SimulatedDevice(
+    name="fast", memory_mib=1000, curve=((64, 100.0), (128, 150.0)), memory_base_mib=100, memory_per_sample_mib=1
+)
+SLOW = SimulatedDevice(
+    name="slow",
+    memory_mib=500,
+    curve=((64, 200.0), (128, 300.0)),
+    memory_base_mib=100,
+    memory_per_sample_mib=1,
+    noise=0.02,
+    contention=0.1,
+)
+MACHINE = Machine((FAST, SLOW), Sync(base_ms=5, per_device_ms=10))
+
+
+def observe(prober: SimulatedProber, *probes: Probe, beside: tuple[Probe, ...] = ()) -> dict[Probe, Observation]:
+    """All observations of one asking."""
+    seen = prober.measure(probes, lambda _: None, threading.Event(), beside)
+    return {one.probe: one for one in seen}
+
+
+def only(prober: SimulatedProber, layout: Layout) -> Observation:
+    """The observation of one probe of a layout."""
+    probe = Probe(layout, "split", 4.0)
+    return observe(prober, probe)[probe]
+
+
+def test_a_step_takes_what_the_machine_says() -> None:
+    """Noise-free devices are measured exactly, the cost of keeping in step included."""
+    seen = only(SimulatedProber(MACHINE, 0), solo(2, 0, 128))
+    assert isinstance(seen, Timed)
+    assert seen.step_seconds == 0.15
+    assert seen.memory_bytes == (228 << 20, None)
+    both = only(SimulatedProber(MACHINE, 0), layout_of((64, 64)))
+    assert isinstance(both, Timed)
+    assert abs(both.step_seconds / (0.2 * 1.1 + 0.015) - 1) < 0.02
+    assert both.low_seconds <= both.step_seconds <= both.high_seconds
+
+
+def test_more_than_fits_runs_out_of_memory_on_the_device_that_is_full() -> None:
+    """Out of memory is an observation that names the device, and costs a step."""
+    seen = only(SimulatedProber(MACHINE, 0), layout_of((64, 401)))
+    assert isinstance(seen, OutOfMemory)
+    assert seen.devices == (1,)
+    assert 0 < seen.elapsed_seconds < 2
+
+
+def test_a_pack_holds_its_memory_once_for_each_process() -> None:
+    """Eight times 164 MiB do not fit where six do."""
+    fits = only(SimulatedProber(MACHINE, 0), Layout("pack", (64, 0), processes=6))
+    assert isinstance(fits, Timed)
+    assert abs(fits.samples_per_second / 640 - 1) < 1e-9
+    assert isinstance(only(SimulatedProber(MACHINE, 0), Layout("pack", (64, 0), processes=8)), OutOfMemory)
+
+
+def test_what_a_simulation_has_no_physics_for_is_said() -> None:
+    """A placed model fails with a reason."""
+    seen = only(SimulatedProber(MACHINE, 0), Layout("place", (64, 64), placement="halves"))
+    assert isinstance(seen, Failed)
+    assert seen.cause == "unsupported"
+
+
+def test_a_probe_s_figure_depends_on_the_seed_and_on_nothing_before_it() -> None:
+    """Order doesn't matter, repeats are equal, another turn or seed is another draw."""
+    first, second = Probe(solo(2, 1, 64), "solo", 2.0), Probe(solo(2, 1, 128), "solo", 2.0)
+    prober = SimulatedProber(MACHINE, 7)
+    forward = {**observe(prober, first), **observe(prober, second)}
+    other = SimulatedProber(MACHINE, 7)
+    assert {**observe(other, second), **observe(other, first)} == forward
+    turned = Probe(solo(2, 1, 64), "solo", 2.0, turn=1)
+    times = {forward[first], observe(other, turned)[turned], observe(SimulatedProber(MACHINE, 8), first)[first]}
+    assert len({one.step_seconds for one in times if isinstance(one, Timed)}) == 3
+
+
+def test_solo_probes_of_one_asking_run_together_and_a_resumed_one_is_not_alone() -> None:
+    """Contention slows the second device when the first is busy, or was in the asking that is resumed."""
+    a, b = Probe(solo(2, 0, 64), "solo", 2.0), Probe(solo(2, 1, 64), "solo", 2.0)
+    together = observe(SimulatedProber(MACHINE, 0), a, b)
+    alone = observe(SimulatedProber(MACHINE, 0), b)
+    resumed = observe(SimulatedProber(MACHINE, 0), b, beside=(a,))
+    assert resumed[b] == together[b]
+    assert isinstance(together[b], Timed)
+    assert isinstance(alone[b], Timed)
+    assert 1.05 < together[b].step_seconds / alone[b].step_seconds < 1.15
+
+
+def test_the_clock_is_virtual_and_goes_by_the_longest_probe() -> None:
+    """Two probes at once cost the time of the longer one."""
+    prober = SimulatedProber(MACHINE, 0, start_seconds=100.0)
+    seen = observe(prober, Probe(solo(2, 0, 64), "solo", 2.0), Probe(solo(2, 1, 64), "solo", 2.0))
+    assert prober.now() == 100 + max(one.elapsed_seconds for one in seen.values())
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    """Of 200 seeds, the 95 % interval misses the noise-free step in few."""
+    misses = 0
+    for seed in range(200):
+        seen = only(SimulatedProber(MACHINE, seed), solo(2, 1, 64))
+        assert isinstance(seen, Timed)
+        misses += not seen.low_seconds <= 0.2 <= seen.high_seconds
+    assert misses <= 30  # 10 expected; stopping when it looks tight costs some
+
+
+def test_paced_probes_take_real_time_report_and_stop_without_an_observation() -> None:
+    """`pace` 1 is real time; a stop ends it at once and invents nothing."""
+    told: list[ProbeProgress] = []
+    stop = threading.Event()
+    threading.Timer(0.4, stop.set).start()
+    started = time.monotonic()
+    prober = SimulatedProber(MACHINE, 0, pace=1.0)
+    assert not list(prober.measure((Probe(solo(2, 0, 64), "solo", 30.0),), told.append, stop))
+    assert 0.3 < time.monotonic() - started < 3
+    assert told
+    assert told[-1].at_seconds <= prober.now()

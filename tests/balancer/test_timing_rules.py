@@ -1,0 +1,117 @@
+"""The timing rules on scripted blocks: when they stop, what they say, what they doubt."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from balancer.probes.timing import ENOUGH_BLOCKS, FEWEST_BLOCKS, TIGHT, Block, Measured, Timing
+
+
+def timed(
+    seconds: float, step: Callable[[int], float], cpu: Callable[[int], float | None] = lambda _: None
+) -> Measured:
+    """Run the rules on a clock of their own; `step(i)` and `cpu(i)` are those of the i-th block asked for."""
+    timing, i = Timing(seconds), 0
+    while steps := timing.next_steps():
+        timing.add(Block(steps, steps * step(i), cpu(i), (0.5 * steps * step(i),)))
+        i += 1
+        assert i < 2000, "the rules must end"
+    measured = timing.result()
+    assert measured is not None
+    return measured
+
+
+def codes(measured: Measured) -> set[str]:
+    """The doubts by name."""
+    return {doubt.code for doubt in measured.warnings}
+
+
+def test_steady_steps_end_early_and_without_doubt() -> None:
+    """A step that never varies is believed after the fewest blocks that make an interval."""
+    measured = timed(4.0, lambda _: 0.01)
+    assert measured.step.value == measured.step.low == measured.step.high == 0.01
+    assert measured.steps * 0.01 < 4.0
+    assert not measured.warnings
+    assert measured.own_seconds == (0.005,)
+
+
+def test_slow_first_blocks_are_warm_up_and_not_counted() -> None:
+    """What is slow only at first leaves no trace in the figure."""
+    measured = timed(4.0, lambda i: 1.0 if i < 2 else 0.01)
+    assert measured.step.value == 0.01
+
+
+def test_steps_that_keep_getting_faster_are_said_to_start_slowly() -> None:
+    """A warm-up that never settles ends at its cap, and says so."""
+    assert "slow_start" in codes(timed(2.0, lambda i: 0.2 * 0.8**i))
+
+
+def test_noise_is_measured_until_the_interval_is_tight_or_the_time_spent() -> None:
+    """With moderate noise the interval reaches 1 %; with strong noise the time ends it and the doubt is said."""
+    draw = random.Random(1)
+    moderate = timed(60.0, lambda _: 0.01 * draw.gauss(1, 0.02))
+    assert (moderate.step.high - moderate.step.low) / 2 / moderate.step.value <= TIGHT
+    strong = timed(2.0, lambda _: 0.01 * max(0.1, draw.gauss(1, 0.4)))
+    assert "noisy" in codes(strong)
+
+
+def test_drift_is_said_with_its_sign() -> None:
+    """Steps that become slower by 2 % with each block are no noise."""
+    draw = random.Random(2)
+    measured = timed(2.0, lambda i: 0.05 * (1 + 0.02 * i) * draw.gauss(1, 0.004))
+    (drift,) = [doubt.value for doubt in measured.warnings if doubt.code == "drift"]
+    assert drift > 0.02
+
+
+def test_disturbed_blocks_are_set_aside_and_measured_again() -> None:
+    """Blocks in which others took the cores do not enter the figure while undisturbed ones can be had."""
+    measured = timed(4.0, lambda i: 0.02 if i % 3 == 0 else 0.01, lambda i: 0.5 if i % 3 == 0 else 1.0)
+    assert measured.step.value == 0.01
+    assert "disturbed" in codes(measured)
+
+
+def test_all_blocks_disturbed_still_gives_a_figure_with_the_doubt() -> None:
+    """On a machine that is never quiet the figure stands, doubted."""
+    measured = timed(2.0, lambda _: 0.01, lambda _: 0.7)
+    assert measured.step.value == 0.01
+    assert "disturbed" in codes(measured)
+
+
+def test_rare_long_stalls_are_told_by_mean_and_median() -> None:
+    """A quarter of the blocks four times as long: mean and median part, and a block stands out."""
+    measured = timed(2.0, lambda i: 0.04 if i % 4 == 3 else 0.01)
+    assert {"throttled", "stalled"} <= codes(measured)
+
+
+def test_a_step_longer_than_the_time_is_still_timed_thrice() -> None:
+    """Two warm-up steps and the fewest blocks of one step each."""
+    assert timed(1.0, lambda _: 5.0).steps == FEWEST_BLOCKS
+
+
+def test_nothing_timed_is_nothing_known() -> None:
+    """Stopping in the warm-up leaves no figure."""
+    timing = Timing(1.0)
+    timing.add(Block(1, 0.5))
+    assert timing.result() is None
+    assert timing.interval() is None
+    assert timing.phase == "warming up"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    step=st.floats(1e-5, 3.0),
+    noise=st.floats(0.0, 0.5),
+    seconds=st.floats(0.01, 20.0),
+    seed=st.integers(0, 1000),
+)
+def test_whatever_the_steps_the_rules_end_in_bounded_time(step: float, noise: float, seconds: float, seed: int) -> None:
+    """At most the time and one block more, or the fewest blocks; the interval holds its value."""
+    draw = random.Random(seed)
+    measured = timed(seconds, lambda _: step * max(0.05, draw.gauss(1, noise)))
+    spent = measured.steps * measured.step.value
+    assert spent <= max(seconds, 0.1) * 1.5 + (ENOUGH_BLOCKS + 1) * step * 3
+    assert measured.step.low <= measured.step.value <= measured.step.high
