@@ -9,7 +9,7 @@ import msgspec
 
 from devices.base import DeviceSample, Reading, State
 from tui.view.cells import Line, Span, Tone, cells, clean, cut, pad
-from tui.view.charts import bar, spark
+from tui.view.charts import bar, nice_ceiling, spark
 from tui.view.figures import (
     figure,
     gib,
@@ -182,8 +182,9 @@ def _speed(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
 
 
 def _history(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
-    if any(row.speeds):
-        return (Span(spark(row.speeds, width, marks), "speed"),)
+    fastest = max((speed for speed in row.speeds if speed is not None), default=0.0)
+    if fastest > 0:
+        return (Span(spark(row.speeds, width, marks, nice_ceiling(fastest)), "speed"),)
     return (Span(spark(row.busy, width, marks, 100.0), "accent"),)
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from devices.base import DeviceSample, Snapshot
+from devices.base import DeviceSample, Reading, Snapshot
 from tui.view.cells import Line, Span, Tone, clean, cut, line, pad, span_cells, spread
 from tui.view.charts import bar, graph, nice_ceiling
+from tui.view.details import reading_words
 from tui.view.devices import DeviceRow, short_name
-from tui.view.figures import gib, share_of, short
+from tui.view.figures import gib, short
 from tui.view.marks import Marks
-from tui.words import rate
+from tui.words import rate, size
 
-KEPT_TICKS = 600
+History = Callable[[str, str], tuple[float | None, ...]]  # device id, metric -> a value each tick, oldest first
 
 
 class Arrangement(msgspec.Struct, frozen=True):
@@ -39,52 +40,16 @@ def arrange(width: int, height: int, devices: int) -> Arrangement:
     return Arrangement(devices_rows, graphs, left - graphs, framed)
 
 
-class Trail(msgspec.Struct, frozen=True):
-    """What the newest ticks said of one device, oldest first; None where there was no current value."""
-
-    busy: tuple[float | None, ...] = ()
-    speeds: tuple[float | None, ...] = ()
-    memory: tuple[float | None, ...] = ()  # percent
-    power: tuple[float | None, ...] = ()
-    temperature: tuple[float | None, ...] = ()
-
-
-class Trails:
-    """The newest ticks of every device, bounded; a device that goes away keeps its history until it is forgotten."""
-
-    def __init__(self, kept_ticks: int = KEPT_TICKS) -> None:
-        self._kept_ticks = kept_ticks
-        self._ticks: dict[str, deque[tuple[float | None, ...]]] = {}
-
-    def add(self, snapshot: Snapshot) -> None:
-        """Take in one tick."""
-        for sample in snapshot.devices:
-            ticks = self._ticks.setdefault(sample.device.id, deque(maxlen=self._kept_ticks))
-            share = share_of(sample.memory_used_bytes, sample.memory_total_bytes)
-            ticks.append(
-                (
-                    sample.utilization_percent.current,
-                    sample.samples_per_second.current,
-                    None if share is None else share * 100,
-                    sample.power_watts.current,
-                    sample.temperature_celsius.current,
-                )
-            )
-
-    def of(self, device_id: str, newest: int = KEPT_TICKS) -> Trail:
-        """The newest ticks of one device; empty if it was never seen."""
-        ticks = self._ticks.get(device_id)
-        if not ticks:
-            return Trail()
-        return Trail(*zip(*list(ticks)[-newest:], strict=True))
-
-    def rows(self, snapshot: Snapshot, newest: int = 32) -> tuple[DeviceRow, ...]:
-        """A table row for each device of the snapshot, with its history."""
-        rows = []
-        for sample in snapshot.devices:
-            trail = self.of(sample.device.id, newest)
-            rows.append(DeviceRow(sample, trail.speeds, trail.busy))
-        return tuple(rows)
+def device_rows(snapshot: Snapshot, history: History, newest: int = 32) -> tuple[DeviceRow, ...]:
+    """A table row for each device of the snapshot, with its newest ticks."""
+    return tuple(
+        DeviceRow(
+            sample,
+            history(sample.device.id, "samples_per_second")[-newest:],
+            history(sample.device.id, "utilization_percent")[-newest:],
+        )
+        for sample in snapshot.devices
+    )
 
 
 def top_line(screens: Mapping[str, str], shown: str, right: str, width: int) -> Line:
@@ -135,58 +100,94 @@ def note_line(notes: Sequence[str], width: int, marks: Marks) -> Line:
     )
 
 
-def graph_lines(sample: DeviceSample, trail: Trail, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
+class Graph(NamedTuple):
+    """One graph: its caption, newest figure, values oldest first, the top of its axis as number and text, its tone."""
+
+    caption: str
+    newest: str
+    values: tuple[float | None, ...]
+    highest: float
+    axis: str
+    tone: Tone
+
+
+def graph_lines(sample: DeviceSample, history: History, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
     """Graphs of one device, side by side: samples/s, utilisation, memory, and power where there is room."""
-    panels = _graph_panels(sample, trail)[: 2 if width < 90 else 3 if width < 150 else 4]
-    each = (width - 2 * (len(panels) - 1)) // len(panels)
-    columns = [_graph_column(*panel, each, height, marks) for panel in panels]
-    return tuple(
-        Line(
-            tuple(
-                span for place, column in enumerate(columns) for span in ((Span("  "),) if place else ()) + column[row]
-            )
-        )
-        for row in range(height)
+    graphs = _graphs(sample, history)[: 2 if width < 90 else 3 if width < 150 else 4]
+    each = (width - 2 * (len(graphs) - 1)) // len(graphs)
+    columns = [_graph_column(one, each, height, marks) for one in graphs]
+    rows = []
+    for row in range(height):
+        spans: tuple[Span, ...] = columns[0][row]
+        for column in columns[1:]:
+            spans = (*spans, Span("  "), *column[row])
+        rows.append(Line(spans))
+    return tuple(rows)
+
+
+def _graphs(sample: DeviceSample, history: History) -> tuple[Graph, ...]:
+    def past(metric: str) -> tuple[float | None, ...]:
+        return history(sample.device.id, metric)
+
+    speeds, watts, used = past("samples_per_second"), past("power_watts"), past("memory_used_bytes")
+    fastest = nice_ceiling(_most(speeds))
+    limit = sample.power_limit_watts.value or nice_ceiling(_most(watts))
+    total = sample.memory_total_bytes.value or nice_ceiling(_most(used))
+
+    hottest = sample.temperature_limit_celsius.value or 100.0
+
+    def newest(reading: Reading, draw: Callable[[float], str]) -> str:
+        return reading_words(reading, draw)
+
+    return (
+        Graph(
+            "throughput",
+            newest(sample.samples_per_second, lambda number: f"{rate(number)} samples/s"),
+            speeds,
+            fastest,
+            short(fastest),
+            "speed",
+        ),
+        Graph(
+            "utilisation",
+            newest(sample.utilization_percent, lambda number: f"{number:.0f} %"),
+            past("utilization_percent"),
+            100.0,
+            "100 %",
+            "accent",
+        ),
+        Graph("memory", newest(sample.memory_used_bytes, size), used, total, f"{gib(total)} GiB", "memory"),
+        Graph(
+            "power",
+            newest(sample.power_watts, lambda number: f"{number:.0f} W"),
+            watts,
+            limit,
+            f"{limit:.0f} W",
+            "power",
+        ),
+        Graph(
+            "temperature",
+            newest(sample.temperature_celsius, lambda number: f"{number:.0f} °C"),
+            past("temperature_celsius"),
+            hottest,
+            f"{hottest:.0f} °C",
+            "warn",
+        ),
     )
 
 
-def _graph_panels(sample: DeviceSample, trail: Trail) -> list[tuple[str, str, tuple[float | None, ...], float, Tone]]:
-    """Caption, newest figure, values, top of the axis, tone."""
-    fastest = nice_ceiling(max((speed for speed in trail.speeds if speed is not None), default=1.0))
-    limit = sample.power_limit_watts.value or nice_ceiling(
-        max((watts for watts in trail.power if watts is not None), default=1.0)
-    )
-
-    def newest(values: tuple[float | None, ...], unit: str) -> str:
-        if not values or values[-1] is None:
-            return "not told"
-        return f"{rate(values[-1])} {unit}" if unit == "samples/s" else f"{values[-1]:.0f} {unit}"
-
-    return [
-        ("throughput", newest(trail.speeds, "samples/s"), trail.speeds, fastest, "speed"),
-        ("utilisation", newest(trail.busy, "%"), trail.busy, 100.0, "accent"),
-        ("memory", newest(trail.memory, "%"), trail.memory, 100.0, "memory"),
-        ("power", newest(trail.power, "W"), trail.power, limit, "power"),
-    ]
+def _most(values: Sequence[float | None]) -> float:
+    return max((number for number in values if number is not None), default=1.0)
 
 
-def _graph_column(
-    caption: str,
-    newest: str,
-    values: tuple[float | None, ...],
-    highest: float,
-    tone: Tone,
-    width: int,
-    height: int,
-    marks: Marks,
-) -> list[tuple[Span, ...]]:
-    axis = short(highest)
-    caption_spans = (Span(f"{caption} ", "title"), Span(newest, tone))
-    head = (*pad(caption_spans, width - len(axis) - 1), Span(f" {axis}", "dim"))
-    if span_cells(caption_spans) > width - len(axis) - 1:
-        head = pad(caption_spans, width)
-    rows = graph(values, width, height - 1, marks, highest)
-    return [head, *((Span(row, tone),) for row in rows)]
+def _graph_column(graph_of: Graph, width: int, height: int, marks: Marks) -> list[tuple[Span, ...]]:
+    caption = (Span(f"{graph_of.caption} ", "title"), Span(graph_of.newest, graph_of.tone))
+    room = width - len(graph_of.axis) - 1
+    head = pad(caption, width)
+    if span_cells(caption) <= room:
+        head = (*pad(caption, room), Span(f" {graph_of.axis}", "dim"))
+    rows = graph(graph_of.values, width, height - 1, marks, graph_of.highest)
+    return [head, *((Span(row, graph_of.tone),) for row in rows)]
 
 
 def device_caption(sample: DeviceSample) -> str:

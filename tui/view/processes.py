@@ -47,7 +47,7 @@ PROCESS_COLUMNS: tuple[Column[ProcessSample], ...] = (
     Column("pid", ("pid",), 7, _pid),
     Column("user", ("user",), 8, _user, "left"),
     Column("device", ("device",), 6, _device, "left"),
-    Column("memory", ("memory", "mem"), 6, _memory),
+    Column("memory", ("memory", "mem"), 7, _memory),
     Column("sm", ("SM %", "SM"), 5, _sm),
     Column("cpu", ("CPU %", "CPU"), 6, _cpu),
     Column("speed", ("samples/s", "smp/s"), 6, _speed),
@@ -105,12 +105,13 @@ def process_lines(
     *,
     cursor: int,
     top: int,
+    active: bool,
     sort_key: str,
     descending: bool,
     action: str = "",
     nothing: str = "No process is on these devices.",
 ) -> tuple[tuple[Line, ...], int]:
-    """The heading and as many rows as fit in `height`, and the first row shown."""
+    """The heading and as many rows as fit in `height`, and the first row shown; an active table shows its cursor."""
     widths = column_widths(PROCESS_COLUMNS, PROCESS_GROWTH, {"command": 1000}, width - 1)
     head = heading(PROCESS_COLUMNS, widths, marks, sorted_by=sort_key, descending=descending, action=action)
     if not rows:
@@ -119,7 +120,7 @@ def process_lines(
     first = window(len(rows), cursor, room, top)
     shown = rows[first : first + room]
     lines = tuple(
-        table_row(PROCESS_COLUMNS, widths, row, marks, cursor=first + offset == cursor)
+        table_row(PROCESS_COLUMNS, widths, row, marks, cursor=active and first + offset == cursor)
         for offset, row in enumerate(shown)
     )
     return (head, *lines), first

@@ -1,0 +1,283 @@
+"""The full-screen app: wiring between threads, screens and keys. It decides nothing about devices or balancing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+from textual.app import App, SystemCommand
+from textual.binding import Binding, BindingType
+from textual.reactive import reactive
+from textual.screen import Screen
+
+from balancer.request import Request
+from devices.base import Device, Snapshot
+from devices.discover import discover, open_source
+from devices.visible import visible_gpus
+from evener.errors import RequestError
+from tui.crash import write_crash_log
+from tui.feed import Feed, Load, SampledFeed
+from tui.looks import DARK, DARK_MEANINGS, LIGHT
+from tui.messages import Sampled, SessionEnded, SessionReported
+from tui.record import Recording, ReplaySource
+from tui.sessions import Live, SessionThread
+from tui.view.balance import BalanceState, advance, own_speed
+from tui.view.marks import ASCII, UNICODE, Marks
+from tui.widgets.bars import SCREENS
+
+INTERVALS_SECONDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
+CRASH_EXIT_CODE = 70
+
+
+def _monitor() -> Screen[None]:
+    from tui.screens.monitor import MonitorScreen
+
+    return MonitorScreen()
+
+
+def _balance() -> Screen[None]:
+    from tui.screens.balance import BalanceScreen
+
+    return BalanceScreen()
+
+
+def _runs() -> Screen[None]:
+    from tui.screens.runs import RunsScreen
+
+    return RunsScreen()
+
+
+def make_session(request: Request) -> Live:
+    """A session of this request, on this machine."""
+    from balancer.session import Session
+
+    return Session(request)
+
+
+class EvenerApp(App[int]):
+    """Three screens over one feed of snapshots and at most one session at a time."""
+
+    TITLE = "evener"
+    CSS_PATH = "app.tcss"
+    MODES: ClassVar[dict[str, str | Callable[[], Screen[None]]]] = {
+        "monitor": _monitor,
+        "balance": _balance,
+        "runs": _runs,
+    }
+    DEFAULT_MODE = "monitor"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("1", "show('monitor')", "Monitor", show=False),
+        Binding("2", "show('balance')", "Balance", show=False),
+        Binding("3", "show('runs')", "Runs", show=False),
+        Binding("question_mark,h,f1", "help", "Help", key_display="?"),
+        Binding("T", "switch_looks", "Dark or light", show=False),
+        Binding("q,ctrl+c", "quit", "Quit", key_display="q"),
+    ]
+
+    snapshot: reactive[Snapshot | None] = reactive(None, always_update=True)
+    balance: reactive[BalanceState] = reactive(BalanceState())
+
+    def __init__(
+        self,
+        feed: Feed,
+        *,
+        devices: str = "auto",
+        known_devices: tuple[Device, ...] = (),
+        workload: str | None = None,
+        readonly: bool = False,
+        ascii: bool = False,  # noqa: A002 - the option's name
+        theme: str | None = None,
+        session_maker: Callable[[Request], Live] = make_session,
+    ) -> None:
+        super().__init__()
+        self.feed = feed
+        self.devices = devices
+        self.known_devices = known_devices
+        self.workload = workload
+        self.readonly = readonly
+        self.marks: Marks = ASCII if ascii else UNICODE
+        self.crash_log: Path | None = None
+        self._session_maker = session_maker
+        self._session: SessionThread | None = None
+        self._session_devices: tuple[Device, ...] = ()
+        self.register_theme(DARK)
+        self.register_theme(LIGHT)
+        self.theme = "evener-light" if theme == "light" else "evener-dark"
+        self.set_class(ascii, "-ascii")
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        """The colours with a meaning, for themes that know nothing of them."""
+        return DARK_MEANINGS
+
+    def on_mount(self) -> None:
+        """Start sampling, and end in good order when asked to from outside."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            try:
+                loop.add_signal_handler(number, self.exit, 128 + number)
+            except (ValueError, RuntimeError, NotImplementedError):
+                break  # not in the main thread: whoever runs us there handles signals
+        self.feed.start(self.post_message)
+
+    def close_threads(self) -> None:
+        """Stop the session and the feed, and wait for them; no probe child outlives this."""
+        if self._session is not None:
+            self._session.close()
+        self.feed.stop()
+
+    async def on_unmount(self) -> None:
+        """Join every thread before the terminal goes back."""
+        await asyncio.to_thread(self.close_threads)
+
+    def on_sampled(self, message: Sampled) -> None:
+        """Let the screens follow."""
+        self.snapshot = message.snapshot
+
+    def start_session(self, request: Request, devices: tuple[Device, ...]) -> None:
+        """Begin a search, unless one is under way."""
+        if self.balance.active:
+            return
+        self._session_devices = devices
+        self._session = SessionThread(lambda: self._session_maker(request), self.post_message)
+        names = tuple(device.name for device in devices)
+        labels = tuple(device.label for device in devices)
+        self.balance = BalanceState(devices=labels, names=names, workload=request.workload or "")
+        self._session.start()
+
+    def pause_session(self, paused: bool) -> None:
+        """Hold the search, or let it go on."""
+        if self._session is not None and self.balance.active:
+            self._session.pause(paused)
+            self.balance = msgspec.structs.replace(self.balance, paused=paused)
+
+    def stop_session(self) -> None:
+        """End the search with the best plan so far."""
+        if self._session is not None and self.balance.active:
+            self.balance = msgspec.structs.replace(self.balance, stopping=True, paused=False)
+            self._session.stop()
+
+    def on_session_reported(self, message: SessionReported) -> None:
+        """Take in what the session reports."""
+        if self._session is not None and message.source == self._session.source:
+            self.balance = advance(self.balance, message.event)
+            self._follow_probes()
+
+    def on_session_ended(self, message: SessionEnded) -> None:
+        """Take in that the session is over, and why."""
+        if self._session is None or message.source != self._session.source:
+            return
+        self.balance = msgspec.structs.replace(
+            self.balance, running=(), ended=True, stopping=False, fault=message.fault, remedy=message.remedy
+        )
+        self._follow_probes()
+        if message.fault:
+            self.notify(f"{message.fault} {message.remedy}", title="The search ended", severity="error", markup=False)
+
+    def _follow_probes(self) -> None:
+        """Tell the feed what the running probes do to each device."""
+        loads: dict[str, Load] = {}
+        for running in self.balance.running:
+            for position in running.probe.layout.active:
+                if running.samples_per_second is not None and position < len(self._session_devices):
+                    share = running.probe.layout.shares[position]
+                    loads[self._session_devices[position].id] = Load(own_speed(running, position), share)
+        self.feed.follow(loads)
+
+    def change_interval(self, direction: int) -> None:
+        """Sample more (-1) or less (1) often, in steps."""
+        steps = sorted({*INTERVALS_SECONDS, self.feed.interval_seconds})
+        place = steps.index(self.feed.interval_seconds) + direction
+        self.feed.interval_seconds = steps[max(0, min(place, len(steps) - 1))]
+
+    def action_show(self, name: str) -> None:
+        """Open one of the screens."""
+        if name != self.current_mode and len(self.screen_stack) == 1:
+            self.switch_mode(name)
+
+    def action_help(self) -> None:
+        """Open the help page."""
+        from tui.screens.help import HelpDialog
+
+        if not isinstance(self.screen, HelpDialog):
+            self.push_screen(HelpDialog())
+
+    def action_switch_looks(self) -> None:
+        """Dark to light and back."""
+        self.theme = "evener-light" if self.current_theme.dark else "evener-dark"
+
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
+        """What the command palette offers besides the keys of the screen."""
+        for name, title in SCREENS.items():
+            yield SystemCommand(f"Show {title}", f"The {title} screen", lambda name=name: self.action_show(name))
+        yield SystemCommand("Dark or light", "Turn the colours round", self.action_switch_looks)
+        yield SystemCommand("Theme", "Choose among all themes", self.action_change_theme)
+        yield SystemCommand("Help", "Keys, and what the marks mean", self.action_help)
+        yield SystemCommand("Save a picture", "The screen as an SVG file", self.action_screenshot)
+        yield SystemCommand("Quit", "Leave evener", self.exit)
+
+    def _handle_exception(self, error: Exception) -> None:
+        """Keep the traceback in a file, so that the terminal stays clean; `run_app` prints where."""
+        self.crash_log = self.crash_log or write_crash_log(error)
+        super()._handle_exception(error)
+        self._exit_renderables.clear()
+
+
+def run_app(
+    devices: str,
+    *,
+    readonly: bool = False,
+    ascii: bool = False,  # noqa: A002 - the option's name
+    theme: str | None = None,
+    replay: Path | None = None,
+    workload: str | None = None,
+    interval_seconds: float = 1.0,
+) -> int:
+    """Run the app on this terminal and return the exit code.
+
+    RequestError and DeviceError (devices, replay file) are raised before the terminal is touched.
+    """
+    _check_theme(theme)
+    feed, known = _open_feed(devices, replay, interval_seconds)
+    app = EvenerApp(
+        feed,
+        devices=devices,
+        known_devices=known,
+        workload=workload,
+        readonly=readonly,
+        ascii=ascii,
+        theme=theme,
+    )
+    try:
+        result = app.run()
+    finally:
+        app.close_threads()
+    if app.crash_log is not None or app.return_code == 1:
+        print(f"evener broke; the traceback is in {app.crash_log}.", file=sys.stderr)
+        return CRASH_EXIT_CODE
+    return result or 0
+
+
+def _check_theme(theme: str | None) -> None:
+    if theme not in (None, "dark", "light"):
+        raise RequestError(f"--theme {theme!r} is not known.", "Choose dark or light; the app itself has more.")
+
+
+def _open_feed(devices: str, replay: Path | None, interval_seconds: float) -> tuple[Feed, tuple[Device, ...]]:
+    if replay is not None:
+        recorded = ReplaySource(Recording(replay))
+        return SampledFeed(recorded, max(0.1, recorded.interval_seconds)), recorded.devices()
+    found = discover(devices, only_visible=False)
+    return SampledFeed(open_source(found), interval_seconds), _trainable(found.devices)
+
+
+def _trainable(devices: tuple[Device, ...]) -> tuple[Device, ...]:
+    """A monitor shows every GPU; a search keeps to those that CUDA would."""
+    if not devices or devices[0].kind != "gpu":
+        return devices
+    return visible_gpus(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))

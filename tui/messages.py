@@ -1,0 +1,49 @@
+"""What the threads tell the app: frozen records, of which a slow screen skips all but the newest."""
+
+from __future__ import annotations
+
+from textual.message import Message
+
+from balancer.events import Event, ProbeProgress
+from devices.base import Snapshot
+
+
+class Sampled(Message):
+    """One tick of the sampler."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        super().__init__()
+        self.snapshot = snapshot
+
+    def can_replace(self, message: Message) -> bool:
+        """A newer tick makes one that still waits needless."""
+        return isinstance(message, Sampled)
+
+
+class SessionReported(Message):
+    """A session, or the replay of one, reports an event; `source` tells sessions apart."""
+
+    def __init__(self, source: int, event: Event) -> None:
+        super().__init__()
+        self.source = source
+        self.event = event
+
+    def can_replace(self, message: Message) -> bool:
+        """Only progress of the same probe is replaced: every other event counts."""
+        return (
+            isinstance(message, SessionReported)
+            and isinstance(message.event, ProbeProgress)
+            and isinstance(self.event, ProbeProgress)
+            and message.source == self.source
+            and message.event.probe == self.event.probe
+        )
+
+
+class SessionEnded(Message):
+    """A session's thread is over; `fault` and `remedy` say why if it didn't end well."""
+
+    def __init__(self, source: int, fault: str = "", remedy: str = "") -> None:
+        super().__init__()
+        self.source = source
+        self.fault = fault
+        self.remedy = remedy

@@ -1,0 +1,134 @@
+"""`evener monitor` without the app: plain text or JSON, once or every few seconds, recorded or replayed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+
+from devices.base import Snapshot, Source
+from evener.errors import RequestError
+from tui.record import Recorder, Recording, ReplaySource
+from tui.view.marks import ASCII, UNICODE, Marks
+from tui.view.plain import snapshot_text
+
+SHORTEST_INTERVAL_SECONDS = 0.1
+SETTLE_SECONDS = 0.12  # rates need two readings; the driver's profiler at least 0.1 s between them
+
+
+def run_monitor(
+    devices: str,
+    *,
+    once: bool = False,
+    json: bool = False,
+    interval_seconds: float | None = None,
+    only: tuple[int, ...] | None = None,
+    only_visible: bool = False,
+    record: Path | None = None,
+    replay: Path | None = None,
+    ascii: bool = False,  # noqa: A002 - the option's name
+    stdout: TextIO | None = None,
+) -> int:
+    """Print readings to `stdout` and return the exit code.
+
+    Without `interval_seconds` or `record` there is one reading; a recording is replayed to its end. RequestError and
+    DeviceError say what is wrong with the request, the files or the driver.
+    """
+    out = sys.stdout if stdout is None else stdout
+    _check_interval(interval_seconds)
+    loops = not once and (interval_seconds is not None or record is not None)
+    pause = interval_seconds if interval_seconds is not None else 1.0
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(contextlib.closing(_open(devices, only_visible, replay)))
+        _check_indices(source, only)
+        recorder = stack.enter_context(Recorder(record, os.uname().nodename)) if record is not None else None
+        for snapshot in _snapshots(source, pause, loops=loops):
+            kept = _keep(snapshot, only)
+            _write(out, _json(kept) if json else _text(kept, out, ascii))
+            if recorder is not None and not recorder.write(kept):
+                print(f"evener: {record} is as large as a recording may get; it ends here.", file=sys.stderr)
+                break
+    return 0
+
+
+def _check_interval(interval_seconds: float | None) -> None:
+    if interval_seconds is not None and not SHORTEST_INTERVAL_SECONDS <= interval_seconds <= 86400:
+        raise RequestError(
+            f"-i {interval_seconds:g} is not an interval to read a driver at.",
+            f"Give seconds, from {SHORTEST_INTERVAL_SECONDS:g} on: below that, reading itself slows the devices down.",
+        )
+
+
+def _open(devices: str, only_visible: bool, replay: Path | None) -> Source:
+    if replay is not None:
+        return ReplaySource(Recording(replay))
+    from devices.discover import discover, open_source
+
+    return open_source(discover(devices, only_visible=only_visible))
+
+
+def _check_indices(source: Source, only: tuple[int, ...] | None) -> None:
+    known = [device.index for device in source.devices()]
+    missing = [index for index in only or () if index not in known]
+    if missing:
+        there = ", ".join(map(str, known)) or "none"
+        raise RequestError(f"There is no device {missing[0]}.", f"The indices here are: {there}.")
+
+
+def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapshot]:
+    """One settled reading, or one every `pause` seconds; a recording's without end of its own ends with it."""
+    recorded = source if isinstance(source, ReplaySource) else None
+    if recorded is None:
+        source.sample()
+        time.sleep(SETTLE_SECONDS)
+    elif not loops:
+        yield recorded.recording.snapshot(len(recorded.recording) - 1)
+        return
+    due = time.monotonic()
+    while True:
+        yield source.sample()
+        if not loops or (recorded is not None and recorded.ended):
+            return
+        due = max(due + pause, time.monotonic())
+        time.sleep(max(0.0, due - time.monotonic()))
+
+
+def _keep(snapshot: Snapshot, only: tuple[int, ...] | None) -> Snapshot:
+    if only is None:
+        return snapshot
+    kept = tuple(sample for sample in snapshot.devices if sample.device.index in only)
+    ids = {sample.device.id for sample in kept}
+    processes = tuple(row for row in snapshot.processes if row.device_id in ids)
+    return msgspec.structs.replace(snapshot, devices=kept, processes=processes)
+
+
+def _json(snapshot: Snapshot) -> str:
+    return msgspec.json.encode(snapshot).decode() + "\n"
+
+
+def _text(snapshot: Snapshot, out: TextIO, ascii_only: bool) -> str:
+    on_terminal = out.isatty()
+    colour = on_terminal and "NO_COLOR" not in os.environ
+    width = shutil.get_terminal_size((132, 24)).columns
+    return snapshot_text(snapshot, max(80, width), _marks(out, ascii_only), colour=colour)
+
+
+def _marks(out: TextIO, ascii_only: bool) -> Marks:
+    """Plain ASCII where it is asked for, or where the stream's encoding has nothing else."""
+    try:
+        "━╸▸…".encode(getattr(out, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return ASCII
+    return ASCII if ascii_only else UNICODE
+
+
+def _write(out: TextIO, text: str) -> None:
+    out.write(text)
+    out.flush()

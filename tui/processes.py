@@ -1,0 +1,42 @@
+"""Send a signal to exactly the process that was confirmed, known by its pid and start time."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+
+from devices.base import ProcessSample
+from evener.errors import RequestError
+
+SIGNALS = {"INT": signal.SIGINT, "TERM": signal.SIGTERM, "KILL": signal.SIGKILL}
+START_TIME_TOLERANCE_SECONDS = 0.05  # psutil works it out from clock ticks
+
+
+def send_signal(row: ProcessSample, name: str) -> None:
+    """Send SIG`name`; RequestError if the process ended, its pid is another's now, or it belongs to someone else.
+
+    The process is held by a descriptor while its start time and owner are checked, so the pid can't change hands.
+    """
+    try:
+        held = os.pidfd_open(row.pid)
+    except (ProcessLookupError, OSError):
+        raise RequestError(f"Process {row.pid} has ended.", "Nothing was sent.") from None
+    try:
+        _check_same(row)
+        signal.pidfd_send_signal(held, SIGNALS[name])
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        raise RequestError(f"Process {row.pid} has ended.", "Nothing was sent.") from None
+    except (PermissionError, psutil.AccessDenied):
+        raise RequestError(f"Process {row.pid} may not be signalled by you.", "Nothing was sent.") from None
+    finally:
+        os.close(held)
+
+
+def _check_same(row: ProcessSample) -> None:
+    process = psutil.Process(row.pid)
+    if abs(process.create_time() - row.start_time) > START_TIME_TOLERANCE_SECONDS:
+        raise RequestError(f"Process {row.pid} is another one now.", "Nothing was sent.")
+    if os.geteuid() != 0 and process.uids().real != os.geteuid():
+        raise RequestError(f"Process {row.pid} belongs to another user.", "Ask them, or an administrator.")

@@ -1,0 +1,196 @@
+"""Recordings of the monitor: JSON lines under a version header, written as they happen, read one at a time.
+
+A torn last line is what a kill leaves and is skipped; a broken line before it, or another version, is one sentence.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import msgspec
+
+from devices.base import Device, Snapshot
+from evener.errors import RequestError
+
+VERSION = 1
+LONGEST_LINE_BYTES = 4 << 20
+LARGEST_RECORDING_BYTES = 1 << 30
+MOST_SNAPSHOTS = 10_000_000
+REMEDY = "Give a file that evener monitor --record wrote."
+
+
+class Header(msgspec.Struct, frozen=True):
+    """The first line of a recording."""
+
+    evener_monitor: int  # the version of the format
+    hostname: str = ""
+
+
+_snapshots = msgspec.json.Decoder(Snapshot)
+_headers = msgspec.json.Decoder(Header)
+
+
+class Recorder:
+    """Writes snapshots to a new file; it stops by itself before the file grows beyond `largest_bytes`."""
+
+    def __init__(self, path: Path, hostname: str = "", largest_bytes: int = LARGEST_RECORDING_BYTES) -> None:
+        self.path = path
+        self._largest_bytes = largest_bytes
+        self._written_bytes = 0
+        self.full = False
+        try:
+            self._stream: BinaryIO = path.open("xb", buffering=0)
+        except FileExistsError:
+            raise RequestError(f"{path} is there already.", "Name a new file: a recording replaces nothing.") from None
+        except OSError as error:
+            raise _unwritable(path, error) from None
+        self._append(msgspec.json.encode(Header(VERSION, hostname)) + b"\n")
+
+    def write(self, snapshot: Snapshot) -> bool:
+        """Append one snapshot; False once the file is as large as it may get."""
+        row = msgspec.json.encode(snapshot) + b"\n"
+        if self.full or self._written_bytes + len(row) > self._largest_bytes:
+            self.full = True
+            return False
+        self._append(row)
+        return True
+
+    def _append(self, row: bytes) -> None:
+        left = memoryview(row)
+        try:
+            while left:
+                left = left[os.write(self._stream.fileno(), left) :]
+        except OSError as error:
+            raise _unwritable(self.path, error) from None
+        self._written_bytes += len(row)
+
+    def close(self) -> None:
+        """Let go of the file; it may be called twice."""
+        self._stream.close()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _unwritable(path: Path, error: OSError) -> RequestError:
+    return RequestError(
+        f"The recording {path} can't be written: {error.strerror or error}.", "Name a file in a folder of yours."
+    )
+
+
+class Recording:
+    """A recording that is read; snapshots are found by position, and only one is in memory at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._stream: BinaryIO = path.open("rb")
+            if path.is_dir() or not path.is_file():
+                raise IsADirectoryError(21, "not a file")
+        except OSError as error:
+            raise RequestError(f"The recording {path} can't be read: {error.strerror or error}.", REMEDY) from None
+        try:
+            self.header = self._read_header()
+            self._starts = self._find_lines()
+        except BaseException:
+            self._stream.close()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def snapshot(self, position: int) -> Snapshot:
+        """One snapshot, from 0; RequestError if its line is broken."""
+        self._stream.seek(self._starts[position])
+        row = self._stream.readline(LONGEST_LINE_BYTES)
+        try:
+            return _snapshots.decode(row)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise RequestError(f"{self.path}, line {position + 2}: {error}.", REMEDY) from None
+
+    def close(self) -> None:
+        """Let go of the file; it may be called twice."""
+        self._stream.close()
+
+    def _read_header(self) -> Header:
+        row = self._stream.readline(LONGEST_LINE_BYTES)
+        try:
+            header = _headers.decode(row)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise RequestError(f"{self.path} is not a recording of the monitor.", REMEDY) from None
+        if header.evener_monitor != VERSION:
+            raise RequestError(
+                f"{self.path} is a recording of version {header.evener_monitor}; this evener reads version {VERSION}.",
+                "Replay it with the evener that wrote it.",
+            )
+        return header
+
+    def _find_lines(self) -> list[int]:
+        """Where each whole line begins; the file must hold at least one snapshot."""
+        starts: list[int] = []
+        while True:
+            start = self._stream.tell()
+            row = self._stream.readline(LONGEST_LINE_BYTES)
+            if not row.endswith(b"\n"):
+                if len(row) >= LONGEST_LINE_BYTES:
+                    raise RequestError(f"{self.path}, line {len(starts) + 2}, is longer than any snapshot.", REMEDY)
+                break
+            starts.append(start)
+            if len(starts) > MOST_SNAPSHOTS:
+                raise RequestError(f"{self.path} is longer than {MOST_SNAPSHOTS} snapshots.", REMEDY)
+        if not starts:
+            raise RequestError(f"{self.path} holds no snapshot.", REMEDY)
+        return starts
+
+
+class ReplaySource:
+    """A recording as a source of snapshots: each tick gives the next one; the last stays, with a note."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.position = -1
+        self._first = recording.snapshot(0)
+
+    @property
+    def interval_seconds(self) -> float:
+        """Between its snapshots, as it was recorded."""
+        return max(0.05, self._first.interval_seconds)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last snapshot has been given."""
+        return self.position >= len(self.recording) - 1
+
+    def devices(self) -> tuple[Device, ...]:
+        """Those of the first snapshot."""
+        return tuple(sample.device for sample in self._first.devices)
+
+    def sample(self) -> Snapshot:
+        """The next snapshot; a broken line ends the recording there, and is said."""
+        if self.ended:
+            return self._last()
+        self.position += 1
+        try:
+            return self.recording.snapshot(self.position)
+        except RequestError as fault:
+            broken, self.position = fault, len(self.recording) - 1
+            return msgspec.structs.replace(self._first, devices=(), processes=(), notes=(str(broken),))
+
+    def _last(self) -> Snapshot:
+        try:
+            last = self.recording.snapshot(len(self.recording) - 1)
+        except RequestError as fault:
+            return msgspec.structs.replace(self._first, devices=(), processes=(), notes=(str(fault),))
+        return msgspec.structs.replace(last, notes=(*last.notes, "The recording ends here."))
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self.recording.close()

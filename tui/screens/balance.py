@@ -1,0 +1,106 @@
+"""The Balance screen: a form, then the search as it goes, then its verdict and the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+import msgspec
+from textual.binding import Binding, BindingType
+from textual.widget import Widget
+from textual.widgets import ContentSwitcher
+
+from tui.screens.base import PanelScreen
+from tui.screens.dialogs import ConfirmDialog
+from tui.screens.export import ExportDialog
+from tui.screens.setup import Setup
+from tui.view.balance import BalanceState
+from tui.widgets.balance import BalanceView
+from tui.widgets.choices import Ticks
+
+
+class BalanceScreen(PanelScreen):
+    """Shows the app's session; leaving the screen leaves it running."""
+
+    NAME = "balance"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("p", "pause", "Pause"),
+        Binding("x", "stop", "Stop"),
+        Binding("e", "export", "Export"),
+        Binding("n", "new", "New search"),
+    ]
+
+    def panels(self) -> Iterable[Widget]:
+        """The form, and the search."""
+        with ContentSwitcher(initial="setup", id="switch"):
+            yield Setup(id="setup")
+            yield BalanceView()
+
+    def on_mount(self) -> None:
+        """Follow the session."""
+        self.watch(self.app, "balance", self._followed)
+        if not self.evener.balance.active:
+            self.query_one("#pick-devices", Ticks).focus()
+
+    def _followed(self, state: BalanceState) -> None:
+        shows_search = state != BalanceState()
+        switch = self.query_one("#switch", ContentSwitcher)
+        wanted = "balance" if shows_search else "setup"
+        if switch.current != wanted:
+            switch.current = wanted
+            self.refresh_bindings()
+            if shows_search:
+                self.set_focus(None)
+        if shows_search and self.is_current:
+            self.query_one(BalanceView).take(state)
+        self.refresh_bindings()
+
+    def redraw(self) -> None:
+        """Draw the session as it is now."""
+        width, height = self.app.size
+        self.set_class(width < 100 or height < 30, "-bare")
+        self.query_one(BalanceView).take(self.evener.balance)
+        self.query_one(Setup).redraw()
+
+    def on_resize(self) -> None:
+        """Frames come and go with the size."""
+        self.redraw()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Keys that mean nothing now are not offered."""
+        state = self.evener.balance
+        if action in ("pause", "stop"):
+            return state.active and state.finished is None
+        if action == "export":
+            return state.finished is not None
+        if action == "new":
+            return state.ended
+        return True
+
+    def on_setup_wanted(self, event: Setup.Wanted) -> None:
+        """Start the search."""
+        self.evener.start_session(event.request, event.devices)
+
+    def action_pause(self) -> None:
+        """Hold the search, or let it go on."""
+        self.evener.pause_session(not self.evener.balance.paused)
+
+    def action_stop(self) -> None:
+        """End the search after asking; the best plan so far is kept."""
+        question = "Stop the search? The best plan so far is kept."
+        self.app.push_screen(ConfirmDialog("Stop", question, "Stop"), self._stop)
+
+    def _stop(self, confirmed: bool | None) -> None:
+        if confirmed:
+            self.evener.stop_session()
+
+    def action_export(self) -> None:
+        """Write the plan to a file."""
+        finished = self.evener.balance.finished
+        if finished is not None:
+            self.app.push_screen(ExportDialog(finished.plan))
+
+    def action_new(self) -> None:
+        """Back to the form."""
+        self.evener.balance = msgspec.structs.replace(BalanceState())
+        self.query_one("#pick-devices", Ticks).focus()

@@ -1,0 +1,51 @@
+"""What the screens share: the bar on top, the keys below, and the way to the app."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
+
+from textual.app import ComposeResult
+from textual.screen import Screen
+from textual.widget import Widget
+from textual.widgets import Footer
+
+from tui.widgets.bars import TopBar
+from tui.widgets.lines import Lines
+
+if TYPE_CHECKING:
+    from tui.app import EvenerApp
+
+
+class PanelScreen(Screen[None]):
+    """One of the app's screens; `NAME` is its mode, and panels are drawn again when their size changes."""
+
+    NAME = ""
+
+    @property
+    def evener(self) -> EvenerApp:
+        """The app, by its own type."""
+        return cast("EvenerApp", self.app)
+
+    def compose(self) -> ComposeResult:
+        """The bar, the screen's own panels, the keys."""
+        yield TopBar(self.NAME)
+        yield from self.panels()
+        yield Footer(compact=True, show_command_palette=False)
+
+    def panels(self) -> Iterable[Widget]:
+        """What stands between the bar and the keys."""
+        raise NotImplementedError
+
+    def redraw(self) -> None:
+        """Work every panel's lines out again."""
+        raise NotImplementedError
+
+    def on_lines_resized(self, event: Lines.Resized) -> None:
+        """Fill the new size, once for all panels that changed together."""
+        event.stop()
+        self.call_after_refresh(self.redraw)
+
+    async def on_screen_resume(self) -> None:
+        """Show what happened while another screen was in front."""
+        self.redraw()

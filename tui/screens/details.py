@@ -1,0 +1,44 @@
+"""Everything about one device or process, kept up to date while it is open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, cast
+
+from textual.containers import VerticalScroll
+from textual.widget import Widget
+
+from devices.base import Snapshot
+from tui.screens.dialogs import Dialog, Text
+from tui.view.cells import Line
+
+if TYPE_CHECKING:
+    from tui.app import EvenerApp
+
+
+class DetailsDialog(Dialog[None]):
+    """Draws what `draw(snapshot, width)` gives for the newest snapshot."""
+
+    def __init__(self, title: str, draw: Callable[[Snapshot, int], tuple[Line, ...]]) -> None:
+        super().__init__()
+        self.TITLE_TEXT = title
+        self._draw = draw
+
+    def content(self) -> Iterable[Widget]:
+        """The facts, scrolled where they don't fit."""
+        with VerticalScroll(id="scroll"):
+            yield Text()
+
+    def on_mount(self) -> None:
+        """Follow the newest snapshot."""
+        self.watch(self.app, "snapshot", self.redraw)
+
+    def on_resize(self) -> None:
+        """Wrap anew."""
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Work the facts out again."""
+        snapshot = cast("EvenerApp", self.app).snapshot
+        if snapshot is not None:
+            self.query_one(Text).show(self._draw(snapshot, self.text_width))

@@ -1,0 +1,32 @@
+"""The help dialog: the keys, what the marks mean, and every note of the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
+
+from textual.containers import VerticalScroll
+from textual.widget import Widget
+
+from tui.screens.dialogs import Dialog, Text
+from tui.view.help import help_lines
+
+if TYPE_CHECKING:
+    from tui.app import EvenerApp
+
+
+class HelpDialog(Dialog[None]):
+    """Everything on one page, scrolled where it doesn't fit."""
+
+    TITLE_TEXT = "Help"
+
+    def content(self) -> Iterable[Widget]:
+        """The page."""
+        with VerticalScroll(id="scroll"):
+            yield Text()
+
+    def on_mount(self) -> None:
+        """Write it for this terminal."""
+        app = cast("EvenerApp", self.app)
+        notes = app.snapshot.notes if app.snapshot is not None else ()
+        self.query_one(Text).show(help_lines(notes, app.marks, self.text_width))

@@ -1,0 +1,187 @@
+"""The Monitor screen: every device, the graphs of the chosen one, and what runs on them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+from textual.widget import Widget
+from textual.widgets import Input
+
+from devices.base import DeviceSample, ProcessSample, Snapshot
+from tui.screens.base import PanelScreen
+from tui.screens.details import DetailsDialog
+from tui.screens.signals import SignalDialog
+from tui.view.cells import Line, Span, line
+from tui.view.details import device_details, process_details
+from tui.view.monitor import arrange, host_line, note_line
+from tui.view.processes import identity
+from tui.widgets.devices import DevicePanel, GraphPanel
+from tui.widgets.lines import Lines
+from tui.widgets.lists import ListPanel
+from tui.widgets.processes import ProcessPanel
+
+_BARS = 3  # rows of the bar on top, the host and the keys
+
+
+class MonitorScreen(PanelScreen):
+    """Shows the newest snapshot, or the one at which it was paused."""
+
+    NAME = "monitor"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("slash", "filter", "Filter", key_display="/"),
+        Binding("K,f9", "signal", "Signal"),
+        Binding("space", "pause", "Pause"),
+        Binding("plus", "pace(-1)", "More often", show=False),
+        Binding("minus", "pace(1)", "Less often", show=False),
+        Binding("r,f5", "refresh", "Draw again", show=False),
+        Binding("escape", "end_filter", "End the filter", show=False),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._paused_at: Snapshot | None = None
+
+    def panels(self) -> Iterable[Widget]:
+        """Host, notes, devices, graphs, processes, filter."""
+        yield Lines(id="host", classes="bar")
+        yield Lines(id="notes")
+        yield DevicePanel()
+        yield GraphPanel()
+        yield ProcessPanel()
+        yield Input(placeholder="words in pid, user, device or command", id="filter", compact=True)
+
+    def on_mount(self) -> None:
+        """Follow the newest snapshot."""
+        self.query_one(DevicePanel).focus()
+        self.watch(self.app, "snapshot", self._sampled, init=False)
+
+    def _sampled(self) -> None:
+        if self.is_current and self._paused_at is None:
+            self.redraw()
+
+    @property
+    def shown(self) -> Snapshot | None:
+        """The snapshot on the screen."""
+        return self._paused_at or self.evener.snapshot
+
+    def redraw(self) -> None:
+        """Draw the shown snapshot in every panel."""
+        snapshot = self.shown
+        if snapshot is None:
+            return
+        with self.app.batch_update():
+            self._place_panels(snapshot)
+            self._draw_bars(snapshot)
+            devices = self.query_one(DevicePanel)
+            devices.take(snapshot)
+            self.query_one(GraphPanel).take(devices.chosen)
+            self.query_one(ProcessPanel).take(snapshot)
+
+    def _place_panels(self, snapshot: Snapshot) -> None:
+        notes = self.query_one("#notes", Lines)
+        notes.display = bool(snapshot.notes)
+        filtering = self.query_one("#filter").has_class("-open")
+        width, height = self.app.size
+        rows = arrange(width, height - _BARS - notes.display - filtering, len(snapshot.devices))
+        self.set_class(not rows.framed, "-bare")
+        for kind, count in ((DevicePanel, rows.devices), (GraphPanel, rows.graphs), (ProcessPanel, rows.processes)):
+            panel = self.query_one(kind)
+            panel.display = count > 0
+            panel.styles.height = count
+
+    def _draw_bars(self, snapshot: Snapshot) -> None:
+        app, width = self.evener, self.app.size.width
+        state = "paused" if self._paused_at is not None else app.feed.state
+        self.query_one("#host", Lines).show((host_line(snapshot, width, app.marks, state),))
+        self.query_one("#notes", Lines).show((note_line(snapshot.notes, width, app.marks),))
+
+    def on_list_panel_moved(self) -> None:
+        """The graphs follow the device under the cursor."""
+        self.query_one(GraphPanel).take(self.query_one(DevicePanel).chosen)
+
+    def on_list_panel_opened(self, event: ListPanel.Opened) -> None:
+        """Show everything about the row."""
+        panel = event.panel
+        if isinstance(panel, DevicePanel) and panel.chosen is not None:
+            self._open_device(panel.chosen)
+        elif isinstance(panel, ProcessPanel) and panel.chosen is not None:
+            self._open_process(panel.chosen)
+
+    def _open_device(self, chosen: DeviceSample) -> None:
+        identity = chosen.device.id
+
+        def draw(snapshot: Snapshot, width: int) -> tuple[Line, ...]:
+            sample = next((each for each in snapshot.devices if each.device.id == identity), chosen)
+            return device_details(sample, width)
+
+        self.app.push_screen(DetailsDialog(chosen.device.label, draw))
+
+    def _open_process(self, chosen: ProcessSample) -> None:
+        key = identity(chosen)
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(chosen.start_time))
+
+        def draw(snapshot: Snapshot, width: int) -> tuple[Line, ...]:
+            sample = next((each for each in snapshot.processes if identity(each) == key), None)
+            ended = () if sample is not None else (line(Span(" This process is no longer on the device.", "warn")),)
+            return (*ended, *process_details(sample or chosen, started, width))
+
+        self.app.push_screen(DetailsDialog(f"Process {chosen.pid}", draw))
+
+    def action_sort(self, key: str) -> None:
+        """Sort the processes by a column: the action of its title."""
+        self.query_one(ProcessPanel).sort_by(key)
+
+    def action_filter(self) -> None:
+        """Ask for the words that processes must match."""
+        field = self.query_one("#filter", Input)
+        field.add_class("-open")
+        field.focus()
+        self.redraw()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Filter while typing."""
+        self.query_one(ProcessPanel).filter_by(event.value)
+
+    def on_input_submitted(self) -> None:
+        """Keep the filter and go to what it found."""
+        self._close_filter()
+
+    def action_end_filter(self) -> None:
+        """Show every process again."""
+        self.query_one("#filter", Input).value = ""
+        self._close_filter()
+
+    def _close_filter(self) -> None:
+        self.query_one("#filter").remove_class("-open")
+        self.query_one(ProcessPanel).focus()
+        self.redraw()
+
+    def action_signal(self) -> None:
+        """Ask which signal the process under the cursor gets."""
+        if self.evener.readonly:
+            self.notify("Started with --readonly: signals are off.", severity="warning")
+            return
+        chosen = self.query_one(ProcessPanel).chosen
+        if chosen is None:
+            self.notify("No process is under the cursor.", severity="warning")
+            return
+        self.app.push_screen(SignalDialog(chosen))
+
+    def action_pause(self) -> None:
+        """Hold the picture, or let it go on; sampling goes on either way."""
+        self._paused_at = self.evener.snapshot if self._paused_at is None else None
+        self.redraw()
+
+    def action_refresh(self) -> None:
+        """Go on, and draw everything again."""
+        self._paused_at = None
+        self.redraw()
+        self.refresh(layout=True)
+
+    def action_pace(self, direction: int) -> None:
+        """Sample more or less often."""
+        self.evener.change_interval(direction)
+        self.redraw()

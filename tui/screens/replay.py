@@ -1,0 +1,79 @@
+"""A past run, shown again as it went."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import ClassVar
+
+import msgspec
+from textual.binding import Binding, BindingType
+from textual.widget import Widget
+
+from balancer.events import Event
+from balancer.journal import Header
+from tui.messages import SessionEnded, SessionReported
+from tui.screens.base import PanelScreen
+from tui.sessions import ReplayThread
+from tui.view.balance import BalanceState, advance
+from tui.widgets.balance import BalanceView
+
+
+class ReplayScreen(PanelScreen):
+    """Plays events on a thread of its own, faster than they were; it ends with the screen."""
+
+    NAME = "runs"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("space,p", "pause", "Pause"),
+        Binding("escape,b", "back", "Back", key_display="esc"),
+    ]
+
+    def __init__(self, name: str, header: Header, events: Iterable[Event]) -> None:
+        super().__init__()
+        self.state = BalanceState(
+            run=name,
+            devices=tuple(device.label for device in header.devices),
+            names=tuple(device.name for device in header.devices),
+            workload=header.workload,
+        )
+        self._thread = ReplayThread(events, self.post_message)
+
+    def panels(self) -> Iterable[Widget]:
+        """As on the Balance screen."""
+        yield BalanceView()
+
+    def on_mount(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    async def on_unmount(self) -> None:
+        """End the thread with the screen."""
+        await asyncio.to_thread(self._thread.close)
+
+    def redraw(self) -> None:
+        """Draw the state as it is now."""
+        width, height = self.app.size
+        self.set_class(width < 100 or height < 30, "-bare")
+        self.query_one(BalanceView).take(self.state)
+
+    def on_session_reported(self, message: SessionReported) -> None:
+        """Go on to the next event."""
+        message.stop()
+        self.state = advance(self.state, message.event)
+        self.redraw()
+
+    def on_session_ended(self, message: SessionEnded) -> None:
+        """The journal is at its end."""
+        message.stop()
+        self.state = msgspec.structs.replace(self.state, ended=True, running=())
+        self.redraw()
+
+    def action_pause(self) -> None:
+        """Hold the replay, or let it go on."""
+        self.state = msgspec.structs.replace(self.state, paused=not self.state.paused)
+        self._thread.pause(self.state.paused)
+        self.redraw()
+
+    def action_back(self) -> None:
+        """Back to the list."""
+        self.dismiss(None)

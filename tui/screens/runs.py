@@ -1,0 +1,196 @@
+"""The Runs screen: past runs, the plan of one beside that of another, export, replay, deletion."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal
+from textual.widget import Widget
+
+from balancer import runs
+from balancer.runs import Run, RunSummary
+from evener.errors import EvenerError
+from tui.replays import events_of, read_run
+from tui.screens.base import PanelScreen
+from tui.screens.dialogs import ConfirmDialog
+from tui.screens.export import ExportDialog
+from tui.screens.replay import ReplayScreen
+from tui.view.cells import Line, Span, clean, line, wrap
+from tui.view.runs import plan_lines, run_lines
+from tui.widgets.lines import Lines
+from tui.widgets.lists import ListPanel
+
+
+class RunPanel(ListPanel):
+    """One row a run, the newest first."""
+
+    def __init__(self) -> None:
+        super().__init__(id="runs")
+        self.border_title = "Runs"
+        self.runs: tuple[RunSummary, ...] = ()
+        self.taken = ""
+
+    @property
+    def count(self) -> int:
+        """How many runs there are."""
+        return len(self.runs)
+
+    @property
+    def chosen(self) -> str:
+        """The run under the cursor; empty without one."""
+        return self.runs[self.cursor].run if self.runs else ""
+
+    def take(self, found: tuple[RunSummary, ...]) -> None:
+        """Show these; the cursor stays on its run."""
+        before = self.chosen
+        self.runs = found
+        names = [each.run for each in found]
+        self.cursor = names.index(before) if before in names else max(0, min(self.cursor, len(names) - 1))
+        self.taken = self.taken if self.taken in names else ""
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Work the rows out again."""
+        width, height = self.size
+        lines, self.top = run_lines(self.runs, self.taken, width, height, self.evener.marks, self.cursor, self.top)
+        self.border_subtitle = str(self.count)
+        self.show(lines)
+
+
+class RunsScreen(PanelScreen):
+    """Reads the journals when it is opened and when it is asked to."""
+
+    NAME = "runs"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("space", "take", "Compare"),
+        Binding("e", "export", "Export"),
+        Binding("r", "replay", "Replay"),
+        Binding("d,delete", "delete", "Delete"),
+        Binding("f5", "reload", "Look again", show=False),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._plans: dict[str, Run | str] = {}
+
+    def panels(self) -> Iterable[Widget]:
+        """The list, and one or two plans."""
+        yield RunPanel()
+        with Horizontal(id="plans"):
+            yield Lines(id="left", classes="panel")
+            yield Lines(id="right", classes="panel")
+
+    def on_mount(self) -> None:
+        """Begin at the list."""
+        self.query_one(RunPanel).focus()
+
+    async def on_screen_resume(self) -> None:
+        """Runs may have come since the last look."""
+        await self.action_reload()
+
+    async def action_reload(self) -> None:
+        """Read the list again."""
+        try:
+            found = await asyncio.to_thread(runs.list_runs)
+        except EvenerError as fault:
+            self.notify(str(fault), severity="error", markup=False)
+            return
+        self._plans.clear()
+        self.query_one(RunPanel).take(found)
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Draw the list and the plans."""
+        width, height = self.app.size
+        bare = width < 100 or height < 30
+        self.set_class(bare, "-bare")
+        self.set_class(width < 100, "-narrow")
+        panel = self.query_one(RunPanel)
+        panel.styles.height = max(3, min(panel.count + (2 if bare else 4), (height - 2) * 2 // 5))
+        panel.redraw()
+        self._draw_plans()
+
+    def on_list_panel_moved(self) -> None:
+        """The plans follow the cursor."""
+        self._draw_plans()
+
+    def on_list_panel_opened(self) -> None:
+        """Enter replays."""
+        self.action_replay()
+
+    def _draw_plans(self) -> None:
+        panel = self.query_one(RunPanel)
+        taken = panel.taken if panel.taken != panel.chosen else ""
+        left, right = self.query_one("#left", Lines), self.query_one("#right", Lines)
+        right.display = bool(taken)
+        left.border_title = "Compared with" if taken else "Plan"
+        right.border_title = "Plan"
+        left.show(self._plan_lines(taken or panel.chosen, left.size.width))
+        if taken:
+            right.show(self._plan_lines(panel.chosen, right.size.width))
+
+    def _plan_lines(self, name: str, width: int) -> tuple[Line, ...]:
+        if not name:
+            return ()
+        if name not in self._plans:
+            try:
+                self._plans[name] = runs.load_run(name)
+            except EvenerError as fault:
+                self._plans[name] = str(fault)
+        found = self._plans[name]
+        if isinstance(found, str):
+            return tuple(line(Span(f" {row}", "bad")) for row in wrap(clean(found), max(4, width - 2), 6))
+        return plan_lines(found, width, self.evener.marks)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Keys that need a run are not offered without one."""
+        if action in ("take", "export", "replay", "delete"):
+            return bool(self.query(RunPanel)) and bool(self.query_one(RunPanel).count)
+        return True
+
+    def action_take(self) -> None:
+        """Take the run under the cursor to compare it with others, or let it go."""
+        panel = self.query_one(RunPanel)
+        panel.taken = "" if panel.taken == panel.chosen else panel.chosen
+        panel.redraw()
+        self._draw_plans()
+
+    def action_export(self) -> None:
+        """Write the plan of the run under the cursor."""
+        found = self._plans.get(self.query_one(RunPanel).chosen)
+        if isinstance(found, Run) and found.plan is not None:
+            self.app.push_screen(ExportDialog(found.plan))
+        else:
+            self.notify("This run has no plan.", severity="warning")
+
+    def action_replay(self) -> None:
+        """Show again how the run under the cursor went."""
+        name = self.query_one(RunPanel).chosen
+        if not name:
+            return
+        try:
+            record = read_run(name)
+        except EvenerError as fault:
+            self.notify(str(fault), severity="error", markup=False)
+            return
+        self.app.push_screen(ReplayScreen(name, record.header, events_of(record)))
+
+    def action_delete(self) -> None:
+        """Delete the run under the cursor, after asking."""
+        name = self.query_one(RunPanel).chosen
+        if not name:
+            return
+        question = f"Delete the run {name} and its journal? This can't be undone."
+        self.app.push_screen(ConfirmDialog("Delete a run", question, "Delete"), lambda yes: self._delete(name, yes))
+
+    async def _delete(self, name: str, confirmed: bool | None) -> None:
+        if not confirmed:
+            return
+        try:
+            runs.delete_run(name)
+        except EvenerError as fault:
+            self.notify(str(fault), severity="error", markup=False)
+        await self.action_reload()

@@ -1,0 +1,166 @@
+"""The form that starts a search: devices, workload, objective and bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, ClassVar, cast
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.message import Message
+from textual.widget import Widget
+from textual.widgets import Button, Input
+
+from balancer.request import INPUTS, OBJECTIVES, PRECISIONS, Request
+from evener.errors import EvenerError
+from tui.view.cells import Span, line
+from tui.view.devices import short_name
+from tui.view.setup import request_fields, subset
+from tui.widgets.choices import OneOf, Ticks
+from tui.widgets.lines import Lines
+from tui.words import size
+from workloads import registry
+
+if TYPE_CHECKING:
+    from devices.base import Device
+    from tui.app import EvenerApp
+
+_OWN = "your own"
+_CHOICES = {"objective": OBJECTIVES, "precision": PRECISIONS, "input": INPUTS}
+_FIELDS = {
+    "budget": ("120s", "time for probing, like 120s or 5m; none: until sure"),
+    "global_batch": ("", "fixed samples per step; empty: free"),
+    "max_global_batch": ("", "at most so many samples"),
+    "tolerance": ("0.02", "within it of the best, the smallest global batch wins"),
+    "settings": ("", "the workload's parameters: key=value key=value"),
+}
+_PACE = ("pace", "0.2", "simulated devices: 1 takes real time, 0 none")
+
+
+class Setup(VerticalScroll):
+    """Posts `Wanted` when the form is sent; a wrong field is said and nothing starts."""
+
+    can_focus = False
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+s", "send", "Start", key_display="^s")]
+
+    class Wanted(Message):
+        """This search is to be started."""
+
+        def __init__(self, request: Request, devices: tuple[Device, ...]) -> None:
+            super().__init__()
+            self.request = request
+            self.devices = devices
+
+    @property
+    def evener(self) -> EvenerApp:
+        """The app, by its own type."""
+        return cast("EvenerApp", self.app)
+
+    def compose(self) -> ComposeResult:
+        """Devices and workloads above, options below."""
+        with Horizontal(id="picks"):
+            yield Ticks(id="pick-devices", title="Devices")
+            yield Ticks(id="pick-workload", title="Workload", single=True)
+        with Vertical(id="options", classes="panel") as options:
+            options.border_title = "Options"
+            yield from self._options()
+        with Horizontal(id="send"):
+            yield Button("Start", id="start", variant="success", compact=True)
+            yield Lines(id="problem", classes="bar")
+
+    def _options(self) -> Iterable[Widget]:
+        for name, words in _CHOICES.items():
+            yield self._row(name, OneOf(words, id=name))
+        yield self._row("own", Input(self._own_workload(), "file.py:build", id="own", compact=True))
+        fields = dict(_FIELDS)
+        if self._simulated:
+            fields[_PACE[0]] = _PACE[1:]
+        for name, (default, hint) in fields.items():
+            yield self._row(name, Input(default, hint, id=name, compact=True))
+
+    def _row(self, name: str, field: Widget) -> Widget:
+        label = Lines(classes="label")
+        label.show([line(Span(f" {_OWN + ' workload' if name == 'own' else name.replace('_', ' ')}", "title"))])
+        return Horizontal(label, field, classes="field")
+
+    @property
+    def _simulated(self) -> bool:
+        devices = self.evener.known_devices
+        return bool(devices) and devices[0].kind == "sim"
+
+    def _own_workload(self) -> str:
+        given = self.evener.workload or ""
+        return given if ":" in given else ""
+
+    def on_mount(self) -> None:
+        """Offer what this machine and the registry have."""
+        devices = self.evener.known_devices
+        rows = [(each.label, f"{short_name(each.name)}  {_memory(each)}") for each in devices]
+        self.query_one("#pick-devices", Ticks).offer(rows, frozenset(range(len(rows))))
+        entries = [registry.find(name) for name in registry.names()]
+        kind = devices[0].kind if devices else "gpu"
+        given = self.evener.workload or registry.default_name("tensorflow", kind)
+        names = [entry.name for entry in entries]
+        ticked = len(names) if ":" in given else names.index(given) if given in names else 0
+        self.query_one("#pick-workload", Ticks).offer(
+            [*((entry.name, entry.summary) for entry in entries), (_OWN, "the function named below; its code is run")],
+            frozenset({ticked}),
+        )
+
+    def redraw(self) -> None:
+        """Fill a new size."""
+        height = max(len(self.evener.known_devices), len(registry.names()) + 1)
+        bare = self.screen.has_class("-bare")
+        self.query_one("#picks").styles.height = min(height, max(3, self.size.height - 8)) + (0 if bare else 2)
+        for panel in self.query(Ticks):
+            panel.redraw()
+
+    def on_resize(self) -> None:
+        """Fill the new size."""
+        self.call_after_refresh(self.redraw)
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        """Start."""
+        event.stop()
+        self.action_send()
+
+    def on_input_submitted(self) -> None:
+        """Enter in a field starts too."""
+        self.action_send()
+
+    def action_send(self) -> None:
+        """Read the form and ask for the search that it means."""
+        try:
+            request, devices = self._read()
+        except EvenerError as fault:
+            self.complain(f"{fault.message} {fault.remedy}")
+            return
+        self.complain("")
+        self.post_message(self.Wanted(request, devices))
+
+    def complain(self, text: str) -> None:
+        """Say what is wrong with the form."""
+        self.query_one("#problem", Lines).show([line(Span(f" {text}", "bad"))] if text else [])
+
+    def _read(self) -> tuple[Request, tuple[Device, ...]]:
+        from tui.commands.options import make_request
+
+        known = self.evener.known_devices
+        chosen = sorted(self.query_one("#pick-devices", Ticks).ticked)
+        spec = subset(self.evener.devices, known, chosen)
+        names = registry.names()
+        place = min(self.query_one("#pick-workload", Ticks).ticked)
+        workload = names[place] if place < len(names) else self.query_one("#own", Input).value.strip()
+        framework = registry.find(workload).framework if place < len(names) else "tensorflow"
+        framework = framework if framework != "none" else "tensorflow"
+        fields = request_fields(spec, workload, framework, self._typed())
+        return make_request(**fields), tuple(known[position] for position in chosen)  # type: ignore[arg-type]
+
+    def _typed(self) -> Mapping[str, str]:
+        typed = {field.id or "": field.value for field in self.query(Input)}
+        return typed | {choice.id or "": choice.value for choice in self.query(OneOf)}
+
+
+def _memory(device: Device) -> str:
+    return size(device.usable_memory_bytes) if device.usable_memory_bytes else ""

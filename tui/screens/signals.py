@@ -1,0 +1,91 @@
+"""Choose a signal for one process, and confirm it: two steps, the harmless answer first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal
+from textual.widget import Widget
+from textual.widgets import Button
+
+from devices.base import ProcessSample
+from evener.errors import RequestError
+from tui.processes import send_signal
+from tui.screens.dialogs import ConfirmDialog, Dialog, Text
+from tui.view.cells import Span, clean, cut, line
+
+_MEANINGS = {
+    "INT": "as Ctrl-C does: most trainings save and stop",
+    "TERM": "asks the process to end",
+    "KILL": "ends it at once; nothing is saved",
+}
+
+
+class SignalDialog(Dialog[None]):
+    """Which signal goes to the process."""
+
+    TITLE_TEXT = "Send a signal"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("i", "choose('INT')", "Interrupt"),
+        Binding("t", "choose('TERM')", "Terminate"),
+        Binding("k", "choose('KILL')", "Kill"),
+        Binding("right", "app.focus_next", "Next", show=False),
+        Binding("left", "app.focus_previous", "Previous", show=False),
+    ]
+
+    def __init__(self, chosen: ProcessSample) -> None:
+        super().__init__()
+        self._chosen = chosen
+
+    def content(self) -> Iterable[Widget]:
+        """The process, what each signal means, a button for each."""
+        yield Text()
+        with Horizontal():
+            yield Button("Cancel", id="cancel", compact=True)
+            for name in _MEANINGS:
+                yield Button(name, id=name, compact=True)
+
+    def on_mount(self) -> None:
+        """Say which process it is."""
+        row = self._chosen
+        what = cut(clean(row.command), max(1, self.text_width - 2))
+        self.query_one(Text).show(
+            [
+                line(Span(f"{row.pid} ", "strong"), Span(f"of {clean(row.user)} on {clean(row.device_label)}")),
+                line(Span(what, "dim")),
+                line(),
+                *(
+                    line(Span(f"{name[0].lower()} ", "key"), Span(f"{name:<6}"), Span(text, "dim"))
+                    for name, text in _MEANINGS.items()
+                ),
+                line(),
+            ]
+        )
+        self.query_one("#cancel").focus()
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        """Go on with the chosen signal."""
+        if event.button.id in _MEANINGS:
+            self.action_choose(event.button.id)
+        else:
+            self.dismiss(None)
+
+    def action_choose(self, name: str) -> None:
+        """Ask whether it is meant."""
+        row = self._chosen
+        question = f"Send SIG{name} to process {row.pid} ({cut(clean(row.command), 120)}) of {clean(row.user)}?"
+        self.app.push_screen(
+            ConfirmDialog("Are you sure?", question, f"Send {name}"), lambda yes: self._send(name, yes)
+        )
+
+    def _send(self, name: str, confirmed: bool | None) -> None:
+        if confirmed:
+            try:
+                send_signal(self._chosen, name)
+            except RequestError as fault:
+                self.app.notify(str(fault), severity="error")
+            else:
+                self.app.notify(f"SIG{name} was sent to process {self._chosen.pid}.")
+        self.dismiss(None)

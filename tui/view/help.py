@@ -1,0 +1,71 @@
+"""The help page: keys by screen, and what the marks and colours mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tui.view.cells import Line, Span, Tone, clean, line, wrap
+from tui.view.marks import Marks
+
+_KEYS = {
+    "Everywhere": (
+        ("1 2 3", "Monitor, Balance, Runs"),
+        ("Tab", "next panel"),
+        ("↑ ↓ j k", "move; Page Up, Page Down, Home, End"),
+        ("Enter", "details of the row"),
+        ("Ctrl-P", "command palette"),
+        ("T", "dark or light"),
+        ("? h F1", "this page"),
+        ("q", "quit"),
+    ),
+    "Monitor": (
+        ("/", "filter the processes; Esc ends it"),
+        ("s F6, S", "sort by the next column, turn the order round"),
+        ("K F9", "send a signal to the process, after asking"),
+        ("Space", "hold the picture"),
+        ("+ -", "sample more or less often"),
+        ("r F5", "draw again"),
+    ),
+    "Balance": (
+        ("Ctrl-S", "start"),
+        ("p", "pause: no new probe starts"),
+        ("x", "stop; the best plan so far is kept"),
+        ("e", "export the plan as TOML or JSON"),
+        ("n", "a new search, once the last has ended"),
+    ),
+    "Runs": (
+        ("Space", "take this run to compare it with the one under the cursor"),
+        ("e", "export its plan"),
+        ("r", "replay its journal"),
+        ("d Delete", "delete it, after asking"),
+        ("F5", "look again"),
+    ),
+}
+
+
+def help_lines(notes: Sequence[str], marks: Marks, width: int) -> tuple[Line, ...]:
+    """The whole page in lines of `width` cells."""
+    lines: list[Line] = []
+    for title, keys in _KEYS.items():
+        lines.append(line(Span(title, "strong")))
+        lines += [line(Span(f"  {key:<10}", "key"), Span(text)) for key, text in keys]
+    lines += [line(), line(Span("Figures", "strong")), *_legend(marks)]
+    if notes:
+        lines += [line(), line(Span("This machine", "strong"))]
+        lines += [line(Span(f"  {row}", "warn")) for note in notes for row in wrap(clean(note, 600), width - 2, 6)]
+    return tuple(lines)
+
+
+def _legend(marks: Marks) -> list[Line]:
+    rows: tuple[tuple[str, str, Tone], ...] = (
+        (marks.none, "this device can't tell", "dim"),
+        (f"{marks.denied} denied", "it could, but not to this user", "dim"),
+        (f"{marks.lost} lost", "the device or its driver went away", "bad"),
+        (f"{marks.stale}62", "an old value; details say how old", "dim"),
+        (marks.alarm, "the device reported an error; details say which", "bad"),
+        ("12P", "12 % of the time throttled: P power, T thermal, B brake, S sync or software, H hardware", "warn"),
+        ("history", "samples/s where something reports them, else utilisation", "speed"),
+        ("link", "PCIe and NVLink together, both ways, bytes a second", "text"),
+        ("SM TC DR", "multiprocessors, tensor cores, memory bandwidth: busy per cent", "text"),
+    )
+    return [line(Span(f"  {sign:<10}", tone), Span(text)) for sign, text, tone in rows]

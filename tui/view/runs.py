@@ -1,0 +1,141 @@
+"""Past runs as rows, and a run's plan as lines, narrow enough to stand beside another's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from balancer.events import Finished
+from balancer.runs import Run, RunSummary
+from tui.view.balance import BalanceState
+from tui.view.balance_lines import rival_lines, share_lines, warning_lines
+from tui.view.cells import Line, Span, Tone, clean, cut, line, wrap
+from tui.view.marks import Marks
+from tui.view.table import Column, column_widths, heading, table_row, window
+from tui.words import duration, rate
+
+_STATE_TONES: dict[str, Tone] = {"finished": "good", "interrupted": "warn", "unfinished": "dim", "unreadable": "bad"}
+
+
+class _RunRow:
+    """A run in the list, and whether it was taken to compare."""
+
+    def __init__(self, summary: RunSummary, taken: bool) -> None:
+        self.summary = summary
+        self.taken = taken
+
+
+def _taken(row: _RunRow, _width: int, marks: Marks) -> tuple[Span, ...]:
+    return (Span(marks.tagged if row.taken else "", "speed"),)
+
+
+def _run(row: _RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    return (Span(cut(clean(row.summary.run), width, marks.ellipsis), "strong"),)
+
+
+def _created(row: _RunRow, width: int, _marks: Marks) -> tuple[Span, ...]:
+    shown = clean(row.summary.created.replace("T", " ").removesuffix("Z"))
+    return (Span(shown[:width] if width >= 16 else shown[5:16], "dim"),)
+
+
+def _devices(row: _RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    return (Span(cut(clean(", ".join(row.summary.devices)), width, marks.ellipsis)),)
+
+
+def _workload(row: _RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    text = row.summary.workload or row.summary.trouble
+    return (Span(cut(clean(text), width, marks.ellipsis), "text" if row.summary.workload else "bad"),)
+
+
+def _state(row: _RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    return (Span(cut(row.summary.state, width, marks.ellipsis), _STATE_TONES[row.summary.state]),)
+
+
+def _probes(row: _RunRow, _width: int, _marks: Marks) -> tuple[Span, ...]:
+    return (Span(str(row.summary.probes)),)
+
+
+def _speed(row: _RunRow, _width: int, marks: Marks) -> tuple[Span, ...]:
+    speed = row.summary.samples_per_second
+    return (Span(marks.none, "dim"),) if speed is None else (Span(rate(speed), "speed"),)
+
+
+def _ratios(row: _RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    text = " : ".join(f"{ratio:.3f}" for ratio in row.summary.ratios)
+    return (Span(cut(text, width, marks.ellipsis)),)
+
+
+RUN_COLUMNS: tuple[Column[_RunRow], ...] = (
+    Column("taken", ("",), 1, _taken, "left"),
+    Column("run", ("run",), 15, _run, "left"),
+    Column("created", ("created, UTC", "created"), 11, _created, "left"),
+    Column("devices", ("devices",), 11, _devices, "left"),
+    Column("workload", ("workload",), 10, _workload, "left"),
+    Column("state", ("state",), 6, _state, "left"),
+    Column("probes", ("probes", "n"), 3, _probes),
+    Column("speed", ("samples/s", "smp/s"), 7, _speed),
+    Column("ratios", ("ratios",), 5, _ratios, "left"),
+)
+_GROWTH = (
+    ("ratios", 13),
+    ("run", 20),
+    ("state", 11),
+    ("speed", 9),
+    ("created", 19),
+    ("probes", 6),
+    ("workload", 16),
+)
+
+
+def run_lines(
+    runs: Sequence[RunSummary], taken: str, width: int, height: int, marks: Marks, cursor: int, top: int
+) -> tuple[tuple[Line, ...], int]:
+    """The heading and as many runs as fit in `height`, and the first one shown."""
+    widths = column_widths(RUN_COLUMNS, _GROWTH, {"devices": 40, "ratios": 40, "workload": 60}, width - 1)
+    head = heading(RUN_COLUMNS, widths, marks)
+    if not runs:
+        return (head, line(Span(" No runs yet: make one on the Balance screen, key 2.", "dim"))), 0
+    room = max(0, height - 1)
+    first = window(len(runs), cursor, room, top)
+    rows = tuple(
+        table_row(RUN_COLUMNS, widths, _RunRow(each, each.run == taken), marks, cursor=first + place == cursor)
+        for place, each in enumerate(runs[first : first + room])
+    )
+    return (head, *rows), first
+
+
+def state_of(run: Run) -> BalanceState:
+    """The end of a run as the Balance screen has it."""
+    devices = tuple(device.label for device in run.header.devices)
+    names = tuple(device.name for device in run.header.devices)
+    state = BalanceState(run=run.header.run, devices=devices, names=names, workload=run.header.workload, ended=True)
+    if run.plan is None:
+        return state
+    finished = Finished(run.header.run, run.plan, (), run.verdict, run.interrupted, run.plan.search.seconds)
+    return BalanceState(
+        run=run.header.run, devices=devices, names=names, workload=run.header.workload, finished=finished, ended=True
+    )
+
+
+def plan_lines(run: Run, width: int, marks: Marks) -> tuple[Line, ...]:
+    """A run's plan: shares, rivals, the search behind it, its warnings."""
+    head = line(Span(f" {clean(run.header.run)} ", "strong"), Span(clean(run.header.workload), "dim"))
+    if run.plan is None:
+        text = f"No plan: the session ended after {len(run.observations)} measurements."
+        return (head, line(Span(f" {text}", "warn")))
+    plan, state = run.plan, state_of(run)
+    facts = f"{plan.framework}, {plan.precision}{', XLA' if plan.xla else ''}"
+    search = plan.search
+    effort = f"{search.probes} probes, {search.out_of_memory} out of memory, {duration(search.seconds)}"
+    rows = wrap(clean(run.verdict), max(4, width - 2), 4)
+    return (
+        head,
+        line(Span(f" {clean(facts)}; {effort}", "dim")),
+        Line(),
+        *share_lines(state, width, marks),
+        Line(),
+        *rival_lines(state, width, marks),
+        Line(),
+        *(line(Span(f" {row}", "good")) for row in rows),
+        line(Span(f" {clean(search.why_stopped)}", "dim")),
+        *warning_lines(plan.warnings, width, marks),
+    )

@@ -1,0 +1,107 @@
+"""The panels that show a session: live on the Balance screen, and again in a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
+
+from textual.app import ComposeResult
+from textual.containers import Horizontal, Vertical
+from textual.widget import Widget
+
+from tui.view.balance import BalanceState, curves
+from tui.view.balance_lines import lane_lines, rival_lines, search_lines, share_lines
+from tui.widgets.curves import CurvePlot
+from tui.widgets.lines import Lines
+
+if TYPE_CHECKING:
+    from tui.app import EvenerApp
+
+
+def _panel(name: str, title: str) -> Lines:
+    panel = Lines(id=name, classes="panel")
+    panel.border_title = title
+    return panel
+
+
+class BalanceView(Widget):
+    """Draws one state; where rows are few, the chart goes before the words do."""
+
+    def __init__(self) -> None:
+        super().__init__(id="balance")
+        self.state = BalanceState()
+
+    def compose(self) -> ComposeResult:
+        """Devices over chart and shares over search."""
+        yield _panel("lanes", "Devices")
+        with Horizontal(id="middle"):
+            yield CurvePlot()
+            with Vertical(id="side"):
+                yield from self._side()
+        yield _panel("search", "Search")
+
+    def _side(self) -> Iterable[Widget]:
+        yield _panel("shares", "Shares")
+        yield _panel("rivals", "Throughput")
+
+    def take(self, state: BalanceState) -> None:
+        """Draw this state."""
+        self.state = state
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Work every panel out again."""
+        if not self.is_mounted or not self.size.height:
+            return
+        state, marks = self.state, cast("EvenerApp", self.app).marks
+        with self.app.batch_update():
+            self._place_panels()
+            for name, draw in (("lanes", lane_lines), ("shares", share_lines), ("rivals", rival_lines)):
+                panel = self.query_one(f"#{name}", Lines)
+                panel.show(draw(state, panel.size.width, marks))
+            search = self.query_one("#search", Lines)
+            search.show(search_lines(state, search.size.width, search.size.height, marks))
+            lanes = self.query_one("#lanes", Lines)
+            lanes.border_title = f"{state.workload or 'Devices'}"
+            lanes.border_subtitle = f"run {state.run}" if state.run else ""
+            self.query_one(CurvePlot).take(curves(state))
+
+    def _place_panels(self) -> None:
+        """Rows for each part: every device, then the figures, then the search, then the chart."""
+        width, height = self.size
+        framed = height >= 26 and width >= 100
+        self.set_class(not framed, "-bare")
+        frame = 2 if framed else 0
+        self.set_class(width < 100, "-narrow")
+        lanes = min(max(1, len(self.state.devices)) + 1 + frame, max(2, height // 3))
+        least_search = 4 + frame
+        middle = max(0, min(height - lanes - least_search, (height - lanes) * 3 // 5))
+        shares = self._share_rows(width) + frame
+        rivals = 4 + frame
+        if width < 100:
+            chart = max(0, middle - shares - rivals)
+            self.query_one("#curves").display = chart >= 8
+            self.query_one("#curves").styles.height = chart
+            middle = shares + rivals + (chart if chart >= 8 else 0)
+            middle = max(0, min(middle, height - lanes - 2))
+        else:
+            self.query_one("#curves").display = middle >= 6
+            self.query_one("#curves").styles.height = "1fr"
+        self.query_one("#lanes").styles.height = lanes
+        self.query_one("#middle").styles.height = middle
+        self.query_one("#shares").styles.height = shares
+        self.query_one("#search").styles.height = max(0, height - lanes - middle)
+
+    def _share_rows(self, width: int) -> int:
+        each = 26
+        room = width if width < 100 else width // 2
+        return 2 + max(1, -(-len(self.state.devices) * each // max(each, room)))
+
+    def on_lines_resized(self, event: Lines.Resized) -> None:
+        """Fill the new size."""
+        event.stop()
+        self.call_after_refresh(self.redraw)
+
+    def on_resize(self) -> None:
+        """Share the rows out anew."""
+        self.redraw()

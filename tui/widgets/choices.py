@@ -1,0 +1,133 @@
+"""Choices in a form: a list with ticks, and one word out of a few."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+from textual.message import Message
+
+from tui.view.cells import Line, Span, clean, cut, line
+from tui.view.table import window
+from tui.widgets.lines import Lines
+from tui.widgets.lists import ListPanel
+
+
+class Ticks(ListPanel):
+    """A list of which several entries, or exactly one, are ticked."""
+
+    HEADING_ROWS = 0
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("space", "tick", "Tick"), Binding("enter", "tick", show=False)]
+
+    class Changed(Message):
+        """Another entry is ticked."""
+
+        def __init__(self, panel: Ticks) -> None:
+            super().__init__()
+            self.panel = panel
+
+    def __init__(self, *, id: str, title: str, single: bool = False) -> None:  # noqa: A002 - Textual's name
+        super().__init__(id=id)
+        self.border_title = title
+        self._single = single
+        self.entries: tuple[tuple[str, str], ...] = ()
+        self.ticked: frozenset[int] = frozenset()
+
+    @property
+    def count(self) -> int:
+        """How many entries there are."""
+        return len(self.entries)
+
+    def offer(self, entries: Sequence[tuple[str, str]], ticked: frozenset[int]) -> None:
+        """Name and note of each entry, and which are ticked at first."""
+        self.entries, self.ticked = tuple(entries), ticked
+        self.cursor = min(ticked, default=0) if self._single else 0
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Work the rows out again."""
+        width, height = self.size
+        self.top = window(self.count, self.cursor, height, self.top)
+        marks = self.evener.marks
+        rows: list[Line] = []
+        longest = max((len(name) for name, _ in self.entries), default=0)
+        for place in range(self.top, min(self.count, self.top + height)):
+            name, note = self.entries[place]
+            inside = ("o" if self._single else "x") if place in self.ticked else " "
+            box = f"({inside})" if self._single else f"[{inside}]"
+            pointer = marks.cursor if self.has_focus and place == self.cursor else " "
+            shown = clean(name).ljust(min(longest, 28))
+            rest = cut(clean(note), max(0, width - len(shown) - 8), marks.ellipsis)
+            rows.append(
+                line(
+                    Span(pointer, "strong"),
+                    Span(f"{box} ", "speed" if place in self.ticked else "dim"),
+                    Span(f"{shown}  ", "text"),
+                    Span(rest, "dim"),
+                    cursor=self.has_focus and place == self.cursor,
+                )
+            )
+        self.show(rows)
+
+    def action_tick(self) -> None:
+        """Tick the entry under the cursor; where several may be, again unticks it."""
+        if not self.count:
+            return
+        here = frozenset({self.cursor})
+        self.ticked = here if self._single else self.ticked ^ here
+        self.redraw()
+        self.post_message(self.Changed(self))
+
+    def on_lines_row_clicked(self, event: Lines.RowClicked) -> None:
+        """A click ticks."""
+        event.stop()
+        row = self.top + event.row
+        if row < self.count:
+            self.cursor = row
+            self.action_tick()
+
+
+class OneOf(Lines):
+    """One word out of a few; left, right, Space or a click take the next."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("right,space,enter", "turn(1)", "Next", show=False),
+        Binding("left", "turn(-1)", "Before", show=False),
+    ]
+
+    def __init__(self, words: Sequence[str], *, id: str) -> None:  # noqa: A002 - Textual's name
+        super().__init__(id=id, classes="bar", focusable=True)
+        self._words = tuple(words)
+        self.value = self._words[0]
+
+    def on_mount(self) -> None:
+        """Show the first."""
+        self.redraw()
+
+    def on_focus(self) -> None:
+        """Show that keys turn it."""
+        self.redraw()
+
+    def on_blur(self) -> None:
+        """Show that they don't."""
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Show the word between arrows, where there are others."""
+        more = len(self._words) > 1
+        around = ("< ", " >") if more else ("", "")
+        self.show(
+            [line(Span(around[0], "key"), Span(self.value, "strong"), Span(around[1], "key"), cursor=self.has_focus)]
+        )
+
+    def action_turn(self, steps: int) -> None:
+        """Take another word."""
+        place = self._words.index(self.value)
+        self.value = self._words[(place + steps) % len(self._words)]
+        self.redraw()
+
+    def on_lines_row_clicked(self, event: Lines.RowClicked) -> None:
+        """A click takes the next word."""
+        event.stop()
+        self.action_turn(1)

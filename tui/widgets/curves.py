@@ -1,0 +1,91 @@
+"""The chart of samples/s against batch: believed curves, measured points, the walls where memory ran out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from rich.text import Text
+from textual_plotext import PlotextPlot
+
+from tui.view.balance import CurvePoints
+from tui.view.cells import DEVICE_TONES
+from tui.view.figures import short
+from tui.view.marks import to_ascii
+
+if TYPE_CHECKING:
+    from tui.app import EvenerApp
+
+TICKS = 5
+
+
+class CurvePlot(PlotextPlot):  # type: ignore[misc] # the library has no types
+    """Each device in its colour; its measured points carry its number, so that they are told apart without colour."""
+
+    can_focus = False
+
+    def __init__(self) -> None:
+        super().__init__(id="curves", classes="panel")
+        self.border_title = "Samples/s against batch"
+        self._curves: tuple[CurvePoints, ...] = ()
+
+    @property
+    def evener(self) -> EvenerApp:
+        """The app, by its own type."""
+        return cast("EvenerApp", self.app)
+
+    def take(self, curves: Sequence[CurvePoints]) -> None:
+        """Draw these curves, if they are others than before."""
+        if tuple(curves) != self._curves:
+            self._curves = tuple(curves)
+            self.refresh()
+
+    def render(self) -> Text:
+        """The plot in the size and colours of now."""
+        if not self._curves or self.size.width < 20 or self.size.height < 5:
+            return Text(" Curves show once the first probes have ended." if self.size.width >= 20 else "", "dim")
+        self._draw()
+        text = cast(Text, super().render())
+        if self.evener.marks.braille:
+            return text
+        plain = Text(to_ascii(text.plain))
+        for span in text.spans:
+            plain.stylize(span.style, span.start, span.end)
+        return plain
+
+    def _draw(self) -> None:
+        plt = self.plt
+        plt.clear_data()
+        plt.clear_figure()
+        line_mark = "braille" if self.evener.marks.braille else "."
+        colours = self._colours()
+        for curve in self._curves:
+            colour = colours[curve.device % len(colours)]
+            if len(curve.believed) > 1:
+                plt.plot(*zip(*curve.believed, strict=True), color=colour, marker=line_mark)
+            if curve.wall is not None:
+                plt.vline(curve.wall, color=colour)
+        for curve in self._curves:
+            if curve.measured:
+                mark = str(curve.device) if curve.device < 10 else "+"
+                plt.scatter(*zip(*curve.measured, strict=True), color=colours[curve.device % len(colours)], marker=mark)
+        self._draw_axes()
+
+    def _draw_axes(self) -> None:
+        everything = [point for curve in self._curves for point in (*curve.believed, *curve.measured)]
+        walls = [(curve.wall, 0.0) for curve in self._curves if curve.wall is not None]
+        top = max((speed for _, speed in everything), default=1.0) * 1.05
+        last = max((batch for batch, _ in (*everything, *walls)), default=1)
+        self.plt.ylim(0, top)
+        self.plt.xlim(0, last * 1.03)
+        ticks = [top * step / (TICKS - 1) for step in range(TICKS)]
+        self.plt.yticks(ticks, [short(tick) for tick in ticks])
+        batches = [round(last * step / (TICKS - 1)) for step in range(TICKS)]
+        self.plt.xticks(batches, [str(batch) for batch in batches])
+        self.plt.xlabel("batch")
+
+    def _colours(self) -> list[tuple[int, int, int]]:
+        from textual.color import Color
+
+        variables = self.app.theme_variables
+        return [Color.parse(variables[f"ev-{tone}"]).rgb for tone in DEVICE_TONES]

@@ -1,0 +1,65 @@
+"""The panel of devices, and the graphs of the one under its cursor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from devices.base import DeviceSample, Snapshot
+from tui.view.devices import device_lines
+from tui.view.monitor import device_caption, device_rows, graph_lines
+from tui.widgets.lines import Lines
+from tui.widgets.lists import ListPanel
+
+if TYPE_CHECKING:
+    from tui.app import EvenerApp
+
+
+class DevicePanel(ListPanel):
+    """One row a device."""
+
+    def __init__(self) -> None:
+        super().__init__(id="devices")
+        self.border_title = "Devices"
+        self.snapshot: Snapshot | None = None
+
+    @property
+    def count(self) -> int:
+        """How many devices there are."""
+        return len(self.snapshot.devices) if self.snapshot is not None else 0
+
+    @property
+    def chosen(self) -> DeviceSample | None:
+        """The device under the cursor."""
+        return self.snapshot.devices[self.cursor] if self.snapshot is not None and self.count else None
+
+    def take(self, snapshot: Snapshot) -> None:
+        """Show this snapshot."""
+        self.snapshot = snapshot
+        self.cursor = max(0, min(self.cursor, self.count - 1))
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Work the rows out again."""
+        if self.snapshot is None:
+            return
+        app = self.evener
+        rows = device_rows(self.snapshot, app.feed.history)
+        lines, self.top = device_lines(rows, self.size.width, self.size.height, app.marks, self.cursor, self.top)
+        cost = f"{self.snapshot.sampling_seconds * 1e3:.1f} ms"
+        self.border_subtitle = f"every {app.feed.interval_seconds:g} s, {cost} each"
+        self.show(lines)
+
+
+class GraphPanel(Lines):
+    """The newest minutes of one device."""
+
+    def __init__(self) -> None:
+        super().__init__(id="graphs", classes="panel")
+
+    def take(self, sample: DeviceSample | None) -> None:
+        """Show this device."""
+        if sample is None or not self.display:
+            return
+        app = cast("EvenerApp", self.app)
+        self.border_title = device_caption(sample)
+        self.show(graph_lines(sample, app.feed.history, self.size.width, self.size.height, app.marks))

@@ -1,0 +1,101 @@
+"""A panel of rows with a cursor: keys, wheel and clicks move it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, cast
+
+from textual.binding import Binding, BindingType
+from textual.message import Message
+
+from tui.widgets.lines import Lines
+
+if TYPE_CHECKING:
+    from tui.app import EvenerApp
+
+
+class ListPanel(Lines):
+    """Rows below a heading line; the cursor is a position among all rows, `top` the first one shown."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "move(-1)", "Up", show=False),
+        Binding("down,j", "move(1)", "Down", show=False),
+        Binding("pageup", "page(-1)", "Page up", show=False),
+        Binding("pagedown", "page(1)", "Page down", show=False),
+        Binding("home", "move(-1000000)", "First", show=False),
+        Binding("end", "move(1000000)", "Last", show=False),
+        Binding("enter", "open", "Details"),
+    ]
+    HEADING_ROWS = 1
+
+    class Moved(Message):
+        """The cursor is on another row."""
+
+    class Opened(Message):
+        """The row under the cursor is to be shown whole."""
+
+        def __init__(self, panel: ListPanel) -> None:
+            super().__init__()
+            self.panel = panel
+
+    def __init__(self, *, id: str) -> None:  # noqa: A002 - Textual's name
+        super().__init__(id=id, classes="panel", focusable=True)
+        self.cursor = 0
+        self.top = 0
+
+    @property
+    def evener(self) -> EvenerApp:
+        """The app, by its own type."""
+        return cast("EvenerApp", self.app)
+
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        raise NotImplementedError
+
+    def redraw(self) -> None:
+        """Work the lines out again."""
+        raise NotImplementedError
+
+    def action_move(self, rows: int) -> None:
+        """Move the cursor by so many rows, as far as there are any."""
+        moved = max(0, min(self.cursor + rows, self.count - 1))
+        if moved != self.cursor:
+            self.cursor = moved
+            self.cursor_moved()
+        self.redraw()
+        self.post_message(self.Moved())
+
+    def cursor_moved(self) -> None:
+        """Note what is under the cursor now."""
+
+    def action_page(self, pages: int) -> None:
+        """Move by the rows that are seen at once."""
+        self.action_move(pages * max(1, self.size.height - self.HEADING_ROWS))
+
+    def action_open(self) -> None:
+        """Show the row under the cursor whole."""
+        if self.count:
+            self.post_message(self.Opened(self))
+
+    def on_lines_row_clicked(self, event: Lines.RowClicked) -> None:
+        """Go to the row; a double click opens it."""
+        event.stop()
+        row = self.top + event.row - self.HEADING_ROWS
+        if event.row < self.HEADING_ROWS or row >= self.count:
+            return
+        self.action_move(row - self.cursor)
+        if event.clicks >= 2:
+            self.action_open()
+
+    def on_lines_scrolled(self, event: Lines.Scrolled) -> None:
+        """Move with the wheel."""
+        event.stop()
+        self.action_move(event.rows)
+
+    def on_focus(self) -> None:
+        """The cursor shows where the keys go."""
+        self.redraw()
+
+    def on_blur(self) -> None:
+        """The keys go elsewhere."""
+        self.redraw()

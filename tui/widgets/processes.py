@@ -1,0 +1,104 @@
+"""The panel of processes: sorted, filtered, with the cursor on one process whichever way the rows move."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+
+from devices.base import ProcessSample, Snapshot
+from tui.view.processes import SORT_KEYS, arrange, descending_first, identity, process_lines
+from tui.widgets.lists import ListPanel
+
+
+class ProcessPanel(ListPanel):
+    """One row for each process on a device."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("s,f6", "next_sort", "Sort"),
+        Binding("S", "reverse", "Reverse", show=False),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__(id="processes")
+        self.border_title = "Processes"
+        self.snapshot: Snapshot | None = None
+        self.rows: tuple[ProcessSample, ...] = ()
+        self.sort_key = "memory"
+        self.descending = True
+        self.words = ""
+        self._under_cursor: tuple[int, float, str] | None = None
+
+    @property
+    def count(self) -> int:
+        """How many processes match the filter."""
+        return len(self.rows)
+
+    @property
+    def chosen(self) -> ProcessSample | None:
+        """The process under the cursor."""
+        return self.rows[self.cursor] if self.rows else None
+
+    def take(self, snapshot: Snapshot) -> None:
+        """Show this snapshot."""
+        self.snapshot = snapshot
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Sort, filter, and work the rows out again."""
+        if self.snapshot is None:
+            return
+        self.rows = arrange(
+            self.snapshot.processes, sort_key=self.sort_key, descending=self.descending, words=self.words
+        )
+        self._follow_process()
+        lines, self.top = process_lines(
+            self.rows,
+            self.size.width,
+            self.size.height,
+            self.evener.marks,
+            cursor=self.cursor,
+            top=self.top,
+            active=self.has_focus,
+            sort_key=self.sort_key,
+            descending=self.descending,
+            action="screen.sort('{}')",
+            nothing="No process matches the filter." if self.words else "No process is on these devices.",
+        )
+        total = len(self.snapshot.processes)
+        self.border_subtitle = f"{self.count} of {total} match: {self.words}" if self.words else f"{total}"
+        self.show(lines)
+
+    def _follow_process(self) -> None:
+        keys = [identity(row) for row in self.rows]
+        if self._under_cursor in keys:
+            self.cursor = keys.index(self._under_cursor)
+        else:
+            self.cursor = max(0, min(self.cursor, len(keys) - 1))
+            self.cursor_moved()
+
+    def cursor_moved(self) -> None:
+        """Remember the process, not the row."""
+        chosen = self.chosen
+        self._under_cursor = identity(chosen) if chosen is not None else None
+
+    def action_next_sort(self) -> None:
+        """Sort by the next column."""
+        place = SORT_KEYS.index(self.sort_key)
+        self.sort_by(SORT_KEYS[(place + 1) % len(SORT_KEYS)])
+
+    def action_reverse(self) -> None:
+        """Turn the order round."""
+        self.descending = not self.descending
+        self.redraw()
+
+    def sort_by(self, key: str) -> None:
+        """Sort by a column; again by the same turns the order round."""
+        self.descending = not self.descending if key == self.sort_key else descending_first(key)
+        self.sort_key = key
+        self.redraw()
+
+    def filter_by(self, words: str) -> None:
+        """Keep the processes that match every word."""
+        self.words = words
+        self.redraw()
