@@ -1,0 +1,47 @@
+"""One rank of a group that trains a workload; run as a script, it saves the module's weights after each size.
+
+python torch_group_rank.py RANK PORT WORLD result.pt
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from workloads.base import Place
+from workloads.torch_recipe import Recipe, TorchWorkload
+
+SIZES = ((6, 2, 3), (1, 5, 2), (4, 0, 4), (6, 2, 3))  # in the third, the middle rank is left out
+STEPS = 5
+
+
+def recipe() -> Recipe:
+    module = torch.nn.Sequential(torch.nn.Linear(7, 11), torch.nn.Tanh(), torch.nn.Linear(11, 3)).double()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    return Recipe(module, optimizer, torch.nn.CrossEntropyLoss())
+
+
+def sample_batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    inputs = torch.randn(rows, 7, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(0, 3, (rows,), generator=generator)
+
+
+def main(rank: int, port: str, world: int, result: str) -> None:
+    peers = tuple(f"127.0.0.1:{port}" for _ in range(world))
+    workload = TorchWorkload(Place(("CPU:0",), rank=rank, peers=peers, threads=1, engine="ddp"), recipe, sample_batch)
+    ended: list[Any] = []
+    for sizes in SIZES:
+        workload.prepare(sizes)
+        for _ in range(STEPS):
+            workload.step()
+        workload.synchronize()
+        ended.append([weights.detach().clone() for weights in workload.recipe.module.parameters()])
+    torch.save({"weights": ended, "facts": dict(workload.facts())}, result)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4])
