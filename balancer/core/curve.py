@@ -87,14 +87,10 @@ class Curve(msgspec.Struct, frozen=True):
             return [last - n * skip * self.stair for n in range(min(count, most)) if last - n * skip * self.stair > 0]
         return [time for batch, time in zip(self.batches, self.times, strict=True) if batch < ceiling] + [last]
 
-    def scaled(self, factor: float) -> Curve:
-        """The same shape, `factor` times as slow."""
-        return msgspec.structs.replace(
-            self,
-            times=tuple(time * factor for time in self.times),
-            slope=self.slope * factor,
-            stair=self.stair * factor,
-        )
+    @property
+    def bent(self) -> bool:
+        """Whether it has a knee, a bend or stairs."""
+        return self.stair > 0 or len(self.batches) > 2 or self.times[0] == self.times[-1]
 
     def _smooth(self, batch: float) -> float:
         batches, times = self.batches, self.times

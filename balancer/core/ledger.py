@@ -180,7 +180,7 @@ def relative_error(seen: Timed) -> float:
 
 def _points(seen: list[Observation]) -> Iterator[Point]:
     for one in seen:
-        if isinstance(one, Timed) and one.step_seconds > 0:
+        if isinstance(one, Timed) and one.probe.stage == "solo" and one.step_seconds > 0:
             yield Point(one.probe.layout.global_batch, one.step_seconds, relative_error(one))
 
 

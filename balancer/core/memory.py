@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import msgspec
 
-MARGIN = 0.003  # of the device's memory, kept free: an allocator rounds up
+MARGIN = 0.003  # of the predicted batch, left out: allocators round up with the size of what they hold
 GROWTH = 8  # from one batch to the next where memory is unknown
 FINE = 0.03  # a bracket narrower than this, relatively, is settled
 WIDE = 4  # a wider bracket without known bytes is cut at its geometric mean
-PATIENCE = 2  # times out of memory after which only what ran is tried
-SAFE_SHARE = 0.9  # of the predicted largest batch: safe without having run, once three points lie on the line
-SAFE_GROWTH = 3  # and not more than so many times what ran
-STRAIGHT = 0.01  # three points lie on a line if the middle one is this near to it, relatively
+PATIENCE = 3  # times out of memory after which only what ran is tried
+SAFE_SHARE = 0.8  # of the predicted largest batch: safe without having run,
+SAFE_GROWTH = 1.25  # if it is not more than so many times what ran
+STRAIGHT = 0.01  # slopes that differ by less, relatively, are alike
+BELIEVED = 0.7  # of the way that a bend leaves
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -37,11 +38,28 @@ class Memory(msgspec.Struct, frozen=True):
         return m1 - slope * b1, slope
 
     def predicted(self) -> int | None:
-        """The largest batch that the line gives room for; None: unknown, or without bound."""
+        """The largest batch that the line gives room for; None: unknown, or without bound.
+
+        Where the points bend upwards, the last slope is the least that the next may be: the bend goes on as steeply,
+        and only part of that way is believed.
+        """
         line = self.line
         if line is None or self.limit_bytes is None or line[1] <= 0:
             return None
-        return max(0, int((self.limit_bytes * (1 - MARGIN) - line[0]) / line[1]))
+        bend = self._bend()
+        last, used = self.points[-1]
+        free = self.limit_bytes - used
+        way = free / (line[1] + bend) if free > 0 else free / line[1]
+        most = int(last + way * (BELIEVED if bend and free > 0 else 1.0))
+        return max(0, most - int(MARGIN * most))
+
+    def _bend(self) -> float:
+        """How much steeper, in bytes a sample, the last stretch is than the one before; 0 where they are alike."""
+        if len(self.points) < 3:
+            return 0.0
+        (b0, m0), (b1, m1), (b2, m2) = self.points[-3:]
+        before, last = (m1 - m0) / (b1 - b0), (m2 - m1) / (b2 - b1)
+        return last - before if last > before * (1 + STRAIGHT) else 0.0
 
     def next_guess(self, cap: int, quantum: int = 1) -> int:
         """The largest batch worth trying, at most `cap`, a multiple of `quantum`; 0 if nothing can fit."""
@@ -62,21 +80,14 @@ class Memory(msgspec.Struct, frozen=True):
         return self.next_guess(cap, quantum)
 
     def safe(self, cap: int, quantum: int = 1) -> int:
-        """The largest batch, at most `cap`, that surely fits: one that ran, or well within a line that has stood."""
+        """The largest batch, at most `cap`, that surely fits: what ran, and a little more far below the limit."""
         known = self.ran
         guess = self.predicted()
-        if self._stood() and guess is not None and self.failed is None:
-            known = max(known, min(int(guess * SAFE_SHARE), self.ran * SAFE_GROWTH))
+        if self.failed is None and guess is not None and self.ran:
+            known = max(known, min(int(guess * SAFE_SHARE), int(self.ran * SAFE_GROWTH)))
         return min(known, cap) // quantum * quantum
 
     def _middle(self, failed: int) -> int:
         if self.limit_bytes is None and self.ran and failed > WIDE * self.ran:
             return int((self.ran * failed) ** 0.5)
         return (self.ran + failed) // 2
-
-    def _stood(self) -> bool:
-        if len(self.points) < 3:
-            return False
-        (b0, m0), (b1, m1), (b2, m2) = self.points[0], self.points[-2], self.points[-1]
-        on_line = m0 + (m2 - m0) * (b1 - b0) / (b2 - b0)
-        return abs(m1 - on_line) <= STRAIGHT * m2

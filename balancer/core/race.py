@@ -12,7 +12,7 @@ from balancer.core import stats
 from balancer.core.ledger import Ledger
 from balancer.core.stop import Purse, Rule
 from balancer.core.view import UNMEASURABLE, View, near
-from balancer.records import Interval, Layout, OutOfMemory, Probe, Result, Timed, layout_of, solo
+from balancer.records import Interval, Layout, OutOfMemory, Probe, Result, Timed, layout_of
 from evener.shares import even
 
 MOST_TURNS = 3
@@ -81,11 +81,10 @@ def even_split(view: View, batch: int | None) -> Layout | None:
 
 def best_single(view: View) -> Layout | None:
     """The device that is fastest alone, at its best batch that surely fits."""
-    fills = [f for i in view.live if (f := view.single(i, safe=True))]
-    if not fills:
-        return None
-    ((position, batch),) = max(fills, key=lambda f: f.samples_per_second).shares
-    return solo(view.problem.devices, position, batch)
+    rested = [(seen.samples_per_second, seen.probe.layout) for i, seen in sorted(view.rested.items()) if i in view.live]
+    others = [f for i in view.live if i not in view.rested and (f := view.single(i, safe=True))]
+    found = [*rested, *((f.samples_per_second, view.layout(f)) for f in others)]
+    return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
 def next_probe(view: View, ledger: Ledger, purse: Purse) -> tuple[tuple[Probe, ...], Rule | None]:

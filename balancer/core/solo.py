@@ -21,6 +21,10 @@ PATIENT_ROUNDS = 8  # while a device has not run at all
 SMALL, SECOND = 8, 64  # the first two batches, of a free global batch
 RATIO = 8  # between them
 SLACK = 2.0  # the third batch may take so many times the predicted finish time
+FAR = 4  # times the largest batch that ran: the least that the third batch aims at
+TOLD = 2.0  # a slope is told if it makes the guessed knee take so many times the time of an empty batch
+GUESSED_KNEE = 0.25  # of the room
+ON_SLOPE = 0.55  # of the largest batch: where the fourth point of a curve with a knee lies, beyond most knees
 TESTED = 0.12  # a batch so near to a measured one, relatively, tells nothing new
 RETREAT = 8  # a first batch that ran out of memory is divided by it
 
@@ -82,8 +86,13 @@ def _batch(view: View, purse: Purse, position: int, turn: int) -> int:
         return max(quantum, (memory.ran + memory.failed) // 2 // quantum * quantum)
     if memory.failed is not None and (guess := memory.next_guess(cap, quantum)) > memory.ran:
         return guess
-    wanted = _largest_that_matters(view, purse, position) if turn == 2 else _predicted_share(view, position)
-    return wanted if turn == 2 or not _tested(view, position, wanted) else _middle(view, position)
+    if turn == 2:
+        return _largest_that_matters(view, purse, position)
+    curve = view.alone[position]
+    if curve is not None and _flat(curve) and len(device.alone) == 3:
+        return max(quantum, int(ON_SLOPE * memory.ran) // quantum * quantum)
+    wanted = _predicted_share(view, position)
+    return wanted if not _tested(view, position, wanted) else _middle(view, position)
 
 
 def _smalls(view: View) -> tuple[int, int]:
@@ -104,25 +113,45 @@ def _largest_that_matters(view: View, purse: Purse, position: int) -> int:
         return room
     lane = Lane(position, curve, room)
     most = min(room, max(quantum, curve.largest(purse.longest_step, room, quantum)))
+    told = _guarded(lane) is lane
     if view.problem.global_batch is not None:
-        return max(quantum, min(most, _share_of_fixed(view, position)))
-    finish = _finish(view)
-    return max(quantum, min(most, view.useful(lane), max(quantum, curve.largest(SLACK * finish, room, quantum))))
+        return max(quantum, min(most, _share_of_fixed(view, position, told)))
+    most = max(quantum, min(most, view.useful(lane)))
+    if not told:
+        return most  # no slope yet: only a large batch tells one
+    wanted = curve.largest(SLACK * _finish(view), room, quantum)
+    return min(most, max(wanted, FAR * view.devices[position].memory.ran))
 
 
 def _finish(view: View) -> float:
     """When a free split of all would end, by the first two points."""
-    split = fill.free(
-        view.useful_guesses, (0.0,) * (view.problem.devices + 1), view.quantum, view.problem.max_global_batch
-    )
+    lanes = [_guarded(lane) for lane in view.useful_guesses]
+    free_of_cost = (0.0,) * (view.problem.devices + 1)
+    split = fill.free(lanes, free_of_cost, view.quantum, view.problem.max_global_batch)
     return split.seconds if split else math.inf
 
 
-def _share_of_fixed(view: View, position: int) -> int:
+def _guarded(lane: Lane) -> Lane:
+    """The lane, with a guessed knee where its two small batches took nearly the same time and tell no slope."""
+    curve, knee = lane.curve, max(1.0, lane.ceiling * GUESSED_KNEE)
+    level = curve.seconds(knee)
+    if level > TOLD * curve.seconds(0):
+        return lane
+    return Lane(lane.device, Curve((0.0, knee), (level, level), level / knee), lane.ceiling)
+
+
+def _share_of_fixed(view: View, position: int, told: bool) -> int:
+    """The share that the fill predicts; all that fits where no slope is told yet and the device is fast enough."""
     batch = view.problem.global_batch or 0
-    split = fill.fixed(view.guesses, (0.0,) * (view.problem.devices + 1), batch, view.quantum, fewest=1)
+    lanes = [_guarded(lane) for lane in view.guesses]
+    split = fill.fixed(lanes, (0.0,) * (view.problem.devices + 1), batch, view.quantum, fewest=1)
     even = max(view.quantum, batch // len(view.live) // view.quantum * view.quantum)
-    return dict(split.shares).get(position, even) if split else view.cap
+    if split is None:
+        return view.cap
+    curve = view.alone[position]
+    if not told and curve is not None and curve.seconds(0) <= SLACK * split.seconds:
+        return view.cap
+    return max(even, dict(split.shares).get(position, 0))
 
 
 def _predicted_share(view: View, position: int) -> int:

@@ -9,17 +9,18 @@ from __future__ import annotations
 from balancer.core.fill import Fill
 from balancer.core.stop import Purse
 from balancer.core.view import UNMEASURABLE, View, near
-from balancer.records import Failed, Layout, OutOfMemory, Probe
+from balancer.records import Failed, Probe
 
 MOST_SPLITS = 4
+PATIENT_SPLITS = 8  # while none has run
 MOST_FAILED = 2  # splits that can't run, after which there are none
 NEAR_GLOBAL = 0.04  # a tolerable global batch so near to a measured one, relatively, is not measured again
-WORTH = 1.0  # standard errors that a predicted gain must exceed
+HIDDEN = 1.3  # a device may be so many times as fast alone as it was with the others at work
 
 
 def next_probe(view: View, purse: Purse) -> tuple[Probe, ...]:
     """The next split to measure, as a tuple of one; empty when the stage is over."""
-    wanted = next_split(view)
+    wanted = next_split(view) or next_single(view)
     if wanted is None:
         return ()
     layout = view.layout(wanted)
@@ -32,10 +33,11 @@ def next_probe(view: View, purse: Purse) -> tuple[Probe, ...]:
 
 def next_split(view: View) -> Fill | None:
     """The fill that is worth a split probe; None when nothing is."""
-    tried = [seen.probe.layout for seen in view.ledger.of("split")]
-    failed = sum(1 for seen in view.ledger.of("split") if isinstance(seen, Failed))
-    short = sum(1 for seen in view.ledger.of("split") if isinstance(seen, OutOfMemory))
-    if len(view.live) < 2 or len(view.splits) + failed + max(0, short - 1) >= MOST_SPLITS or failed >= MOST_FAILED:
+    known = [seen for seen in view.ledger.of("split") if seen.probe.layout.kind == "split"]
+    tried = [seen.probe.layout for seen in known]
+    failed = sum(1 for seen in known if isinstance(seen, Failed))
+    most = MOST_SPLITS if view.splits else PATIENT_SPLITS
+    if len(view.live) < 2 or len(known) >= most or failed >= MOST_FAILED:
         return None
     best = view.fastest_split
     for wanted, worth in ((best, _gains(view, best)), (view.tolerable, _smaller(view, view.tolerable))):
@@ -47,6 +49,25 @@ def next_split(view: View) -> Fill | None:
     return None
 
 
+def next_single(view: View) -> Fill | None:
+    """One device alone, the others at rest: at a batch it was not seen to hold, or that contention may have hidden."""
+    if not view.splits and len(view.live) > 1:
+        return None
+    if len(view.splits) + len(view.rested) >= MOST_SPLITS:
+        return None
+    known = max((view.predicted_rate(seen.probe.layout) for seen in view.splits), default=0.0)
+    known = max(known, *(seen.samples_per_second for seen in view.rested.values()), 0.0)
+    tried = {seen.probe.layout.active[0] for seen in view.ledger.of("split") if seen.probe.layout.kind == "solo"}
+    fills = [f for i in view.live if i not in tried and (f := view.single(i))]
+    lone = max(fills, key=lambda f: f.samples_per_second, default=None)
+    if lone is None:
+        return None
+    if len(view.live) > 1:
+        return lone if lone.samples_per_second * HIDDEN > known else None
+    ((position, batch),) = lone.shares
+    return None if batch <= view.devices[position].memory.safe(view.cap, view.quantum) else lone
+
+
 def _gains(view: View, wanted: Fill | None) -> bool:
     """Whether the fastest split is predicted to beat everything measured, and one device alone, by what can be seen."""
     if wanted is None:
@@ -54,8 +75,7 @@ def _gains(view: View, wanted: Fill | None) -> bool:
     if not view.splits:
         return True
     known = max(view.predicted_rate(seen.probe.layout) for seen in view.splits)
-    lone = view.fastest_single
-    known = max(known, lone.samples_per_second if lone else 0.0)
+    known = max(known, view.single_rate)
     return wanted.samples_per_second > known * (1 + UNMEASURABLE)
 
 
@@ -69,8 +89,3 @@ def _smaller(view: View, wanted: Fill | None) -> bool:
         if view.predicted_rate(seen.probe.layout) >= wanted.samples_per_second * (1 - UNMEASURABLE)
     ]
     return not enough or wanted.global_batch < min(enough) * (1 - NEAR_GLOBAL)
-
-
-def measured(view: View) -> list[Layout]:
-    """The splits that ran, in order."""
-    return [seen.probe.layout for seen in view.splits]

@@ -143,6 +143,25 @@ class View:
         return fill.free(self.useful_lanes, self.costs, self.quantum, limit)
 
     @cached_property
+    def rested(self) -> dict[int, Timed]:
+        """Devices measured alone while the others were at rest: the best of each."""
+        best: dict[int, Timed] = {}
+        for turns in self.ledger.timed(["split"]).values():
+            for seen in turns:
+                if seen.probe.layout.kind == "solo":
+                    (i,) = seen.probe.layout.active
+                    if i not in best or seen.samples_per_second > best[i].samples_per_second:
+                        best[i] = seen
+        return best
+
+    @cached_property
+    def single_rate(self) -> float:
+        """The most samples/s of one device alone: as measured at rest, else as its curve has it."""
+        rates = [seen.samples_per_second for seen in self.rested.values()]
+        rates += [f.samples_per_second for i in self.live if i not in self.rested and (f := self.single(i))]
+        return max(rates, default=0.0)
+
+    @cached_property
     def fastest_single(self) -> Fill | None:
         """The single device of most samples/s, at its best batch."""
         fills = [self.single(i) for i in self.live]
@@ -220,6 +239,13 @@ def _fit(points: tuple[Point, ...]) -> Curve | None:
     return fit(points)
 
 
+def _known_at(batch: int, batches: list[int], alone: Curve) -> bool:
+    """Whether the solo points tell the time at `batch`: one lies near, or a straight curve spans it."""
+    if any(abs(batch - known) <= NEAR_BATCH * known for known in batches):
+        return True
+    return alone.straight and not alone.bent and min(batches) <= batch <= max(batches)
+
+
 def _slowed(device: Device, alone: Curve | None) -> tuple[Point, ...]:
     """The solo points, as slow as the device was beside others where that can be told from the curve's shape."""
     if alone is None or not device.beside:
@@ -228,7 +254,7 @@ def _slowed(device: Device, alone: Curve | None) -> tuple[Point, ...]:
     ratios = [
         (p.seconds / alone.seconds(p.batch), math.hypot(max(p.error, LEAST_ERROR), max(alone.error, LEAST_ERROR)))
         for p in device.beside
-        if alone.straight or any(abs(p.batch - batch) <= NEAR_BATCH * batch for batch in batches)
+        if _known_at(p.batch, batches, alone)
     ]
     total = math.fsum(1 / error**2 for _, error in ratios)
     if not ratios:

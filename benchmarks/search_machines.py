@@ -1,0 +1,162 @@
+"""Random machines by family and seed: the written-down physics on which searches are compared."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import msgspec
+
+from devices.physics import Machine, SimulatedDevice, Sync
+
+SIZES = (2, 4, 8, 16)
+NOISES = (0.002, 0.01, 0.03)
+FIXED = (64, 128, 256, 512, 1024, 2048, 4096)
+CURVE_TO = 8192  # samples: the far point of a straight curve
+
+
+class Draw(msgspec.Struct):
+    """One device's parameters before they become a machine file's keys."""
+
+    fixed_ms: float
+    slope_ms: float  # per sample
+    most: int  # samples that fit
+    knee: int = 0
+    stall_ms: float = 0.0
+    contention: float = 0.0
+    bend: float = 1.0  # memory: slope beyond half of `most` over the slope before
+
+
+def machine(family: str, devices: int, noise: float, seed: int) -> Machine:
+    """The machine of a family; the same seed has the same devices at every noise."""
+    rng = random.Random(f"{family}/{devices}/{seed}")
+    draws = [_draw(rng) for _ in range(devices)]
+    sync = Sync(_log(rng, 0.5, 20.0), _log(rng, 0.2, 10.0) * 2 / devices)
+    draws, sync = FAMILIES[family](rng, draws, sync)
+    memory = [(rng.uniform(400, 2500), _log(rng, 1.0, 20.0)) for _ in draws]
+    if family == "identical":
+        memory = [memory[0]] * devices
+    parts = zip(draws, memory, strict=True)
+    return Machine(tuple(_device(i, d, base, each, noise) for i, (d, (base, each)) in enumerate(parts)), sync)
+
+
+def fixed_batch(machine: Machine, seed: int) -> int:
+    """A fixed global batch that fits, one of the usual sizes."""
+    rng = random.Random(f"fixed/{seed}")
+    room = sum(largest(machine, i) for i in range(len(machine.devices)))
+    fit = [batch for batch in FIXED if len(machine.devices) <= batch <= 0.9 * room]
+    return rng.choice(fit) if fit else max(len(machine.devices), int(0.9 * room))
+
+
+def largest(machine: Machine, position: int) -> int:
+    """The most samples that fit on a device, by bisection on its physics."""
+    low, high = 0, 1 << 20
+    limit = machine.usable_memory_bytes(position)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if machine.memory_bytes(position, middle) <= limit:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _log(rng: random.Random, low: float, high: float) -> float:
+    return math.exp(rng.uniform(math.log(low), math.log(high)))
+
+
+def _draw(rng: random.Random) -> Draw:
+    slope = _log(rng, 0.15, 1.2)
+    return Draw(slope * _log(rng, 5, 150), slope, round(_log(rng, 150, 4000)))
+
+
+Made = tuple[list[Draw], Sync]
+
+
+def _affine(rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
+    return draws, sync
+
+
+def _flat(rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
+    for draw in draws:
+        draw.knee = round(draw.most * rng.uniform(0.05, 0.5))
+    return draws, sync
+
+
+def _stairs(rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
+    for draw in draws:
+        draw.stall_ms = (draw.fixed_ms + draw.slope_ms * draw.most) / rng.uniform(5, 20)
+    return draws, sync
+
+
+def _fast_small(rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
+    fast = rng.choice(draws)
+    fast.slope_ms = min(d.slope_ms for d in draws) / rng.uniform(2, 4)
+    fast.fixed_ms = fast.slope_ms * rng.uniform(5, 50)
+    fast.most = max(48, round(min(d.most for d in draws) / rng.uniform(2, 5)))
+    return draws, sync
+
+
+def _straggler(rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
+    slow = rng.choice(draws)
+    slow.slope_ms = 10 * max(d.slope_ms for d in draws)
+    slow.fixed_ms *= 10
+    return draws, sync
+
+
+def _contention(rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
+    for draw in draws:
+        draw.contention = rng.uniform(0.03, 0.3)
+    return draws, sync
+
+
+def _dear_sync(rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
+    slowest = max(d.fixed_ms + d.slope_ms * d.most for d in draws)
+    return draws, Sync(slowest * (len(draws) - 1) * rng.uniform(0.8, 2.0), slowest * rng.uniform(0.0, 0.1))
+
+
+def _bent_memory(rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
+    for draw in draws:
+        draw.bend = rng.uniform(1.1, 1.8)
+    return draws, sync
+
+
+def _identical(rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
+    return [draws[0]] * len(draws), sync
+
+
+FAMILIES: dict[str, Callable[[random.Random, list[Draw], Sync], Made]] = {
+    "affine": _affine,
+    "flat, then linear": _flat,
+    "stairs": _stairs,
+    "fast, little memory": _fast_small,
+    "straggler, 10 x": _straggler,
+    "contention": _contention,
+    "dear sync": _dear_sync,
+    "bent memory": _bent_memory,
+    "identical": _identical,
+}
+
+
+def _device(position: int, draw: Draw, base_mib: float, each_mib: float, noise: float) -> SimulatedDevice:
+    if draw.knee:
+        level = draw.fixed_ms + draw.slope_ms * draw.knee
+        curve = ((1, level), (draw.knee, level), (CURVE_TO, draw.fixed_ms + draw.slope_ms * CURVE_TO))
+    else:
+        curve = ((1, draw.fixed_ms + draw.slope_ms), (CURVE_TO, draw.fixed_ms + draw.slope_ms * CURVE_TO))
+    half = max(2, draw.most // 2)
+    need = base_mib + each_mib * half + each_mib * draw.bend * (draw.most - half)
+    bent = ((1, base_mib + each_mib), (half, base_mib + each_mib * half), (draw.most, need))
+    straight = draw.bend == 1.0
+    return SimulatedDevice(
+        name=f"device {position}",
+        memory_mib=need + each_mib * 0.4,
+        memory_base_mib=base_mib if straight else 0.0,
+        memory_per_sample_mib=each_mib if straight else 0.0,
+        memory_curve=() if straight else bent,
+        noise=noise,
+        curve=curve,
+        stall_ms=draw.stall_ms,
+        contention=draw.contention,
+    )
