@@ -1,4 +1,4 @@
-"""What `--devices` means: a request in words to the devices that it names.
+"""What `--devices` means: a request in words to the devices that it names, and to what samples them.
 
     request = term ("," term)*
     term    = device ["@" limit]              the limit holds for what stands directly in front of it
@@ -24,7 +24,7 @@ from typing import Literal
 
 import msgspec
 
-from devices.base import Device, Limit
+from devices.base import Device, Limit, Source
 from devices.limits import parse_limit
 from devices.physics import Machine
 from devices.visible import find_gpu, visible_gpus
@@ -71,6 +71,21 @@ def discover(spec: str, *, only_visible: bool = True, environ: Mapping[str, str]
     ]()
     _refuse_repeats(found.devices)
     return found
+
+
+def open_source(discovery: Discovery) -> Source:
+    """What samples these devices; its owner closes it. DeviceError if the driver has gone meanwhile."""
+    if discovery.machine is not None:
+        from devices.simulated_source import SimulatedSource
+
+        return SimulatedSource(discovery.machine)
+    if discovery.devices[0].kind == "gpu":
+        from devices.nvml import NvmlSource
+
+        return NvmlSource(discovery.devices, notes=discovery.notes)
+    from devices.cpu_source import CpuSource
+
+    return CpuSource(discovery.devices, notes=discovery.notes)
 
 
 def parse_request(spec: str) -> tuple[Term, ...]:

@@ -85,6 +85,7 @@ class FakeNvml:
         self._failures: dict[tuple[str, int | None], list[int]] = {}
         self._hanging: set[str] = set()
         self._samples: list[Any] = []
+        self._handles: dict[tuple[str, int], _Handle] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("nvml") and callable(getattr(pynvml, name, None)):
@@ -146,6 +147,10 @@ class FakeNvml:
 
     # the module's functions
 
+    def _handle(self, gpu: FakeGpu) -> _Handle:
+        """The same object for the same GPU, as NVML gives the same pointer."""
+        return self._handles.setdefault((gpu.uuid, self._generation), _Handle(gpu, self._generation))
+
     def _enter(self, call: str, handle: _Handle | None = None) -> FakeGpu | None:
         self.calls[call] += 1
         if call in self._hanging:
@@ -185,7 +190,7 @@ class FakeNvml:
         return len(self.gpus)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> _Handle:
-        handle = _Handle(self.gpus[index], self._generation)
+        handle = self._handle(self.gpus[index])
         self._enter("nvmlDeviceGetHandleByIndex", handle)
         return handle
 
@@ -209,7 +214,11 @@ class FakeNvml:
         self._enter("nvmlDeviceGetMigDeviceHandleByIndex", handle)
         if index >= len(handle.gpu.instances):
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return _Handle(handle.gpu.instances[index], self._generation)
+        return self._handle(handle.gpu.instances[index])
+
+    def nvmlDeviceGetGpuInstanceId(self, handle: _Handle) -> int:
+        self._enter("nvmlDeviceGetGpuInstanceId", handle)
+        return 1 + next(i for gpu in self.gpus for i, each in enumerate(gpu.instances) if each is handle.gpu)
 
     def nvmlDeviceGetMemoryInfo(self, handle: _Handle, version: int | None = None) -> Any:
         self._enter("nvmlDeviceGetMemoryInfo_v2" if version else "nvmlDeviceGetMemoryInfo", handle)
@@ -299,6 +308,12 @@ class FakeNvml:
         ctypes.cast(sample, ctypes.POINTER(ctypes.c_int64))[0] = 1 + self.gpus.index(handle.gpu)
         return sample
 
+    def nvmlGpmMigSampleGet(self, handle: _Handle, instance: int, sample: Any) -> Any:
+        self._enter("nvmlGpmMigSampleGet", handle)
+        assert handle.gpu.instances[instance - 1]
+        ctypes.cast(sample, ctypes.POINTER(ctypes.c_int64))[0] = 1 + self.gpus.index(handle.gpu)
+        return sample
+
     def nvmlGpmMetricsGet(self, request: Any) -> Any:
         self._enter("nvmlGpmMetricsGet")
         filled = [ctypes.cast(each, ctypes.POINTER(ctypes.c_int64))[0] for each in (request.sample1, request.sample2)]
@@ -351,7 +366,7 @@ class FakeNvml:
         self._enter("nvmlEventSetWait_v2")
         if self.events:
             gpu, kind, data = self.events.popleft()
-            return SimpleNamespace(device=_Handle(gpu, self._generation), eventType=kind, eventData=data)
+            return SimpleNamespace(device=self._handle(gpu), eventType=kind, eventData=data)
         threading.Event().wait(min(timeout_ms, 20) / 1000)
         raise pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
 

@@ -1,0 +1,100 @@
+"""Samples slices of the CPU: how busy their cores are, and what the machine tells of memory, heat and clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from devices.base import UNSUPPORTED, Device, DeviceSample, HostSample, Reading, Snapshot, State, value
+from devices.surroundings import Surroundings
+
+SLOW_PERIOD_SECONDS = 5.0  # heat and clock: reading them may wake cores
+SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
+CPUS = Path("/sys/devices/system/cpu")
+
+
+class CpuSource:
+    """A Source over slices; memory is the machine's, which the slices share."""
+
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        surroundings: Surroundings | None = None,
+        notes: tuple[str, ...] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._devices, self._notes, self._clock = tuple(devices), notes, clock
+        self._around = surroundings or Surroundings()
+        self._last = clock()
+        self._slow_due = self._last
+        self._heat: tuple[Reading, Reading] = (UNSUPPORTED, UNSUPPORTED)
+        self._clocks: dict[str, tuple[Reading, Reading]] = {}
+
+    def devices(self) -> tuple[Device, ...]:
+        """The slices, in order."""
+        return self._devices
+
+    def sample(self) -> Snapshot:
+        """All slices now."""
+        started = self._clock()
+        host = self._around.host()
+        if started >= self._slow_due:
+            self._slow_due = started + SLOW_PERIOD_SECONDS
+            self._heat = read_heat()
+            self._clocks = {device.id: read_clock(device.cores) for device in self._devices}
+        samples = [self._sample(device, host) for device in self._devices]
+        completed, processes = self._around.complete(samples, {})
+        interval, self._last = started - self._last, started
+        return Snapshot(
+            at_seconds=time.time(),
+            interval_seconds=interval,
+            devices=completed,
+            processes=processes,
+            host=host,
+            sampling_seconds=self._clock() - started,
+            notes=self._notes,
+        )
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _sample(self, device: Device, host: HostSample) -> DeviceSample:
+        busy = [self._around.by_cpu[core] for core in device.cores if core in self._around.by_cpu]
+        clock, clock_max = self._clocks.get(device.id, (UNSUPPORTED, UNSUPPORTED))
+        return DeviceSample(
+            device=device,
+            utilization_percent=value(sum(busy) / len(busy)) if busy else Reading(State.STALE),
+            memory_used_bytes=value(host.memory_used_bytes),
+            memory_total_bytes=value(host.memory_total_bytes),
+            temperature_celsius=self._heat[0],
+            temperature_limit_celsius=self._heat[1],
+            clock_mhz=clock,
+            clock_max_mhz=clock_max,
+        )
+
+
+def read_heat() -> tuple[Reading, Reading]:
+    """The hottest sensor of the processor and where it slows itself down, in °C."""
+    sensors: dict[str, list[psutil._common.shwtemp]] = {}
+    with suppress(OSError, AttributeError, RuntimeError):
+        sensors = psutil.sensors_temperatures()
+    for name in SENSORS:
+        if sensors.get(name):
+            hottest = max(sensors[name], key=lambda sensor: sensor.current)
+            return value(hottest.current), value(hottest.high) if hottest.high else UNSUPPORTED
+    return UNSUPPORTED, UNSUPPORTED
+
+
+def read_clock(cores: Sequence[int]) -> tuple[Reading, Reading]:
+    """The clock of the slice's first core and its highest, in MHz."""
+    found: list[Reading] = []
+    for name in ("scaling_cur_freq", "cpuinfo_max_freq"):
+        reading = UNSUPPORTED
+        with suppress(OSError, ValueError, IndexError):
+            reading = value(int((CPUS / f"cpu{cores[0]}" / "cpufreq" / name).read_text()) / 1000)
+        found.append(reading)
+    return found[0], found[1]

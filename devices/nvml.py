@@ -1,0 +1,250 @@
+"""NVIDIA GPUs as a source: opens the driver, keeps a reader for each GPU, finds lost GPUs and new drivers again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from devices.base import LOST, Device, DeviceSample, Reading, Snapshot, State
+from devices.nvml_calls import DriverGoneError, GpuGoneError
+from devices.nvml_events import EventWatch
+from devices.nvml_gpu import GpuReader
+from devices.nvml_library import (
+    GPU_IS_LOST,
+    RESET_REQUIRED,
+    Handle,
+    Library,
+    code_of,
+    describe,
+    driver_fault,
+    load,
+    mig_instances,
+)
+from devices.nvml_processes import GpuProcesses
+from devices.surroundings import OnDevice, Surroundings
+
+RETRY_GPU_SECONDS = 5.0
+RETRY_DRIVER_SECONDS = 2.0
+REOPEN_FOR_LOST_SECONDS = 60.0  # a GPU that was reset is listed again only after a new init
+GONE_WORDS = {
+    GPU_IS_LOST: "The GPU is lost: it fell off the bus, or was detached.",
+    RESET_REQUIRED: "The GPU needs a reset.",
+}
+DENIED_WORDS = "This user may not read this GPU; check the rights on /dev/nvidia*."
+SILENT_WORDS = "The driver answers, but tells nothing of this GPU; in a container, its rights may have been taken."
+
+
+class _Slot:
+    """One GPU of the source: its reader while it answers, else why not."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.reader: GpuReader | None = None
+        self.processes: GpuProcesses | None = None
+        self.note = ""
+        self.retry_at = 0.0
+        self.events: tuple[str, ...] = ()
+
+
+class NvmlSource:
+    """A Source over NVIDIA GPUs: those given, or all. Not safe in two threads at once.
+
+    DeviceError if the driver can't be talked to at first; later trouble is in the rows, and heals by itself.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Device] | None = None,
+        notes: tuple[str, ...] = (),
+        library: Library | None = None,
+        surroundings: Surroundings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._nvml = load() if library is None else library
+        self._around = surroundings or Surroundings()
+        self._notes, self._clock = notes, clock
+        self._wanted = None if devices is None else {device.id for device in devices}
+        self._slots = {device.id: _Slot(device) for device in devices or ()}
+        self._events: EventWatch | None = None
+        self._is_open = False
+        self._driver = ""
+        self._trouble = ""
+        self._last = clock()
+        self._retry_at = 0.0
+        self._reopen_at = 0.0
+        self._looks = 0
+        self._open(self._last)
+
+    def devices(self) -> tuple[Device, ...]:
+        """The GPUs, in order; one that came later stands last."""
+        return tuple(slot.device for slot in self._slots.values())
+
+    def sample(self) -> Snapshot:
+        """All GPUs now."""
+        now = self._clock()
+        self._heal(now)
+        self._watch_events()
+        samples, seen = [], {}
+        for slot in self._slots.values():
+            sample, processes = self._sample(slot, now)
+            samples.append(sample)
+            seen[slot.device.id] = processes
+        completed, rows = self._around.complete(samples, seen)
+        host = self._around.host()
+        interval, self._last = now - self._last, now
+        return Snapshot(
+            at_seconds=time.time(),
+            interval_seconds=interval,
+            devices=completed,
+            processes=rows,
+            host=host,
+            sampling_seconds=self._clock() - now,
+            driver=self._driver,
+            notes=(*self._notes, *([self._trouble] if self._trouble else [])),
+        )
+
+    def close(self) -> None:
+        """Let go of the driver; never waits longer than a second or two."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        for slot in self._slots.values():
+            _drop(slot)
+        if self._events is None or self._events.close():
+            with suppress(self._nvml.NVMLError):
+                self._nvml.nvmlShutdown()
+        self._events = None
+
+    def _open(self, now: float) -> None:
+        """Init, and a reader for each GPU that answers; DeviceError if the driver doesn't."""
+        nvml = self._nvml
+        try:
+            nvml.nvmlInit()
+            self._is_open = True
+            self._driver = str(nvml.nvmlSystemGetDriverVersion())
+            handles = self._enumerate()
+        except nvml.NVMLError as error:
+            self.close()
+            raise driver_fault(error) from None
+        self._reopen_at = now + REOPEN_FOR_LOST_SECONDS
+        self._looks = 0
+        for handle, parent, index in handles:
+            with suppress(nvml.NVMLError):
+                self._attach(handle, parent, index)
+
+    def _watch_events(self) -> None:
+        """From the third look on, so that a single look needn't wait for the watching thread to end."""
+        self._looks += 1
+        if self._is_open and self._events is None and self._looks > 2:
+            self._events = EventWatch(self._nvml, [slot.reader.handle for slot in self._slots.values() if slot.reader])
+
+    def _enumerate(self) -> list[tuple[Handle, Handle | None, int]]:
+        """(handle, parent of a MIG instance, index) of all that NVML lists and that answers."""
+        nvml = self._nvml
+        whole: list[tuple[Handle, Handle | None, int]] = []
+        parts: list[tuple[Handle, Handle]] = []
+        count = nvml.nvmlDeviceGetCount()
+        for index in range(count):
+            with suppress(nvml.NVMLError):
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                instances = mig_instances(nvml, handle)
+                if instances is None:
+                    whole.append((handle, None, index))
+                else:
+                    parts += [(instance, handle) for instance in instances]
+        return [*whole, *((part, parent, count + i) for i, (part, parent) in enumerate(parts))]
+
+    def _attach(self, handle: Handle, parent: Handle | None, index: int) -> None:
+        nvml = self._nvml
+        device = describe(nvml, handle, index)
+        if self._wanted is not None and device.id not in self._wanted:
+            return
+        slot = self._slots.setdefault(device.id, _Slot(device))
+        instance = None if parent is None else nvml.nvmlDeviceGetGpuInstanceId(handle)
+        slot.reader = GpuReader(nvml, handle, slot.device, parent, instance)
+        slot.processes = GpuProcesses(nvml, handle, parent is not None)
+        slot.note = ""
+
+    def _heal(self, now: float) -> None:
+        """Open the driver again if it has gone, or if a GPU has been lost for so long that only that finds it."""
+        lost = [slot for slot in self._slots.values() if slot.reader is None]
+        if self._is_open and lost and now >= self._reopen_at:
+            self._lose_driver(now, "")
+        if not self._is_open and now >= self._retry_at:
+            self._retry_at = now + RETRY_DRIVER_SECONDS
+            try:
+                self._open(now)
+                self._trouble = ""
+            except (
+                Exception
+            ) as fault:  # a DeviceError; whatever else a half-loaded library throws must not end sampling
+                self._trouble = str(fault)
+
+    def _sample(self, slot: _Slot, now: float) -> tuple[DeviceSample, Sequence[OnDevice]]:
+        if slot.reader is None and self._is_open and now >= slot.retry_at:
+            self._find_again(slot, now)
+        if slot.reader is not None and slot.processes is not None:
+            slot.events = self._events.of(slot.reader.handle) if self._events else ()
+            try:
+                sample = slot.reader.sample(now)
+                processes = slot.processes.read(now)
+            except GpuGoneError as gone:
+                self._lose(slot, gone.code, now)
+            except DriverGoneError:
+                self._lose_driver(now, "The NVIDIA driver was unloaded or replaced.")
+            else:
+                note = sample.note or doubt(sample)
+                return msgspec.structs.replace(sample, events=slot.events, note=note), processes
+        return lost_sample(slot.device, slot.note or self._trouble or "The GPU does not answer.", slot.events), ()
+
+    def _find_again(self, slot: _Slot, now: float) -> None:
+        slot.retry_at = now + RETRY_GPU_SECONDS
+        nvml = self._nvml
+        try:
+            for handle, parent, index in self._enumerate():
+                if str(nvml.nvmlDeviceGetUUID(handle)) == slot.device.id:
+                    self._attach(handle, parent, index)
+                    return
+        except nvml.NVMLError as error:
+            slot.note = GONE_WORDS.get(code_of(error), slot.note)
+
+    def _lose(self, slot: _Slot, code: int, now: float) -> None:
+        _drop(slot)
+        slot.note = GONE_WORDS.get(code, "The driver no longer lists this GPU.")
+        slot.retry_at = now + RETRY_GPU_SECONDS
+        self._reopen_at = max(self._reopen_at, now + REOPEN_FOR_LOST_SECONDS)
+
+    def _lose_driver(self, now: float, words: str) -> None:
+        self._trouble = words or self._trouble
+        self.close()
+        self._retry_at = now
+
+
+def lost_sample(device: Device, note: str, events: tuple[str, ...] = ()) -> DeviceSample:
+    """A row whose every metric is lost, and that says why."""
+    lost = {
+        field.name: LOST
+        for field in msgspec.structs.fields(DeviceSample)
+        if isinstance(field.default, Reading) and field.name != "samples_per_second"
+    }
+    return DeviceSample(device=device, note=note, events=events, **lost)  # type: ignore[arg-type]
+
+
+def doubt(sample: DeviceSample) -> str:
+    """A sentence for a row of which nothing can be read just now; empty for any other."""
+    vital = (sample.utilization_percent, sample.memory_used_bytes, sample.temperature_celsius, sample.clock_mhz)
+    if any(reading.current is not None for reading in vital):
+        return ""
+    states = {reading.state for reading in vital}
+    if State.DENIED in states:
+        return DENIED_WORDS
+    return SILENT_WORDS if State.STALE in states else ""
+
+
+def _drop(slot: _Slot) -> None:
+    if slot.reader is not None:
+        slot.reader.close()
+    slot.reader = slot.processes = None

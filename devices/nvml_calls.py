@@ -1,0 +1,204 @@
+"""One NVML call as a metric: asked when due, its last value aged, its failures told apart and asked again later."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from devices.base import DENIED, UNSUPPORTED, Reading, State, value
+from devices.nvml_library import DRIVER_GONE, FUNCTION_NOT_FOUND, GPU_GONE, Handle, Library, code_of, state_of
+
+UNSUPPORTED_RETRY_SECONDS = 60.0  # a driver may learn it, and nothing is latched for good
+DENIED_RETRY_SECONDS = 10.0
+FAILED_RETRY_SECONDS = 5.0  # at most, for what failed in passing
+PENDING = Reading(State.STALE)  # it will come: a rate needs two looks
+
+
+class GpuGoneError(Exception):
+    """The GPU fell off the bus or needs a reset; `code` is NVML's."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class DriverGoneError(Exception):
+    """The driver was unloaded, or replaced: every handle is void."""
+
+
+def raise_if_gone(code: int) -> None:
+    """Leave the metrics alone if the device or the driver behind them has gone."""
+    if code in GPU_GONE:
+        raise GpuGoneError(code)
+    if code in DRIVER_GONE:
+        raise DriverGoneError
+
+
+class Schedule:
+    """When to ask again, and what to show meanwhile."""
+
+    __slots__ = ("_at", "_due", "_last", "_period")
+
+    def __init__(self, period_seconds: float = 0.0) -> None:
+        self._period = period_seconds
+        self._due = -math.inf
+        self._at = 0.0
+        self._last = PENDING
+
+    def is_due(self, now: float) -> bool:
+        """Whether to ask at `now`."""
+        return now >= self._due
+
+    def kept(self, now: float) -> Reading:
+        """What the last answer is worth now."""
+        last = self._last
+        if last.value is None or now <= self._at:
+            return last
+        return Reading(last.state, last.value, now - self._at)
+
+    def took(self, now: float, number: float) -> Reading:
+        """The call answered."""
+        if not math.isfinite(number):
+            return self.failed_now(now)
+        self._last, self._at, self._due = value(number), now, now + self._period
+        return self._last
+
+    def failed(self, now: float, code: int) -> Reading:
+        """The call failed with NVML's `code`; GpuGoneError or DriverGoneError if there is nothing left to ask."""
+        raise_if_gone(code)
+        state = state_of(code)
+        if state is State.UNSUPPORTED:
+            self._last, self._due = UNSUPPORTED, now + UNSUPPORTED_RETRY_SECONDS
+            return UNSUPPORTED
+        if state is State.DENIED:
+            self._last, self._due = DENIED, now + DENIED_RETRY_SECONDS
+            return DENIED
+        return self.failed_now(now)
+
+    def failed_now(self, now: float) -> Reading:
+        """The call failed for a passing reason: the last value stands, called stale."""
+        last = self.kept(now)
+        self._due = now + min(self._period, FAILED_RETRY_SECONDS)
+        if last.value is None:
+            return PENDING
+        return Reading(State.STALE, last.value, last.age_seconds)
+
+
+class Metric:
+    """One number of one device by one call."""
+
+    __slots__ = ("_call", "_error", "_schedule")
+
+    def __init__(self, nvml: Library, call: Callable[[], float], period_seconds: float = 0.0) -> None:
+        self._call = call
+        self._error = nvml.NVMLError
+        self._schedule = Schedule(period_seconds)
+
+    def read(self, now: float) -> Reading:
+        """The number at `now`, or why there is none."""
+        schedule = self._schedule
+        if not schedule.is_due(now):
+            return schedule.kept(now)
+        try:
+            return schedule.took(now, self._call())
+        except self._error as error:
+            return schedule.failed(now, code_of(error))
+        except AttributeError:  # a binding older than the function
+            return schedule.failed(now, FUNCTION_NOT_FOUND)
+
+
+class Fields:
+    """Many numbers of one device by one GetFieldValues call, each with its own outcome.
+
+    Fields that the device doesn't have are left out of the next batches, and asked again once a minute.
+    """
+
+    def __init__(
+        self, nvml: Library, handle: Handle, ids: Sequence[int | tuple[int, int]], period: float = 0.0
+    ) -> None:
+        self._nvml, self._handle, self._period = nvml, handle, period
+        self._all = {each if isinstance(each, int) else each[0]: each for each in ids}
+        self._schedules = {field: Schedule(period) for field in self._all}
+        self._readings: dict[int, Reading] = dict.fromkeys(self._all, PENDING)
+        self._getters = _union_members(nvml)
+
+    def read(self, now: float) -> Mapping[int, Reading]:
+        """Field id -> reading, in the field's own unit."""
+        due = [field for field, schedule in self._schedules.items() if schedule.is_due(now)]
+        for field in self._all.keys() - set(due):
+            self._readings[field] = self._schedules[field].kept(now)
+        if due:
+            self._ask(due, now)
+        return self._readings
+
+    def _ask(self, due: Sequence[int], now: float) -> None:
+        try:
+            answers = self._nvml.nvmlDeviceGetFieldValues(self._handle, [self._all[field] for field in due])
+        except self._nvml.NVMLError as error:
+            for field in due:
+                self._readings[field] = self._schedules[field].failed(now, code_of(error))
+            return
+        for field, answer in zip(due, answers, strict=True):
+            schedule = self._schedules[field]
+            if answer.nvmlReturn != 0:
+                self._readings[field] = schedule.failed(now, answer.nvmlReturn)
+            else:
+                member = self._getters.get(answer.valueType, "ullVal")
+                self._readings[field] = schedule.took(now, getattr(answer.value, member))
+
+
+class Counter:
+    """A number that only grows, turned into its rate; the first look, a wrap and a reset give no rate."""
+
+    __slots__ = ("_at", "_number", "_rate")
+
+    def __init__(self) -> None:
+        self._number: float | None = None
+        self._at = 0.0
+        self._rate = PENDING
+
+    def rate(self, reading: Reading, now: float) -> Reading:
+        """Units per second since the last fresh reading."""
+        number = reading.current
+        if number is None:
+            if reading.state is not State.STALE:
+                self._number, self._rate = None, PENDING
+                return reading
+            return self._aged(now)
+        if reading.age_seconds > 0:
+            return self._aged(now)
+        before, elapsed = self._number, now - self._at
+        if before is not None and elapsed <= 0:
+            return self._rate
+        self._number, self._at = number, now
+        self._rate = PENDING if before is None or number < before else value((number - before) / elapsed)
+        return self._rate
+
+    def _aged(self, now: float) -> Reading:
+        rate = self._rate
+        return PENDING if rate.value is None else Reading(State.STALE, rate.value, max(0.0, now - self._at))
+
+
+def scaled(reading: Reading, factor: float) -> Reading:
+    """The same reading in another unit."""
+    return reading if reading.value is None else Reading(reading.state, reading.value * factor, reading.age_seconds)
+
+
+def first_known(*readings: Reading) -> Reading:
+    """The first that has a value, else the first that is more than unsupported, else unsupported."""
+    for reading in readings:
+        if reading.value is not None:
+            return reading
+    return next((reading for reading in readings if reading.state is not State.UNSUPPORTED), UNSUPPORTED)
+
+
+def _union_members(nvml: Any) -> dict[int, str]:
+    return {
+        nvml.NVML_VALUE_TYPE_DOUBLE: "dVal",
+        nvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",
+        nvml.NVML_VALUE_TYPE_UNSIGNED_LONG: "ulVal",
+        nvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG: "ullVal",
+        nvml.NVML_VALUE_TYPE_SIGNED_LONG_LONG: "sllVal",
+        nvml.NVML_VALUE_TYPE_SIGNED_INT: "siVal",
+    }

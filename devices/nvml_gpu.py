@@ -1,0 +1,187 @@
+"""Everything that NVML tells of one GPU, in tiers by cost: each tick, every few seconds, once.
+
+Costs on an H200: GetPcieThroughput blocks for 21 ms and is never called; static figures take 2 – 3 ms, the temperature
+and the clock 0.4 ms each; one batch of fields and the GPM pair cover the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from devices import nvml_gpm as gpm
+from devices.base import UNSUPPORTED, Device, DeviceSample, Reading, State, value
+from devices.nvml_calls import Counter, Fields, Metric, first_known, scaled
+from devices.nvml_library import Handle, Library, memory
+
+SLOW_SECONDS = 5.0  # limits that rarely change, the fan
+ONCE_SECONDS = 3600.0
+ALL_LINKS = 0xFFFFFFFF  # the scope that sums NVLink's counters
+MIB, KIB = 1 << 20, 1 << 10
+
+# Field ids of nvml.h; those of throttling count nanoseconds
+ECC_UNCORRECTED, POWER_CAP, SYNC_BOOST, ENERGY = 4, 74, 76, 83
+LINK_SEND_KIB, LINK_RECEIVE_KIB, POWER_AVERAGE, POWER_LIMIT = 138, 139, 185, 190
+PCIE_SEND_BYTES, PCIE_RECEIVE_BYTES, RECOVERY_ACTION = 197, 198, 230
+SOFTWARE_HEAT, HARDWARE_HEAT, POWER_BRAKE = 269, 270, 271
+
+THROTTLING = {
+    POWER_CAP: "power cap",
+    SOFTWARE_HEAT: "heat (software)",
+    HARDWARE_HEAT: "heat (hardware)",
+    POWER_BRAKE: "power brake",
+    SYNC_BOOST: "sync boost",
+}
+EVENT_REASONS = {  # bits of CurrentClocksEventReasons, for chips without the counters
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "heat (software)",
+    0x40: "heat (hardware)",
+    0x80: "power brake",
+}
+RECOVERY = {  # nvmlDeviceGpuRecoveryAction_t
+    1: "The driver asks for a reset of this GPU.",
+    2: "The driver asks for a reboot because of this GPU.",
+    3: "The driver asks to end peer-to-peer work on this GPU.",
+    4: "The driver asks to end all work on this GPU and to reset it.",
+}
+SPOKEN_SHARE = 0.5  # percent of a tick from which a reason is named
+
+
+class GpuReader:
+    """One GPU through one handle; made anew when the GPU or the driver has come back.
+
+    `sample` raises GpuGoneError or DriverGoneError, and nothing else. `parent` and `instance`: of a MIG instance.
+    """
+
+    def __init__(
+        self,
+        nvml: Library,
+        handle: Handle,
+        device: Device,
+        parent: Handle | None = None,
+        instance: int | None = None,
+    ) -> None:
+        self.nvml, self.handle, self.device, self.is_mig = nvml, handle, device, parent is not None
+        self._activity = gpm.Activity(nvml, handle if parent is None else parent, instance)
+        fast: list[int | tuple[int, int]] = [ENERGY, POWER_AVERAGE, ECC_UNCORRECTED, *THROTTLING]
+        fast += [PCIE_SEND_BYTES, PCIE_RECEIVE_BYTES, (LINK_SEND_KIB, ALL_LINKS), (LINK_RECEIVE_KIB, ALL_LINKS)]
+        self._fields = Fields(nvml, handle, fast)
+        self._slow_fields = Fields(nvml, handle, [POWER_LIMIT, RECOVERY_ACTION], SLOW_SECONDS)
+        self._counters = {field: Counter() for field in (ENERGY, *THROTTLING, *_TRAFFIC)}
+        self._first_joules: float | None = None
+        self._metrics = {name: Metric(nvml, call, period) for name, call, period in self._calls()}
+
+    def sample(self, now: float) -> DeviceSample:
+        """Every metric at `now` (monotonic seconds)."""
+        read = {name: metric.read(now) for name, metric in self._metrics.items() if name not in _FALLBACKS}
+        activity = self._activity.read(now)
+        fields, slow = self._fields.read(now), self._slow_fields.read(now)
+        throttled, reasons = self._throttling(fields, now)
+        return DeviceSample(
+            device=self.device,
+            utilization_percent=read["utilization"],
+            sm_percent=activity[gpm.SM],
+            occupancy_percent=activity[gpm.OCCUPANCY],
+            tensor_percent=activity[gpm.TENSOR],
+            dram_percent=activity[gpm.DRAM],
+            memory_used_bytes=read["memory_used"],
+            memory_total_bytes=UNSUPPORTED if self.device.memory_bytes is None else value(self.device.memory_bytes),
+            temperature_celsius=read["temperature"],
+            temperature_limit_celsius=read["temperature_limit"],
+            power_watts=self._power(fields, now),
+            power_limit_watts=self._power_limit(slow, now),
+            energy_joules=self._energy(fields[ENERGY]),
+            clock_mhz=read["clock"],
+            clock_max_mhz=read["clock_max"],
+            throttled_percent=throttled,
+            throttle_reasons=reasons,
+            fan_percent=read["fan"],
+            ecc_errors=fields[ECC_UNCORRECTED],
+            note=RECOVERY.get(int(slow[RECOVERY_ACTION].current or 0), ""),
+            **self._traffic(activity, fields, now),
+        )
+
+    def close(self) -> None:
+        """Free what the driver keeps for it."""
+        with suppress(self.nvml.NVMLError):
+            self._activity.close()
+
+    def _calls(self) -> list[tuple[str, Callable[[], float], float]]:
+        nvml, handle = self.nvml, self.handle
+        return [
+            ("utilization", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu, 0.0),
+            ("memory_used", self._used_bytes, 0.0),
+            ("temperature", lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU), 0.0),
+            ("clock", lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM), 0.0),
+            ("fan", lambda: nvml.nvmlDeviceGetFanSpeed(handle), SLOW_SECONDS),
+            ("temperature_limit", self._slowdown_celsius, ONCE_SECONDS),
+            ("clock_max", lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM), ONCE_SECONDS),
+            ("power", lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000, 0.0),
+            ("power_limit", lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000, SLOW_SECONDS),
+            ("reasons", lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle), 0.0),
+        ]
+
+    def _slowdown_celsius(self) -> float:
+        slowdown = self.nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+        return float(self.nvml.nvmlDeviceGetTemperatureThreshold(self.handle, slowdown))
+
+    def _used_bytes(self) -> float:
+        _, used = memory(self.nvml, self.handle)
+        if used is None:
+            raise self.nvml.NVMLError(self.nvml.NVML_ERROR_NOT_SUPPORTED)
+        return used
+
+    def _power(self, fields: Mapping[int, Reading], now: float) -> Reading:
+        """Mean over the tick from the energy counter; else the driver's own mean over a second; else the plain call."""
+        mean = scaled(self._counters[ENERGY].rate(fields[ENERGY], now), 1e-3)
+        if mean.current is not None:
+            return mean
+        told = scaled(fields[POWER_AVERAGE], 1e-3)
+        return told if told.current is not None else first_known(self._metrics["power"].read(now), mean, told)
+
+    def _power_limit(self, slow: Mapping[int, Reading], now: float) -> Reading:
+        told = scaled(slow[POWER_LIMIT], 1e-3)
+        return told if told.current is not None else first_known(self._metrics["power_limit"].read(now), told)
+
+    def _energy(self, millijoules: Reading) -> Reading:
+        joules = scaled(millijoules, 1e-3)
+        if joules.current is not None and (self._first_joules is None or joules.current < self._first_joules):
+            self._first_joules = joules.current
+        if joules.value is None or self._first_joules is None:
+            return joules
+        return Reading(joules.state, joules.value - self._first_joules, joules.age_seconds)
+
+    def _throttling(self, fields: Mapping[int, Reading], now: float) -> tuple[Reading, tuple[str, ...]]:
+        """The share of the tick that the longest reason took, and every reason that took a part of it."""
+        rates = {field: self._counters[field].rate(fields[field], now) for field in THROTTLING}
+        shares = {field: min(100.0, rate.current / 1e7) for field, rate in rates.items() if rate.current is not None}
+        if shares:
+            named = sorted((field for field in shares if shares[field] >= SPOKEN_SHARE), key=lambda f: -shares[f])
+            return value(max(shares.values())), tuple(THROTTLING[field] for field in named)
+        told = first_known(*rates.values())
+        if told.state is not State.UNSUPPORTED:
+            return told, ()
+        mask = int(self._metrics["reasons"].read(now).current or 0)
+        return UNSUPPORTED, tuple(words for bit, words in EVENT_REASONS.items() if mask & bit)
+
+    def _traffic(self, activity: Mapping[int, Reading], fields: Mapping[int, Reading], now: float) -> dict[str, Any]:
+        """Bytes per second of PCIe and NVLink: from GPM where it tells them, else from the counters."""
+        found = {}
+        for field, (name, metric, unit) in _TRAFFIC.items():
+            counted = scaled(self._counters[field].rate(fields[field], now), unit)
+            measured = scaled(activity[metric], MIB)
+            best = (measured, counted) if counted.current is None or measured.current is not None else (counted,)
+            found[name] = first_known(*best)
+        return found
+
+
+_FALLBACKS = frozenset({"power", "power_limit", "reasons"})  # asked only where the fields don't tell
+_TRAFFIC = {
+    PCIE_RECEIVE_BYTES: ("pcie_receive_bytes_per_second", gpm.PCIE_RECEIVE, 1),
+    PCIE_SEND_BYTES: ("pcie_send_bytes_per_second", gpm.PCIE_SEND, 1),
+    LINK_RECEIVE_KIB: ("link_receive_bytes_per_second", gpm.LINK_RECEIVE, KIB),
+    LINK_SEND_KIB: ("link_send_bytes_per_second", gpm.LINK_SEND, KIB),
+}

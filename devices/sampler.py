@@ -1,0 +1,203 @@
+"""Samples a source on a thread of its own, keeps the history, tells subscribers; a source that hangs blocks nobody."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from array import array
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self, TypeVar
+
+import msgspec
+
+from devices.base import DeviceSample, ProcessSample, Reading, Snapshot, Source, State
+
+Subscriber = Callable[[Snapshot], None]
+HISTORY_TICKS = 600
+SHORTEST_INTERVAL_SECONDS = 0.1
+OVERDUE_INTERVALS = 2.5  # a tick this late makes the last snapshot stale
+JOIN_SECONDS = 2.0
+_READINGS = tuple(field.name for field in msgspec.structs.fields(DeviceSample) if isinstance(field.default, Reading))
+Sample = TypeVar("Sample", DeviceSample, ProcessSample)
+log = logging.getLogger(__name__)
+
+
+class Sampler:
+    """One polling thread over a source. Subscribers are called on the sampler's threads, one at a time.
+
+    The period is kept: ticks stand at whole intervals from the start, and those that a slow source missed are left out.
+    """
+
+    def __init__(self, source: Source, interval_seconds: float = 1.0, history_ticks: int = HISTORY_TICKS) -> None:
+        if not interval_seconds >= SHORTEST_INTERVAL_SECONDS:
+            raise ValueError(f"an interval of {interval_seconds} s is below {SHORTEST_INTERVAL_SECONDS} s")
+        self.source = source
+        self.interval_seconds = interval_seconds
+        self._history = History(history_ticks)
+        self._subscribers: list[Subscriber] = []
+        self._lock = threading.Lock()  # guards what readers see; never held while the source or a subscriber runs
+        self._telling = threading.Lock()  # one subscriber call at a time
+        self._stop = threading.Event()
+        self._last: Snapshot | None = None
+        self._sampled_at = time.monotonic()
+        self._threads = (
+            threading.Thread(target=self._poll, name="evener-sampler", daemon=True),
+            threading.Thread(target=self._watch, name="evener-sampler-watch", daemon=True),
+        )
+
+    def start(self) -> None:
+        """Take the first sample at once and go on every interval."""
+        self._sampled_at = time.monotonic()
+        for thread in self._threads:
+            thread.start()
+
+    def close(self, wait_seconds: float = JOIN_SECONDS) -> bool:
+        """End sampling; the polling thread closes the source. False if the source still hangs after the wait."""
+        self._stop.set()
+        deadline = time.monotonic() + wait_seconds
+        for thread in self._threads:
+            if thread.ident is None:
+                self.source.close()
+                return True
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return not self._threads[0].is_alive()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
+        """Call `subscriber` with every snapshot from now on; returns what ends it."""
+        with self._lock:
+            self._subscribers.append(subscriber)
+
+        def unsubscribe() -> None:
+            with self._lock:
+                if subscriber in self._subscribers:
+                    self._subscribers.remove(subscriber)
+
+        return unsubscribe
+
+    def latest(self) -> Snapshot | None:
+        """The newest snapshot, marked stale when the source is overdue; None before the first."""
+        with self._lock:
+            last, age = self._last, time.monotonic() - self._sampled_at
+        if last is None or age <= OVERDUE_INTERVALS * self.interval_seconds:
+            return last
+        return stale(last, age)
+
+    def history(self, device_id: str, metric: str) -> tuple[float | None, ...]:
+        """Values of one metric of one device, a tick each, oldest first; None where there was no current value."""
+        with self._lock:
+            return self._history.values(device_id, metric)
+
+    def _poll(self) -> None:
+        try:
+            deadline = time.monotonic()
+            while not self._stop.is_set():
+                self._tick()
+                missed = math.floor((time.monotonic() - deadline) / self.interval_seconds)
+                deadline += (missed + 1) * self.interval_seconds
+                self._stop.wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            self.source.close()
+
+    def _tick(self) -> None:
+        try:
+            snapshot = self.source.sample()
+        except Exception:
+            log.exception("the source failed; its last readings turn stale")
+            return
+        with self._lock:
+            self._last, self._sampled_at = snapshot, time.monotonic()
+            self._history.add(snapshot)
+        self._tell(snapshot)
+
+    def _watch(self) -> None:
+        """Tell subscribers of a stale snapshot each interval that the source is overdue."""
+        while not self._stop.wait(self.interval_seconds):
+            latest = self.latest()
+            if latest is not None and latest is not self._last:
+                self._tell(latest)
+
+    def _tell(self, snapshot: Snapshot) -> None:
+        with self._lock:
+            subscribers = tuple(self._subscribers)
+        with self._telling:
+            for subscriber in subscribers:
+                if self._stop.is_set():
+                    return
+                try:
+                    subscriber(snapshot)
+                except Exception:
+                    log.exception("a subscriber failed; sampling goes on")
+
+
+class History:
+    """Ring buffers of numbers, one for each device and metric that ever had a value. Not thread-safe."""
+
+    def __init__(self, ticks: int) -> None:
+        self._size = ticks
+        self._count = 0
+        self._rings: dict[tuple[str, str], array[float]] = {}
+
+    def add(self, snapshot: Snapshot) -> None:
+        """One tick."""
+        at = self._count % self._size
+        self._count += 1
+        for ring in self._rings.values():
+            ring[at] = math.nan
+        for sample in snapshot.devices:
+            for name in _READINGS:
+                current = getattr(sample, name).current
+                if current is not None:
+                    self._ring(sample.device.id, name)[at] = current
+
+    def values(self, device_id: str, metric: str) -> tuple[float | None, ...]:
+        """All ticks kept, oldest first."""
+        kept = min(self._count, self._size)
+        ring = self._rings.get((device_id, metric))
+        if ring is None:
+            return (None,) * kept
+        start = self._count - kept
+        numbers = (ring[i % self._size] for i in range(start, self._count))
+        return tuple(None if math.isnan(number) else number for number in numbers)
+
+    def _ring(self, device_id: str, metric: str) -> array[float]:
+        key = (device_id, metric)
+        if key not in self._rings:
+            self._rings[key] = array("d", [math.nan]) * self._size
+        return self._rings[key]
+
+
+def stale(snapshot: Snapshot, age_seconds: float) -> Snapshot:
+    """The same snapshot with every value called what it is: too old to be current."""
+    note = f"No reading for {age_seconds:.0f} s: the driver does not answer."
+    return msgspec.structs.replace(
+        snapshot,
+        devices=tuple(_stale_device(sample, age_seconds, note) for sample in snapshot.devices),
+        processes=tuple(_stale_readings(process, age_seconds) for process in snapshot.processes),
+        notes=(*snapshot.notes, note),
+    )
+
+
+def _stale_device(sample: DeviceSample, age_seconds: float, note: str) -> DeviceSample:
+    return msgspec.structs.replace(_stale_readings(sample, age_seconds), note=sample.note or note)
+
+
+def _stale_readings(sample: Sample, age_seconds: float) -> Sample:
+    changed = {
+        field.name: Reading(State.STALE, reading.value, reading.age_seconds + age_seconds)
+        for field in msgspec.structs.fields(sample)
+        if isinstance(reading := getattr(sample, field.name), Reading) and reading.state is State.VALUE
+    }
+    return msgspec.structs.replace(sample, **changed)

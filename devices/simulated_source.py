@@ -1,0 +1,175 @@
+"""Samples simulated devices: heat, power, memory, clock and traffic that follow a simulated load.
+
+Everything is derived from two figures of a load: busy, the share of time in which the device computes, and effort, its
+samples/s against the most that it can do. Busy drives what monitors call utilisation, effort the power; heat follows
+the power with a lag. So a small batch shows 95 % utilisation at half the power, as real cards do.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from devices.base import Device, DeviceSample, Snapshot, value
+from devices.physics import Machine, SimulatedDevice
+from devices.surroundings import Surroundings
+
+MIB = 1 << 20
+AMBIENT_CELSIUS, FULL_LOAD_CELSIUS, SLOWDOWN_CELSIUS = 31.0, 76.0, 84.0
+HEAT_LAG_SECONDS = 25.0
+POWER_LIMIT_WATTS, IDLE_POWER_SHARE = 250.0, 0.08
+IDLE_MHZ, FULL_MHZ = 210.0, 1900.0
+IDLE_MEMORY_BYTES = 12 * MIB
+BYTES_PER_SAMPLE = 28 * 28 * 4  # that the workload's host sends for one sample
+FULL_LINK_BYTES = 9e9  # per second, both directions alike, when steps follow each other without a pause
+MOST_BATCH = 1 << 20
+
+
+class Load(msgspec.Struct, frozen=True):
+    """What a simulated device is told to do."""
+
+    samples_per_second: float = 0.0
+    share: int | None = None  # samples of each step; None: unknown
+
+
+class _State(msgspec.Struct):
+    load: Load
+    celsius: float
+    joules: float
+    random: random.Random
+
+
+class SimulatedSource:
+    """A Source over a Machine; the same seed and times give the same readings. `set_load` is safe from any thread."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        seed: int = 0,
+        surroundings: Surroundings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.machine = machine
+        self._devices = machine.described()
+        self._around = surroundings or Surroundings()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._last = clock()
+        self._states = [
+            _State(Load(), AMBIENT_CELSIUS + 3, 0.0, random.Random(f"{seed}/{device.id}")) for device in self._devices
+        ]
+
+    def devices(self) -> tuple[Device, ...]:
+        """The simulated devices, in order."""
+        return self._devices
+
+    def set_load(self, position: int, samples_per_second: float, share: int | None = None) -> None:
+        """From now on the device trains so fast, at `share` samples a step if known; 0 samples/s: it idles."""
+        with self._lock:
+            self._states[position].load = Load(max(0.0, samples_per_second), share)
+
+    def sample(self) -> Snapshot:
+        """All devices now."""
+        started = self._clock()
+        with self._lock:
+            interval, self._last = max(0.0, started - self._last), started
+            samples = [self._sample(position, interval) for position in range(len(self._devices))]
+        completed, processes = self._around.complete(samples, {})
+        return Snapshot(
+            at_seconds=time.time(),
+            interval_seconds=interval,
+            devices=completed,
+            processes=processes,
+            host=self._around.host(),
+            sampling_seconds=self._clock() - started,
+            notes=("Simulated devices: every reading is computed, none is measured.",),
+        )
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _sample(self, position: int, interval: float) -> DeviceSample:
+        device, state = self._devices[position], self._states[position]
+        physics, load = self.machine.devices[position], state.load
+        busy, effort = self._busy(position, load), min(1.0, load.samples_per_second / fastest(physics))
+        jitter = state.random.gauss(0.0, 0.006)
+        power_share = IDLE_POWER_SHARE + (1 - IDLE_POWER_SHARE) * (0.3 * busy + 0.65 * effort)
+        watts = POWER_LIMIT_WATTS * min(1.0, power_share * (1 + jitter))
+        target = AMBIENT_CELSIUS + (FULL_LOAD_CELSIUS - AMBIENT_CELSIUS) * watts / POWER_LIMIT_WATTS
+        state.celsius += (target - state.celsius) * (1 - math.exp(-interval / HEAT_LAG_SECONDS))
+        state.joules += watts * interval
+        used = IDLE_MEMORY_BYTES + self._held_bytes(position, load)
+        moved = load.samples_per_second * BYTES_PER_SAMPLE
+        return DeviceSample(
+            device=device,
+            utilization_percent=value(100 * _noisy(busy**0.2, jitter)),
+            sm_percent=value(100 * _noisy(0.3 * busy + 0.62 * effort, jitter)),
+            occupancy_percent=value(100 * _noisy(0.4 * effort, jitter)),
+            tensor_percent=value(0.0),
+            dram_percent=value(100 * _noisy(0.12 * busy + 0.35 * effort, jitter)),
+            memory_used_bytes=value(min(used, self.machine.usable_memory_bytes(position))),
+            memory_total_bytes=value(device.memory_bytes or 0),
+            temperature_celsius=value(round(state.celsius)),
+            temperature_limit_celsius=value(SLOWDOWN_CELSIUS),
+            power_watts=value(watts),
+            power_limit_watts=value(POWER_LIMIT_WATTS),
+            energy_joules=value(state.joules),
+            clock_mhz=value(round(IDLE_MHZ + (FULL_MHZ * 0.97 - IDLE_MHZ) * busy**0.1 * (1 + jitter))),
+            clock_max_mhz=value(FULL_MHZ),
+            throttled_percent=value(0.0),
+            pcie_receive_bytes_per_second=value(moved),
+            pcie_send_bytes_per_second=value(moved / 40),
+            link_receive_bytes_per_second=value(FULL_LINK_BYTES * busy * self._shared()),
+            link_send_bytes_per_second=value(FULL_LINK_BYTES * busy * self._shared()),
+            fan_percent=value(round(max(20.0, (state.celsius - AMBIENT_CELSIUS) * 1.6))),
+            ecc_errors=value(0),
+            samples_per_second=value(load.samples_per_second * (1 + 0.5 * jitter)),
+        )
+
+    def _busy(self, position: int, load: Load) -> float:
+        """Share of time that the device computes: steps a second times seconds a step."""
+        if not load.samples_per_second:
+            return 0.0
+        if not load.share:
+            return min(1.0, 0.85 + 0.15 * load.samples_per_second / fastest(self.machine.devices[position]))
+        steps_per_second = load.samples_per_second / load.share
+        return min(1.0, steps_per_second * self.machine.device_seconds(position, load.share, False))
+
+    def _held_bytes(self, position: int, load: Load) -> int:
+        if not load.samples_per_second:
+            return 0
+        share = load.share or largest_batch(self.machine, position) // 2
+        return self.machine.memory_bytes(position, share)
+
+    def _shared(self) -> float:
+        """1 while two or more devices train together, else 0: one alone exchanges nothing."""
+        return float(sum(1 for state in self._states if state.load.samples_per_second) > 1)
+
+
+def fastest(device: SimulatedDevice) -> float:
+    """The most samples/s of a device alone, at the largest batch of its curve."""
+    batch = device.curve[-1][0]
+    seconds = device.seconds(batch)
+    return batch / seconds if seconds else math.inf
+
+
+def largest_batch(machine: Machine, position: int) -> int:
+    """The largest batch that fits into the device's memory; 0 if none does."""
+    fits, fails = 0, MOST_BATCH
+    room = machine.usable_memory_bytes(position)
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        if machine.memory_bytes(position, middle) <= room:
+            fits = middle
+        else:
+            fails = middle
+    return fits
+
+
+def _noisy(share: float, jitter: float) -> float:
+    return min(1.0, max(0.0, share * (1 + jitter)))
