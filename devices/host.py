@@ -107,22 +107,21 @@ class ProcessBook:
         self._known: dict[int, tuple[psutil.Process, ProcessFacts]] = {}
         self._users: dict[int, str] = {}
 
-    def facts(self, pid: int) -> ProcessFacts:
-        """Who `pid` is; a process of another container or user may stay a bare number."""
-        entry = self._entry(pid)
-        return entry[1] if entry else ProcessFacts(pid)
+    def look(self, pid: int) -> tuple[ProcessFacts, float | None]:
+        """Who `pid` is, and its CPU time since the look before: 100 for one core, None at first or where denied.
 
-    def cpu_percent(self, pid: int) -> float | None:
-        """Its CPU time since the call before, 100 for one core; None at the first call or where it can't be read."""
-        fresh = pid not in self._known
+        A process of another container or user may stay a bare number.
+        """
+        known = self._known.get(pid)
         entry = self._entry(pid)
         if entry is None:
-            return None
+            return ProcessFacts(pid), None
+        process, facts = entry
         try:
-            percent: float = entry[0].cpu_percent(None)
+            percent: float = process.cpu_percent(None)
         except psutil.Error:
-            return None
-        return None if fresh else percent
+            return facts, None
+        return facts, percent if known is entry else None
 
     def forget_others(self, pids: Iterable[int]) -> None:
         """Drop what is known of all processes but these."""

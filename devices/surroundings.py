@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from devices.base import UNSUPPORTED, Device, DeviceSample, HostSample, ProcessSample, Reading, State, value
-from devices.host import HostMeter, ProcessBook
-from devices.trainings import TrainingRates, rate_reading
+from devices.host import HostMeter, ProcessBook, ProcessFacts
+from devices.trainings import Rates, TrainingRates, rate_reading
 
 
 class OnDevice(msgspec.Struct, frozen=True):
@@ -41,37 +41,41 @@ class Surroundings:
     ) -> tuple[tuple[DeviceSample, ...], tuple[ProcessSample, ...]]:
         """The samples with samples/s, and a row for each process: seen by the driver, or reporting itself."""
         devices = [sample.device for sample in samples]
-        rates = self._rates.by_process(devices, {key: [each.pid for each in on] for key, on in seen.items()})
-        rows = tuple(row for device in devices for row in self._rows(device, seen.get(device.id, ()), rates))
-        self._book.forget_others(row.pid for row in rows)
+        pids = {identity: [each.pid for each in there] for identity, there in seen.items()}
+        rates = self._rates.by_process(devices, pids)
+        there = [(device, each) for device in devices for each in _on(device, seen.get(device.id, ()), rates)]
+        looks = {pid: self._book.look(pid) for pid in {each.pid for _, each in there}}
+        self._book.forget_others(looks)
+        rows = tuple(_row(device, each, *looks[each.pid], rates.get((each.pid, device.id))) for device, each in there)
         return tuple(_with_rate(sample, rates) for sample in samples), rows
 
-    def _rows(
-        self, device: Device, seen: Sequence[OnDevice], rates: Mapping[tuple[int, str], tuple[float, float]]
-    ) -> list[ProcessSample]:
-        known = {each.pid for each in seen}
-        reported = [OnDevice(pid) for pid, identity in rates if identity == device.id and pid not in known]
-        return [self._row(device, each, rates.get((each.pid, device.id))) for each in (*seen, *reported)]
 
-    def _row(self, device: Device, seen: OnDevice, rate: tuple[float, float] | None) -> ProcessSample:
-        percent = self._book.cpu_percent(seen.pid)
-        facts = self._book.facts(seen.pid)
-        unknown = Reading(State.STALE) if facts.start_time else UNSUPPORTED
-        return ProcessSample(
-            pid=seen.pid,
-            start_time=facts.start_time,
-            user=facts.user,
-            device_id=device.id,
-            device_label=device.label,
-            memory_bytes=seen.memory_bytes,
-            sm_percent=seen.sm_percent,
-            cpu_percent=unknown if percent is None else value(percent),
-            command=facts.command,
-            samples_per_second=rate_reading([rate] if rate else []),
-        )
+def _on(device: Device, seen: Sequence[OnDevice], rates: Rates) -> list[OnDevice]:
+    """The processes on one device: seen by its driver, or only heard of from themselves."""
+    known = {each.pid for each in seen}
+    reported = [OnDevice(pid) for pid, identity in rates if identity == device.id and pid not in known]
+    return [*seen, *reported]
 
 
-def _with_rate(sample: DeviceSample, rates: Mapping[tuple[int, str], tuple[float, float]]) -> DeviceSample:
+def _row(
+    device: Device, seen: OnDevice, facts: ProcessFacts, percent: float | None, rate: tuple[float, float] | None
+) -> ProcessSample:
+    unknown = Reading(State.STALE) if facts.start_time else UNSUPPORTED
+    return ProcessSample(
+        pid=seen.pid,
+        start_time=facts.start_time,
+        user=facts.user,
+        device_id=device.id,
+        device_label=device.label,
+        memory_bytes=seen.memory_bytes,
+        sm_percent=seen.sm_percent,
+        cpu_percent=unknown if percent is None else value(percent),
+        command=facts.command,
+        samples_per_second=rate_reading([rate] if rate else []),
+    )
+
+
+def _with_rate(sample: DeviceSample, rates: Rates) -> DeviceSample:
     parts = [rate for (_, identity), rate in rates.items() if identity == sample.device.id]
     if not parts:
         return sample

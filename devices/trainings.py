@@ -11,6 +11,8 @@ from evener.live import Training, read_trainings
 READ_PERIOD_SECONDS = 0.5  # a training writes no more often
 OLD_SECONDS = 5.0  # a report this old says what was, not what is
 
+Rates = dict[tuple[int, str], tuple[float, float]]  # (pid, device id) -> (samples/s, age in seconds)
+
 
 class TrainingRates:
     """Who trains where and how fast; reads the reports at most twice a second."""
@@ -32,14 +34,12 @@ class TrainingRates:
             self._trainings = self._read()
         return self._trainings
 
-    def by_process(
-        self, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]
-    ) -> dict[tuple[int, str], tuple[float, float]]:
-        """(pid, device id) -> (samples/s, age in seconds). `pids`: the processes that the driver sees on each device.
+    def by_process(self, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]) -> Rates:
+        """Each training's part on each device. `pids`: the processes that the driver sees, by device id.
 
         A training that names no device counts on those where the driver sees its process, in equal parts.
         """
-        rates: dict[tuple[int, str], tuple[float, float]] = {}
+        rates: Rates = {}
         now = self._wall()
         for training in self.refresh():
             age = max(0.0, now - training.updated_at)

@@ -1,0 +1,160 @@
+"""The host line, process facts, samples/s from trainings, and the source over CPU slices."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from devices.base import Device, DeviceSample, Reading, State
+from devices.cpu import slices
+from devices.cpu_source import CpuSource
+from devices.host import CpuMeter, HostMeter, ProcessBook, ProcessFacts, clean_text
+from devices.surroundings import OnDevice, Surroundings
+from devices.trainings import TrainingRates, rate_reading
+from evener.live import LiveDevice, Training
+
+SLICE = Device("cpu-0-of-2", 0, "CPU", "cpu", 1 << 30, (0,))
+OTHER = Device("cpu-1-of-2", 1, "CPU", "cpu", 1 << 30, (1,))
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A child whose command holds control characters."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "\x1b[31mred\u202e"])
+    yield child
+    child.kill()
+    child.wait()
+
+
+def training(rate: float, pid: int = 1, devices: tuple[LiveDevice, ...] = (), age: float = 0.0) -> Training:
+    """A report, so old."""
+    return Training(pid, 1.0, "torch", "w", rate, 5, time.time() - age, devices)
+
+
+def test_cpu_shares_come_from_the_kernels_ticks(tmp_path: Path) -> None:
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  10 0 10 80 0 0 0 0 9 9\ncpu0 10 0 10 30 0 0 0 0 9 9\ncpu3 0 0 0 50 0 0 0 0 0 0\nintr 1\n")
+    meter = CpuMeter(stat)
+    assert meter.read().total_percent is None
+    stat.write_text("cpu  40 0 10 130 20 0 0 0 9 9\ncpu0 40 0 10 40 10 0 0 0 9 9\ncpu3 0 0 0 90 10 0 0 0 0 0\nintr 1\n")
+    use = meter.read()
+    assert use.total_percent == pytest.approx(30.0)
+    assert use.by_cpu == {0: pytest.approx(60.0), 3: pytest.approx(0.0)}
+
+
+def test_the_first_host_line_is_a_real_one() -> None:
+    meter = HostMeter()
+    host = meter.read()
+    assert 0 <= host.cpu_percent <= 100
+    assert set(meter.by_cpu) >= os.sched_getaffinity(0)
+    assert 0 < host.memory_used_bytes < host.memory_total_bytes
+    assert host.hostname
+
+
+def test_process_facts_are_known_and_cannot_steer_a_terminal(sleeper: subprocess.Popen[bytes]) -> None:
+    book = ProcessBook()
+    facts, percent = book.look(sleeper.pid)
+    assert percent is None  # the first look has nothing to compare with
+    assert facts.command.endswith("[31mred")
+    assert "sleep" in facts.command
+    assert facts.user
+    assert abs(facts.start_time - time.time()) < 600
+    assert book.look(sleeper.pid)[1] is not None
+
+
+def test_a_dead_process_is_forgotten_and_a_stranger_stays_a_number(sleeper: subprocess.Popen[bytes]) -> None:
+    book = ProcessBook()
+    assert book.look(sleeper.pid)[0].start_time > 0
+    sleeper.kill()
+    sleeper.wait()
+    for pid in (sleeper.pid, 2**30, -1):
+        assert book.look(pid) == (ProcessFacts(pid), None)
+
+
+def test_text_is_cleaned_of_what_is_not_printed() -> None:
+    assert clean_text("a\x1b]0;x\x07b\u202ec\n\u200bd é 字") == "a ]0;x b c  d é 字"
+    assert len(clean_text("x" * 10_000)) == 4096
+
+
+def test_rates_are_laid_onto_devices_by_id_or_index() -> None:
+    reports = [
+        training(30.0, 7, (LiveDevice("cpu-0-of-2", 0, 20, 20.0), LiveDevice("cpu-1-of-2", 1, 10, 10.0))),
+        training(5.0, 8, (LiveDevice("", 1, 5, 5.0),)),
+        training(9.0, 9, (LiveDevice("elsewhere", -1, 9, 9.0),)),
+    ]
+    rates = TrainingRates(lambda: reports).by_process([SLICE, OTHER], {})
+    assert {key: rate for key, (rate, _) in rates.items()} == {
+        (7, "cpu-0-of-2"): 20.0,
+        (7, "cpu-1-of-2"): 10.0,
+        (8, "cpu-1-of-2"): 5.0,
+    }
+
+
+def test_a_training_that_names_no_device_counts_where_the_driver_sees_it() -> None:
+    rates = TrainingRates(lambda: [training(30.0, 7)])
+    assert rates.by_process([SLICE, OTHER], {}) == {}
+    seen = rates.by_process([SLICE, OTHER], {SLICE.id: [7], OTHER.id: [3, 7]})
+    assert {key: rate for key, (rate, _) in seen.items()} == {(7, SLICE.id): 15.0, (7, OTHER.id): 15.0}
+
+
+def test_reports_are_read_at_most_twice_a_second() -> None:
+    reads: list[float] = []
+    now = [0.0]
+    rates = TrainingRates(lambda: reads.append(now[0]) or (), clock=lambda: now[0])  # type: ignore[func-returns-value]
+    for tick in range(20):
+        now[0] = tick * 0.1
+        rates.refresh()
+    assert len(reads) == 4
+
+
+def test_an_old_report_is_stale_and_does_not_count_beside_a_fresh_one() -> None:
+    assert rate_reading([]).state is State.UNSUPPORTED
+    assert rate_reading([(10.0, 60.0)]) == Reading(State.STALE, 10.0, 60.0)
+    assert rate_reading([(10.0, 60.0), (4.0, 1.0)]) == Reading(State.VALUE, 4.0, 1.0)
+
+
+def test_rows_are_what_the_driver_sees_and_who_reports_itself(sleeper: subprocess.Popen[bytes]) -> None:
+    reports = [training(30.0, sleeper.pid, (LiveDevice(SLICE.id, 0, 8, 30.0),))]
+    source = CpuSource([SLICE, OTHER], Surroundings(TrainingRates(lambda: reports)))
+    source.sample()
+    first, second = source.sample().devices
+    assert first.samples_per_second.current == 30.0
+    assert second.samples_per_second.state is State.UNSUPPORTED
+    (row,) = source.sample().processes
+    assert (row.pid, row.device_label, row.samples_per_second.current) == (sleeper.pid, "CPU:0", 30.0)
+    assert row.cpu_percent.current is not None
+
+
+def test_a_process_on_two_devices_is_measured_once_a_tick() -> None:
+    """Its CPU share is the same in both rows: a second look right after the first would show nothing."""
+    around = Surroundings(TrainingRates(lambda: ()))
+    samples = [DeviceSample(device=SLICE), DeviceSample(device=OTHER)]
+    seen = {SLICE.id: [OnDevice(os.getpid())], OTHER.id: [OnDevice(os.getpid())]}
+    around.complete(samples, seen)
+    until = time.process_time() + 0.1
+    while time.process_time() < until:
+        pass
+    _, rows = around.complete(samples, seen)
+    assert rows[0].cpu_percent == rows[1].cpu_percent
+    assert (rows[0].cpu_percent.current or 0) > 5
+
+
+def test_slices_of_this_machine_are_sampled() -> None:
+    source = CpuSource(slices(), notes=("said",))
+    source.sample()
+    time.sleep(0.05)
+    snapshot = source.sample()
+    for sample in snapshot.devices:
+        assert (
+            0 <= (sample.utilization_percent.current if sample.utilization_percent.current is not None else -1) <= 100
+        )
+        assert sample.memory_used_bytes.current == snapshot.host.memory_used_bytes
+        assert sample.sm_percent.state is State.UNSUPPORTED
+    assert snapshot.notes == ("said",)
+    source.close()

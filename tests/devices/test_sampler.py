@@ -1,0 +1,178 @@
+"""The polling thread: its period, its history, and what it does when the source hangs or fails."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from devices.base import Device, DeviceSample, HostSample, ProcessSample, Snapshot, State, value
+from devices.sampler import History, Sampler, stale
+
+DEVICE = Device("sim-0-a", 0, "A", "sim", None)
+HOST = HostSample(cpu_percent=1.0, load_1min=0.1, memory_used_bytes=1, memory_total_bytes=2, cores=1, hostname="h")
+
+
+def snapshot(celsius: float = 50.0) -> Snapshot:
+    """One device and one process."""
+    return Snapshot(
+        at_seconds=time.time(),
+        interval_seconds=1.0,
+        devices=(DeviceSample(device=DEVICE, temperature_celsius=value(celsius), clock_mhz=value(5)),),
+        processes=(
+            ProcessSample(
+                pid=1, start_time=1.0, user="u", device_id=DEVICE.id, device_label="SIM:0", cpu_percent=value(3)
+            ),
+        ),
+        host=HOST,
+        sampling_seconds=0.0,
+    )
+
+
+class Scripted:
+    """A source that does what it is told at each sample."""
+
+    def __init__(self, act: Callable[[int], None] = lambda _: None) -> None:
+        self.act, self.count, self.closed = act, 0, 0
+        self.at: list[float] = []
+
+    def devices(self) -> tuple[Device, ...]:
+        return (DEVICE,)
+
+    def sample(self) -> Snapshot:
+        self.count += 1
+        self.at.append(time.monotonic())
+        self.act(self.count)
+        return snapshot(float(self.count))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 15.0) -> None:
+    """Until it holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.005)
+
+
+def sampler_threads() -> list[threading.Thread]:
+    """Those that a sampler left running."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("evener-sampler")]
+
+
+def test_subscribers_get_every_snapshot_and_the_source_is_closed_once() -> None:
+    source, got = Scripted(), []
+    with Sampler(source, 0.1) as sampler:
+        end = sampler.subscribe(got.append)
+        wait_for(lambda: len(got) >= 3)
+        end()
+        end()
+        kept = len(got)
+        wait_for(lambda: source.count >= kept + 3)
+        assert len(got) <= kept + 1
+    assert source.closed == 1
+    assert not sampler_threads()
+    values = [each.devices[0].temperature_celsius.value for each in got]
+    assert values == sorted(values)
+
+
+def test_the_period_is_kept_though_sampling_takes_time() -> None:
+    """A quarter of the period spent in the source doesn't stretch it: ticks stay on the grid."""
+    source = Scripted(lambda _: time.sleep(0.05))
+    with Sampler(source, 0.2):
+        wait_for(lambda: source.count >= 8)
+    offsets = sorted((at - source.at[0]) / 0.2 % 1.0 for at in source.at)
+    assert offsets[len(offsets) // 2] < 0.5  # 25 ms a tick of drift would spread them evenly, past a period
+    assert (source.at[7] - source.at[0]) / 0.2 >= 6.9
+
+
+def test_ticks_that_a_slow_source_missed_are_left_out() -> None:
+    source = Scripted(lambda count: time.sleep(0.55) if count == 1 else None)
+    with Sampler(source, 0.2):
+        wait_for(lambda: source.count >= 3)
+    assert source.at[1] - source.at[0] >= 0.55
+    assert source.at[2] - source.at[0] >= 0.75  # on the grid at 0.6 and 0.8 s: nothing is made up for
+
+
+def test_a_source_that_hangs_blocks_no_reader_and_its_readings_turn_stale() -> None:
+    free = threading.Event()
+    source, got = Scripted(lambda count: free.wait(30) if count == 3 else None), []
+    sampler = Sampler(source, 0.1)
+    sampler.subscribe(got.append)
+    sampler.start()
+    wait_for(lambda: source.count == 3)
+    wait_for(lambda: got and got[-1].devices[0].temperature_celsius.state is State.STALE)
+    started = time.monotonic()
+    latest = sampler.latest()
+    assert time.monotonic() - started < 1
+    assert latest is not None
+    assert latest.devices[0].temperature_celsius.value == 2.0
+    assert latest.devices[0].temperature_celsius.age_seconds > 0
+    assert "does not answer" in latest.devices[0].note
+    assert sampler.close(wait_seconds=0.1) is False
+    free.set()
+    wait_for(lambda: source.closed == 1)
+    wait_for(lambda: not sampler_threads())
+
+
+def test_a_source_that_recovers_is_current_again() -> None:
+    source = Scripted(lambda count: time.sleep(0.6) if count == 2 else None)
+    with Sampler(source, 0.1) as sampler:
+        wait_for(lambda: (latest := sampler.latest()) and latest.devices[0].temperature_celsius.state is State.STALE)
+        wait_for(lambda: (latest := sampler.latest()) and latest.devices[0].temperature_celsius.current)
+
+
+def test_a_source_or_subscriber_that_raises_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def act(count: int) -> None:
+        if count == 2:
+            raise RuntimeError("a bug")
+
+    def fail(_: Snapshot) -> None:
+        raise RuntimeError("another")
+
+    source, got = Scripted(act), []
+    with Sampler(source, 0.1) as sampler:
+        sampler.subscribe(fail)
+        sampler.subscribe(got.append)
+        wait_for(lambda: len(got) >= 3)
+    assert {record.message.split(";")[0] for record in caplog.records} == {"the source failed", "a subscriber failed"}
+
+
+def test_a_sampler_that_never_started_closes_its_source() -> None:
+    source = Scripted()
+    assert Sampler(source).close()
+    assert source.closed == 1
+
+
+@pytest.mark.parametrize("interval", [0.0, -1.0, 0.01, math.nan])
+def test_an_interval_too_short_to_sample_is_refused(interval: float) -> None:
+    with pytest.raises(ValueError, match="interval"):
+        Sampler(Scripted(), interval)
+
+
+@given(st.integers(1, 20), st.lists(st.none() | st.floats(-1e6, 1e6), max_size=50))
+def test_history_is_the_last_values_oldest_first(size: int, numbers: list[float | None]) -> None:
+    history = History(size)
+    for number in numbers:
+        sample = DeviceSample(device=DEVICE) if number is None else snapshot(number).devices[0]
+        history.add(
+            Snapshot(at_seconds=0, interval_seconds=1, devices=(sample,), processes=(), host=HOST, sampling_seconds=0)
+        )
+    assert history.values(DEVICE.id, "temperature_celsius") == tuple(numbers[-size:])
+    assert history.values("another", "temperature_celsius") == (None,) * min(size, len(numbers))
+
+
+def test_a_stale_snapshot_keeps_its_values_and_says_their_age() -> None:
+    old = stale(snapshot(), 7.0)
+    assert old.devices[0].temperature_celsius == stale(snapshot(), 7.0).devices[0].temperature_celsius
+    assert (old.devices[0].clock_mhz.state, old.devices[0].clock_mhz.value) == (State.STALE, 5.0)
+    assert old.devices[0].power_watts.state is State.UNSUPPORTED
+    assert old.processes[0].cpu_percent.age_seconds == 7.0
+    assert "7 s" in old.notes[0]
