@@ -1,4 +1,4 @@
-"""Real ranks on gloo end with the weights of one process, to the rounding of float64."""
+"""Real ranks, on gloo and where there are GPUs on NCCL, end with the weights of one process, to float64's rounding."""
 
 from __future__ import annotations
 
@@ -57,41 +57,56 @@ def free_port() -> int:
         return port
 
 
-def run_ranks(world: int, arguments: list[str], folder: Path, results: bool = True) -> list[Any]:
-    """Start a rank for each device, as torchrun would, and load what each saved."""
-    port = free_port()
+def run_ranks(batches: tuple[int, ...], folder: Path, gpus: bool = False) -> list[Any]:
+    """Train every case under a plan with these shares, a rank for each device as torchrun starts them."""
+    plan(batches).save(folder / "plan.json")
+    world = sum(1 for batch in batches if batch)
+    common = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
+    if not gpus:
+        common["CUDA_VISIBLE_DEVICES"] = ""
     children = []
     for rank in range(world):
-        place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = {**os.environ, **{key: str(value) for key, value in place.items()}, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "ignore", str(SCRIPT), *arguments, str(folder / f"rank{rank}.pt")]
+        place = {**common, "RANK": rank, "LOCAL_RANK": rank}
+        environment = {**os.environ, **{key: str(value) for key, value in place.items()}}
+        arguments = [str(folder / "plan.json"), str(folder / f"rank{rank}.pt")]
+        command = [sys.executable, "-W", "ignore", str(SCRIPT), *arguments]
         children.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
     errors = [child.communicate(timeout=240)[1] for child in children]
     assert [child.returncode for child in children] == [0] * world, "\n".join(errors)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]
 
 
-@pytest.fixture(scope="module", params=[(6, 2), (5, 2, 1), (7, 0, 1)], ids=str)
-def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Every case trained under one plan, rank by rank."""
-    folder = tmp_path_factory.mktemp("ranks")
-    plan(request.param).save(folder / "plan.toml")
-    world = sum(1 for batch in request.param if batch)
-    return run_ranks(world, [str(folder / "plan.toml")], folder)
-
-
-@pytest.mark.parametrize("name", RANKS.CASES)
-def test_the_weights_are_those_of_one_process(ended: list[dict[str, Any]], name: str) -> None:
-    weights, losses = RANKS.reference(RANKS.CASES[name], 8)
+def check(ended: list[dict[str, Any]], name: str, case: Any) -> None:
+    """Every rank has the weights and the losses of the plain loop."""
+    weights, losses = RANKS.reference(case, 8)
     for rank in ended:
         for mine, expected in zip(rank[name][0], weights, strict=True):
             torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
         assert rank[name][1] == pytest.approx(losses, abs=1e-12)
 
 
+@pytest.fixture(scope="module", params=[(6, 2), (5, 2, 1), (7, 0, 1)], ids=str)
+def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Every case trained under one plan, rank by rank."""
+    return run_ranks(request.param, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", RANKS.CASES)
+def test_the_weights_are_those_of_one_process(ended: list[dict[str, Any]], name: str) -> None:
+    check(ended, name, RANKS.CASES[name])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_two_gpus_too(tmp_path: Path) -> None:
+    """NCCL, and batch normalization over the global batch."""
+    ended = run_ranks((6, 2), tmp_path, gpus=True)
+    for name, case in {**RANKS.CASES, **RANKS.GPU_CASES}.items():
+        check(ended, name, case)
+
+
 def test_the_trainings_moved_the_weights() -> None:
     """What is compared is not the start: every case moves some weight by more than a thousandth."""
-    start = [weights.detach() for weights in RANKS.model().parameters()]
-    for case in RANKS.CASES.values():
+    for case in {**RANKS.CASES, **RANKS.GPU_CASES}.values():
+        start = [weights.detach() for weights in RANKS.model(case).parameters()]
         weights, _ = RANKS.reference(case, 8)
         assert max(float((now - then).abs().max()) for now, then in zip(weights, start, strict=True)) > 1e-3

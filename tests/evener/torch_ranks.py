@@ -34,6 +34,7 @@ class Case(msgspec.Struct, frozen=True):
     weigh: str = "gradients"
     options: dict[str, Any] = {}
     auxiliary: bool = False  # a loss that the model keeps as an attribute
+    normalize: bool = False  # over the global batch: on GPUs only
 
 
 CASES = {
@@ -57,19 +58,24 @@ CASES = {
     "loss": Case("momentum", weigh="loss"),
     "loss, accumulate, penalty": Case("adamw", accumulate=3, weigh="loss", penalty=1e-2),
 }
+GPU_CASES = {  # a row that only keeps step would count in the statistics: every rank has rows of its own in each step
+    "synchronized normalization": Case("momentum", rows=48, weigh="loss", normalize=True),
+    "the same, short tail": Case("adamw", rows=51, weigh="loss", normalize=True, accumulate=2),
+}
 
 
 class Net(torch.nn.Module):
     """Two layers; it keeps the mean square of the hidden one."""
 
-    def __init__(self) -> None:
+    def __init__(self, normalize: bool) -> None:
         super().__init__()
         self.first = torch.nn.Linear(WIDTH, 11)
+        self.normal = torch.nn.BatchNorm1d(11) if normalize else torch.nn.Identity()
         self.second = torch.nn.Linear(11, 3)
         self.auxiliary = torch.tensor(0.0)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.first(rows))
+        hidden = torch.tanh(self.normal(self.first(rows)))
         self.auxiliary = (hidden**2).mean()
         return self.second(hidden)
 
@@ -80,9 +86,9 @@ def data(case: Case) -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(inputs, torch.randint(0, 3, (case.rows,), generator=generator))
 
 
-def model() -> Net:
+def model(case: Case) -> Net:
     torch.manual_seed(3)
-    return Net().double()
+    return Net(case.normalize).double()
 
 
 def optimizer(case: Case, net: torch.nn.Module) -> torch.optim.Optimizer:
@@ -114,7 +120,7 @@ def batches(case: Case, global_batch: int) -> Iterator[tuple[torch.Tensor, torch
 
 def reference(case: Case, global_batch: int) -> tuple[list[torch.Tensor], list[float]]:
     """Final weights and losses of one process that knows no split."""
-    net = model()
+    net = model(case)
     update = optimizer(case, net)
     losses = []
     for step, (inputs, labels) in zip(range(STEPS), batches(case, global_batch), strict=False):
@@ -138,12 +144,13 @@ def train(case: Case, plan: str) -> tuple[list[torch.Tensor], list[float]]:
     from evener.torch_split import Split
 
     split = Split(plan, weigh=case.weigh)
-    net = split.wrap(model(), **case.options)
+    net = split.wrap(torch.nn.SyncBatchNorm.convert_sync_batchnorm(model(case)), **case.options)
     update = optimizer(case, net)
     losses: list[float] = []
     loader = split.loader(data(case), seed=2)
     while len(losses) < STEPS:
-        for inputs, labels in loader:
+        for rows, classes in loader:
+            inputs, labels = rows.to(split.device), classes.to(split.device)
             step = len(losses)
             last = (step + 1) % case.accumulate == 0
             with nullcontext() if last or not case.no_sync else split.no_sync(net):
@@ -154,10 +161,11 @@ def train(case: Case, plan: str) -> tuple[list[torch.Tensor], list[float]]:
             finish(case, step, net, update)
             if len(losses) == STEPS:
                 break
-    return [weights.detach() for weights in net.parameters()], losses
+    return [weights.detach().cpu() for weights in net.parameters()], losses
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    ended = {name: train(case, sys.argv[1]) for name, case in CASES.items()}
+    cases = {**CASES, **GPU_CASES} if torch.cuda.is_available() else CASES
+    ended = {name: train(case, sys.argv[1]) for name, case in cases.items()}
     torch.save(ended, sys.argv[2])

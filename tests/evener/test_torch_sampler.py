@@ -1,0 +1,213 @@
+"""Each row once an epoch, for any length, shares, seed and number of ranks; a training goes on where it stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evener.errors import RequestError
+from evener.torch_loader import Loader, check_options, count_rows
+from evener.torch_sampler import UnevenBatchSampler
+
+SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+LENGTH = st.integers(1, 120)
+SEED = st.integers(-(2**40), 2**40)
+
+
+def ranks(length: int, shares: Sequence[int], **options: Any) -> list[UnevenBatchSampler]:
+    return [UnevenBatchSampler(length, shares, rank, **options) for rank in range(len(shares))]
+
+
+def rows_that_count(samplers: list[UnevenBatchSampler]) -> list[list[int]]:
+    """The rows of each step over all ranks, without those that only keep step."""
+    steps = []
+    for step, batches in enumerate(zip(*samplers, strict=True)):
+        sizes = samplers[0].sizes(step)
+        assert [len(batch) for batch in batches] == [max(1, size) for size in sizes]
+        steps.append([row for batch, size in zip(batches, sizes, strict=True) for row in batch[:size]])
+    assert len(steps) == len(samplers[0])
+    return steps
+
+
+@given(LENGTH, SHARES, SEED, st.integers(0, 5), st.booleans())
+def test_each_row_is_computed_once_an_epoch(
+    length: int, shares: list[int], seed: int, epoch: int, shuffle: bool
+) -> None:
+    samplers = ranks(length, shares, seed=seed, shuffle=shuffle)
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    steps = rows_that_count(samplers)
+    assert sorted(row for step in steps for row in step) == list(range(length))
+    assert all(len(step) == sum(shares) for step in steps[:-1])
+
+
+@given(LENGTH, SHARES, SEED)
+def test_the_global_batches_are_those_of_one_device(length: int, shares: list[int], seed: int) -> None:
+    """What a step learns from doesn't depend on how it is shared out."""
+    (alone,) = ranks(length, [sum(shares)], seed=seed)
+    assert rows_that_count(ranks(length, shares, seed=seed)) == list(alone)
+
+
+@given(LENGTH, SHARES, SEED)
+def test_drop_last_drops_only_the_short_batch(length: int, shares: list[int], seed: int) -> None:
+    total = sum(shares)
+    if length < total:
+        with pytest.raises(RequestError, match="drop_last"):
+            ranks(length, shares, drop_last=True)
+        return
+    steps = rows_that_count(ranks(length, shares, seed=seed, drop_last=True))
+    assert steps == rows_that_count(ranks(length, shares, seed=seed))[: length // total]
+
+
+@given(LENGTH, SHARES, SHARES, SEED, st.integers(0, 130))
+def test_a_state_goes_on_under_other_shares_with_the_rows_that_are_left(
+    length: int, before: list[int], after: list[int], seed: int, taken: int
+) -> None:
+    first = ranks(length, before, seed=seed)
+    steps = rows_that_count(first)
+    taken = min(taken, len(steps))
+    state = first[0].state_dict(taken)
+    assert all(sampler.state_dict(taken) == state for sampler in first)
+    then = ranks(length, after, seed=seed)
+    for sampler in then:
+        sampler.load_state_dict(state)
+    seen = [row for step in steps[:taken] + rows_that_count(then) for row in step]
+    assert sorted(seen) == list(range(length))
+
+
+@given(st.integers(30, 120), SEED)
+def test_epochs_and_seeds_have_orders_of_their_own(length: int, seed: int) -> None:
+    (sampler,) = ranks(length, [7], seed=seed)
+    (other,) = ranks(length, [7], seed=seed + 1)
+    orders = [[row for batch in sampler for row in batch]]
+    sampler.set_epoch(1)
+    orders.append([row for batch in sampler for row in batch])
+    orders.append([row for batch in other for row in batch])
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+
+
+@pytest.mark.parametrize(
+    ("length", "shares", "rank"),
+    [
+        (0, [1], 0),
+        (-1, [1], 0),
+        (5, [1, 0], 0),
+        (5, [1, -2], 0),
+        (5, [1.5], 0),
+        (5, [True], 0),
+        (5, [2, 2], 2),
+        (5, [], 0),
+    ],
+)
+def test_what_cannot_be_sampled_is_one_sentence(length: int, shares: list[Any], rank: int) -> None:
+    with pytest.raises(RequestError) as caught:
+        UnevenBatchSampler(length, shares, rank)
+    assert caught.value.remedy
+
+
+def test_a_state_of_other_data_is_refused() -> None:
+    (sampler,) = ranks(20, [4])
+    state = sampler.state_dict(2)
+    for key, value in (("length", 21), ("seed", 1), ("shuffle", False)):
+        with pytest.raises(RequestError, match=key):
+            sampler.load_state_dict({**state, key: value})
+    with pytest.raises(RequestError, match="position"):
+        sampler.load_state_dict({key: value for key, value in state.items() if key != "position"})
+
+
+class Numbers(torch.utils.data.Dataset):
+    """The numbers from 0."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, row: int) -> int:
+        return row
+
+
+class Told:
+    """What a loader says of its steps."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[int, ...]] = []
+        self.done: list[int] = []
+
+    def loader(self, length: int, shares: Sequence[int], rank: int = 0, **options: Any) -> Loader:
+        sampler = UnevenBatchSampler(length, shares, rank)
+        return Loader(
+            Numbers(length), sampler, lambda sizes: self.begun.append(tuple(sizes)), self.done.append, options
+        )
+
+
+def test_a_loader_says_the_rows_of_each_step_as_it_begins_and_ends() -> None:
+    told = Told()
+    loader = told.loader(11, [3, 1], rank=1)
+    for step, _ in enumerate(loader):
+        assert len(told.begun) == step + 1
+        assert len(told.done) == step
+    assert told.begun == [(3, 1), (3, 1), (2, 1)]
+    assert told.done == [1, 1, 1]
+    assert len(loader) == 3
+
+
+def test_a_rank_that_only_keeps_step_has_done_nothing() -> None:
+    told = Told()
+    assert [len(batch) for batch in told.loader(9, [3, 1], rank=1)] == [1, 1, 1]
+    assert told.done == [1, 1, 0]
+
+
+def test_every_pass_is_a_new_epoch_unless_said() -> None:
+    loader = Told().loader(40, [8])
+    first, second = [torch.cat(list(loader)).tolist() for _ in range(2)]
+    assert first != second
+    loader.set_epoch(0)
+    assert torch.cat(list(loader)).tolist() == first
+    assert torch.cat(list(loader)).tolist() == second
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3, 5])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_loader_goes_on_in_mid_epoch(taken: int, workers: int) -> None:
+    """Rows that worker processes fetched ahead are not lost, and the epoch after is the one that would have come."""
+    whole = Told().loader(37, [8])
+    expected = [batch.tolist() for _ in range(2) for batch in whole]
+    loader = Told().loader(37, [8], num_workers=workers)
+    seen = []
+    for batch in loader:
+        if len(seen) == taken:
+            break
+        seen.append(batch.tolist())
+        state = loader.state_dict()
+    state = state if taken else Told().loader(37, [8]).state_dict()
+    again = Told().loader(37, [8], num_workers=workers)
+    again.load_state_dict(state)
+    seen += [batch.tolist() for _ in range(2 if taken < 5 else 1) for batch in again]
+    assert seen == expected
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows without a number."""
+
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize("dataset", [Stream(), iter([1, 2]), object()])
+def test_data_of_unknown_length_are_refused(dataset: Any) -> None:
+    with pytest.raises(RequestError, match=type(dataset).__name__) as caught:
+        count_rows(dataset)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("option", [{"batch_size": 4}, {"sampler": [1]}, {"batch_sampler": [[1]]}])
+def test_options_that_the_plan_decides_are_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=next(iter(option))):
+        check_options(option)
