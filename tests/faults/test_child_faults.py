@@ -1,0 +1,281 @@
+"""Children that die, hang or babble, for real: each is an observation, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from balancer.events import ProbeProgress
+from balancer.probes.pool import ChildProber, Job
+from balancer.probes.trial import Limits
+from balancer.records import Failed, Layout, Observation, OutOfMemory, Probe, Timed, layout_of, solo
+from devices.base import Device, Limit
+from devices.cpu import slices
+
+HASTY = Limits(start=20.0, build=20.0, prepare=2.0, block=1.0)
+Make = Callable[..., ChildProber]
+
+
+def children() -> list[psutil.Process]:
+    """Every living process below this one."""
+    return [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Probers over two slices; no child may be left when they are closed."""
+    made: list[ChildProber] = []
+
+    def new(limits: Limits | None = None, devices: tuple[Device, ...] = (), **settings: Any) -> ChildProber:
+        made.append(ChildProber(Job(devices or slices(2), "synthetic", "none", settings), limits))
+        return made[-1]
+
+    yield new
+    for prober in made:
+        prober.close()
+        prober.close()
+    deadline = time.monotonic() + 2
+    while children() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not children()
+
+
+def observe(
+    prober: ChildProber, *layouts: Layout, report: Callable[[ProbeProgress], None] = lambda _: None
+) -> list[Observation]:
+    """What comes of short probes of these layouts at once, in their order."""
+    probes = tuple(Probe(layout, "solo" if layout.kind == "solo" else "split", 0.2) for layout in layouts)
+    seen = {one.probe: one for one in prober.measure(probes, report, threading.Event())}
+    return [seen[probe] for probe in probes]
+
+
+def test_solo_children_measure_at_once_and_are_kept(make: Make) -> None:
+    """Two devices, two processes; the next probe finds them standing."""
+    prober = make()
+    first = observe(prober, solo(2, 0, 8), solo(2, 1, 8))
+    pids = {child.pid for child in children()}
+    assert len(pids) == 2
+    second = observe(prober, solo(2, 0, 16), solo(2, 1, 32))
+    assert {child.pid for child in children()} == pids
+    for seen in (*first, *second):
+        assert isinstance(seen, Timed)
+        assert seen.low_seconds <= seen.step_seconds <= seen.high_seconds
+        assert seen.device_seconds[seen.probe.layout.active[0]] == seen.step_seconds
+        assert seen.step_seconds > 0.005
+    assert prober.facts().workload_digest
+
+
+def test_a_split_steps_as_one_and_tells_each_rank_s_own_work(make: Make) -> None:
+    """The step is the slowest rank's; the other's own work is less."""
+    (seen,) = observe(make(per_sample_ms=0.2), layout_of((150, 25)))
+    assert isinstance(seen, Timed)
+    assert seen.step_seconds > 0.03
+    slow, quick = seen.device_seconds
+    assert slow is not None
+    assert quick is not None
+    assert quick < 0.75 * slow
+
+
+def test_a_slice_held_to_a_part_of_its_speed_takes_longer_alone_and_keeps_a_group_waiting(make: Make) -> None:
+    """At half speed a step takes about twice as long, and is waited for."""
+    one, two = slices(2)
+    halved = Device(two.id, two.index, two.name, two.kind, two.memory_bytes, two.cores, Limit(percent=50.0))
+    prober = make(devices=(one, halved), base_ms=10.0)
+    full, half = observe(prober, solo(2, 0, 8), solo(2, 1, 8))
+    assert isinstance(full, Timed)
+    assert isinstance(half, Timed)
+    assert half.step_seconds > 1.6 * full.step_seconds
+    (split,) = observe(prober, layout_of((8, 8)))
+    assert isinstance(split, Timed)
+    assert split.step_seconds > 1.6 * 0.01
+
+
+def test_a_pack_runs_side_by_side(make: Make) -> None:
+    """Its throughput counts every process."""
+    (seen,) = observe(make(), Layout("pack", (8, 0), processes=2))
+    assert isinstance(seen, Timed)
+    assert len(children()) == 2
+    assert seen.samples_per_second == pytest.approx(16 / seen.step_seconds)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+@pytest.mark.parametrize("phase", ["starting", "building", "warming up", "measuring"])
+def test_a_killed_child_is_a_failed_probe_with_the_signal_and_the_next_one_works(
+    make: Make, phase: str, number: signal.Signals
+) -> None:
+    """In every phase; the fresh try finds a fresh child."""
+    killed: list[int] = []
+
+    def kill(progress: ProbeProgress) -> None:
+        if progress.phase == phase and not killed:
+            while not children():  # "starting" is told before there is anybody
+                time.sleep(0.001)
+            killed.append(children()[0].pid)
+            os.kill(killed[0], number)
+
+    def later(progress: ProbeProgress) -> None:
+        threading.Thread(target=kill, args=(progress,)).start() if progress.phase == "starting" else kill(progress)
+
+    prober = make()
+    (seen,) = observe(prober, solo(2, 0, 8), report=later)
+    assert isinstance(seen, Failed)
+    assert seen.cause == "signal"
+    assert number.name in seen.detail
+    assert seen.devices == (0,)
+    assert isinstance(observe(prober, solo(2, 0, 8))[0], Timed)
+
+
+def test_one_killed_rank_ends_its_group_and_is_named(make: Make) -> None:
+    """The others, who only lost it, are not blamed."""
+
+    def kill(progress: ProbeProgress) -> None:
+        if progress.phase == "measuring":
+            ranks = sorted(children(), key=lambda child: child.create_time())
+            if len(ranks) == 2:
+                ranks[1].kill()
+
+    (seen,) = observe(make(), layout_of((8, 8)), report=kill)
+    assert isinstance(seen, Failed)
+    assert "SIGKILL" in seen.detail or "has gone" in seen.detail
+    assert not children()
+
+
+def test_a_stopped_child_is_a_time_out(make: Make) -> None:
+    """SIGSTOP while it measures: it is given up, and killed though it can't answer."""
+
+    def stop(progress: ProbeProgress) -> None:
+        if progress.phase == "measuring":
+            for child in children():
+                child.suspend()
+
+    started = time.monotonic()
+    (seen,) = observe(make(HASTY), solo(2, 0, 8), report=stop)
+    assert isinstance(seen, Failed)
+    assert seen.cause == "timeout"
+    assert time.monotonic() - started < 15
+    assert not children()
+
+
+@pytest.mark.parametrize(
+    ("fail", "cause", "words"),
+    [
+        ("raise", "raised", "ValueError: synthetic was told to raise"),
+        ("exit", "exit", "exit code 3"),
+        ("kill", "signal", "SIGKILL"),
+        ("hang", "timeout", "no answer within"),
+    ],
+)
+@pytest.mark.parametrize("at_step", [0, 3])
+def test_a_workload_that_fails_is_a_failed_probe_in_one_line(
+    make: Make, fail: str, cause: str, words: str, at_step: int
+) -> None:
+    """In its first step or in a timed one, with the cause and the phase."""
+    (seen,) = observe(make(HASTY, fail=fail, at_step=at_step), solo(2, 1, 8))
+    assert isinstance(seen, Failed)
+    assert seen.cause == cause
+    assert words in seen.detail
+    assert seen.detail.startswith("CPU:1, ")
+    assert "\n" not in seen.detail
+
+
+def test_running_out_of_memory_names_its_device_and_the_child_is_not_used_again(make: Make) -> None:
+    """Alone and in a group; a smaller probe then runs in another process."""
+    prober = make(fail="memory", at_share=64)
+    alone, other = observe(prober, solo(2, 0, 64), solo(2, 1, 8))
+    assert isinstance(alone, OutOfMemory)
+    assert alone.devices == (0,)
+    assert isinstance(other, Timed)
+    (group,) = observe(prober, layout_of((8, 64)))
+    assert isinstance(group, OutOfMemory)
+    assert isinstance(observe(prober, solo(2, 0, 8))[0], Timed)
+
+
+def test_chatter_on_standard_output_is_no_message(make: Make) -> None:
+    """A workload may print what it likes."""
+    assert isinstance(observe(make(fail="garbage"), solo(2, 0, 8))[0], Timed)
+
+
+def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
+    """Run `code` in every child before anything of ours."""
+    (tmp_path / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+BABBLE = {
+    "garbage": "import os; os.write(1, b'\\x00\\xff what is this\\n')",
+    "half a line": 'import os; os.write(1, b\'{"type": "Ready"\'); os.close(1); os.open(os.devnull, os.O_WRONLY)',
+    "100 MB in lines": "import os\nfor _ in range(1600): os.write(1, b'x' * 63 + b'\\n' + b'y' * 65471 + b'\\n')",
+    "100 MB without an end": "import os\nfor _ in range(1600): os.write(1, b'x' * 65536)",
+    "a wrong reply": 'import os; os.write(1, b\'{"type":"Ran","steps":1}\\n\')',
+    "deep nesting": "import os; os.write(1, b'[' * 60000 + b'\\n')",
+}
+
+
+@pytest.mark.parametrize("what", BABBLE)
+def test_nonsense_on_the_protocol_is_a_failed_probe_and_memory_stays_bounded(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
+) -> None:
+    """Whatever comes and however much."""
+    site(monkeypatch, tmp_path, BABBLE[what])
+    before = psutil.Process().memory_info().rss
+    (seen,) = observe(make(HASTY), solo(2, 0, 8))
+    assert isinstance(seen, Failed)
+    assert seen.cause in ("protocol", "exit")
+    assert len(seen.detail) < 500
+    assert psutil.Process().memory_info().rss - before < 40 << 20
+
+
+def test_100_mb_on_standard_error_are_drained_and_forgotten(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The child is neither blocked nor remembered in full."""
+    site(monkeypatch, tmp_path, "import os\nfor _ in range(1600): os.write(2, b'\\x1b[31mx' * 8192)")
+    before = psutil.Process().memory_info().rss
+    assert isinstance(observe(make(), solo(2, 0, 8))[0], Timed)
+    assert psutil.Process().memory_info().rss - before < 40 << 20
+
+
+def test_a_child_that_closes_its_pipes_is_a_failed_probe(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Standard input or output gone before the first word."""
+    for descriptor in (0, 1):
+        site(monkeypatch, tmp_path, f"import os; os.close({descriptor})")
+        (seen,) = observe(make(HASTY), solo(2, 0, 8))
+        assert isinstance(seen, Failed)
+
+
+def test_a_stop_ends_running_probes_at_once_and_invents_nothing(make: Make) -> None:
+    """No observation, and no child that was in the middle of something."""
+    stop = threading.Event()
+    threading.Timer(0.5, stop.set).start()
+    started = time.monotonic()
+    prober = make()
+    assert not list(prober.measure((Probe(solo(2, 0, 8), "solo", 60.0),), lambda _: None, stop))
+    assert time.monotonic() - started < 3
+    assert not children()
+
+
+def test_closing_while_measuring_ends_the_children_and_the_probe(make: Make) -> None:
+    """From another thread, as a signal would have it."""
+    prober = make()
+    threading.Timer(0.5, prober.close).start()
+    started = time.monotonic()
+    assert not list(prober.measure((Probe(solo(2, 0, 8), "solo", 60.0),), lambda _: None, threading.Event()))
+    assert time.monotonic() - started < 4
+
+
+def test_a_child_that_can_t_be_started_is_a_failed_probe(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Python there."""
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    (seen,) = observe(make(), solo(2, 0, 8))
+    assert isinstance(seen, Failed)
+    assert "could be started" in seen.detail
