@@ -2,6 +2,8 @@
 
 device_seconds(b) = ceil_to(stall_ms, curve(b)) / compute share * (1 + contention while others work)
 step_seconds      = max over devices with samples of device_seconds + (base_ms + per_device_ms * (k - 1) for k >= 2)
+pack_seconds(b,N) = N * device_seconds(b) / pack_gain(N), for N trainings side by side on one device
+placement         = the step time of a model whose parts lie on several devices, as a curve of its own
 memory_bytes(b)   = memory_base_mib + memory_per_sample_mib * b, or the bent line of memory_curve
 """
 
@@ -44,6 +46,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     noise: float = 0.0  # relative standard deviation of one step
     stall_ms: float = 0.0  # step time is rounded up to a multiple of it
     contention: float = 0.0  # relative slow-down while other devices work too
+    pack_gain: Points = ()  # (trainings side by side, combined throughput / that of one); flat beyond the last
     source: str = ""  # where the figures come from
 
     @property
@@ -60,6 +63,16 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             milliseconds = math.ceil(milliseconds / self.stall_ms - 1e-9) * self.stall_ms
         return milliseconds / 1000
 
+    def gain(self, processes: int) -> float:
+        """Combined throughput of so many trainings over that of one: 1 where no curve is given, as time is shared."""
+        points = self.pack_gain
+        if not points or processes <= 1:
+            return 1.0
+        if points[0][0] > 1:
+            points = ((1, 1.0), *points)
+        last, most = points[-1]
+        return most if processes >= last else along(points, processes)
+
     def memory_bytes(self, batch: int) -> int:
         """Peak of a training process at `batch`; 0 for no samples."""
         if batch <= 0:
@@ -69,12 +82,25 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return round(max(0.0, mib) * MIB)
 
 
+class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model's parts on several devices of a machine file, as one curve; it never runs out of memory."""
+
+    name: str
+    curve: Points  # (batch, step ms)
+    devices: int = 2  # how many of the first devices it takes
+
+    def seconds(self, batch: int) -> float:
+        """One step without noise."""
+        return max(0.0, along(self.curve, batch)) / 1000
+
+
 class Machine(msgspec.Struct, frozen=True):
     """Simulated devices that train together; positions are those of the request."""
 
     devices: tuple[SimulatedDevice, ...]
     sync: Sync = Sync()
     limits: tuple[Limit, ...] = ()  # one for each device; empty: none is limited
+    placements: tuple[SimulatedPlacement, ...] = ()
 
     def limit(self, position: int) -> Limit:
         """What `@` holds the device to."""
@@ -99,6 +125,14 @@ class Machine(msgspec.Struct, frozen=True):
         device, percent = self.devices[position], self.limit(position).percent
         seconds = device.seconds(share) * (100 / percent if percent else 1.0)
         return seconds * (1 + device.contention) if busy_together else seconds
+
+    def pack_seconds(self, position: int, share: int, processes: int, busy_together: bool = False) -> float:
+        """The time in which each of N trainings on one device takes a step."""
+        return processes * self.device_seconds(position, share, busy_together) / self.devices[position].gain(processes)
+
+    def placement(self, name: str) -> SimulatedPlacement | None:
+        """The placement of that name, if the machine has one."""
+        return next((placement for placement in self.placements if placement.name == name), None)
 
     def step_seconds(self, shares: Sequence[int]) -> float:
         """One synchronous step, without noise: the slowest device's part, and keeping k >= 2 of them in step."""

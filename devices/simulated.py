@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from devices.physics import Machine, Points, SimulatedDevice, Sync
+from devices.physics import Machine, Points, SimulatedDevice, SimulatedPlacement, Sync
 from evener.errors import RequestError
 
 __all__ = ["Machine", "SimulatedDevice", "Sync", "catalogue", "catalogue_names", "load_machine", "parse_machine"]
@@ -58,16 +58,43 @@ def load_machine(path: str | PathLike[str]) -> Machine:
 def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
     """The machine in a file's bytes; `source` names it in errors."""
     data = _decode(text, source)
-    unknown = sorted(set(data) - {"device", "sync"})
+    unknown = sorted(set(data) - {"device", "sync", "placement"})
     if unknown:
-        raise RequestError(f"{source}: unknown key `{unknown[0]}`.", "The tables are [sync] and [[device]].")
-    tables = data.get("device", [])
-    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise RequestError(f"{source}: `device` is not a list of tables.", "Write [[device]] above each device.")
+        known = "[sync], [[device]] and [[placement]]"
+        raise RequestError(f"{source}: unknown key `{unknown[0]}`.", f"The tables are {known}.")
+    tables = _tables(data, "device", source)
     if not tables:
         raise RequestError(f"{source} has no devices.", "Add at least one [[device]] table.")
     sync = read_sync(data.get("sync", {}), f"{source}: sync")
-    return Machine(tuple(_read_device(table, _where(source, i, table)) for i, table in enumerate(tables)), sync)
+    return Machine(
+        tuple(_read_device(table, _where(source, i, table)) for i, table in enumerate(tables)),
+        sync,
+        placements=_read_placements(_tables(data, "placement", source), len(tables), source),
+    )
+
+
+def _tables(data: dict[str, Any], key: str, source: str) -> list[dict[str, Any]]:
+    tables = data.get(key, [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise RequestError(f"{source}: `{key}` is not a list of tables.", f"Write [[{key}]] above each {key}.")
+    return tables
+
+
+def _read_placements(tables: list[dict[str, Any]], devices: int, source: str) -> tuple[SimulatedPlacement, ...]:
+    placements: list[SimulatedPlacement] = []
+    for i, table in enumerate(tables):
+        where = f"{source}: placement {i}"
+        placement = _convert(table, SimulatedPlacement, where)
+        _check_points("curve", placement.curve, "time", where)
+        if not placement.name or placement.name in {other.name for other in placements}:
+            raise RequestError(f"{where}: `name` is {placement.name!r}.", "Give each placement a name of its own.")
+        if not 2 <= placement.devices <= devices:
+            raise RequestError(
+                f"{where}: `devices` is {placement.devices}, and the machine has {devices}.",
+                "A placement takes two devices or more.",
+            )
+        placements.append(placement)
+    return tuple(placements)
 
 
 def catalogue_names() -> tuple[str, ...]:
@@ -135,7 +162,18 @@ def _read_device(table: dict[str, Any], where: str) -> SimulatedDevice:
     _check_points("curve", device.curve, "time", where)
     if "memory_curve" in table:
         _check_points("memory_curve", device.memory_curve, "memory", where)
+    _check_gain(device.pack_gain, where)
     return device
+
+
+def _check_gain(points: Points, where: str) -> None:
+    sizes = [size for size, _ in points]
+    sound = all(size >= 1 for size in sizes) and all(math.isfinite(gain) and 0 < gain <= LARGEST for _, gain in points)
+    if not sound or sizes != sorted(set(sizes)):
+        raise RequestError(
+            f"{where}: `pack_gain` is no curve of (trainings, gain).",
+            "Give each number of trainings once, in rising order, with a gain above 0.",
+        )
 
 
 def _convert(table: Any, kind: type[Table], where: str) -> Table:

@@ -1,0 +1,65 @@
+"""How many trainings side by side get most out of one device: which N to try next, from those tried. Pure.
+
+N grows as 1, 2, 3, 5, 8, 13, ... while the combined throughput gains; two sizes in a row without a gain, or one that
+does not run, end the growth. Then the gaps beside the best are halved. Each training costs memory, so the fewest that
+come within `GAIN` of the best are chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+GAIN = 0.01  # relative; less than that is no gain
+PATIENCE = 2  # sizes in a row without a gain, before growing ends
+REFINEMENTS = 3  # sizes tried between neighbours, once growing has ended
+MOST_PROCESSES = 89
+
+Rates = Mapping[int, float | None]  # trainings -> combined samples/s; None: did not run
+
+
+def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
+    """The number of trainings to try next, up to `most`; None when the best is known well enough."""
+    grown = _grown(most)
+    for position, size in enumerate(grown):
+        if size not in tried:
+            return size if _gains([tried[other] for other in grown[:position]]) else _between(tried, grown)
+        if tried[size] is None:
+            break
+    return _between(tried, grown)
+
+
+def best_size(tried: Rates) -> int | None:
+    """The fewest trainings within `GAIN` of the best; None if none ran."""
+    ran = {size: rate for size, rate in tried.items() if rate is not None}
+    if not ran:
+        return None
+    top = max(ran.values())
+    return min(size for size, rate in ran.items() if rate >= top * (1 - GAIN))
+
+
+def _grown(most: int) -> list[int]:
+    """1, 2, 3, 5, 8, ... and `most`."""
+    sizes = [1, 2]
+    while sizes[-1] + sizes[-2] < most:
+        sizes.append(sizes[-1] + sizes[-2])
+    return [*(size for size in sizes if size < most), most]
+
+
+def _gains(rates: list[float | None]) -> bool:
+    """Whether one of the last `PATIENCE` sizes beat all smaller ones."""
+    known = [rate or 0.0 for rate in rates]
+    if len(known) <= PATIENCE:
+        return True
+    return max(known[-PATIENCE:]) > max(known[:-PATIENCE]) * (1 + GAIN)
+
+
+def _between(tried: Rates, grown: list[int]) -> int | None:
+    """The middle of the wider gap beside the best, while there is one and refinements are left."""
+    best = best_size(tried)
+    if best is None or sum(1 for size in tried if size not in grown) >= REFINEMENTS:
+        return None
+    sizes = sorted(tried)
+    place = sizes.index(best)
+    neighbours = sizes[max(0, place - 1) : place] + sizes[place + 1 : place + 2]
+    gaps = [(abs(best - other), (best + other) // 2) for other in neighbours if abs(best - other) > 1]
+    return max(gaps)[1] if gaps else None

@@ -1,0 +1,109 @@
+"""Packing one device: what was told of it, as the growth of `balancer.compare.pack` reads it. Pure.
+
+Trainings side by side share the memory. A batch that is given stays; a free one is, for each number of trainings, the
+largest that fits so many times by the device's memory line, at most that of the single device.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from balancer.compare.layouts import PackMode, packed
+from balancer.compare.pack import MOST_PROCESSES, best_size, next_size
+from balancer.compare.told import Told
+from balancer.records import Layout, Observation, OutOfMemory, Problem, Timed
+
+MEMORY_SHARE = 0.98  # of a device's memory, for all trainings packed on it
+TRIES = 3  # of a number of trainings with a free batch that ran out of memory, each with a smaller one
+RETREAT = 0.85  # of a batch that ran out of memory
+
+
+class Packing:
+    """Trainings side by side on the device of `single`, whose own samples/s are `alone`, in one mode."""
+
+    def __init__(self, problem: Problem, single: Layout, alone: float, mode: PackMode, told: Told) -> None:
+        self._problem, self._single, self._alone, self._mode, self._told = problem, single, alone, mode, told
+        (self._position,) = single.active
+
+    def next_layout(self) -> Layout | None:
+        """What to measure next; None when the best is known well enough."""
+        size = next_size(self._rates(), self._most())
+        return None if size is None or size < 2 else packed(self._single, size, self._mode, self._batch(size)).layout
+
+    def best_layout(self) -> Layout | None:
+        """The best measured of more than one training; None if none ran."""
+        ran = {
+            layout.processes: layout for seen in self.seen if isinstance(seen, Timed) for layout in [seen.probe.layout]
+        }
+        size = best_size({size: rate for size, rate in self._rates().items() if size > 1})
+        return ran.get(size or 0)
+
+    @cached_property
+    def seen(self) -> tuple[Observation, ...]:
+        """Every pack measured, by number of trainings and falling batch."""
+        found = [one for one in self._told.of("pack") if self._mine(one.probe.layout)]
+        return tuple(sorted(found, key=lambda one: (one.probe.layout.processes, -one.probe.layout.global_batch)))
+
+    def _rates(self) -> dict[int, float | None]:
+        """Combined samples/s by number of trainings; None where they don't run, with no batch worth trying."""
+        rates: dict[int, float | None] = {1: self._alone}
+        for size, tries in self._by_size.items():
+            timed = [seen for seen in tries if isinstance(seen, Timed)]
+            if timed:
+                rates[size] = timed[-1].samples_per_second
+            elif not self._may_retreat(size):
+                rates[size] = None
+        return rates
+
+    def _may_retreat(self, size: int) -> bool:
+        tries = self._by_size.get(size, [])
+        full = all(isinstance(seen, OutOfMemory) for seen in tries)
+        return full and self._problem.global_batch is None and len(tries) < TRIES and bool(self._batch(size))
+
+    def _batch(self, size: int) -> int:
+        """The batch of each of so many trainings; 0 if not even the smallest fits."""
+        batch, quantum = self._single.global_batch, self._problem.multiple_of
+        if self._problem.global_batch is not None:
+            return batch
+        room = self._problem.memory_bytes[self._position]
+        if room is not None and self._line is not None:
+            base, slope = self._line
+            batch = min(batch, int((MEMORY_SHARE * room / size - base) / slope))
+        for seen in self._by_size.get(size, []):
+            batch = min(batch, int(seen.probe.layout.global_batch * RETREAT))
+        return max(0, batch // quantum * quantum)
+
+    def _most(self) -> int:
+        """How many trainings can fit, by the device's memory line."""
+        room = self._problem.memory_bytes[self._position]
+        if room is None or self._line is None:
+            return MOST_PROCESSES
+        base, slope = self._line
+        least = self._single.global_batch if self._problem.global_batch is not None else self._problem.multiple_of
+        held = base + slope * least
+        return max(1, min(MOST_PROCESSES, int(MEMORY_SHARE * room / held))) if held > 0 else MOST_PROCESSES
+
+    @cached_property
+    def _by_size(self) -> dict[int, list[Observation]]:
+        by_size: dict[int, list[Observation]] = {}
+        for seen in self.seen:
+            by_size.setdefault(seen.probe.layout.processes, []).append(seen)
+        return by_size
+
+    @cached_property
+    def _line(self) -> tuple[float, float] | None:
+        """(bytes, bytes per sample) of one training: the line through its two largest batches, never falling."""
+        held: dict[int, float] = {}
+        for seen in self._told.timed():
+            layout, size = seen.probe.layout, seen.memory_bytes[self._position]
+            if layout.kind in ("solo", "pack") and layout.active == (self._position,) and size:
+                each = size / layout.processes
+                held[layout.global_batch] = max(each, held.get(layout.global_batch, 0.0))
+        if not held:
+            return None
+        (batch0, size0), (batch1, size1) = [*[(0, 0.0)] * (len(held) == 1), *sorted(held.items())][-2:]
+        slope = max(0.0, (size1 - size0) / (batch1 - batch0))
+        return (max(0.0, size1 - slope * batch1), slope) if slope else (size1, 1e-9)
+
+    def _mine(self, layout: Layout) -> bool:
+        return layout.active == (self._position,) and layout.placement == self._mode

@@ -1,0 +1,142 @@
+"""What a comparison learns before its race: the batches that fit, who is fastest alone, and the best split. Pure.
+
+The embedded search measures its solo stage, and its split stage where splits are wanted; its own race is left to the
+comparison, which has more rivals.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from itertools import pairwise
+
+import msgspec
+
+from balancer.compare.layouts import Candidate, Wanted, alone, device_counts, evenly
+from balancer.compare.purse import SCOUT_SHARE, SCOUT_SHARE_SOLO
+from balancer.core.search import Search
+from balancer.records import Belief, CurveSketch, Observation, OutOfMemory, Probe, Problem, Result
+
+BETTER = 0.005  # relative: a predicted split joins the race if it should beat the measured ones by more
+
+
+class Scout:
+    """The embedded search, and what is read from it."""
+
+    def __init__(self, problem: Problem, wanted: Wanted) -> None:
+        splits = "split" in wanted.families and problem.devices > 1
+        share = SCOUT_SHARE if splits else SCOUT_SHARE_SOLO
+        budget = problem.budget_seconds
+        self._problem = msgspec.structs.replace(problem, budget_seconds=budget and budget * share)
+        self._search = Search(self._problem)
+        self._stages = ("solo", "split") if splits else ("solo",)
+        self._failed: list[int] = []  # batches that ran out of memory alone
+
+    def ask(self) -> tuple[Probe, ...]:
+        """The search's probes; empty when it has come to its race, or to its end."""
+        probes = self._search.ask()
+        return probes if all(probe.stage in self._stages for probe in probes) else ()
+
+    def tell(self, seen: Observation) -> None:
+        """Take what the search asked for."""
+        self._search.tell(seen)
+        if isinstance(seen, OutOfMemory) and seen.probe.layout.kind == "solo":
+            self._failed.append(seen.probe.layout.global_batch)
+
+    def best(self) -> Result | None:
+        """The best layout so far."""
+        return self._search.best()
+
+    def results(self) -> tuple[Result, ...]:
+        """Every layout that ran, best first."""
+        return self._search.results()
+
+    def belief(self) -> Belief:
+        """The search's view."""
+        return self._search.belief()
+
+    def single(self) -> Candidate | None:
+        """The device that is fastest alone, at the batch it should have; None if no device can train alone."""
+        batch, devices = self._problem.global_batch, self._problem.devices
+        if batch is None:
+            rates = [(self._rate(i), i) for i in range(devices)]
+            rate, position = max(rates, key=lambda pair: pair[0])
+            own = self._own_batch(position)
+            return alone(devices, position, own) if rate and own else None
+        curves = self.belief().curves
+        fit = [i for i in range(devices) if self._rate(i) and _fits(curves[i], batch)]
+        return alone(devices, min(fit, key=lambda i: seconds(curves[i], batch)), batch) if fit else None
+
+    def evens(self) -> tuple[Candidate, ...]:
+        """The even split over 2, 4, ... of the fastest devices."""
+        problem = self._problem
+        order = sorted(range(problem.devices), key=self._rate, reverse=True)
+        order = [i for i in order if self._rate(i)]
+        found = []
+        for count in device_counts(len(order)):
+            positions = tuple(sorted(order[:count]))
+            candidate = evenly(problem.devices, positions, self._even_batch(positions), problem.multiple_of)
+            if candidate is not None:
+                found.append(candidate)
+        return tuple(found)
+
+    def splits(self) -> tuple[Candidate, ...]:
+        """The best split that was measured, and one that should be better still."""
+        found = [result for result in self.results() if result.layout.kind == "split"]
+        if not found:
+            return ()
+        best = self.best()
+        chosen = best if best is not None and best.layout.kind == "split" else found[0]
+        candidates = [Candidate("split", chosen.layout)]
+        belief = self.belief()
+        predicted, rate = belief.predicted, belief.predicted_samples_per_second or 0.0
+        measured = {result.layout for result in found}
+        better = rate > found[0].throughput.value * (1 + BETTER)
+        if better and predicted is not None and predicted.kind == "split" and predicted not in measured:
+            candidates.append(Candidate("split", predicted))
+        return tuple(candidates)
+
+    def common_batch(self) -> int | None:
+        """The batch for layouts that have none of their own: the given one, the best single device's, else one that
+        no single device could hold."""
+        if self._problem.global_batch is not None:
+            return self._problem.global_batch
+        single = self.single()
+        return single.layout.global_batch if single else min(self._failed, default=None)
+
+    def _rate(self, position: int) -> float:
+        """The device's highest samples/s alone; 0 if it never ran."""
+        return max((one.throughput.value for one in self._solos(position)), default=0.0)
+
+    def _solos(self, position: int) -> list[Result]:
+        return [one for one in self.results() if one.layout.kind == "solo" and one.layout.active == (position,)]
+
+    def _own_batch(self, position: int) -> int:
+        """The smallest measured batch within the tolerance of the device's best; 0 if it never ran."""
+        least = self._rate(position) * (1 - self._problem.tolerance)
+        limit = self._problem.max_global_batch or math.inf
+        sizes = [one.layout.global_batch for one in self._solos(position) if one.throughput.value >= least]
+        return min((size for size in sizes if size <= limit), default=0)
+
+    def _even_batch(self, positions: tuple[int, ...]) -> int:
+        problem = self._problem
+        if problem.global_batch is not None:
+            return problem.global_batch
+        each = min(self._own_batch(i) for i in positions)
+        if problem.max_global_batch is not None:
+            each = min(each, problem.max_global_batch // len(positions))
+        return each // problem.multiple_of * problem.multiple_of * len(positions)
+
+
+def seconds(curve: CurveSketch, batch: int) -> float:
+    """The curve's step time at a batch: linear between its points, and beyond them; infinite if it has none."""
+    points = curve.points or curve.measured
+    if len(points) < 2:
+        return points[0][1] * batch / points[0][0] if points else math.inf
+    right = min(max(bisect_left([size for size, _ in points], batch), 1), len(points) - 1)
+    (size0, time0), (size1, time1) = list(pairwise(points))[right - 1]
+    return time0 + (time1 - time0) * (batch - size0) / (size1 - size0)
+
+
+def _fits(curve: CurveSketch, batch: int) -> bool:
+    return curve.smallest_failed is None or batch < curve.smallest_failed

@@ -1,0 +1,234 @@
+"""Does `evener compare` name the true winner? On simulated machines with known truth, as a table.
+
+Each machine is one of the search's families (benchmarks.search_machines), with a curve of what packing gains and two
+placements drawn beside it. The truth shares no code with the comparison: the exact best split and single device come
+from benchmarks.search_oracle, the best pack (on the device that is fastest alone) and the best placement from trying
+all of them on the noiseless physics. A verdict is right if the way that it names can truly have at least 99 % of the
+throughput of the best way; how near its own batches come to the best possible is a column of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import threading
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from balancer.compare.comparison import Comparison
+from balancer.compare.layouts import Placement, Wanted
+from balancer.compare.pack import MOST_PROCESSES
+from balancer.probes.simulated import SimulatedProber
+from balancer.records import Layout, Problem
+from benchmarks import search_machines, search_oracle
+from devices.physics import Machine, SimulatedPlacement, along
+
+MACHINES = 200
+NOISES = (0.002, 0.01, 0.03)
+FAMILIES = tuple(search_machines.FAMILIES)
+RIGHT = 0.99  # of the truth's throughput
+PLACEMENT_BATCHES = (1, 4096)
+
+
+class Case(msgspec.Struct, frozen=True):
+    """A machine and what is asked of it."""
+
+    name: str
+    machine: Machine
+    global_batch: int | None
+    seed: int
+
+    @property
+    def problem(self) -> Problem:
+        """What the comparison is given."""
+        machine = self.machine
+        return Problem(
+            devices=len(machine.devices),
+            memory_bytes=tuple(machine.usable_memory_bytes(i) for i in range(len(machine.devices))),
+            global_batch=self.global_batch,
+            tolerance=0.0,
+        )
+
+
+class Score(msgspec.Struct, frozen=True):
+    """How one verdict compares with the truth."""
+
+    case: Case
+    named: str  # the way that the verdict names
+    named_part: float  # the most that this way can truly have / the truth's best
+    reached_part: float  # what the named layout itself truly has / the truth's best
+    truth: str  # the way that is truly best
+    probes: int
+    seconds: float  # virtual
+
+    @property
+    def right(self) -> bool:
+        """The verdict names the true winner, or one within 1 % of it."""
+        return self.named_part >= RIGHT
+
+
+def make_case(seed: int) -> Case:
+    """The machine of a seed: all is drawn from it; every other one has a fixed global batch."""
+    rng = random.Random(f"compare/{seed}")
+    family, devices, noise = rng.choice(FAMILIES), rng.choice((1, 2, 2, 4)), rng.choice(NOISES)
+    machine = search_machines.machine(family, devices, noise, seed)
+    gain = _gain(rng)
+    parts = tuple(msgspec.structs.replace(device, pack_gain=gain) for device in machine.devices)
+    placements = _placements(rng, machine) if devices > 1 else ()
+    machine = msgspec.structs.replace(machine, devices=parts, placements=placements)
+    batch = search_machines.fixed_batch(machine, seed) if seed % 2 else None
+    return Case(f"{family}, {devices} devices, noise {noise:.1%}", machine, batch, seed)
+
+
+def compare(case: Case) -> tuple[Comparison, int, float]:
+    """Run a comparison to its end on the virtual clock; with the probes and the virtual seconds that it took."""
+    wanted = Wanted(placements=tuple(Placement(p.name, p.devices) for p in case.machine.placements))
+    comparison = Comparison(case.problem, wanted)
+    prober = SimulatedProber(case.machine, case.seed)
+    probes = 0
+    while asked := comparison.ask():
+        for seen in prober.measure(asked, lambda _: None, threading.Event()):
+            comparison.tell(seen)
+            probes += 1
+    return comparison, probes, prober.now()
+
+
+def score(case: Case) -> Score:
+    """Run one machine and hold its verdict against the truth."""
+    comparison, probes, seconds = compare(case)
+    truths = truth(case, comparison.common_batch())
+    best = max(truths, key=lambda name: truths[name])
+    standing = comparison.standings()[0]
+    layout = standing.candidate.layout
+    reached = true_throughput(case.machine, layout)
+    family = "split" if standing.candidate.family == "even" else standing.candidate.family
+    able = reached if family == "place" else truths[family]  # one placement is not the other
+    return Score(case, family, able / truths[best], reached / truths[best], best, probes, seconds)
+
+
+def truth(case: Case, common: int | None) -> dict[str, float]:
+    """The highest true samples/s of each family that the machine has; placements have the `common` batch."""
+    machine, batch = case.machine, case.global_batch
+    oracle = search_oracle.fixed(machine, batch) if batch else search_oracle.free(machine, 0.0)
+    found = {"solo": _best_single(machine, batch), "pack": _best_pack(machine, batch)}
+    if len(machine.devices) > 1:
+        found["split"] = oracle.samples_per_second
+        if common:
+            found["place"] = max(common / placement.seconds(common) for placement in machine.placements)
+    return found
+
+
+def true_throughput(machine: Machine, layout: Layout) -> float:
+    """A layout's samples/s without noise."""
+    if layout.kind == "place":
+        placement = machine.placement(layout.placement)
+        return layout.global_batch / placement.seconds(layout.global_batch) if placement else 0.0
+    if layout.kind == "pack":
+        (position,) = layout.active
+        return _pack_rate(machine, position, layout.global_batch, layout.processes)
+    return machine.samples_per_second(layout.shares)
+
+
+def _gain(rng: random.Random) -> tuple[tuple[int, float], ...]:
+    """What packing gives: nothing, a loss, or a rise to a peak and a slow fall behind it."""
+    if rng.random() < 0.3:
+        return ((1, 1.0), (2, rng.uniform(0.85, 1.0)), (MOST_PROCESSES, rng.uniform(0.6, 0.85)))
+    peak, top = rng.choice((2, 3, 4, 6, 9, 12)), rng.uniform(1.03, 2.5)
+    middle = max(2, peak // 2)
+    rise = ((middle, 1 + (top - 1) * rng.uniform(0.5, 0.9)),) if middle < peak else ()
+    return ((1, 1.0), *rise, (peak, top), (MOST_PROCESSES, top * rng.uniform(0.6, 0.95)))
+
+
+def _placements(rng: random.Random, machine: Machine) -> tuple[SimulatedPlacement, ...]:
+    """Two placements, from 40 % slower to 60 % faster than the fastest device alone, dearer at small batches."""
+    low, high = PLACEMENT_BATCHES
+    found = []
+    for name in ("towers", "alternate"):
+        factor, extra = rng.uniform(0.62, 1.4), rng.uniform(0.0, 10.0)
+        curve = tuple(
+            (batch, min(max(0.01, along(device.curve, batch)) for device in machine.devices) * factor + extra)
+            for batch in (low, 64, 256, 1024, high)
+        )
+        found.append(SimulatedPlacement(name=name, curve=curve))
+    return tuple(found)
+
+
+def _fits(machine: Machine, position: int, batch: int, processes: int = 1) -> bool:
+    return processes * machine.memory_bytes(position, batch) <= machine.usable_memory_bytes(position)
+
+
+def _best_single(machine: Machine, batch: int | None) -> float:
+    return max((_single(machine, i, batch)[0] for i in range(len(machine.devices))), default=0.0)
+
+
+def _single(machine: Machine, position: int, batch: int | None) -> tuple[float, int]:
+    """(samples/s, batch) of one device alone at its best."""
+    sizes = [batch] if batch else range(1, search_machines.largest(machine, position) + 1)
+    rates = [
+        (size / machine.device_seconds(position, size, False), size) for size in sizes if _fits(machine, position, size)
+    ]
+    return max(rates, default=(0.0, 0))
+
+
+def _pack_rate(machine: Machine, position: int, batch: int, processes: int) -> float:
+    return batch * processes / machine.pack_seconds(position, batch, processes)
+
+
+def _best_pack(machine: Machine, batch: int | None) -> float:
+    """The best number of trainings and batch, on the device that is fastest alone."""
+    best, position = 0.0, max(range(len(machine.devices)), key=lambda i: _single(machine, i, batch)[0])
+    for processes in range(2, MOST_PROCESSES + 1):
+        top = batch or _largest_within(machine, position, machine.usable_memory_bytes(position) / processes)
+        if top and _fits(machine, position, top, processes):
+            best = max(best, _pack_rate(machine, position, top, processes))
+    return best
+
+
+def _largest_within(machine: Machine, position: int, room_bytes: float) -> int:
+    low, high = 0, search_machines.largest(machine, position) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if machine.memory_bytes(position, middle) <= room_bytes else (low, middle)
+    return low
+
+
+def table(scores: list[Score]) -> list[str]:
+    """The results as Markdown."""
+    lines = [
+        "| best way | machines | named rightly | reached ≥ 99 % | median | worst | probes | virtual s |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for kind in [*sorted({one.truth for one in scores}), "all"]:
+        own = [one for one in scores if kind in (one.truth, "all")]
+        right = sum(one.right for one in own)
+        reached = sorted(one.reached_part for one in own)
+        probes, seconds = median(one.probes for one in own), median(one.seconds for one in own)
+        near = sum(part >= RIGHT for part in reached) / len(own)
+        figures = f"{near:.1%} | {median(reached):.1%} | {reached[0]:.1%} | {probes:.0f} | {seconds:.0f}"
+        lines.append(f"| {kind} | {len(own)} | {right} ({right / len(own):.1%}) | {figures} |")
+    return lines
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table, and write it where `--output` says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--machines", type=int, default=MACHINES)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(arguments)
+    scores = [score(make_case(seed)) for seed in range(options.machines)]
+    lines = table(scores)
+    for one in scores:
+        if not one.right:
+            words = f"best is {one.truth}, named {one.named}, which can have {one.named_part:.1%} of it"
+            lines.append(f"- seed {one.case.seed} ({one.case.name}): {words}")
+    print("\n".join(lines))
+    if options.output:
+        options.output.write_text("\n".join(lines) + "\n")
+    return 0 if sum(one.right for one in scores) >= 0.97 * len(scores) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,199 @@
+"""A comparison on simulated machines whose truth is known, and the laws of asking and telling."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import msgspec
+import pytest
+
+from balancer.compare.comparison import SETTLED, Comparison
+from balancer.compare.layouts import Placement, Wanted
+from balancer.probes.simulated import SimulatedProber
+from balancer.records import Layout, Observation, OutOfMemory, Probe, Problem, Timed
+from benchmarks import compare as benchmark
+from devices.physics import Machine, SimulatedDevice, SimulatedPlacement, Sync
+
+ALL = Wanted(placements=(Placement("towers"),))
+
+
+def device(name: str, step_ms: float, **changes: object) -> SimulatedDevice:
+    """A device whose step grows in proportion from a fixed tenth of it, at 256 samples."""
+    keys: dict[str, object] = {
+        "name": name,
+        "memory_mib": 8000.0,
+        "memory_base_mib": 500.0,
+        "memory_per_sample_mib": 2.0,
+        "curve": ((16, step_ms * 0.15), (256, step_ms)),
+        "noise": 0.003,
+    }
+    return SimulatedDevice(**(keys | changes))  # type: ignore[arg-type]
+
+
+def machine(*devices: SimulatedDevice, sync_ms: float = 1.0, towers_ms: float = 100.0) -> Machine:
+    """Devices that train together, and a placement with a step of its own at 256 samples."""
+    curve = ((16, towers_ms * 0.15), (256, towers_ms))
+    placements = (SimulatedPlacement(name="towers", curve=curve),) if len(devices) > 1 else ()
+    return Machine(devices, Sync(sync_ms), placements=placements)
+
+
+def problem(of: Machine, batch: int | None = 256, budget: float | None = None) -> Problem:
+    """What the comparison is given."""
+    sizes = tuple(of.usable_memory_bytes(i) for i in range(len(of.devices)))
+    return Problem(len(of.devices), sizes, global_batch=batch, budget_seconds=budget)
+
+
+def run(of: Machine, wanted: Wanted = ALL, batch: int | None = 256, budget: float | None = None) -> Comparison:
+    """A comparison to its end."""
+    comparison, prober = Comparison(problem(of, batch, budget), wanted), SimulatedProber(of, seed=1)
+    for _ in range(500):
+        asked = comparison.ask()
+        if not asked:
+            return comparison
+        for seen in prober.measure(asked, lambda _: None, threading.Event()):
+            comparison.tell(seen)
+    raise AssertionError("a comparison ends")
+
+
+def test_the_verdict_names_the_true_winner_on_seeded_machines() -> None:
+    """A smaller run of benchmarks/compare.py: 24 machines, at most one of them wrong."""
+    scores = [benchmark.score(benchmark.make_case(seed)) for seed in range(24)]
+    wrong = [f"{one.case.seed}: {one.truth}, named {one.named}" for one in scores if not one.right]
+    assert len(wrong) <= 1, wrong
+
+
+@pytest.mark.parametrize(
+    ("of", "kind"),
+    [
+        (machine(device("A", 40.0), device("B", 40.0), sync_ms=60.0), "solo"),
+        (machine(device("A", 40.0), device("B", 20.0)), "split"),
+        (machine(device("A", 40.0, pack_gain=((1, 1.0), (3, 2.0))), device("B", 40.0), sync_ms=60.0), "pack"),
+        (machine(device("A", 40.0), device("B", 40.0), sync_ms=60.0, towers_ms=25.0), "place"),
+    ],
+)
+def test_each_way_wins_where_it_is_truly_best(of: Machine, kind: str) -> None:
+    comparison = run(of)
+    best = comparison.best()
+    assert best is not None
+    assert best.layout.kind == kind
+    assert comparison.why_stopped() == SETTLED
+
+
+def test_equal_devices_without_a_cost_are_split_evenly() -> None:
+    comparison = run(machine(device("A", 40.0), device("B", 40.0), sync_ms=0.0))
+    best = comparison.best()
+    assert best is not None
+    assert best.layout.shares == (128, 128)
+    assert comparison.standings()[0].candidate.family == "even"
+
+
+def test_packing_is_measured_against_memory_and_out_of_memory_ends_it() -> None:
+    """Each training holds 1012 MiB at 256 samples: seven fit."""
+    gain = ((1, 1.0), (7, 5.0))
+    comparison = run(machine(device("A", 40.0, pack_gain=gain)), Wanted(("solo", "pack")))
+    best = comparison.best()
+    assert best is not None
+    assert best.layout.processes == 7
+
+
+def test_a_free_batch_makes_room_for_more_trainings() -> None:
+    """The single device fills its memory; packed, each training has a batch that fits N times."""
+    gain = ((1, 1.0), (4, 3.5))
+    of = machine(device("A", 40.0, memory_mib=1500.0, memory_base_mib=100.0, pack_gain=gain))
+    best = run(of, Wanted(("solo", "pack")), batch=None).best()
+    assert best is not None
+    assert best.layout.kind == "pack"
+    assert best.layout.processes >= 3
+
+
+def test_asking_changes_nothing_and_the_order_of_telling_does_not_matter() -> None:
+    of = machine(device("A", 40.0), device("B", 30.0, pack_gain=((1, 1.0), (2, 1.4))))
+    comparison, prober = Comparison(problem(of), ALL), SimulatedProber(of, seed=3)
+    seen: list[Observation] = []
+    while asked := comparison.ask():
+        assert comparison.ask() == asked
+        for one in prober.measure(asked, lambda _: None, threading.Event()):
+            comparison.tell(one)
+            seen.append(one)
+    for seed in range(3):
+        other = Comparison(problem(of), ALL)
+        for one in random.Random(seed).sample([*seen, *seen[:5]], len(seen) + 5):
+            other.tell(one)
+        assert other.standings() == comparison.standings()
+        assert other.ask() == ()
+
+
+def test_a_journal_in_the_middle_asks_the_same_next() -> None:
+    of = machine(device("A", 40.0), device("B", 30.0))
+    comparison, prober = Comparison(problem(of), ALL), SimulatedProber(of, seed=3)
+    told: list[Observation] = []
+    while asked := comparison.ask():
+        again = Comparison(problem(of), ALL)
+        for one in told:
+            again.tell(one)
+        assert again.ask() == asked
+        for one in prober.measure(asked, lambda _: None, threading.Event()):
+            comparison.tell(one)
+            told.append(one)
+
+
+def test_a_layout_that_fails_is_named_and_the_others_still_run() -> None:
+    of = machine(device("A", 40.0), device("B", 30.0))
+    comparison = run(of, Wanted(placements=(Placement("towers"), Placement("unknown"))))
+    assert [(c.layout.placement, type(seen).__name__) for c, seen in comparison.broken()] == [("unknown", "Failed")]
+    assert {one.candidate.family for one in comparison.standings()} >= {"solo", "even", "place"}
+
+
+def test_one_device_has_nothing_to_split_or_place() -> None:
+    comparison = run(machine(device("A", 40.0)))
+    assert {one.candidate.family for one in comparison.standings()} <= {"solo", "pack"}
+
+
+def test_the_budget_holds() -> None:
+    """Virtual time over all probes stays within the budget and one probe."""
+    of = machine(device("A", 40.0), device("B", 30.0))
+    comparison, prober = Comparison(problem(of, budget=20.0), ALL), SimulatedProber(of, seed=1)
+    while asked := comparison.ask():
+        for one in prober.measure(asked, lambda _: None, threading.Event()):
+            comparison.tell(one)
+    assert prober.now() <= 22.0
+    assert comparison.best() is not None
+
+
+def test_a_winner_with_knobs_is_measured_in_turns_of_its_own() -> None:
+    """A prober that makes XLA 20 % faster and mixed precision impossible: XLA wins, the other is named."""
+    of = machine(device("A", 40.0))
+    comparison = Comparison(problem(of), Wanted(("solo",), knobs=("xla", "mixed")))
+    prober = SimulatedProber(of, seed=1)
+
+    def measure(probe: Probe) -> Observation:
+        plain = msgspec.structs.replace(probe, layout=msgspec.structs.replace(probe.layout, knobs=()))
+        (seen,) = prober.measure((plain,), lambda _: None, threading.Event())
+        if probe.layout.knobs == ("mixed",):
+            return OutOfMemory(probe, (0,), "too large", 1.0)
+        assert isinstance(seen, Timed)
+        factor = 1 / 1.2 if probe.layout.knobs else 1.0
+        return msgspec.structs.replace(
+            seen,
+            probe=probe,
+            step_seconds=seen.step_seconds * factor,
+            low_seconds=seen.low_seconds * factor,
+            high_seconds=seen.high_seconds * factor,
+        )
+
+    while asked := comparison.ask():
+        for probe in asked:
+            comparison.tell(measure(probe))
+    first, second = comparison.standings()
+    assert first.candidate.layout.knobs == ("xla",)
+    assert second.against is not None
+    assert second.against.value == pytest.approx(1 / 1.2 - 1, abs=0.01)
+
+
+def test_a_layout_of_another_request_is_ignored() -> None:
+    comparison = Comparison(problem(machine(device("A", 40.0))), ALL)
+    before = comparison.ask()
+    probe = Probe(Layout("split", (1, 1)), "race", 1.0)
+    comparison.tell(OutOfMemory(probe, (0,), "", 1.0))
+    assert comparison.ask() == before

@@ -1,0 +1,74 @@
+"""Growing the number of trainings: it follows the gain, ends where it should, and finds the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balancer.compare.pack import GAIN, MOST_PROCESSES, best_size, next_size
+
+
+def grow(rate: Callable[[int], float | None], most: int = MOST_PROCESSES) -> dict[int, float | None]:
+    """Follow the advice to its end; the sizes in the order in which they were tried."""
+    tried: dict[int, float | None] = {}
+    while (size := next_size(tried, most)) is not None:
+        assert size not in tried, "nothing is tried twice"
+        assert 1 <= size <= most
+        tried[size] = rate(size)
+    return tried
+
+
+def test_sizes_grow_as_one_two_three_five_eight_while_they_gain() -> None:
+    assert list(grow(float, most=21))[:7] == [1, 2, 3, 5, 8, 13, 21]
+
+
+def test_a_device_that_gains_nothing_is_left_after_two_sizes() -> None:
+    assert list(grow(lambda n: 100.0)) == [1, 2, 3]
+
+
+def test_one_dip_does_not_end_the_growth() -> None:
+    """Two trainings may collide where three overlap."""
+    rates = {1: 100.0, 2: 90.0, 3: 150.0, 5: 170.0, 8: 160.0, 13: 150.0}
+    assert best_size(grow(lambda n: rates.get(n, 165.0))) == 5
+
+
+def test_running_out_of_memory_ends_the_growth_and_the_gap_below_is_searched() -> None:
+    tried = grow(lambda n: None if n > 6 else 100.0 * n)
+    assert list(tried)[:5] == [1, 2, 3, 5, 8]
+    assert best_size(tried) == 6
+
+
+def test_the_peak_between_two_sizes_is_found() -> None:
+    """With a peak at 10, between 8 and 13, refinement comes within a percent of it."""
+    tried = grow(lambda n: 100.0 - (n - 10) ** 2 * 0.3)
+    best = best_size(tried)
+    assert best is not None
+    assert (tried[best] or 0) >= 99.0
+
+
+def test_of_equals_the_fewest_trainings_are_chosen() -> None:
+    assert best_size({1: 100.0, 2: 150.0, 3: 150.9, 5: 151.0}) == 2
+
+
+def test_nothing_that_ran_is_no_best() -> None:
+    assert best_size({1: None}) is None
+    assert next_size({1: None}) is None
+
+
+@given(
+    peak=st.integers(1, 40), rise=st.floats(0.02, 0.5), fall=st.floats(0.0, 0.05), most=st.integers(1, MOST_PROCESSES)
+)
+def test_growth_ends_soon_and_near_the_peak(peak: int, rise: float, fall: float, most: int) -> None:
+    """On any curve with one peak, at most 14 sizes are tried, and the best is within 5 % of what `most` allows."""
+
+    def rate(n: int) -> float:
+        return 100.0 * (1 + rise * (min(n, peak) - 1)) * (1 - fall) ** max(0, n - peak)
+
+    tried = grow(rate, most)
+    assert len(tried) <= 14
+    best = best_size(tried)
+    assert best is not None
+    top = max(rate(n) for n in range(1, most + 1))
+    assert (tried[best] or 0) >= top * (1 - GAIN) * 0.95
