@@ -10,20 +10,25 @@ from functools import cache
 from pathlib import Path
 
 from devices.base import Device
+from devices.container import container_cpus, container_memory_bytes
 from evener.errors import RequestError
 
 DEFAULT_SLICES = 2
 MEMORY_SHARE = 0.8  # of what is free, for the slices together; the rest is for this program and the system
 MEMORY_STEP = 256 << 20  # sizes are rounded down to it, so that they repeat from run to run
 TOPOLOGY = Path("/sys/devices/system/cpu")
-CGROUPS = Path("/sys/fs/cgroup")
 
 Groups = tuple[tuple[int, ...], ...]
 
 
 def allowed_cpus() -> tuple[int, ...]:
-    """The logical CPUs that this process may run on."""
-    return tuple(sorted(os.sched_getaffinity(0)))
+    """The logical CPUs that this process may run on, no more of them than its container gives time for."""
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    quota = container_cpus()
+    if quota is None or quota >= len(cpus):
+        return cpus
+    whole_cores = [cpu for group in core_groups(cpus) for cpu in group]
+    return tuple(sorted(whole_cores[: max(1, int(quota))]))
 
 
 def core_groups(cpus: Iterable[int], topology: Path = TOPOLOGY) -> Groups:
@@ -99,40 +104,6 @@ def available_memory_bytes() -> int:
     free: int = psutil.virtual_memory().available
     left = container_memory_bytes()
     return free if left is None else max(0, min(free, left))
-
-
-def container_memory_bytes(root: Path = CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> int | None:
-    """What the tightest memory cgroup of this process leaves; None where none sets a limit."""
-    left: list[int] = []
-    with suppress(OSError):
-        for line in membership.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers in ("", "memory") or "memory" in controllers.split(","):
-                names = ("memory.max", "memory.current") if not controllers else _VERSION_1
-                base = root if not controllers else root / "memory"
-                here = base / path.lstrip("/")
-                left += [room for folder in _upwards(here, base) if (room := _room(folder, *names)) is not None]
-    return min(left, default=None)
-
-
-_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-_NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 for none
-
-
-def _upwards(folder: Path, base: Path) -> tuple[Path, ...]:
-    return (folder, *(parent for parent in folder.parents if parent == base or base in parent.parents))
-
-
-def _room(folder: Path, limit_name: str, used_name: str) -> int | None:
-    try:
-        limit = (folder / limit_name).read_text().strip()
-        if limit == "max" or int(limit) >= _NO_LIMIT:
-            return None
-        used = int((folder / used_name).read_text())
-        found = re.search(r"^(?:total_)?inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
-    except (OSError, ValueError):
-        return None
-    return max(0, int(limit) - used + (int(found[1]) if found else 0))
 
 
 @cache

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devices.cpu import MEMORY_SHARE, available_memory_bytes, container_memory_bytes, core_groups, cut, slices
+from devices.container import container_cpus, container_memory_bytes
+from devices.cpu import MEMORY_SHARE, allowed_cpus, available_memory_bytes, core_groups, cut, slices
 from evener.errors import RequestError
 
 
@@ -72,14 +73,41 @@ def test_an_impossible_number_of_slices_is_a_request_error(count: int) -> None:
         slices(count)
 
 
-def test_the_tightest_memory_cgroup_counts(tmp_path: Path) -> None:
-    (tmp_path / "membership").write_text("0::/job/step\n")
-    for folder, limit, used, cached in (("job", "1000", "400", "50"), ("job/step", "max", "400", "0")):
-        here = tmp_path / "root" / folder
-        here.mkdir(parents=True)
-        (here / "memory.max").write_text(limit + "\n")
-        (here / "memory.current").write_text(used + "\n")
-        (here / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\n")
-    assert container_memory_bytes(tmp_path / "root", tmp_path / "membership") == 650
-    assert container_memory_bytes(tmp_path / "none", tmp_path / "membership") is None
-    assert container_memory_bytes(tmp_path / "root", tmp_path / "none") is None
+def group(root: Path, **files: str) -> None:
+    """A control group's folder."""
+    root.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (root / name.replace("__", ".")).write_text(text + "\n")
+
+
+def test_the_tightest_control_group_counts(tmp_path: Path) -> None:
+    members, root = tmp_path / "membership", tmp_path / "root"
+    members.write_text("0::/job/step\n")
+    shared = {"memory__current": "400", "memory__stat": "anon 5\ninactive_file 50"}
+    group(root / "job", memory__max="1000", cpu__max="150000 100000", **shared)
+    group(root / "job" / "step", memory__max="max", cpu__max="max 100000", **shared)
+    assert container_memory_bytes(root, members) == 650
+    assert container_cpus(root, members) == 1.5
+    for nowhere in ((tmp_path / "none", members), (root, tmp_path / "none")):
+        assert container_memory_bytes(*nowhere) is None
+        assert container_cpus(*nowhere) is None
+
+
+def test_control_groups_of_the_first_version_count_too(tmp_path: Path) -> None:
+    members, root = tmp_path / "membership", tmp_path / "root"
+    members.write_text("5:memory:/job\n4:cpu,cpuacct:/job\n1:name=systemd:/\n")
+    names = {"memory__usage_in_bytes": "100", "memory__stat": "total_inactive_file 7"}
+    group(root / "memory" / "job", memory__limit_in_bytes="300", **names)
+    group(root / "memory", memory__limit_in_bytes=str(2**63 - 4096), **names)
+    group(root / "cpu,cpuacct" / "job", cpu__cfs_quota_us="200000", cpu__cfs_period_us="100000")
+    group(root / "cpu,cpuacct", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
+    assert container_memory_bytes(root, members) == 207
+    assert container_cpus(root, members) == 2.0
+
+
+def test_a_container_with_a_quota_is_cut_into_the_cpus_that_it_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4000, 4064)))
+    monkeypatch.setattr("devices.cpu.container_cpus", lambda: 4.5)
+    assert allowed_cpus() == (4000, 4001, 4002, 4003)
+    monkeypatch.setattr("devices.cpu.container_cpus", lambda: 0.5)
+    assert [device.cores for device in slices()] == [(4000,)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -280,3 +282,12 @@ def test_a_gpu_in_mig_mode_is_its_instances(fake_nvml: Callable[..., Any]) -> No
     found = discover("gpu", environ=EMPTY)
     assert [(device.index, device.id[:3]) for device in found.devices] == [(1, "GPU"), (2, "MIG"), (3, "MIG")]
     assert discover("MIG-1", environ=EMPTY).devices[0].memory_bytes == 17 * GIB
+
+
+def test_a_simulated_request_loads_no_driver_binding_and_no_framework() -> None:
+    code = (
+        "import sys\nfrom devices.discover import discover\ndiscover('sim:t4,t4')\n"
+        "print(sorted({'pynvml', 'psutil', 'tensorflow', 'torch', 'textual'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[]\n"
