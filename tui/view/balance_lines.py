@@ -88,8 +88,8 @@ LANE_COLUMNS: tuple[Column[_Lane], ...] = (
     Column("device", ("device",), 9, _lane_name, "left"),
     Column("doing", ("doing",), 10, _lane_doing, "left"),
     Column("batch", ("batch",), 6, _lane_batch),
-    Column("speed", ("samples/s", "smp/s"), 8, _lane_speed),
-    Column("interval", ("95 %",), 8, _lane_interval),
+    Column("speed", ("samples/s",), 9, _lane_speed),
+    Column("interval", ("interval",), 8, _lane_interval),
     Column("alone", ("best alone", "alone"), 14, _lane_alone),
     Column("fits", ("memory",), 12, _lane_fits),
 )
@@ -138,28 +138,42 @@ def chosen_shares(state: BalanceState) -> tuple[int, ...] | None:
     return state.best.layout.shares if state.best is not None else None
 
 
-def rival_lines(state: BalanceState, width: int, marks: Marks) -> tuple[Line, ...]:
-    """Bars of samples/s: the best so far against what else was measured, each with what it gains."""
+def rival_lines(state: BalanceState, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
+    """Bars of samples/s: the best so far against what else was measured, each with what it gains.
+
+    The bar stands in the row where it fits, under it where there are rows to spare.
+    """
     found = rivals(state)
     if not found:
         return (line(Span(" Nothing has been measured yet.", "dim")),)
     top = max(each.high for each in found)
-    return tuple(_rival_line(each, found[0], top, width, marks, first=not place) for place, each in enumerate(found))
+    inline = width - _RIVAL_CELLS
+    lines: list[Line] = []
+    for place, each in enumerate(found):
+        tone: Tone = "accent" if place else "speed"
+        share = each.samples_per_second / top
+        drawn = bar(share, inline, marks, tone) if inline >= 8 else ()
+        lines.append(_rival_line(each, found[0], width, marks, drawn, first=not place))
+        if not drawn and height >= 2 * len(found):
+            lines.append(Line((Span(" "), *bar(share, width - 2, marks, tone))))
+    return tuple(lines)
 
 
-def _rival_line(each: Rival, best: Rival, top: float, width: int, marks: Marks, *, first: bool) -> Line:
-    label = (
+_RIVAL_CELLS = 70  # of a row without its bar
+
+
+def _rival_line(each: Rival, best: Rival, width: int, marks: Marks, drawn: tuple[Span, ...], *, first: bool) -> Line:
+    half = (each.high - each.low) / 2 / each.samples_per_second if each.samples_per_second else 0.0
+    versus = "" if first else _versus(best.samples_per_second, each)
+    spans = (
         Span(f" {each.name:<18}", "strong" if first else "text"),
         Span(f"{rate(each.samples_per_second):>9}", "speed"),
+        Span(f" {marks.plus_minus}{percent(half, 1):<7}", "dim"),
+        *drawn,
+        Span(f" {versus:<9}", _versus_tone(versus)),
+        Span(cut(each.detail, 22, marks.ellipsis), "dim"),
     )
-    half = (each.high - each.low) / 2 / each.samples_per_second if each.samples_per_second else 0.0
-    spread = Span(f" {marks.plus_minus}{percent(half, 1):<7}", "dim")
-    versus = "" if first else _versus(best.samples_per_second, each)
-    tail = (Span(f" {versus:<9}", _versus_tone(versus)), Span(cut(each.detail, 22, marks.ellipsis), "dim"))
-    fixed = 28 + len(spread.text) + 10 + 23
-    room = width - fixed
-    drawn = (*bar(each.samples_per_second / top, room, marks, "speed" if first else "accent"),) if room >= 8 else ()
-    return Line(pad((*label, spread, *drawn, *tail), width))
+    return Line(pad(spans, width))
 
 
 def _versus(best: float, each: Rival) -> str:

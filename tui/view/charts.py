@@ -71,3 +71,9 @@ def nice_ceiling(number: float) -> float:
         return 1.0
     power = 10.0 ** math.floor(math.log10(number))
     return next(step * power for step in (1.0, 2.0, 2.5, 5.0, 10.0) if number <= step * power * (1 + 1e-9))
+
+
+def axis_ticks(highest: float, most: int) -> list[float]:
+    """Round numbers from 0 to at most `highest`, about `most` of them."""
+    step = nice_ceiling(highest / max(1, most))
+    return [step * place for place in range(int(highest / step + 1e-9) + 1)]

@@ -13,6 +13,7 @@ from tui.view.marks import Marks
 from tui.view.table import Column, column_widths, heading, table_row, window
 from tui.words import duration, rate
 
+MOST_RIVALS = 4
 _STATE_TONES: dict[str, Tone] = {"finished": "good", "interrupted": "warn", "unfinished": "dim", "unreadable": "bad"}
 
 
@@ -133,7 +134,7 @@ def plan_lines(run: Run, width: int, marks: Marks) -> tuple[Line, ...]:
         Line(),
         *share_lines(state, width, marks),
         Line(),
-        *rival_lines(state, width, marks),
+        *rival_lines(state, width, 2 * MOST_RIVALS, marks),
         Line(),
         *(line(Span(f" {row}", "good")) for row in rows),
         line(Span(f" {clean(search.why_stopped)}", "dim")),

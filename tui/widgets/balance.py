@@ -56,9 +56,11 @@ class BalanceView(Widget):
         state, marks = self.state, cast("EvenerApp", self.app).marks
         with self.app.batch_update():
             self._place_panels()
-            for name, draw in (("lanes", lane_lines), ("shares", share_lines), ("rivals", rival_lines)):
+            for name, draw in (("lanes", lane_lines), ("shares", share_lines)):
                 panel = self.query_one(f"#{name}", Lines)
                 panel.show(draw(state, panel.size.width, marks))
+            rivals = self.query_one("#rivals", Lines)
+            rivals.show(rival_lines(state, rivals.size.width, rivals.size.height, marks))
             search = self.query_one("#search", Lines)
             search.show(search_lines(state, search.size.width, search.size.height, marks))
             lanes = self.query_one("#lanes", Lines)

@@ -10,6 +10,7 @@ from textual_plotext import PlotextPlot
 
 from tui.view.balance import CurvePoints
 from tui.view.cells import DEVICE_TONES
+from tui.view.charts import axis_ticks
 from tui.view.figures import short
 from tui.view.marks import to_ascii
 
@@ -74,14 +75,13 @@ class CurvePlot(PlotextPlot):  # type: ignore[misc] # the library has no types
     def _draw_axes(self) -> None:
         everything = [point for curve in self._curves for point in (*curve.believed, *curve.measured)]
         walls = [(curve.wall, 0.0) for curve in self._curves if curve.wall is not None]
-        top = max((speed for _, speed in everything), default=1.0) * 1.05
-        last = max((batch for batch, _ in (*everything, *walls)), default=1)
+        top = max((speed for _, speed in everything), default=1.0) * 1.08
+        last = max((batch for batch, _ in (*everything, *walls)), default=1) * 1.03
         self.plt.ylim(0, top)
-        self.plt.xlim(0, last * 1.03)
-        ticks = [top * step / (TICKS - 1) for step in range(TICKS)]
-        self.plt.yticks(ticks, [short(tick) for tick in ticks])
-        batches = [round(last * step / (TICKS - 1)) for step in range(TICKS)]
-        self.plt.xticks(batches, [str(batch) for batch in batches])
+        self.plt.xlim(0, last)
+        speeds, batches = axis_ticks(top, TICKS), axis_ticks(last, TICKS)
+        self.plt.yticks(speeds, [short(tick) for tick in speeds])
+        self.plt.xticks(batches, [f"{tick:.0f}" for tick in batches])
         self.plt.xlabel("batch")
 
     def _colours(self) -> list[tuple[int, int, int]]:

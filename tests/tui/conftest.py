@@ -1,0 +1,297 @@
+"""Scripted devices, snapshots, feeds and sessions: what the screens are driven with."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import pytest
+from textual.message import Message
+
+from balancer.events import Event, Finished, Observed, ProbeProgress, ProbeStarted, Started
+from balancer.records import (
+    Belief,
+    CurveSketch,
+    Interval,
+    Layout,
+    Observation,
+    OutOfMemory,
+    Probe,
+    Result,
+    Timed,
+    layout_of,
+    solo,
+)
+from devices.base import Device, DeviceSample, HostSample, ProcessSample, Snapshot, value
+from devices.sampler import History
+from evener import plan as plans
+from tui.app import EvenerApp
+from tui.feed import Load
+from tui.messages import Sampled
+
+GIB = 1024**3
+AT_SECONDS = 1_790_000_000.0  # a fixed moment, so that pictures don't change
+
+
+class Script:
+    """Makes records that look like a machine's."""
+
+    @staticmethod
+    def device(index: int = 0, name: str = "NVIDIA H200", kind: str = "gpu") -> Device:
+        return Device(f"{kind}-{index}", index, name, kind, 140 * GIB)  # type: ignore[arg-type]
+
+    @classmethod
+    def sample(cls, index: int = 0, **changed: Any) -> DeviceSample:
+        full = DeviceSample(
+            device=cls.device(index),
+            utilization_percent=value(max(5, 98 - 6 * index)),
+            sm_percent=value(87 - index),
+            occupancy_percent=value(12),
+            tensor_percent=value(84),
+            dram_percent=value(14),
+            memory_used_bytes=value((62 + index) * GIB),
+            memory_total_bytes=value(140 * GIB),
+            temperature_celsius=value(61 + index),
+            temperature_limit_celsius=value(89),
+            power_watts=value(640 - 9 * index),
+            power_limit_watts=value(700),
+            clock_mhz=value(1980),
+            throttled_percent=value(12 if index == 1 else 0),
+            throttle_reasons=("power cap",) if index == 1 else (),
+            link_receive_bytes_per_second=value(11e9),
+            link_send_bytes_per_second=value(3e9),
+            pcie_receive_bytes_per_second=value(4e8),
+            pcie_send_bytes_per_second=value(2e7),
+            samples_per_second=value(115_932 - 7000 * index),
+        )
+        return msgspec.structs.replace(full, **changed)
+
+    @staticmethod
+    def process(pid: int = 4242, index: int = 0, **changed: Any) -> ProcessSample:
+        full = ProcessSample(
+            pid=pid,
+            start_time=AT_SECONDS - 3600,
+            user="ada",
+            device_id=f"gpu-{index}",
+            device_label=f"GPU:{index}",
+            memory_bytes=value((60 + index) * GIB),
+            sm_percent=value(87),
+            cpu_percent=value(103),
+            command=f"python train.py --rank {index}",
+            samples_per_second=value(115_000),
+        )
+        return msgspec.structs.replace(full, **changed)
+
+    @classmethod
+    def snapshot(cls, devices: int = 2, **changed: Any) -> Snapshot:
+        full = Snapshot(
+            at_seconds=AT_SECONDS,
+            interval_seconds=1.0,
+            devices=tuple(cls.sample(index) for index in range(devices)),
+            processes=tuple(cls.process(4000 + index, index) for index in range(devices)),
+            host=HostSample(
+                cpu_percent=41.0,
+                load_1min=3.2,
+                memory_used_bytes=62 * GIB,
+                memory_total_bytes=256 * GIB,
+                cores=32,
+                hostname="node7",
+            ),
+            sampling_seconds=0.002,
+            driver="580.159",
+        )
+        return msgspec.structs.replace(full, **changed)
+
+
+class ScriptedFeed:
+    """A feed whose snapshots are pushed by the test."""
+
+    def __init__(self, *snapshots: Snapshot) -> None:
+        self.interval_seconds = 1.0
+        self.state = ""
+        self.stopped = False
+        self.loads: list[Mapping[str, Load]] = []
+        self._snapshots = snapshots
+        self._history = History(600)
+        self._post: Callable[[Message], object] | None = None
+
+    def start(self, post: Callable[[Message], object]) -> None:
+        self._post = post
+        for snapshot in self._snapshots:
+            self.push(snapshot)
+
+    def push(self, snapshot: Snapshot) -> None:
+        self._history.add(snapshot)
+        assert self._post is not None
+        self._post(Sampled(snapshot))
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def history(self, device_id: str, metric: str) -> tuple[float | None, ...]:
+        return self._history.values(device_id, metric)
+
+    def follow(self, loads: Mapping[str, Load]) -> None:
+        self.loads.append(dict(loads))
+
+
+class ScriptedSession:
+    """Plays events; the last ones wait for `stop` where `hold` says so."""
+
+    def __init__(self, events: Iterable[Event], hold: bool = False) -> None:
+        self._events = list(events)
+        self._hold = hold
+        self.asked = threading.Event()
+        self.calls: list[str] = []
+
+    def events(self) -> Iterator[Event]:
+        yield from self._events[:-1]
+        if self._hold:
+            self.asked.wait(20)
+        yield self._events[-1]
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+        self.asked.set()
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def unpause(self) -> None:
+        self.calls.append("unpause")
+
+    def close(self) -> None:
+        self.calls.append("close")
+        self.asked.set()
+
+
+def _timed(layout: Layout, samples_per_second: float, stage: str = "solo", turn: int = 0) -> Timed:
+    seconds = layout.global_batch / samples_per_second
+    return Timed(
+        probe=Probe(layout, stage, 10.0, turn),  # type: ignore[arg-type]
+        step_seconds=seconds,
+        low_seconds=seconds * 0.995,
+        high_seconds=seconds * 1.005,
+        steps=40,
+        memory_bytes=tuple(None for _ in layout.shares),
+        device_seconds=tuple(None for _ in layout.shares),
+        first_step_seconds=0.5,
+        elapsed_seconds=6.0,
+    )
+
+
+BELIEF = Belief(
+    curves=(
+        CurveSketch(0, ((64, 0.094), (1024, 0.76)), ((64, 0.094), (1024, 0.76)), 1179, 1310),
+        CurveSketch(1, ((64, 0.117), (710, 0.77)), ((64, 0.117),), 744, None),
+    ),
+    predicted=layout_of((820, 568)),
+    predicted_samples_per_second=2127.0,
+    sync_seconds=0.03,
+    doing="Measures the split that the curves say is fastest.",
+)
+
+
+def _observed(
+    seen: Observation, probes: int, at_seconds: float, best: Result | None = None, walls: int = 0
+) -> Observed:
+    return Observed(seen, BELIEF, best, probes, walls, at_seconds)
+
+
+def make_plan() -> plans.Plan:
+    """The plan of the scripted search."""
+    templates = (
+        plans.Share("sim-0-gtx1080ti", 0, "GTX 1080 Ti", 0, 0.0),
+        plans.Share("sim-1-gtx1080", 1, "GTX 1080", 0, 0.0),
+    )
+
+    def evidence(name: str, batches: tuple[int, int], speed: float) -> plans.Evidence:
+        kind: plans.Kind = "split" if all(batches) else "solo"
+        layout = plans.make_layout(kind, templates, batches)
+        return plans.Evidence(name, layout, plans.Throughput(speed, speed * 0.995, speed * 1.005))
+
+    return plans.Plan(
+        created="2026-09-22T10:13:20Z",
+        workload="keras_maxer",
+        framework="tensorflow",
+        precision="float32",
+        xla=False,
+        layout=plans.make_layout("split", templates, (820, 568)),
+        throughput=plans.Throughput(2127.0, 2118.0, 2136.0),
+        evidence=(
+            evidence("even split", (710, 710), 1801.0),
+            evidence("best single device", (1024, 0), 1346.0),
+            evidence("solo SIM:0", (1024, 0), 1346.0),
+            evidence("solo SIM:1", (0, 710), 925.0),
+        ),
+        search=plans.SearchSummary(6, 1, 47.0, 0, "The winner's interval lies above every rival's."),
+        fingerprint=plans.Fingerprint(("GTX 1080 Ti (11178 MiB)",), "", {}, ""),
+        warnings=("Measured on simulated devices.",),
+    )
+
+
+def make_events() -> list[Event]:
+    """A short search: solos, one out of memory, a split, the even split, the verdict."""
+    split = _timed(layout_of((820, 568)), 2127.0, "split")
+    best = Result(split.probe.layout, Interval(2127.0, 2118.0, 2136.0), 1)
+    wall = OutOfMemory(Probe(solo(2, 0, 1310), "solo", 10.0), (0,), "out of memory", 1.0)
+    first = Probe(solo(2, 0, 64), "solo", 10.0)
+    return [
+        Started("20260922-101320-ab12", ("SIM:0", "SIM:1"), "keras_maxer", 120.0, 0),
+        ProbeStarted(first, 0.0),
+        ProbeProgress(first, "measuring", 683.0, 0.012, 2.0),
+        _observed(_timed(solo(2, 0, 64), 683.0), 1, 4.0),
+        _observed(_timed(solo(2, 1, 710), 925.0), 2, 5.0),
+        _observed(_timed(solo(2, 0, 1024), 1346.0), 3, 11.0),
+        _observed(wall, 4, 12.0, walls=1),
+        _observed(split, 5, 18.0, best, 1),
+        _observed(_timed(layout_of((710, 710)), 1801.0, "race"), 6, 24.0, best, 1),
+        Finished(
+            "20260922-101320-ab12", make_plan(), (best,), "Split 820 and 568: 18 % faster than even.", False, 47.0
+        ),
+    ]
+
+
+@pytest.fixture
+def script() -> type[Script]:
+    """Makers of scripted records."""
+    return Script
+
+
+@pytest.fixture
+def events() -> list[Event]:
+    """The events of a short search over two devices."""
+    return make_events()
+
+
+@pytest.fixture
+def plan() -> plans.Plan:
+    """A plan for two devices."""
+    return make_plan()
+
+
+@pytest.fixture
+def feed_of() -> type[ScriptedFeed]:
+    """Makes a feed of the snapshots it is given."""
+    return ScriptedFeed
+
+
+@pytest.fixture
+def session_of() -> type[ScriptedSession]:
+    """Makes a session that plays the events it is given."""
+    return ScriptedSession
+
+
+@pytest.fixture
+def app_of(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EvenerApp]:
+    """Makes an app over a scripted feed, with a state folder of its own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+    def make(*snapshots: Snapshot, **options: Any) -> EvenerApp:
+        feed = ScriptedFeed(*(snapshots or (Script.snapshot(),)))
+        return EvenerApp(feed, known_devices=(Script.device(0), Script.device(1)), devices="gpu:0,1", **options)
+
+    return make

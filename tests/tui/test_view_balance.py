@@ -1,0 +1,137 @@
+"""A session's events fold into one state, and its figures are those that were measured."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+import pytest
+
+from balancer.events import Paused
+from balancer.records import Failed, Probe, Result, solo
+from tui.view.balance import BalanceState, advance, best_solo, curves, memory_wall, own_speed, rivals, seconds_left
+from tui.view.balance_lines import chosen_shares, lane_lines, rival_lines, search_lines, share_lines
+from tui.view.cells import span_cells
+from tui.view.marks import ASCII, UNICODE
+
+
+def _after(events: Any, count: int | None = None) -> BalanceState:
+    state = BalanceState()
+    for event in events[:count]:
+        state = advance(state, event)
+    return state
+
+
+def _text(lines: Any) -> str:
+    return "\n".join(line.text for line in lines)
+
+
+def test_progress_replaces_progress_and_an_observation_ends_it(events: Any) -> None:
+    running = _after(events, 3).running
+    assert [(each.phase, each.samples_per_second) for each in running] == [("measuring", 683.0)]
+    assert own_speed(running[0], 0) == 683.0
+    assert _after(events, 4).running == ()
+
+
+def test_rivals_are_the_measured_ones(events: Any) -> None:
+    before_end = _after(events, -1)
+    assert [(each.name, round(each.samples_per_second)) for each in rivals(before_end)] == [
+        ("best so far", 2127),
+        ("even split", 1801),
+        ("best single device", 1346),
+        ("sum of solos", 2271),
+    ]
+    at_end = _after(events)
+    assert [(each.name, round(each.samples_per_second)) for each in rivals(at_end)] == [
+        ("the plan", 2127),
+        ("even split", 1801),
+        ("best single device", 1346),
+        ("sum of solos", 2271),
+    ]
+
+
+def test_nothing_is_claimed_before_it_was_measured(events: Any) -> None:
+    start = _after(events, 1)
+    assert rivals(start) == ()
+    assert curves(start) == ()
+    assert chosen_shares(start) is None
+    assert "Nothing has been measured yet." in _text(rival_lines(start, 80, 10, UNICODE))
+    assert "No layout has been measured yet." in _text(share_lines(start, 80, UNICODE))
+
+
+def test_the_best_solo_and_the_memory_wall_are_seen(events: Any) -> None:
+    state = _after(events)
+    fastest = best_solo(state, 0)
+    assert fastest is not None
+    assert fastest.probe.layout.shares == (1024, 0)
+    assert memory_wall(state, 0) == 1310
+    assert memory_wall(state, 1) is None
+    assert [(curve.device, curve.wall, len(curve.measured)) for curve in curves(state)] == [(0, 1310, 2), (1, None, 1)]
+    lanes = _text(lane_lines(state, 118, UNICODE))
+    assert "1 346 at 1024" in lanes
+    assert "1179 fits, 1310 not" in lanes
+
+
+def test_time_left_ends_with_the_session(events: Any) -> None:
+    assert seconds_left(_after(events, 4)) == 116.0
+    assert seconds_left(_after(events)) is None
+
+
+def test_pausing_shows_and_a_new_probe_ends_it(events: Any) -> None:
+    paused = advance(_after(events, 4), Paused(5.0))
+    assert paused.paused
+    assert "Paused" in _text(search_lines(paused, 80, 10, UNICODE))
+    assert not advance(paused, events[1]).paused
+
+
+def test_the_shares_bar_is_split_by_shares_in_whole_cells(events: Any) -> None:
+    for marks in (UNICODE, ASCII):
+        bar = share_lines(_after(events), 80, marks)[0]
+        assert span_cells(bar.spans) == 79
+        assert [len(span.text) for span in bar.spans[1:]] == [46, 32]
+        assert bar.spans[1].text[0] != bar.spans[2].text[0], "told apart without colour"
+    legend = _text(share_lines(_after(events), 80, UNICODE))
+    assert "SIM:0 820 (59 %)" in legend
+    assert "global batch 1388" in legend
+
+
+def test_a_device_that_is_left_out_is_said(events: Any) -> None:
+    state = _after(events, -1)
+    alone = msgspec.structs.replace(state, best=Result(solo(2, 0, 1024), state.best.throughput, 1))  # type: ignore[union-attr]
+    assert "SIM:1 left out" in _text(share_lines(alone, 80, UNICODE))
+
+
+def test_the_search_says_what_it_does_then_its_verdict(events: Any) -> None:
+    running = _text(search_lines(_after(events, -1), 100, 12, UNICODE))
+    assert "Measures the split that the curves say is fastest." in running
+    assert "at most 1 min 36 s left" in running
+    assert "out of memory on SIM:0" in running
+    ended = _text(search_lines(_after(events), 100, 12, UNICODE))
+    assert "Split 820 and 568: 18 % faster than even." in ended
+
+
+def test_a_failed_probe_is_told_harmlessly(events: Any) -> None:
+    failed = Failed(Probe(solo(2, 0, 8), "solo", 1.0), "raised", "boom\x1b[31m", (0,), 1.0)
+    state = advance(_after(events, 1), msgspec.structs.replace(events[3], seen=failed))
+    text = _text(search_lines(state, 100, 8, UNICODE))
+    assert "failed: boom" in text
+    assert "\x1b" not in text
+
+
+def test_a_fault_stands_in_place_of_the_verdict(events: Any) -> None:
+    state = msgspec.structs.replace(_after(events, 4), ended=True, fault="No layout ran.", remedy="Free memory.")
+    assert "No layout ran. Free memory." in _text(search_lines(state, 100, 8, UNICODE))
+
+
+@pytest.mark.parametrize("width", [1, 20, 60, 100, 220])
+@pytest.mark.parametrize("height", [0, 4, 30])
+def test_every_panel_keeps_to_its_width(events: Any, width: int, height: int) -> None:
+    for state in accumulate(events, advance, initial=BalanceState()):
+        for lines in (
+            rival_lines(state, width, height, UNICODE),
+            search_lines(state, width, height, UNICODE),
+            share_lines(state, max(40, width), UNICODE),
+        ):
+            for line in lines:
+                assert span_cells(line.spans) <= max(width, 50), line.text

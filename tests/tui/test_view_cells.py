@@ -1,0 +1,153 @@
+"""Lines and tables fill exactly the cells they have, whatever is in them."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tui.view.cells import Span, cells, clean, cut, fit, pad, span_cells, spread, wrap
+from tui.view.charts import axis_ticks, bar, graph, nice_ceiling, spark
+from tui.view.figures import short, short_bytes
+from tui.view.marks import ASCII, UNICODE, to_ascii
+from tui.view.table import Column, column_widths, window
+
+MARKS = st.sampled_from([UNICODE, ASCII])
+TEXTS = st.text(alphabet=st.characters(exclude_categories=["Cs", "Cc", "Mn", "Me", "Cf"]), max_size=40)
+
+
+@given(TEXTS, st.integers(0, 40))
+def test_a_cut_text_never_takes_more_cells_than_there_are(text: str, width: int) -> None:
+    assert cells(cut(text, width)) <= width
+
+
+@given(TEXTS, st.integers(2, 40), st.sampled_from(["left", "right"]))
+def test_a_fitted_text_takes_exactly_its_cells(text: str, width: int, align: str) -> None:
+    assert cells(fit(text, width, align)) == width  # type: ignore[arg-type]
+
+
+@given(st.lists(TEXTS, max_size=5), st.integers(0, 60))
+def test_padded_spans_take_exactly_their_cells(texts: list[str], width: int) -> None:
+    assert span_cells(pad(tuple(Span(text) for text in texts), width)) == width
+
+
+def test_wide_signs_count_twice() -> None:
+    assert cells("训练") == 4
+    assert cut("训练模型", 5) == "训练…"
+
+
+def test_the_right_part_goes_first_where_both_do_not_fit() -> None:
+    assert spread((Span("left"),), (Span("right"),), 20).text == "left           right"
+    assert spread((Span("left"),), (Span("right"),), 8).text == "left    "
+
+
+@given(TEXTS, st.integers(1, 30), st.integers(1, 4))
+def test_wrapped_text_keeps_to_its_box(text: str, width: int, most: int) -> None:
+    rows = wrap(text, width, most)
+    assert len(rows) <= most
+    assert all(cells(row) <= width for row in rows)
+
+
+@given(st.floats(0, 1), st.integers(0, 50), MARKS)
+def test_a_bar_is_as_wide_as_it_is_told(share: float, width: int, marks: object) -> None:
+    assert span_cells(bar(share, width, marks)) == width  # type: ignore[arg-type]
+
+
+def test_a_bar_shows_what_is_above_nothing_and_fills_at_one() -> None:
+    assert bar(0.001, 10, UNICODE)[0].text == "╸"
+    assert bar(1.0, 4, UNICODE)[0].text == "━━━━"
+    assert bar(0.0, 4, UNICODE)[0].text == ""
+
+
+def test_the_filled_part_of_a_bar_differs_without_colour() -> None:
+    for marks in (UNICODE, ASCII):
+        assert marks.full != marks.track
+
+
+def test_a_spark_shows_the_newest_and_leaves_gaps() -> None:
+    assert spark([9, 0, None, 8], 3, UNICODE, 8) == "▁ █"
+    assert spark([], 3, UNICODE) == "   "
+
+
+@given(st.lists(st.none() | st.floats(0, 100), max_size=200), st.integers(1, 30), st.integers(1, 9), MARKS)
+def test_a_graph_fills_its_box(values: list[float | None], width: int, height: int, marks: object) -> None:
+    rows = graph(values, width, height, marks, 100.0)  # type: ignore[arg-type]
+    assert len(rows) == height
+    assert all(len(row) == width for row in rows)
+
+
+def test_a_graph_at_its_top_is_full_and_at_nothing_keeps_a_trace() -> None:
+    assert graph([100.0] * 4, 2, 1, UNICODE, 100.0) == ("⣿⣿",)
+    assert graph([0.0] * 2, 1, 2, UNICODE, 100.0) == (" ", "⣀")
+
+
+@given(st.floats(1e-3, 1e12))
+def test_an_axis_ends_above_its_figure_and_below_three_times_it(number: float) -> None:
+    assert number <= nice_ceiling(number) * (1 + 1e-6)
+    assert nice_ceiling(number) <= 2.5 * number * (1 + 1e-6)
+
+
+@given(st.floats(1, 1e9), st.integers(2, 8))
+def test_ticks_start_at_nothing_and_stay_on_the_axis(highest: float, most: int) -> None:
+    ticks = axis_ticks(highest, most)
+    assert ticks[0] == 0
+    assert len(ticks) <= most + 1
+    assert ticks[-1] <= highest * (1 + 1e-6)
+
+
+@given(st.floats(0, 1e12))
+def test_short_figures_are_short(number: float) -> None:
+    assert len(short(number)) <= 5
+    assert len(short_bytes(number)) <= 5
+
+
+def test_short_figures_keep_what_matters() -> None:
+    assert [short(number) for number in (0, 0.52, 12.3, 684.2, 2123, 12_345, 158_012, 2.1e6)] == [
+        "0",
+        "0.5",
+        "12",
+        "684",
+        "2123",
+        "12k",
+        "158k",
+        "2.1M",
+    ]
+    assert [short_bytes(count) for count in (0, 500, 12 * 1024, 3.4e8, 1.2 * 1024**3)] == [
+        "0",
+        "500B",
+        "12K",
+        "324M",
+        "1.2G",
+    ]
+
+
+def test_control_signs_never_come_through() -> None:
+    hostile = "a\x1b[31m\x07b\x9bc\u202ed\ne"
+    shown = clean(hostile)
+    assert not any(ord(sign) < 32 or 0x7F <= ord(sign) < 0xA0 or sign == "\u202e" for sign in shown)
+
+
+def test_ascii_text_is_ascii_and_of_the_same_length() -> None:
+    text = "╭─ 37 °C … – ± → 训 ▸"
+    assert to_ascii(text).isascii()
+    assert len(to_ascii(text)) == len(text)
+
+
+def _columns() -> tuple[Column[int], ...]:
+    def draw(row: int, _width: int, _marks: object) -> tuple[Span, ...]:
+        return (Span(str(row)),)
+
+    return tuple(Column(key, (key,), 3, draw) for key in "abc")
+
+
+def test_columns_grow_in_order_while_there_is_room() -> None:
+    assert column_widths(_columns(), (("b", 6), ("a", 9)), {}, 11) == {"a": 3, "b": 3, "c": 3}
+    assert column_widths(_columns(), (("b", 6), ("a", 9)), {}, 15) == {"a": 3, "b": 6, "c": 3}
+    assert column_widths(_columns(), (("b", 6), ("a", 9)), {"c": 5}, 40) == {"a": 9, "b": 6, "c": 5}
+
+
+@given(st.integers(1, 100), st.integers(0, 99), st.integers(1, 30), st.integers(0, 99))
+def test_the_cursor_is_always_in_the_window(count: int, cursor: int, height: int, top: int) -> None:
+    cursor = min(cursor, count - 1)
+    first = window(count, cursor, height, top)
+    assert first <= cursor < first + height
+    assert first + min(height, count) <= count

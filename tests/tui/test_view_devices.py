@@ -1,0 +1,170 @@
+"""The device table tells every metric at every width, and the reason where there is no value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from devices.base import DENIED, LOST, UNSUPPORTED, Device, DeviceSample, Reading, State, value
+from tui.view.cells import span_cells
+from tui.view.details import device_details
+from tui.view.devices import DEVICE_COLUMNS, DeviceRow, device_lines, device_widths, reason_letters, short_name
+from tui.view.marks import ASCII, UNICODE, Marks
+from tui.view.monitor import arrange, graph_lines, host_line, note_line
+from tui.view.plain import snapshot_text
+
+READINGS = [field.name for field in msgspec.structs.fields(DeviceSample) if isinstance(field.default, Reading)]
+STATES = st.one_of(
+    st.just(UNSUPPORTED),
+    st.just(DENIED),
+    st.just(LOST),
+    st.floats(0, 1e13).map(value),
+    st.floats(0, 1e13).map(lambda number: Reading(State.STALE, number, 12.0)),
+)
+
+
+def _device(index: int = 0) -> Device:
+    return Device(f"gpu-{index}", index, "NVIDIA GeForce GTX 1080 Ti", "gpu", None)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.fixed_dictionaries(dict.fromkeys(READINGS, STATES)), st.integers(1, 260), st.sampled_from([UNICODE, ASCII]))
+def test_any_readings_fill_the_columns_exactly(readings: dict[str, Reading], width: int, marks: Marks) -> None:
+    sample = DeviceSample(device=_device(), throttle_reasons=("power cap", "thermal"), **readings)
+    lines, _ = device_lines([DeviceRow(sample)], width, 5, marks, 0, 0)
+    assert span_cells(lines[0].spans) <= max(width, 80)
+    assert [span_cells(line.spans) for line in lines] == [span_cells(lines[0].spans)] * len(lines)
+
+
+def test_no_metric_is_missing_in_eighty_columns(script: Any) -> None:
+    """Narrower columns, not missing ones: each figure of the row is found in it."""
+    lines, _ = device_lines([DeviceRow(script.sample(1), (1.0, 2.0), ())], 80, 5, UNICODE, 0, 0)
+    assert [line.text for line in lines] == [
+        " device name   util  SM  TC  DR  memory  °C power/W  MHz thr% link smp/s history",
+        "▸ GPU:1 H200     92  86  84  14  63/140  62 631/700 1980 12P   13G  109k      ▅█",
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160, 200])
+def test_sixteen_devices_keep_every_column(script: Any, width: int) -> None:
+    widths = device_widths(width)
+    assert set(widths) == {column.key for column in DEVICE_COLUMNS}
+    assert sum(widths.values()) + len(widths) <= width
+    rows = [DeviceRow(script.sample(index)) for index in range(16)]
+    lines, _ = device_lines(rows, width, 17, UNICODE, 15, 0)
+    assert len(lines) == 17
+    assert "GPU:15" in lines[-1].text
+
+
+def test_rows_scroll_with_the_cursor(script: Any) -> None:
+    rows = [DeviceRow(script.sample(index)) for index in range(16)]
+    lines, top = device_lines(rows, 80, 5, UNICODE, 9, 0)
+    assert top == 6
+    assert [line.text.split()[0] for line in lines[1:]] == ["GPU:6", "GPU:7", "GPU:8", "▸"]
+
+
+def test_what_is_not_known_is_never_a_zero() -> None:
+    """Every state but a value shows as itself, in the row and in words in the details."""
+    readings = dict.fromkeys(READINGS, UNSUPPORTED) | {
+        "power_watts": DENIED,
+        "temperature_celsius": LOST,
+        "utilization_percent": Reading(State.STALE, 62.0, 9.0),
+    }
+    sample = DeviceSample(device=_device(), **readings)
+    row = device_lines([DeviceRow(sample)], 120, 3, UNICODE, -1, 0)[0][1].text
+    assert "0" not in row.replace("GPU:0", "").replace("1080", "")
+    assert "denied" in row
+    assert "lost" in row
+    assert "~62" in row
+    details = "\n".join(line.text for line in device_details(sample, 70))
+    assert "not told by this device" in details
+    assert "denied to this user" in details
+    assert "62 % (stale: 9.0 s old)" in details
+
+
+def test_a_stale_figure_that_does_not_fit_keeps_its_mark_not_its_digits() -> None:
+    sample = DeviceSample(device=_device(), sm_percent=Reading(State.STALE, 100.0, 9.0))
+    row = device_lines([DeviceRow(sample)], 80, 3, UNICODE, -1, 0)[0][1].text
+    assert "~" in row
+    assert "100" not in row
+
+
+def test_a_lost_device_tells_what_happened_in_place_of_figures(script: Any) -> None:
+    lost = dict.fromkeys(READINGS, LOST)
+    sample = DeviceSample(device=script.device(3), note="GPU is lost: XID 79; reset it.", **lost)
+    row = device_lines([DeviceRow(sample)], 80, 3, UNICODE, -1, 0)[0][1]
+    assert row.text.startswith(" !GPU:3 H200")
+    assert "GPU is lost: XID 79; reset it." in row.text
+    assert any(span.tone == "bad" for span in row.spans)
+
+
+def test_an_event_shows_in_the_row(script: Any) -> None:
+    row = device_lines([DeviceRow(script.sample(events=("XID 31",)))], 80, 3, UNICODE, -1, 0)[0][1].text
+    assert "!GPU:0" in row
+
+
+def test_history_is_samples_per_second_or_else_utilisation(script: Any) -> None:
+    fast = device_lines([DeviceRow(script.sample(), (50.0, 100.0), (1.0, 1.0))], 80, 3, UNICODE, -1, 0)[0][1]
+    idle = device_lines([DeviceRow(script.sample(), (None, None), (50.0, 100.0))], 80, 3, UNICODE, -1, 0)[0][1]
+    assert (fast.spans[-1].tone, fast.text[-2:]) == ("speed", "▅█")
+    assert (idle.spans[-1].tone, idle.text[-2:]) == ("accent", "▅█")
+
+
+def test_names_lose_their_maker() -> None:
+    assert short_name("NVIDIA GeForce GTX 1080 Ti") == "GTX 1080 Ti"
+    assert short_name("NVIDIA H200") == "H200"
+    assert "\x1b" not in short_name("evil\x1b[2Jname")
+
+
+def test_reasons_become_letters() -> None:
+    assert reason_letters(("power cap", "SW thermal slowdown", "power brake"), 3) == "PT"
+    assert reason_letters(("power cap", "thermal"), 1) == "P"
+
+
+@given(st.integers(1, 300), st.integers(0, 100), st.integers(0, 64))
+def test_panels_never_take_more_rows_than_there_are(width: int, height: int, devices: int) -> None:
+    rows = arrange(width, height, devices)
+    assert rows.devices + rows.graphs + rows.processes <= max(1, height)
+    assert min(rows.devices, 1 + rows.graphs, 1 + rows.processes) >= 1
+
+
+def test_small_terminals_keep_all_devices_and_some_processes() -> None:
+    assert arrange(80, 21, 8).devices == 9
+    sixteen = arrange(80, 21, 16)
+    assert (sixteen.devices, sixteen.graphs, sixteen.processes, sixteen.framed) == (17, 0, 4, False)
+
+
+def test_graphs_leave_out_what_a_device_does_not_tell(script: Any) -> None:
+    def history(_device: str, metric: str) -> tuple[float | None, ...]:
+        return (10.0, 20.0) if metric == "utilization_percent" else (None, None)
+
+    lines = graph_lines(script.sample(), history, 120, 6, UNICODE)
+    assert len(lines) == 6
+    assert "utilisation" in lines[0].text
+    assert "power" not in lines[0].text
+
+
+def test_the_host_line_shows_figures_and_state(script: Any) -> None:
+    shown = host_line(script.snapshot(), 120, UNICODE, "paused").text
+    assert "41 % of 32 cores" in shown
+    assert "62/256 GiB" in shown
+    assert shown.endswith("paused ")
+
+
+def test_the_first_note_shows_and_the_others_are_counted() -> None:
+    assert note_line(("No driver.", "b"), 60, UNICODE).text == " ! No driver. (+1: see help)"
+    assert note_line((), 60, UNICODE).text == ""
+
+
+def test_plain_text_has_no_colour_unless_asked_and_ascii_is_ascii(script: Any) -> None:
+    snapshot = script.snapshot(notes=("Bad\x1b[31m note",))
+    text = snapshot_text(snapshot, 120, ASCII, colour=False)
+    assert text.isascii()
+    assert "\x1b" not in text
+    coloured = snapshot_text(snapshot, 120, UNICODE, colour=True)
+    assert "\x1b[32m" in coloured
+    assert "\x1b[31m" not in coloured
