@@ -15,11 +15,11 @@ import numpy as np
 import tensorflow as tf
 
 from evener.errors import RequestError
+from evener.keras_split.cut import Cut
 from evener.keras_split.devices import make_logical_cpus
 from evener.keras_split.digest import model_digest
 from evener.keras_split.mirrored import Mirrored, strategy_for
 from evener.keras_split.refusals import check_mirrored, check_towers, check_workers
-from evener.keras_split.rows import Cut
 from evener.keras_split.towers import Towers
 from evener.keras_split.workers import Group, Workers
 from workloads.base import Place

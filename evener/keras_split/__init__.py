@@ -6,15 +6,35 @@
     model = split.build(make_model)          # make_model returns a compiled Keras model
     model.fit(x, y, epochs=5)                # the batch size is the plan's
 
-Three engines do it: towers (one process, the default), mirrored (one process, NCCL), multiworker (a process per device).
+Three engines do it: towers (one process, the default), mirrored (one process, NCCL), multiworker (one for each device).
 """
 
 from __future__ import annotations
 
-from evener.keras_split.devices import make_logical_cpus
-from evener.keras_split.digest import model_digest
-from evener.keras_split.refusals import SplitWarning
-from evener.keras_split.report import Report
-from evener.keras_split.split import ENGINES, Split
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evener.keras_split.devices import make_logical_cpus
+    from evener.keras_split.digest import model_digest
+    from evener.keras_split.refusals import SplitWarning
+    from evener.keras_split.report import Report
+    from evener.keras_split.split import ENGINES, Split
 
 __all__ = ["ENGINES", "Report", "Split", "SplitWarning", "make_logical_cpus", "model_digest"]
+
+_HOMES = {
+    "ENGINES": "split",
+    "Report": "report",
+    "Split": "split",
+    "SplitWarning": "refusals",
+    "make_logical_cpus": "devices",
+    "model_digest": "digest",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'evener.keras_split' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"evener.keras_split.{_HOMES[name]}"), name)

@@ -14,6 +14,8 @@ from evener.errors import RequestError
 
 def batches(x: Any, y: Any, weight: Any, batch: int, shuffle: bool, seed: int) -> Any:
     """A tf.data.Dataset of (x, y, weight), as far as they are given, `batch` rows each and the rest in a last one."""
+    if y is None and weight is not None:
+        raise RequestError("Sample weights are given without y.", "Give y too.")
     given = [each for each in (x, y, weight) if each is not None]
     rows = length(given)
     with tf.device("CPU:0"):

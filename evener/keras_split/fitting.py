@@ -10,12 +10,14 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import keras
 import tensorflow as tf
 
 from evener.errors import RequestError
 from evener.fit import check_global_batch
 from evener.keras_split.data import length
 from evener.keras_split.mirrored import distribute
+from evener.keras_split.refusals import check_compiled
 
 if TYPE_CHECKING:
     from evener.keras_split.split import Split
@@ -64,10 +66,12 @@ class Fitting:
 
     def fit(self, *arguments: Any, **keywords: Any) -> Any:
         """`keras.Model.fit`; the batch size is the split's global batch unless said."""
+        check_compiled(self.model)
         own = type(self.model).fit
         call = inspect.signature(own).bind(self.model, *arguments, **keywords)
         call.apply_defaults()
         chosen = call.arguments
+        self._build(chosen["x"])
         if _is_arrays(chosen["x"]):
             self._fit_arrays(chosen)
         elif self.split.engine == "mirrored":
@@ -86,10 +90,8 @@ class Fitting:
             size = chosen["batch_size"] or self.split.global_batch
             if self.split.engine == "mirrored" and size:
                 data = self.split.data(chosen["x"], chosen["y"], chosen["sample_weight"], batch_size=size)
+                chosen["steps"] = chosen["steps"] or math.ceil(length(chosen["x"]) / size)
                 chosen |= {"x": self._dealt(data), "y": None, "sample_weight": None, "batch_size": None}
-                chosen["steps"] = chosen["steps"] or math.ceil(
-                    length(arguments[0] if arguments else keywords["x"]) / size
-                )
             else:
                 chosen["batch_size"] = size
         return own(*call.args, **call.kwargs)
@@ -167,10 +169,19 @@ class Fitting:
         if self.model.jit_compile and self.split.engine != "mirrored":
             self.model.jit_compile = False
 
+    def _build(self, x: Any) -> None:
+        """Make the weights of a model that waits for its first batch, so that a group can share them before it."""
+        if self.split.group is None or self.model.built:
+            return
+        if isinstance(x, tf.data.Dataset):
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(next(iter(x.take(1))))
+        self.model(keras.tree.map_structure(lambda array: tf.convert_to_tensor(array[:1]), x), training=False)
+
     def _share_weights(self) -> None:
-        group = self.split.required_group
-        if self.model.built:
-            group.share_weights([weight.value for weight in self.model.weights])
+        """Start every process from the first one's weights and optimizer."""
+        model = self.model
+        model.optimizer.build(model.trainable_variables)
+        self.split.required_group.share_weights([w.value for w in (*model.weights, *model.optimizer.variables)])
 
 
 def _is_arrays(x: Any) -> bool:

@@ -12,8 +12,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from evener.keras_split.cut import Cut
 from evener.keras_split.refusals import check_mask
-from evener.keras_split.rows import Cut, Tensors, count, head, piece
+from evener.keras_split.rows import Tensors, count, head, piece
 
 
 class UnevenMirroredStrategy(tf.distribute.MirroredStrategy):  # type: ignore[misc]

@@ -34,6 +34,9 @@ def check_workers(model: Any) -> None:
     """Refuse what a process per device can't do: it sees the loss of its own rows only."""
     _check_step(model)
     _check_loss(model, "multiworker")
+    _check_executions(model, "multiworker")
+    if model.run_eagerly:
+        raise RequestError("engine='multiworker' can't run eagerly.", "Compile with run_eagerly=False.")
     if any(isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized for layer in layers(model)):
         raise RequestError(
             "engine='multiworker' can't synchronize BatchNormalization.", "Use engine='mirrored' for that."
@@ -45,11 +48,7 @@ def check_mirrored(model: Any) -> None:
     """Refuse what Keras does wrongly, or not at all, under a MirroredStrategy with unequal shares."""
     _check_step(model)
     _check_loss(model, "mirrored")
-    if model.steps_per_execution != 1:
-        raise RequestError(
-            f"engine='mirrored' can't run steps_per_execution={model.steps_per_execution}: Keras fails there.",
-            "Compile with steps_per_execution=1, or use engine='towers'.",
-        )
+    _check_executions(model, "mirrored")
     if model.jit_compile:
         raise RequestError(
             "engine='mirrored' can't run with jit_compile=True.", "Compile with jit_compile=False, or train on one GPU."
@@ -72,9 +71,14 @@ def layers(model: Any) -> Iterator[Any]:
             yield from layers(layer)
 
 
-def _check_step(model: Any) -> None:
+def check_compiled(model: Any) -> None:
+    """Refuse a model without a loss to train by."""
     if not model.compiled:
         raise RequestError("The model isn't compiled.", "Call model.compile(optimizer, loss) before fit.")
+
+
+def _check_step(model: Any) -> None:
+    check_compiled(model)
     if type(model).train_step is not keras.Model.train_step and type(model).train_step not in _stock_steps():
         raise RequestError(
             f"{type(model).__name__} has a train_step of its own, which a split would replace.",
@@ -84,6 +88,14 @@ def _check_step(model: Any) -> None:
 
 def _stock_steps() -> tuple[Any, ...]:
     return (keras.Model.train_step, keras.Sequential.train_step)
+
+
+def _check_executions(model: Any, engine: str) -> None:
+    if model.steps_per_execution != 1:
+        raise RequestError(
+            f"engine='{engine}' can't run steps_per_execution={model.steps_per_execution}: TensorFlow fails there.",
+            "Compile with steps_per_execution=1, or use engine='towers'.",
+        )
 
 
 def _check_loss(model: Any, engine: str) -> None:

@@ -16,12 +16,12 @@ from evener.errors import PlanError, RequestError
 from evener.fit import check_fit, check_global_batch
 from evener.keras_split import devices as names
 from evener.keras_split import refusals
+from evener.keras_split.cut import Cut
 from evener.keras_split.data import batches, fold_weights
 from evener.keras_split.digest import model_digest
 from evener.keras_split.fitting import Fitting
 from evener.keras_split.mirrored import Mirrored, strategy_for
 from evener.keras_split.refusals import SplitWarning
-from evener.keras_split.rows import Cut
 from evener.keras_split.towers import Towers
 from evener.keras_split.workers import Group, Workers, group_from_environment
 from evener.plan import Plan, load_plan
@@ -56,6 +56,8 @@ class Split:
         self.strict = strict
         self.group = group_from_environment() if engine in ("auto", "multiworker") else None
         self.engine, self.why = _choose(engine, self.plan, self.group)
+        if self.engine == "multiworker":
+            _ = self.required_group
         if self.plan is not None:
             self.global_batch: int | None = global_batch or self.plan.layout.global_batch
             shares = [share for share in self.plan.shares(self.global_batch) if share]
@@ -141,8 +143,6 @@ class Split:
 
     def _devices_of(self, plan: Plan) -> tuple[str, ...]:
         if self.group is None:
-            if self.engine == "multiworker":
-                _ = self.required_group
             return names.names_of_plan(plan)
         check_fit(plan, devices=None, world=self.group.size, workload_digest=None, strict=False)
         return tuple(share.device for share in plan.layout.active)

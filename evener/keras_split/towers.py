@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from evener.keras_split.rows import Cut, Tensors, count, head, join, piece
+from evener.keras_split.cut import Cut
+from evener.keras_split.rows import Tensors, count, head, join, piece
 
 
 class Tower(NamedTuple):

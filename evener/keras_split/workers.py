@@ -15,8 +15,9 @@ import keras
 import tensorflow as tf
 
 from evener.errors import RequestError
+from evener.keras_split.cut import Cut
 from evener.keras_split.refusals import check_mask
-from evener.keras_split.rows import Cut, Tensors, count, head, piece
+from evener.keras_split.rows import Tensors, count, head, piece
 
 
 class Group:
@@ -29,14 +30,20 @@ class Group:
         self.rank = rank
         self.size = len(peers)
         self.strategy = tf.distribute.MultiWorkerMirroredStrategy()
+        self._sum = tf.function(self.sum, autograph=False, reduce_retracing=True)
 
     def sum(self, tensors: Sequence[Any]) -> list[Any]:
         """Each tensor summed over the processes; every process calls it with tensors of the same shapes."""
 
         def reduce(*own: Any) -> Any:
             context = tf.distribute.get_replica_context()
-            placed = [tf.identity(tensor) for tensor in own]  # on this replica's device, as the sum asks for
-            return context.all_reduce(tf.distribute.ReduceOp.SUM, placed)
+            summed: dict[int, Any] = {}
+            for kind in dict.fromkeys(tensor.dtype for tensor in own):  # one collective has one type
+                places = [i for i, tensor in enumerate(own) if tensor.dtype == kind]
+                placed = [tf.identity(own[i]) for i in places]  # on this replica's device, as the sum asks for
+                totals = context.all_reduce(tf.distribute.ReduceOp.SUM, placed)
+                summed.update(zip(places, totals, strict=True))
+            return [summed[i] for i in range(len(own))]
 
         return list(self.strategy.run(reduce, args=tuple(tensors)))
 
@@ -49,7 +56,7 @@ class Group:
 
     def sum_now(self, tensors: Sequence[Any]) -> list[Any]:
         """`sum` outside any graph."""
-        return list(tf.function(self.sum, autograph=False)(list(tensors))) if tensors else []
+        return list(self._sum(list(tensors))) if tensors else []
 
 
 def group_from_environment() -> Group | None:

@@ -1,0 +1,399 @@
+"""Run as a script: trains small models on one device and over several, and prints how far they are apart, as JSON.
+
+`keras_proofs.py towers|mirrored` uses logical CPU devices; `keras_proofs.py multiworker` is one process of a group,
+with TF_CONFIG set. Everything is float64.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+
+import keras
+import numpy as np
+from keras import layers, losses, optimizers
+
+from evener.errors import EvenerError
+from evener.keras_split import Split, make_logical_cpus
+from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
+
+BATCH = 24
+RANDOM = np.random.default_rng(7)
+ROWS = 6 * BATCH + 9  # the last batch is short
+ONE_OVER = 6 * BATCH + 1  # the last batch is a single row
+X = RANDOM.normal(size=(ROWS, 8, 8, 1))
+Y = RANDOM.integers(0, 5, ROWS)
+WEIGHTS = RANDOM.uniform(0.5, 2.0, ROWS)
+WORDS = np.where(np.arange(6) < RANDOM.integers(1, 7, (ROWS, 1)), RANDOM.integers(1, 11, (ROWS, 6)), 0)
+
+Make = Callable[[], Any]
+
+
+def make_plan(*batches: int) -> Plan:
+    """A plan for CPU slices of these shares."""
+    names = [Share(f"cpu-{i}-of-{len(batches)}", i, "a slice", 0, 0.0) for i in range(len(batches))]
+    return Plan(
+        created="2026-01-01T00:00:00Z",
+        workload="proof",
+        framework="tensorflow",
+        precision="float64",
+        xla=False,
+        layout=make_layout("split", tuple(names), batches),
+        throughput=Throughput(1.0, 1.0, 1.0),
+        evidence=(),
+        search=SearchSummary(0, 0, 0.0, 0, ""),
+        fingerprint=Fingerprint((), "", {}, ""),
+    )
+
+
+def network(optimizer: Any, *, loss: Any = "sparse_categorical_crossentropy", extra: Any = (), **compiled: Any) -> Any:
+    """A convolution, pooling, two dense layers; `extra` goes between."""
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            layers.Conv2D(4, 3, activation="relu", kernel_regularizer=compiled.pop("regularizer", None)),
+            layers.MaxPooling2D(),
+            *extra,
+            layers.Flatten(),
+            layers.Dense(8, activation="tanh", activity_regularizer=compiled.pop("activity", None)),
+            layers.Dense(5, activation="softmax"),
+        ]
+    )
+    model.compile(optimizer, loss, metrics=["accuracy"], **compiled)
+    return model
+
+
+def masked_network() -> Any:
+    """Padded words whose mask reaches the loss."""
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((6,)), layers.Embedding(11, 4, mask_zero=True), layers.Dense(1)])
+    model.compile(optimizers.SGD(0.1), "mse")
+    return model
+
+
+def two_headed_network() -> Any:
+    """Named outputs, a loss and weight for each, and its own metrics."""
+    keras.utils.set_random_seed(3)
+    image = keras.Input((8, 8, 1), name="image")
+    flat = layers.Flatten()(image)
+    outputs = {
+        "kind": layers.Dense(5, activation="softmax", name="kind")(flat),
+        "size": layers.Dense(1, name="size")(flat),
+    }
+    model = keras.Model({"image": image}, outputs)
+    model.compile(
+        optimizers.SGD(0.05),
+        {"kind": "sparse_categorical_crossentropy", "size": "mse"},
+        loss_weights={"kind": 1.0, "size": 0.3},
+        metrics={"kind": ["accuracy"], "size": ["mae"]},
+    )
+    return model
+
+
+def apart(one: Any, many: Any, first: Any, second: Any) -> dict[str, float]:
+    """The largest differences of weights, and of everything that fit reported."""
+    weights = max(float(np.abs(a - b).max()) for a, b in zip(one.get_weights(), many.get_weights(), strict=True))
+    assert set(first.history) == set(second.history), (set(first.history), set(second.history))
+    logs = max(float(np.abs(np.subtract(first.history[k], second.history[k])).max()) for k in first.history)
+    return {"weights": weights, "logs": logs, "steps": float(len(first.history["loss"]))}
+
+
+def compare(split: Split, make: Make, x: Any, y: Any, **fitted: Any) -> dict[str, float]:
+    """Fit the same data twice: by Keras alone on one device, and by the split."""
+    one = make()
+    first = one.fit(x, y, batch_size=BATCH, epochs=3, shuffle=False, verbose=0, **fitted)
+    many = split.build(make)
+    second = many.fit(x, y, batch_size=BATCH, epochs=3, shuffle=False, verbose=0, **fitted)
+    return apart(one, many, first, second)
+
+
+def splits(engine: str) -> dict[str, Split]:
+    """3:1, 5:2:1, and 5:0:1 from a plan that leaves the middle device out."""
+    cpus = ["CPU:0", "CPU:1", "CPU:2"]
+    return {
+        "3:1": Split(devices=cpus[:2], ratios=[3, 1], global_batch=BATCH, engine=engine),
+        "5:0:1": Split(make_plan(20, 0, 4), engine=engine),
+        "5:2:1": Split(devices=cpus, ratios=[5, 2, 1], global_batch=BATCH, engine=engine),
+    }
+
+
+def rules() -> dict[str, Make]:
+    """Optimizers that every engine has to follow exactly."""
+    return {
+        "sgd": lambda: network(optimizers.SGD(0.1)),
+        "momentum": lambda: network(optimizers.SGD(0.05, momentum=0.9)),
+        "adam": lambda: network(optimizers.Adam(0.01), regularizer="l2"),
+        "adamw": lambda: network(optimizers.AdamW(0.01, weight_decay=0.1)),
+    }
+
+
+def common(by: dict[str, Split]) -> dict[str, Callable[[], dict[str, float]]]:
+    """Cases that every engine does exactly."""
+    make = rules()
+    held = (X[:40], Y[:40])
+    return {
+        "sgd 3:1": lambda: compare(by["3:1"], make["sgd"], X, Y, validation_data=held),
+        "momentum 5:2:1 one row": lambda: compare(by["5:2:1"], make["momentum"], X[:ONE_OVER], Y[:ONE_OVER]),
+        "adam L2 5:0:1": lambda: compare(by["5:0:1"], make["adam"], X, Y),
+        "adamw 5:2:1 weights": lambda: compare(by["5:2:1"], make["adamw"], X, Y, sample_weight=WEIGHTS),
+        "class weights": lambda: compare(
+            by["3:1"], make["sgd"], X, Y, class_weight={0: 1.0, 1: 3.0, 2: 0.5, 3: 1, 4: 2}
+        ),
+    }
+
+
+def towers_only(by: dict[str, Split]) -> dict[str, Callable[[], dict[str, float]]]:
+    """What only a loss on the whole batch gets right."""
+    sgd = lambda **words: optimizers.SGD(0.1, **words)  # noqa: E731
+    total = losses.SparseCategoricalCrossentropy(reduction="sum")
+    weighted = losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
+    three = by["5:2:1"]
+    pair = {"kind": Y, "size": X.mean((1, 2))}
+    return {
+        "clipnorm": lambda: compare(three, lambda: network(sgd(global_clipnorm=0.1)), X, Y),
+        "accumulation": lambda: compare(three, lambda: network(sgd(gradient_accumulation_steps=2)), X, Y),
+        "steps per execution": lambda: compare(three, lambda: network(sgd(), steps_per_execution=3), X, Y),
+        "activity": lambda: compare(three, lambda: network(sgd(), activity=keras.regularizers.L2(0.1)), X, Y),
+        "sum": lambda: compare(three, lambda: network(optimizers.SGD(0.01), loss=total), X, Y),
+        "weighted mean": lambda: compare(three, lambda: network(sgd(), loss=weighted), X, Y, sample_weight=WEIGHTS),
+        "mask": lambda: compare(three, masked_network, WORDS[:ONE_OVER], np.cos(WORDS[:ONE_OVER])[..., None]),
+        "two heads": lambda: compare(three, two_headed_network, {"image": X}, pair),
+    }
+
+
+def batch_normalization(split: Split) -> dict[str, float]:
+    """Moving averages of one step: the mean over all rows, whatever the shares."""
+    make = lambda: network(optimizers.SGD(0.0), extra=[layers.BatchNormalization()])  # noqa: E731
+    one, many = make(), split.build(make)
+    for model in (one, many):
+        model.fit(X[:BATCH], Y[:BATCH], batch_size=BATCH, verbose=0)
+    mean = float(np.abs(one.layers[2].moving_mean.numpy() - many.layers[2].moving_mean.numpy()).max())
+    variance = float(np.abs(one.layers[2].moving_variance.numpy() - many.layers[2].moving_variance.numpy()).max())
+    return {"mean": mean, "variance": variance}
+
+
+def dropout(split: Split) -> dict[str, float]:
+    """Two towers with the same rows draw different masks, and the next step others again."""
+    make = lambda: network(optimizers.SGD(0.0), extra=[layers.Dropout(0.5)])  # noqa: E731
+    model = split.build(make)
+    seeds = [variable for variable in model.non_trainable_variables if "seed" in variable.path]
+    before = [seed.numpy().copy() for seed in seeds]
+    seen = [model.train_on_batch(X[:BATCH], Y[:BATCH])[0] for _ in range(2)]
+    moved = all((seed.numpy() != old).any() for seed, old in zip(seeds, before, strict=True))
+    return {"seeds": float(len(seeds)), "moved": float(moved), "apart": float(abs(seen[0] - seen[1]))}
+
+
+def saved(split: Split, folder: str) -> dict[str, float]:
+    """A model trained by a split is saved under its own class and predicts the same when loaded."""
+    model = split.build(rules()["adam"])
+    model.fit(X, Y, epochs=1, verbose=0)
+    path = os.path.join(folder, "model.keras")
+    model.save(path)
+    again = keras.models.load_model(path)
+    drift = float(np.abs(again.predict(X, verbose=0) - model.predict(X, verbose=0)).max())
+    return {"predict": drift, "plain": float(type(again) is keras.Sequential)}
+
+
+def seed_form() -> dict[str, float]:
+    """gpus and ratios cut as `multi_gpu_model` did: floors, and the rest to the last."""
+    split = Split(devices=["CPU:0", "CPU:1"], ratios=[768, 560])
+    model = split.build(rules()["sgd"])
+    one = rules()["sgd"]()
+    second = model.fit(X, Y, batch_size=100, shuffle=False, verbose=0)
+    first = one.fit(X, Y, batch_size=100, shuffle=False, verbose=0)
+    return {**apart(one, model, first, second), "first": float(split.cut.sizes(100)[0])}
+
+
+def said(action: Callable[[], Any]) -> str:
+    """What an attempt ends with: "" if it works, else the error's class and words."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            action()
+    except EvenerError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def fit_once(split: Split, make: Make, **fitted: Any) -> Callable[[], Any]:
+    """An attempt to train a model by a split."""
+    return lambda: split.build(make).fit(X[:BATCH], Y[:BATCH], verbose=0, **fitted)
+
+
+class OwnStep(keras.Sequential):
+    """A model with a train step of its own."""
+
+    def train_step(self, data: Any) -> Any:
+        """As the base class."""
+        return super().train_step(data)
+
+
+def own_step() -> Any:
+    """A compiled model with its own train step."""
+    model = OwnStep([keras.Input((8, 8, 1)), layers.Flatten(), layers.Dense(5, activation="softmax")])
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return model
+
+
+def uncompiled() -> Any:
+    """A model without a loss."""
+    return keras.Sequential([keras.Input((8, 8, 1)), layers.Flatten(), layers.Dense(5)])
+
+
+def refusals(split: Split) -> dict[str, str]:
+    """What each attempt is answered with."""
+    sgd = optimizers.SGD
+    normal = layers.BatchNormalization
+    total = losses.SparseCategoricalCrossentropy(reduction="sum")
+    tried: dict[str, Callable[[], Any]] = {
+        "own step": fit_once(split, own_step),
+        "uncompiled": fit_once(split, uncompiled),
+        "small batch": fit_once(split, rules()["sgd"], batch_size=1),
+        "clip": fit_once(split, lambda: network(sgd(clipnorm=1.0))),
+        "accumulation": fit_once(split, lambda: network(sgd(gradient_accumulation_steps=2))),
+        "scaled": fit_once(split, lambda: network(optimizers.LossScaleOptimizer(sgd()))),
+        "sum": fit_once(split, lambda: network(sgd(), loss=total)),
+        "executions": fit_once(split, lambda: network(sgd(), steps_per_execution=2)),
+        "xla": fit_once(split, lambda: network(sgd(), jit_compile=True)),
+        "synchronized": fit_once(split, lambda: network(sgd(), extra=[normal(synchronized=True)])),
+        "mask": lambda: split.build(masked_network).fit(WORDS[:BATCH], WORDS[:BATCH, :, None], verbose=0),
+        "outside": lambda: split.model(rules()["sgd"]()),
+    }
+    return {name: said(action) for name, action in tried.items()}
+
+
+def requests() -> dict[str, str]:
+    """Splits that can't be."""
+    two = ["CPU:0", "CPU:1"]
+    tried: dict[str, Callable[[], Any]] = {
+        "no gpu": lambda: Split(gpus=[0, 1]),
+        "gpus 0": lambda: Split(gpus=0),
+        "ratio 0": lambda: Split(devices=two, ratios=[1, 0]),
+        "ratio nan": lambda: Split(devices=two, ratios=[1, float("nan")]),
+        "ratio below 0": lambda: Split(devices=two, ratios=[1, -2]),
+        "ratios missing": lambda: Split(devices=two, ratios=[1]),
+        "batch below devices": lambda: Split(devices=two, global_batch=1),
+        "twice": lambda: Split(devices=["CPU:0", "CPU:0"]),
+        "engine": lambda: Split(devices=two, engine="tower"),
+        "nothing": lambda: Split(),
+        "group missing": lambda: Split(devices=two, engine="multiworker"),
+        "no file": lambda: Split("nowhere.toml"),
+        "other precision, strict": lambda: Split(make_plan(4, 4), strict=True).build(lambda: half_precision()),
+    }
+    return {name: said(action) for name, action in tried.items()}
+
+
+def half_precision() -> Any:
+    """A model whose policy isn't the plan's."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        return network(optimizers.SGD(0.1))
+    finally:
+        keras.config.set_dtype_policy("float64")
+
+
+def main(engine: str, folder: str) -> dict[str, Any]:
+    """Every case of an engine, by name."""
+    warnings.simplefilter("ignore")
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    if engine == "multiworker":
+        return group_cases()
+    make_logical_cpus(3)
+    if engine == "mirrored":
+        return mirrored_cases()
+    by = splits(engine)
+    cases = common(by) | towers_only(by)
+    cases["batch normalization"] = lambda: batch_normalization(by["5:2:1"])
+    cases["dropout"] = lambda: dropout(by["3:1"])
+    cases["saved"] = lambda: saved(by["3:1"], folder)
+    cases["seed form"] = seed_form
+    cases["evaluate"] = lambda: evaluated(by["5:2:1"])
+    cases["orders"] = lambda: orders(by["3:1"])
+    found: dict[str, Any] = {name: case() for name, case in cases.items()}
+    return found | {"refusals": refusals(by["3:1"]), "requests": requests()}
+
+
+def mirrored_cases() -> dict[str, Any]:
+    """Over two devices only: groups of two sizes can't live in one process."""
+    split = Split(devices=["CPU:0", "CPU:2"], ratios=[5, 1], global_batch=BATCH, engine="mirrored")
+    by = dict.fromkeys(("3:1", "5:2:1", "5:0:1"), split)
+    found: dict[str, Any] = {name: case() for name, case in common(by).items()}
+    found["synchronized"] = compare(split, synchronized, X, Y)
+    found["evaluate"] = evaluated(split)
+    return found | {"refusals": refusals(split)}
+
+
+def synchronized() -> Any:
+    """A model whose normalization is over the whole batch."""
+    return network(optimizers.SGD(0.1), extra=[layers.BatchNormalization(synchronized=True)])
+
+
+def shuffled(split: Split) -> dict[str, float]:
+    """Fit as everybody does, shuffling: the loss is the same number in every process only if the order is."""
+    model = split.build(rules()["sgd"])
+    history = model.fit(X, Y, epochs=2, verbose=0).history
+    return {
+        "loss": history["loss"][-1],
+        "accuracy": history["accuracy"][-1],
+        "weights": float(model.get_weights()[0].sum()),
+    }
+
+
+def evaluated(split: Split) -> dict[str, float]:
+    """evaluate and predict of the split's model against the same weights on one device."""
+    many, one = split.build(rules()["sgd"]), rules()["sgd"]()
+    first = one.evaluate(X, Y, sample_weight=WEIGHTS, batch_size=BATCH, verbose=0)
+    second = many.evaluate(X, Y, sample_weight=WEIGHTS, verbose=0)
+    drift = np.abs(one.predict(X, verbose=0) - many.predict(X, verbose=0)).max()
+    return {"logs": float(np.abs(np.subtract(first, second)).max()), "predict": float(drift)}
+
+
+def orders(split: Split) -> dict[str, Any]:
+    """Rows that two epochs of a shuffled dataset give, twice over."""
+    rows = np.arange(ROWS)
+    datasets = [split.data(rows, rows, shuffle=True, seed=5) for _ in range(2)]
+    epochs = [[np.concatenate([x.numpy() for x, _ in data]).tolist() for _ in range(2)] for data in datasets]
+    sizes = [int(x.shape[0]) for x, _ in datasets[0]]
+    complete = all(sorted(epoch) == rows.tolist() for each in epochs for epoch in each)
+    return {
+        "complete": complete,
+        "repeatable": epochs[0] == epochs[1],
+        "reshuffled": epochs[0][0] != epochs[0][1],
+        "sizes": sizes,
+    }
+
+
+def group_cases() -> dict[str, Any]:
+    """This process' part of a group of two or three."""
+    config = json.loads(os.environ["TF_CONFIG"])
+    size = len(config["cluster"]["worker"])
+    split = Split(make_plan(18, 6) if size == 2 else make_plan(15, 6, 0, 3))
+    clipped = lambda: network(optimizers.SGD(0.1, global_clipnorm=0.1))  # noqa: E731
+    make = rules()
+    rows = ROWS if size == 2 else ONE_OVER
+    cases = {
+        "adam L2": lambda: compare(split, make["adam"], X[:rows], Y[:rows], validation_data=(X[:40], Y[:40])),
+        "clipnorm": lambda: compare(split, clipped, X[:rows], Y[:rows], sample_weight=WEIGHTS[:rows]),
+    }
+    if size == 2:
+        accumulated = lambda: network(optimizers.SGD(0.1, gradient_accumulation_steps=2))  # noqa: E731
+        cases |= {
+            "momentum one row": lambda: compare(split, make["momentum"], X[:ONE_OVER], Y[:ONE_OVER]),
+            "accumulation": lambda: compare(split, accumulated, X, Y),
+            "shuffled": lambda: shuffled(split),
+        }
+    found: dict[str, Any] = {name: case() for name, case in cases.items()}
+    found["engine"] = split.engine
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], sys.argv[2])))

@@ -1,0 +1,209 @@
+"""A split learns what one device learns: weights and logs after 20 steps, in float64, against Keras alone.
+
+Each engine has processes of its own, all started at once; a test reads what its engine's printed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).with_name("keras_proofs.py")
+SECONDS = 280
+COMMON = ["sgd 3:1", "momentum 5:2:1 one row", "adam L2 5:0:1", "adamw 5:2:1 weights", "class weights"]
+TOWERS = ["clipnorm", "accumulation", "steps per execution", "activity", "sum", "weighted mean", "mask", "two heads"]
+
+
+def start(engine: str, folder: Path, config: dict[str, Any] | None = None) -> subprocess.Popen[str]:
+    """One process of the proofs."""
+    environment = {**os.environ, "TF_CONFIG": json.dumps(config)} if config else dict(os.environ)
+    command = [sys.executable, str(SCRIPT), engine, str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def start_group(size: int, folder: Path) -> list[subprocess.Popen[str]]:
+    """The processes of a group on loopback."""
+    doors = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
+    peers = [f"127.0.0.1:{door.getsockname()[1]}" for door in doors]
+    for door in doors:
+        door.close()
+    task = {"type": "worker"}
+    return [
+        start("multiworker", folder, {"cluster": {"worker": peers}, "task": {**task, "index": rank}})
+        for rank in range(size)
+    ]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[subprocess.Popen[str]]]]:
+    """Every engine's processes."""
+    folder = tmp_path_factory.mktemp("keras")
+    processes = {
+        "towers": [start("towers", folder)],
+        "mirrored": [start("mirrored", folder)],
+        "group of 2": start_group(2, folder),
+        "group of 3": start_group(3, folder),
+    }
+    yield processes
+    for process in (each for group in processes.values() for each in group):
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def proofs(running: dict[str, list[subprocess.Popen[str]]]) -> Any:
+    """What an engine's processes printed, in rank order; waits for them at the first call."""
+    known: dict[str, list[dict[str, Any]]] = {}
+
+    def read(name: str) -> list[dict[str, Any]]:
+        if name not in known:
+            known[name] = []
+            for process in running[name]:
+                output, errors = process.communicate(timeout=SECONDS)
+                assert process.returncode == 0, errors[-3000:]
+                known[name].append(json.loads(output))
+        return known[name]
+
+    return read
+
+
+@pytest.mark.parametrize("case", COMMON + TOWERS)
+def test_towers_learn_what_one_device_learns(proofs: Any, case: str) -> None:
+    """Weights within 1e-12 after 21 steps with a short last batch; what fit reports within 1e-12 too."""
+    found = proofs("towers")[0][case]
+    assert found["weights"] <= 1e-12
+    assert found["logs"] <= 1e-12
+    assert found["steps"] == 3
+
+
+@pytest.mark.parametrize("case", [*COMMON, "synchronized"])
+def test_mirrored_learns_what_one_device_learns(proofs: Any, case: str) -> None:
+    """Weights within 1e-7; BatchNormalization too, where it is synchronized."""
+    found = proofs("mirrored")[0][case]
+    assert found["weights"] <= 1e-7
+    assert found["logs"] <= 1e-7
+
+
+@pytest.mark.parametrize("case", ["adam L2", "clipnorm", "momentum one row", "accumulation"])
+def test_two_processes_learn_what_one_device_learns(proofs: Any, case: str) -> None:
+    """Weights and logs within 1e-12, in both processes, clipping and accumulation included."""
+    for found in proofs("group of 2"):
+        assert found["engine"] == "multiworker"
+        assert found[case]["weights"] <= 1e-12
+        assert found[case]["logs"] <= 1e-12
+
+
+@pytest.mark.parametrize("case", ["adam L2", "clipnorm"])
+def test_three_processes_learn_what_one_device_learns(proofs: Any, case: str) -> None:
+    """Shares 15, 6, 3 of a plan that leaves a fourth device out; the last batch is one row."""
+    for found in proofs("group of 3"):
+        assert found[case]["weights"] <= 1e-12
+        assert found[case]["logs"] <= 1e-12
+
+
+def test_processes_shuffle_alike(proofs: Any) -> None:
+    """A shuffling fit ends with the same loss, metrics and weights in every process."""
+    first, second = (found["shuffled"] for found in proofs("group of 2"))
+    assert first == second
+
+
+@pytest.mark.parametrize("engine", ["towers", "mirrored"])
+def test_evaluate_and_predict_are_those_of_one_device(proofs: Any, engine: str) -> None:
+    """Over several devices, with weights and a short last batch."""
+    found = proofs(engine)[0]["evaluate"]
+    assert found["logs"] <= 1e-12
+    assert found["predict"] <= 1e-12
+
+
+def test_a_dataset_has_each_sample_once_an_epoch(proofs: Any) -> None:
+    """In an order that changes by epoch and is the same for the same seed."""
+    found = proofs("towers")[0]["orders"]
+    assert found == {"complete": True, "repeatable": True, "reshuffled": True, "sizes": [24] * 6 + [9]}
+
+
+def test_towers_average_moving_statistics_by_rows(proofs: Any) -> None:
+    """BatchNormalization's moving mean is that of the whole batch; its variance lacks the spread between devices."""
+    found = proofs("towers")[0]["batch normalization"]
+    assert found["mean"] <= 1e-12
+    assert found["variance"] <= 1e-3
+
+
+def test_towers_draw_fresh_numbers(proofs: Any) -> None:
+    """Dropout's state moves on in each step."""
+    found = proofs("towers")[0]["dropout"]
+    assert found["seeds"] >= 1
+    assert found["moved"] == 1
+    assert found["apart"] > 0
+
+
+def test_the_model_is_saved_as_the_users_own(proofs: Any) -> None:
+    """Loaded without evener's classes, it predicts the same."""
+    found = proofs("towers")[0]["saved"]
+    assert found["predict"] <= 1e-12
+    assert found["plain"] == 1
+
+
+def test_the_seeds_ratios_mean_what_they_meant(proofs: Any) -> None:
+    """768:560 of 100 samples are 57 and 43, and the learning is that of one device."""
+    found = proofs("towers")[0]["seed form"]
+    assert found["first"] == 57
+    assert found["weights"] <= 1e-12
+
+
+REFUSED = {
+    "towers": ["own step", "uncompiled", "small batch", "synchronized"],
+    "mirrored": [
+        "own step",
+        "uncompiled",
+        "small batch",
+        "clip",
+        "accumulation",
+        "scaled",
+        "sum",
+        "executions",
+        "xla",
+        "mask",
+        "outside",
+    ],
+}
+
+
+@pytest.mark.parametrize("engine", ["towers", "mirrored"])
+def test_what_an_engine_cannot_do_is_refused(proofs: Any, engine: str) -> None:
+    """Before the first step, in a sentence with a remedy; everything else that was tried runs."""
+    found = proofs(engine)[0]["refusals"]
+    assert sorted(name for name, words in found.items() if words) == sorted(REFUSED[engine])
+    assert all("\n" not in words for words in found.values())
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        ("no gpu", "TensorFlow sees no GPU:0, GPU:1"),
+        ("gpus 0", "gpus=0 names no GPU"),
+        ("ratio 0", "A ratio of 0"),
+        ("ratio nan", "A ratio of nan"),
+        ("ratio below 0", "A ratio of -2"),
+        ("ratios missing", "2 devices and 1 ratios"),
+        ("batch below devices", "A global batch of 1"),
+        ("twice", "names a device twice"),
+        ("engine", "no engine 'tower'"),
+        ("nothing", "needs a plan, or gpus"),
+        ("group missing", "needs a process for each device"),
+        ("no file", "nowhere.toml can't be read"),
+        ("other precision, strict", "measured in float64, this model is mixed_bfloat16"),
+    ],
+)
+def test_a_split_that_cannot_be_is_refused(proofs: Any, request_: str, says: str) -> None:
+    """The value that is wrong stands in the sentence."""
+    assert says in proofs("towers")[0]["requests"][request_]
