@@ -77,9 +77,8 @@ def _options() -> argparse.Namespace:
 
 def _print_ticks(snapshots: list[Snapshot], cpu_share: float) -> None:
     costs = sorted(snapshot.sampling_seconds * 1000 for snapshot in snapshots[1:]) or [0.0]
-    print(
-        f"ticks {len(snapshots)}, devices {len(snapshots[-1].devices)}, first {snapshots[0].sampling_seconds * 1e3:.2f} ms"
-    )
+    first = snapshots[0].sampling_seconds * 1000
+    print(f"ticks {len(snapshots)}, devices {len(snapshots[-1].devices)}, first {first:.2f} ms")
     print(
         f"ms a tick: median {costs[len(costs) // 2]:.2f}, 95 % {costs[int(0.95 * (len(costs) - 1))]:.2f}, "
         f"most {costs[-1]:.2f}; CPU of the process {cpu_share:.2%} of one core"

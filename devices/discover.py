@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -136,7 +136,9 @@ def _automatic(limit: Limit, hidden: str | None) -> Discovery:
         return _gpus((Term("gpu", limit=limit),), hidden)
     except DeviceError as fault:
         found = _slices((Term("cpu", limit=limit),))
-        said = f"{fault.message} So the CPU is used, cut into {len(found.devices)}: {_core_list(found.devices)}."
+        each = len(found.devices[0].cores)
+        named = ", ".join(device.label for device in found.devices)
+        said = f"{fault.message} So the CPU is used: {named}, with {each} logical CPU{'s' if each > 1 else ''} each."
         return Discovery(found.devices, (said, *found.notes))
 
 
@@ -212,11 +214,3 @@ def _refuse_repeats(devices: Sequence[Device]) -> None:
         if device.id in seen:
             raise RequestError(f"{device.label} is named twice.", "Name each device once.")
         seen.add(device.id)
-
-
-def _core_list(devices: Sequence[Device]) -> str:
-    def words() -> Iterator[str]:
-        for device in devices:
-            yield f"{device.label} has {len(device.cores)} logical CPU{'s' if len(device.cores) > 1 else ''}"
-
-    return ", ".join(words())

@@ -100,6 +100,14 @@ class ProcessFacts(msgspec.Struct, frozen=True):
     command: str = ""
 
 
+class Look(msgspec.Struct, frozen=True):
+    """A process at one moment."""
+
+    facts: ProcessFacts
+    cpu_percent: float | None = None  # since the look before, 100 for one core; None at first, or where denied
+    memory_bytes: int | None = None  # resident in the machine's memory
+
+
 class ProcessBook:
     """Facts of processes, looked up once for each process that lives; a pid that is used again is another process."""
 
@@ -107,21 +115,18 @@ class ProcessBook:
         self._known: dict[int, tuple[psutil.Process, ProcessFacts]] = {}
         self._users: dict[int, str] = {}
 
-    def look(self, pid: int) -> tuple[ProcessFacts, float | None]:
-        """Who `pid` is, and its CPU time since the look before: 100 for one core, None at first or where denied.
-
-        A process of another container or user may stay a bare number.
-        """
+    def look(self, pid: int) -> Look:
+        """Who `pid` is and what it takes; a process of another container or user may stay a bare number."""
         known = self._known.get(pid)
         entry = self._entry(pid)
         if entry is None:
-            return ProcessFacts(pid), None
+            return Look(ProcessFacts(pid))
         process, facts = entry
         try:
-            percent: float = process.cpu_percent(None)
+            percent = process.cpu_percent(None)
+            return Look(facts, percent if known is entry else None, process.memory_info().rss)
         except psutil.Error:
-            return facts, None
-        return facts, percent if known is entry else None
+            return Look(facts)
 
     def forget_others(self, pids: Iterable[int]) -> None:
         """Drop what is known of all processes but these."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from devices.base import DENIED, UNSUPPORTED, Reading, State, value
 from devices.nvml_calls import raise_if_gone
-from devices.nvml_library import NOT_FOUND, Handle, Library, code_of, state_of
+from devices.nvml_library import NOT_FOUND, SUCCESS, Handle, Library, code_of, state_of
 from devices.surroundings import OnDevice
 
 PERIOD_SECONDS = 2.5
@@ -74,7 +74,7 @@ class GpuProcesses:
         except self._nvml.NVMLError as error:
             code = code_of(error)
             raise_if_gone(code)
-            if code == NOT_FOUND and not self._is_mig:
+            if code in (SUCCESS, NOT_FOUND) and not self._is_mig:  # the binding raises for an empty list too
                 return {}, value(0.0)
             state = state_of(code)
             return {}, {State.UNSUPPORTED: UNSUPPORTED, State.DENIED: DENIED}.get(state, Reading(State.STALE))

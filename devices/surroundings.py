@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from devices.base import UNSUPPORTED, Device, DeviceSample, HostSample, ProcessSample, Reading, State, value
-from devices.host import HostMeter, ProcessBook, ProcessFacts
+from devices.host import HostMeter, Look, ProcessBook
 from devices.trainings import Rates, TrainingRates, rate_reading
 
 
@@ -46,7 +46,7 @@ class Surroundings:
         there = [(device, each) for device in devices for each in _on(device, seen.get(device.id, ()), rates)]
         looks = {pid: self._book.look(pid) for pid in {each.pid for _, each in there}}
         self._book.forget_others(looks)
-        rows = tuple(_row(device, each, *looks[each.pid], rates.get((each.pid, device.id))) for device, each in there)
+        rows = tuple(_row(device, each, looks[each.pid], rates.get((each.pid, device.id))) for device, each in there)
         return tuple(_with_rate(sample, rates) for sample in samples), rows
 
 
@@ -57,17 +57,18 @@ def _on(device: Device, seen: Sequence[OnDevice], rates: Rates) -> list[OnDevice
     return [*seen, *reported]
 
 
-def _row(
-    device: Device, seen: OnDevice, facts: ProcessFacts, percent: float | None, rate: tuple[float, float] | None
-) -> ProcessSample:
+def _row(device: Device, seen: OnDevice, look: Look, rate: tuple[float, float] | None) -> ProcessSample:
+    facts, percent, memory_bytes = look.facts, look.cpu_percent, seen.memory_bytes
     unknown = Reading(State.STALE) if facts.start_time else UNSUPPORTED
+    if device.kind == "cpu" and look.memory_bytes is not None:
+        memory_bytes = value(look.memory_bytes)
     return ProcessSample(
         pid=seen.pid,
         start_time=facts.start_time,
         user=facts.user,
         device_id=device.id,
         device_label=device.label,
-        memory_bytes=seen.memory_bytes,
+        memory_bytes=memory_bytes,
         sm_percent=seen.sm_percent,
         cpu_percent=unknown if percent is None else value(percent),
         command=facts.command,

@@ -14,7 +14,7 @@ import pytest
 from devices.base import Device, DeviceSample, Reading, State
 from devices.cpu import slices
 from devices.cpu_source import CpuSource
-from devices.host import CpuMeter, HostMeter, ProcessBook, ProcessFacts, clean_text
+from devices.host import CpuMeter, HostMeter, Look, ProcessBook, ProcessFacts, clean_text
 from devices.surroundings import OnDevice, Surroundings
 from devices.trainings import TrainingRates, rate_reading
 from evener.live import LiveDevice, Training
@@ -59,22 +59,24 @@ def test_the_first_host_line_is_a_real_one() -> None:
 
 def test_process_facts_are_known_and_cannot_steer_a_terminal(sleeper: subprocess.Popen[bytes]) -> None:
     book = ProcessBook()
-    facts, percent = book.look(sleeper.pid)
-    assert percent is None  # the first look has nothing to compare with
+    look = book.look(sleeper.pid)
+    assert look.cpu_percent is None  # the first look has nothing to compare with
+    assert (look.memory_bytes or 0) > 1 << 20
+    facts = look.facts
     assert facts.command.endswith("[31mred")
     assert "sleep" in facts.command
     assert facts.user
     assert abs(facts.start_time - time.time()) < 600
-    assert book.look(sleeper.pid)[1] is not None
+    assert book.look(sleeper.pid).cpu_percent is not None
 
 
 def test_a_dead_process_is_forgotten_and_a_stranger_stays_a_number(sleeper: subprocess.Popen[bytes]) -> None:
     book = ProcessBook()
-    assert book.look(sleeper.pid)[0].start_time > 0
+    assert book.look(sleeper.pid).facts.start_time > 0
     sleeper.kill()
     sleeper.wait()
     for pid in (sleeper.pid, 2**30, -1):
-        assert book.look(pid) == (ProcessFacts(pid), None)
+        assert book.look(pid) == Look(ProcessFacts(pid))
 
 
 def test_text_is_cleaned_of_what_is_not_printed() -> None:
@@ -129,6 +131,7 @@ def test_rows_are_what_the_driver_sees_and_who_reports_itself(sleeper: subproces
     (row,) = source.sample().processes
     assert (row.pid, row.device_label, row.samples_per_second.current) == (sleeper.pid, "CPU:0", 30.0)
     assert row.cpu_percent.current is not None
+    assert (row.memory_bytes.current or 0) > 1 << 20
 
 
 def test_a_process_on_two_devices_is_measured_once_a_tick() -> None:
