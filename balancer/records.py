@@ -74,6 +74,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     first_step_seconds: float  # the first step of this shape: tracing, autotuning, compiling
     elapsed_seconds: float  # what the probe cost, start and warm-up counted
     warnings: tuple[Warned, ...] = ()
+    start_seconds: float = 0.0  # part of it: starting and building new children, which later probes are spared
 
     @property
     def samples_per_second(self) -> float:

@@ -42,14 +42,16 @@ def slowed(percent: int) -> str:
 class Bench:
     """Runs commands, each with its own time limit, and keeps their answers by name."""
 
-    def __init__(self, out: Path, framework: str) -> None:
-        self.out, self.framework = out, framework
+    def __init__(self, out: Path, framework: str, match: str = "") -> None:
+        self.out, self.framework, self.match = out, framework, match
         self.answers: dict[str, Any] = {}
         self.state = out / f"state-{framework}"
         self.environment = {**os.environ, "XDG_STATE_HOME": str(self.state), "NCCL_NVLS_ENABLE": "0"}
 
     def run(self, name: str, *arguments: str, seconds: float = 200.0, env: dict[str, str] | None = None) -> Any:
-        """One evener command; its JSON answer, or what went wrong, under `name`."""
+        """One evener command; its JSON answer, or what went wrong, under `name`; nothing for a name that does not match."""
+        if self.match not in name:
+            return {}
         command = [sys.executable, "-m", "evener", *arguments]
         began = time.monotonic()
         try:
@@ -216,9 +218,10 @@ def main() -> None:
     parser.add_argument("sections", nargs="+", choices=[*SECTIONS, "all"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--framework", choices=list(WORKLOADS), required=True)
+    parser.add_argument("--match", default="", help="only cases whose name holds this")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    bench = Bench(arguments.out, arguments.framework)
+    bench = Bench(arguments.out, arguments.framework, arguments.match)
     chosen = list(SECTIONS) if "all" in arguments.sections else arguments.sections
     try:
         for section in chosen:

@@ -59,9 +59,9 @@ class Purse:
 
     @property
     def overhead(self) -> float:
-        """Seconds of a typical probe that are not timed steps: start, tracing, warm-up."""
+        """Seconds of a typical probe that are not timed steps: tracing, warm-up. New children are counted apart."""
         costs = [
-            max(0.0, seen.elapsed_seconds - seen.steps * seen.step_seconds)
+            max(0.0, seen.elapsed_seconds - seen.start_seconds - seen.steps * seen.step_seconds)
             for stage in ("solo", "split")
             for seen in self._ledger.of(stage)
             if isinstance(seen, Timed)

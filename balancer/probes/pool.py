@@ -155,6 +155,8 @@ class ChildProber:
         except BaseException:
             self._end(standing)
             raise
+        if standing.fresh:
+            seen = msgspec.structs.replace(seen, start_seconds=max(0.0, trial.prepared - started))
         standing.fresh = False
         held = {i: size for i, size in enumerate(seen.memory_bytes) if size is not None}
         standing.held = {i: max(size, standing.held.get(i, 0)) for i, size in held.items()}

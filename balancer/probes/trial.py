@@ -69,6 +69,7 @@ class Trial:
         self._probe, self._party, self._stand = probe, party, stand
         self._limits, self._watch = limits, watch
         self.memory: tuple[int | None, ...] = ()  # peak by position in the stand
+        self.prepared = 0.0  # when the first step was done, by the monotonic clock
 
     def run(self, warm_up_shares: tuple[int, ...] | None, stop: threading.Event, started: float) -> Timed:
         """Time the probe; `warm_up_shares`, if given, step once before it, as some frameworks trace two sizes apart."""
@@ -76,6 +77,7 @@ class Trial:
         if warm_up_shares is not None:
             self._prepare(warm_up_shares, stop)
         first = self._prepare(self._shares(), stop)
+        self.prepared = time.monotonic()
         measured = self._time(first, stop)
         count = len(self._probe.layout.shares)
         return Timed(
