@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -79,7 +80,7 @@ class CpuSource:
 
 def read_heat() -> tuple[Reading, Reading]:
     """The hottest sensor of the processor and where it slows itself down, in °C."""
-    sensors: dict[str, list[psutil._common.shwtemp]] = {}
+    sensors: dict[str, list[Any]] = {}
     with suppress(OSError, AttributeError, RuntimeError):
         sensors = psutil.sensors_temperatures()
     for name in SENSORS:

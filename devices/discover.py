@@ -27,7 +27,7 @@ import msgspec
 from devices.base import Device, Limit, Source
 from devices.limits import parse_limit
 from devices.physics import Machine
-from devices.visible import find_gpu, visible_gpus
+from devices.visible import find_gpu, order_note, visible_gpus
 from evener.errors import DeviceError, RequestError
 
 Kind = Literal["auto", "gpu", "cpu", "sim"]
@@ -62,13 +62,11 @@ def discover(spec: str, *, only_visible: bool = True, environ: Mapping[str, str]
     RequestError: malformed, named twice, or not there. DeviceError: GPUs were asked for and the driver fails.
     """
     terms = parse_request(spec)
-    hidden = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES") if only_visible else None
+    variables = (os.environ if environ is None else environ) if only_visible else {}
     kind = terms[0].kind
     if kind == "auto":
-        return _automatic(terms[0].limit, hidden)
-    found = {"gpu": lambda: _gpus(terms, hidden), "cpu": lambda: _slices(terms), "sim": lambda: _simulated(terms)}[
-        kind
-    ]()
+        return _automatic(terms[0].limit, variables)
+    found = _gpus(terms, variables) if kind == "gpu" else _slices(terms) if kind == "cpu" else _simulated(terms)
     _refuse_repeats(found.devices)
     return found
 
@@ -131,9 +129,9 @@ def _split_limit(text: str) -> tuple[str, Limit]:
     return body.strip(), parse_limit(limit)
 
 
-def _automatic(limit: Limit, hidden: str | None) -> Discovery:
+def _automatic(limit: Limit, variables: Mapping[str, str]) -> Discovery:
     try:
-        return _gpus((Term("gpu", limit=limit),), hidden)
+        return _gpus((Term("gpu", limit=limit),), variables)
     except DeviceError as fault:
         found = _slices((Term("cpu", limit=limit),))
         each = len(found.devices[0].cores)
@@ -142,13 +140,14 @@ def _automatic(limit: Limit, hidden: str | None) -> Discovery:
         return Discovery(found.devices, (said, *found.notes))
 
 
-def _gpus(terms: Sequence[Term], hidden: str | None) -> Discovery:
+def _gpus(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
     from devices.nvml_library import list_gpus
 
     listing = list_gpus()
     gpus = tuple(listed.device for listed in listing.gpus)
     if not gpus:
         raise DeviceError("The NVIDIA driver lists no GPU that answers.", "Look at nvidia-smi and dmesg.")
+    hidden = variables.get("CUDA_VISIBLE_DEVICES")
     chosen: list[Device] = []
     for term in terms:
         picked = (find_gpu(gpus, term.pick),) if term.pick else visible_gpus(gpus, hidden)
@@ -163,7 +162,8 @@ def _gpus(terms: Sequence[Term], hidden: str | None) -> Discovery:
         for device in chosen
         if device.memory_bytes and used[device.id] > CROWDED * device.memory_bytes
     ]
-    return Discovery(tuple(chosen), (*listing.notes, *crowded))
+    order = order_note(gpus, variables) if not all(term.pick for term in terms) else ""
+    return Discovery(tuple(chosen), (*listing.notes, *([order] if order else []), *crowded))
 
 
 def _slices(terms: Sequence[Term]) -> Discovery:

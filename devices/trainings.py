@@ -43,13 +43,10 @@ class TrainingRates:
         now = self._wall()
         for training in self.refresh():
             age = max(0.0, now - training.updated_at)
-            parts = [(device.id, rate) for device, rate in _named(training, devices)]
-            if not training.devices:
-                seen = [device.id for device in devices if training.pid in pids.get(device.id, ())]
-                parts = [(identity, training.samples_per_second / len(seen)) for identity in seen]
-            for identity, rate in parts:
-                earlier, _ = rates.get((training.pid, identity), (0.0, 0.0))
-                rates[training.pid, identity] = (earlier + rate, age)
+            seen = [device for device in devices if training.pid in pids.get(device.id, ())]
+            for device, rate in _parts(training, devices, seen):
+                earlier, _ = rates.get((training.pid, device.id), (0.0, 0.0))
+                rates[training.pid, device.id] = (earlier + rate, age)
         return rates
 
 
@@ -63,11 +60,18 @@ def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
     return Reading(state, sum(rate for rate, _ in used), max(age for _, age in used))
 
 
-def _named(training: Training, devices: Sequence[Device]) -> list[tuple[Device, float]]:
-    found: list[tuple[Device, float]] = []
-    for live in training.devices:
-        for device in devices:
-            if live.id == device.id or (not live.id and live.index == device.index):
-                found.append((device, live.samples_per_second))
-                break
-    return found
+def _parts(training: Training, devices: Sequence[Device], seen: Sequence[Device]) -> list[tuple[Device, float]]:
+    """Which devices a training's figures belong to.
+
+    Ids name their device. Bare indices are the framework's own count, which CUDA_VISIBLE_DEVICES shifts: they follow
+    the GPUs that the driver sees the process on, if it sees as many, else the driver's count.
+    """
+    if not training.devices:
+        return [(device, training.samples_per_second / len(seen)) for device in seen]
+    by_id = {device.id: device for device in devices}
+    by_index = {device.index: device for device in devices if device.kind == "gpu"}
+    bare = sorted({live.index for live in training.devices if not live.id and live.index >= 0})
+    if len(bare) == len(seen):
+        by_index = dict(zip(bare, sorted(seen, key=lambda device: device.index), strict=True))
+    found = ((by_id.get(live.id) if live.id else by_index.get(live.index), live) for live in training.devices)
+    return [(device, live.samples_per_second) for device, live in found if device is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from devices.base import Device
 from evener.errors import RequestError
@@ -39,6 +39,21 @@ def visible_gpus(gpus: Sequence[Device], variable: str | None) -> tuple[Device, 
             return ()
         chosen += found
     return tuple(chosen)
+
+
+def order_note(gpus: Sequence[Device], variables: Mapping[str, str]) -> str:
+    """A warning where CUDA may count unequal GPUs in another order than the driver; else empty.
+
+    CUDA counts the fastest first unless CUDA_DEVICE_ORDER says otherwise; nvidia-smi and this program by the PCI bus.
+    """
+    named = variables.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    by_bus = variables.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    if by_bus or len({gpu.name for gpu in gpus}) < 2 or not any(_INDEX.fullmatch(text.strip()) for text in named):
+        return ""
+    return (
+        f"CUDA_VISIBLE_DEVICES={','.join(named)} is read in the order of nvidia-smi; other CUDA programs read it so "
+        "only with CUDA_DEVICE_ORDER=PCI_BUS_ID."
+    )
 
 
 def _matching(gpus: Sequence[Device], pick: str) -> list[Device]:

@@ -206,6 +206,17 @@ def test_gpu_and_auto_keep_to_cuda_visible_devices(
     assert ids(discover("gpu:2", environ={"CUDA_VISIBLE_DEVICES": variable})) == ["GPU:2"]
 
 
+def test_indices_of_unequal_gpus_are_said_to_be_in_the_drivers_order(fake_nvml: Callable[..., Any]) -> None:
+    """CUDA counts the fastest first unless told otherwise: `1` may be another card there."""
+    nvml = fake_nvml(gpus=2)
+    variables = {"CUDA_VISIBLE_DEVICES": "1"}
+    assert discover("gpu", environ=variables).notes == ()
+    nvml.gpus[1].name = "GTX 1080"
+    assert "PCI_BUS_ID" in discover("gpu", environ=variables).notes[0]
+    assert discover("gpu", environ=variables | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}).notes == ()
+    assert discover("gpu", environ={"CUDA_VISIBLE_DEVICES": nvml.gpus[1].uuid}).notes == ()
+
+
 @pytest.mark.parametrize("variable", ["", "-1", "none", "0,0"])
 def test_hidden_gpus_are_a_device_error_for_gpu_and_the_cpu_for_auto(
     fake_nvml: Callable[..., Any], variable: str

@@ -84,18 +84,33 @@ def test_text_is_cleaned_of_what_is_not_printed() -> None:
     assert len(clean_text("x" * 10_000)) == 4096
 
 
-def test_rates_are_laid_onto_devices_by_id_or_index() -> None:
+def by_process(reports: list[Training], devices: list[Device], **pids: list[int]) -> dict[tuple[int, str], float]:
+    """Rates without their ages; `pids` by device, `cpu_0` for cpu-0."""
+    seen = {name.replace("_", "-"): there for name, there in pids.items()}
+    rates = TrainingRates(lambda: reports).by_process(devices, seen)
+    return {key: rate for key, (rate, _) in rates.items()}
+
+
+def test_rates_are_laid_onto_the_devices_that_are_named() -> None:
     reports = [
         training(30.0, 7, (LiveDevice("cpu-0-of-2", 0, 20, 20.0), LiveDevice("cpu-1-of-2", 1, 10, 10.0))),
-        training(5.0, 8, (LiveDevice("", 1, 5, 5.0),)),
         training(9.0, 9, (LiveDevice("elsewhere", -1, 9, 9.0),)),
     ]
-    rates = TrainingRates(lambda: reports).by_process([SLICE, OTHER], {})
-    assert {key: rate for key, (rate, _) in rates.items()} == {
-        (7, "cpu-0-of-2"): 20.0,
-        (7, "cpu-1-of-2"): 10.0,
-        (8, "cpu-1-of-2"): 5.0,
-    }
+    assert by_process(reports, [SLICE, OTHER]) == {(7, "cpu-0-of-2"): 20.0, (7, "cpu-1-of-2"): 10.0}
+
+
+def test_a_bare_index_means_a_gpu_and_never_a_slice_or_a_simulated_device() -> None:
+    reports = [training(5.0, 8, (LiveDevice("", 1, 5, 5.0),))]
+    gpus = [Device(f"gpu-{i}", i, "X", "gpu", None) for i in range(3)]
+    assert by_process(reports, gpus) == {(8, "gpu-1"): 5.0}
+    assert by_process(reports, [OTHER, Device("sim-1", 1, "X", "sim", None)]) == {}
+
+
+def test_an_index_that_cuda_visible_devices_shifted_follows_the_process() -> None:
+    """The framework's devices 0 and 1 are the GPUs on which the driver sees the process."""
+    reports = [training(30.0, 8, (LiveDevice("", 0, 20, 20.0), LiveDevice("", 1, 10, 10.0)))]
+    gpus = [Device(f"gpu-{i}", i, "X", "gpu", None) for i in range(4)]
+    assert by_process(reports, gpus, gpu_3=[8], gpu_2=[1, 8]) == {(8, "gpu-2"): 20.0, (8, "gpu-3"): 10.0}
 
 
 def test_a_training_that_names_no_device_counts_where_the_driver_sees_it() -> None:
