@@ -1,7 +1,8 @@
 """A torch module, an optimizer, a loss and a maker of batches as a workload, stepped as the user's training steps.
 
 One device is a plain loop; several are a process each in DistributedDataParallel, with the gradient weights of
-`evener.torch_split`. Batches come from host memory each step unless the place says otherwise.
+`evener.torch_split`, or one process over which a workload lays its own parts. Batches come from host memory each step
+unless the place says otherwise.
 """
 
 from __future__ import annotations
@@ -36,16 +37,23 @@ class Recipe(msgspec.Struct, frozen=True):
 
 
 BuildRecipe = Callable[[], Recipe]
+Lay = Callable[[Any, tuple[torch.device, ...]], Any]  # puts a module's parts on devices and gives what to call
 
 
 class TorchWorkload:
-    """A recipe at its place, alone or as one rank of a group. RequestError for a place that PyTorch can't serve."""
+    """A recipe at its place, alone or as one rank of a group. RequestError for a place that PyTorch can't serve.
 
-    def __init__(self, place: Place, build_recipe: BuildRecipe, sample_batch: SampleBatch) -> None:
-        check_place(place)
+    `lay` puts the module's parts on the place's devices, all of one process; without it there is one device.
+    """
+
+    def __init__(
+        self, place: Place, build_recipe: BuildRecipe, sample_batch: SampleBatch, lay: Lay | None = None
+    ) -> None:
+        check_place(place, placed=lay is not None)
         self.place = place
-        self.device = configure(place)
-        self._memory = PeakMemory([self.device])
+        self.devices = configure(place)
+        self.device = self.devices[0]
+        self._memory = PeakMemory(self.devices)
         self._group = join(place, self.device)
         torch.manual_seed(0)  # every rank starts alike
         self.recipe = build_recipe()
@@ -54,7 +62,7 @@ class TorchWorkload:
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=place.precision == "mixed_float16")
         self._weights: GradientWeights | None = None
         self._members: tuple[int, ...] = ()
-        self._model: Any = self.recipe.module
+        self._model: Any = self.recipe.module if lay is None else lay(self.recipe.module, self.devices)
 
     def prepare(self, shares: Sequence[int]) -> None:
         """Hold batches for this rank's share; a rank whose share is 0 is left out of the group until it has one."""
@@ -80,9 +88,10 @@ class TorchWorkload:
         self._scaler.update()
 
     def synchronize(self) -> None:
-        """Wait for the GPU; on a CPU nothing is pending when `step` returns."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        """Wait for the GPUs; on a CPU nothing is pending when `step` returns."""
+        for device in self.devices:
+            if _on_gpu(device):
+                torch.cuda.synchronize(device)
 
     def peak_memory_bytes(self) -> tuple[int | None, ...]:
         """Peak of what PyTorch's allocator held on a GPU; on a CPU the growth of the process since before the model."""
@@ -130,11 +139,11 @@ class TorchWorkload:
             self._weights.reset(sizes)
 
 
-def check_place(place: Place) -> None:
-    """RequestError for what PyTorch does not do."""
+def check_place(place: Place, placed: bool = False) -> None:
+    """RequestError for what PyTorch does not do; `placed`: the workload lays its own parts on several devices."""
     if place.xla:
         raise RequestError("PyTorch doesn't train through XLA here.", "Leave --xla out.")
-    if len(place.devices) != 1:
+    if len(place.devices) != 1 and not placed:
         raise RequestError(
             f"PyTorch trains with a process for each device, not with {len(place.devices)} in one.",
             "Use engine ddp, or a workload that places its parts.",
@@ -143,19 +152,24 @@ def check_place(place: Place) -> None:
         raise RequestError(f"PyTorch has no engine {place.engine!r}.", "Its one engine is ddp.")
 
 
-def configure(place: Place) -> torch.device:
-    """The `torch.device` of the place, with its threads and memory cap set."""
-    kind, _, number = place.devices[0].partition(":")
-    device = torch.device("cpu") if kind == "CPU" else torch.device("cuda", int(number or 0))
+def configure(place: Place) -> tuple[torch.device, ...]:
+    """The place's devices as PyTorch names them, with threads and memory caps set; all CPU devices are one to it."""
+    devices = tuple(torch_device(name) for name in place.devices)
     if place.threads is not None:
         torch.set_num_threads(place.threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        limit = place.memory_limit_bytes[0] if place.memory_limit_bytes else None
-        if limit is not None:
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
-    return device
+    if _on_gpu(devices[0]):
+        torch.cuda.set_device(devices[0])
+        for device, limit in zip(devices, place.memory_limit_bytes, strict=False):
+            if limit is not None:
+                total = torch.cuda.get_device_properties(device).total_memory
+                torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    return devices
+
+
+def torch_device(name: str) -> torch.device:
+    """PyTorch's name for "CPU:0" or "GPU:1"."""
+    kind, _, number = name.partition(":")
+    return torch.device("cpu") if kind == "CPU" else torch.device("cuda", int(number or 0))
 
 
 def join(place: Place, device: torch.device) -> bool:
@@ -178,6 +192,8 @@ def wrap(module: Any, device: torch.device, group: Any) -> Any:
 
 def own_share(place: Place, shares: Sequence[int]) -> int:
     """This process's samples; RequestError if the shares are not for its place."""
+    if len(place.devices) > 1:
+        return sum(shares)  # its parts lie on several devices, and see every sample
     expected = place.world
     if len(shares) != expected or min(shares) < 0 or not any(shares):
         raise RequestError(f"The shares {tuple(shares)} are not for {expected} devices.", "Give 0 or more for each.")

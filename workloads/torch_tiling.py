@@ -89,7 +89,7 @@ class Tiles:
 
 
 def cut(images: Tensor, devices: Sequence[torch.device]) -> Tiles:
-    """Cut (samples, channels, height, width) in half along both axes; tile (i, j) goes to device i * SIDE + j, in turn."""
+    """Cut (samples, channels, height, width) in half along both axes; tiles go to the devices in turn."""
     rows, columns = _cuts(images.shape[2]), _cuts(images.shape[3])
     parts = tuple(
         tuple(
@@ -234,7 +234,8 @@ def _normalise(layer: nn.BatchNorm2d, tiles: Tiles) -> Tiles:
         mean = _total(parts, home) / count
         variance = _total([(part - _as_channels(mean, part)).square() for part in parts], home) / count
         _remember(layer, mean.detach(), variance.detach(), count)
-    assert mean is not None and variance is not None, "the layer tracks its statistics"
+    assert mean is not None, "the layer tracks its statistics"
+    assert variance is not None, "the layer tracks its statistics"
     scale = layer.weight * torch.rsqrt(variance + layer.eps)
 
     def apply(part: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def test_sizes_grow_as_one_two_three_five_eight_while_they_gain() -> None:
 
 
 def test_a_device_that_gains_nothing_is_left_after_two_sizes() -> None:
-    assert list(grow(lambda n: 100.0)) == [1, 2, 3]
+    assert list(grow(lambda _: 100.0)) == [1, 2, 3]
 
 
 def test_one_dip_does_not_end_the_growth() -> None:

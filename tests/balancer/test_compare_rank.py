@@ -20,9 +20,9 @@ def timed(candidate: Candidate, rate: float, turn: int, spread: float = 0.002) -
     """A turn at so many samples/s."""
     layout = candidate.layout
     step = layout.global_batch * layout.processes / rate
-    return Timed(
-        Probe(layout, "race", 1.0, turn), step, step * (1 - spread), step * (1 + spread), 50, (None, None), (None, None), step, 1.0
-    )  # fmt: skip
+    unknown = (None, None)
+    low, high = step * (1 - spread), step * (1 + spread)
+    return Timed(Probe(layout, "race", 1.0, turn), step, low, high, 50, unknown, unknown, step, 1.0)
 
 
 def turns(rates: dict[Candidate, list[float]]) -> dict[Layout, dict[int, Timed]]:

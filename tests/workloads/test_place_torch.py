@@ -1,0 +1,118 @@
+"""Depth and tiles in PyTorch: wherever the parts lie, outputs and gradients are those of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from evener.errors import RequestError  # noqa: E402
+from workloads import registry  # noqa: E402
+from workloads.base import Place  # noqa: E402
+from workloads.torch_depth import DepthNet  # noqa: E402
+from workloads.torch_placements import cross_entropy, picture_batch  # noqa: E402
+from workloads.torch_tiles import TilesNet  # noqa: E402
+
+CPU = torch.device("cpu")
+TWO = Place(("CPU:0", "CPU:1"), threads=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors are fastest on one thread, and a place sets the threads of the whole process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def gradients(make: Callable[[], nn.Module], images: Any, labels: Any) -> list[Any]:
+    """The logits and every parameter's gradient of one step."""
+    torch.manual_seed(3)
+    module = make()
+    logits = module(images)
+    cross_entropy(logits, labels).backward()
+    return [logits.detach(), *(parameter.grad for parameter in module.parameters())]
+
+
+def largest_difference(found: list[Any], expected: list[Any]) -> float:
+    """Relative to the largest value of each tensor."""
+    return max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4])
+def test_halves_and_micro_batches_have_the_whole_stacks_gradients(micro_batches: int) -> None:
+    """In single precision, with a batch that the micro-batches don't divide."""
+    images, labels = picture_batch(10, 32, 10)
+    whole = gradients(DepthNet, images, labels)
+    halves = gradients(lambda: DepthNet().lay([CPU, CPU], micro_batches), images, labels)
+    assert largest_difference(halves, whole) <= 1e-5
+
+
+@pytest.mark.parametrize("side", [33, 64, 21])
+def test_tiles_have_the_whole_images_gradients(side: int) -> None:
+    images, labels = picture_batch(6, side, 10)
+    whole = gradients(TilesNet, images, labels)
+    for count in (2, 3, 4):
+        tiles = gradients(lambda count=count: TilesNet().lay([CPU] * count), images, labels)  # type: ignore[misc]
+        assert largest_difference(tiles, whole) <= 1e-5
+
+
+def test_batch_normalisation_in_micro_batches_is_another_model_and_refused() -> None:
+    with pytest.raises(RequestError, match="micro-batch"):
+        DepthNet(norm="batch").lay([CPU, CPU], 2)
+    DepthNet(norm="batch").lay([CPU, CPU])
+
+
+@pytest.mark.parametrize(
+    ("name", "placement"), [("torch_depth", "halves"), ("torch_depth", "halves-micro"), ("torch_tiles", "tiles")]
+)
+def test_a_placed_workload_trains_as_one_device_does(name: str, placement: str) -> None:
+    """After three Adam steps from the same start the weights agree."""
+    weights = []
+    settings = {"side": 32}
+    for place in (Place(("CPU:0",), threads=1), Place(("CPU:0", "CPU:1"), threads=1, placement=placement)):
+        workload: Any = registry.build(name, place, settings)
+        workload.prepare([8] if len(place.devices) == 1 else [4, 4])
+        for _ in range(3):
+            workload.step()
+        workload.synchronize()
+        assert len(workload.peak_memory_bytes()) == len(place.devices)
+        weights.append([parameter.detach().clone() for parameter in workload.recipe.module.parameters()])
+    assert largest_difference(weights[1], weights[0]) <= 2e-3  # Adam divides small gradients by their own size
+
+
+def test_every_workloads_settings_stand_in_the_registry() -> None:
+    from importlib import import_module
+
+    for name in ("torch_depth", "torch_tiles", "torch_dataparallel"):
+        entry = registry.find(name)
+        assert entry.settings == import_module(entry.home.partition(":")[0]).SETTINGS
+        assert entry.placements[0] == "single"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "placement", "words"),
+    [
+        ("torch_depth", {}, "sideways", "halves"),
+        ("torch_depth", {"side": 16}, "halves", "side=16"),
+        ("torch_depth", {"norm": "layer"}, "halves", "layer"),
+        ("torch_depth", {"micro_batches": 1}, "halves-micro", "micro_batches=1"),
+        ("torch_tiles", {"side": 3}, "tiles", "side=3"),
+        ("torch_dataparallel", {}, "dataparallel", "GPUs alone"),
+    ],
+)
+def test_what_can_not_be_laid_is_refused(name: str, settings: dict[str, Any], placement: str, words: str) -> None:
+    place = Place(TWO.devices, threads=1, placement=placement)
+    with pytest.raises(RequestError) as refusal:
+        registry.build(name, place, settings)
+    assert words in str(refusal.value)
+
+
+def test_one_device_is_too_few_for_a_placement() -> None:
+    with pytest.raises(RequestError, match="needs 2 devices"):
+        registry.build("torch_depth", Place(("CPU:0",), threads=1, placement="halves"), {})
