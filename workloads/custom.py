@@ -74,10 +74,10 @@ def load(name: str, settings: Mapping[str, Any]) -> Own:
     return Own(name, result, getattr(module, "sample_batch", None), origin)
 
 
-def guarded(function: Callable[..., Any], source: Path | None) -> Callable[..., Any]:
+def guarded(function: Callable[..., Any], source: Path | Callable[[], Path | None] | None) -> Callable[..., Any]:
     """`function`, but what it raises from the user's lines becomes a UserCodeError that names the last of them.
 
-    Running out of memory passes through: that is the probe's business.
+    Running out of memory passes through: that is the probe's business. `source` is the user's file, or tells it then.
     """
 
     def call(*arguments: Any, **keywords: Any) -> Any:
@@ -88,7 +88,7 @@ def guarded(function: Callable[..., Any], source: Path | None) -> Callable[..., 
         except Exception as error:
             if _out_of_memory(error):
                 raise
-            raise explain(error, source) from error
+            raise explain(error, source() if callable(source) else source) from error
 
     return call
 

@@ -17,7 +17,8 @@ from workloads.keras_recipe import KerasWorkload
 def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
     """The workload of `file.py:attribute` or `package.module:attribute`, which returns a compiled model."""
     own = OwnModel(name, settings)
-    workload = KerasWorkload(place, own.build_model, own.sample_batch)
+    make = custom.guarded(KerasWorkload, lambda: own.source)
+    workload: KerasWorkload = make(place, own.build_model, own.sample_batch)
     workload.way.step = custom.guarded(workload.way.step, own.source)  # type: ignore[method-assign]
     return workload
 
@@ -39,7 +40,7 @@ class OwnModel:
         self._model = self._own.result
         if not isinstance(self._model, keras.Model):
             raise RequestError(
-                f"{self._name} gives a {type(self._model).__name__}, not a Keras model.",
+                f"{self._name} returns {type(self._model).__name__}, not a Keras model.",
                 "Return a compiled keras.Model, or name --framework torch for a torch module.",
             )
         if not self._model.compiled:

@@ -119,7 +119,8 @@ class Solo:
         self.model = model
         model.jit_compile = self.place.xla
         signature = [_specs(part) for part in self.cut(sample, ((0, 1), (1, 2))[: len(self.devices)])]
-        self._function = tf.function(self.train, input_signature=signature, jit_compile=self.place.xla or None)
+        xla = self.place.xla or None
+        self._function = tf.function(self.train, input_signature=signature, jit_compile=xla, autograph=False)
 
     def train(self, batch: Any) -> Any:
         """The traced step."""
@@ -202,7 +203,7 @@ class Over(Solo):
         self._towers = Towers(model, devices, Cut([1] * len(devices)))
         x, y = self._sample
         signature = [*(_specs(x) for _ in devices), _specs(y)]
-        self._function = tf.function(self.train, input_signature=signature)
+        self._function = tf.function(self.train, input_signature=signature, autograph=False)
 
 
 class Replicated(Over):
@@ -226,7 +227,7 @@ class Replicated(Over):
         model.test_on_batch(*sample)  # makes the metrics' variables, which a trace under a strategy can't
         model.reset_metrics()
         self._engine = Mirrored(model)
-        self._function = tf.function(self._run, reduce_retracing=True)
+        self._function = tf.function(self._run, reduce_retracing=True, autograph=False)
 
     def _attach(self, model: Any, devices: tuple[str, ...]) -> None:
         raise RequestError("A mirrored strategy can't leave a device out.", "Build it over the others.")
@@ -273,7 +274,7 @@ class Ranked(Solo):
         self._group.share_weights([weight.value for weight in model.weights])
         self._engine = Workers(model, Cut([1] * self._group.size), self._group)
         signature = [_specs(sample), tf.TensorSpec([], tf.int64)]
-        self._function = tf.function(self._run, input_signature=signature)
+        self._function = tf.function(self._run, input_signature=signature, autograph=False)
 
     def _run(self, batch: Any, rows: Any) -> Any:
         return self._engine.train_on_rows(batch, _count(batch), rows)

@@ -1,0 +1,221 @@
+"""Run as a script: steps Keras workloads as a probe's child does, and prints what came of it, as JSON.
+
+`keras_steps.py alone FOLDER`, `keras_steps.py together FOLDER`, or `keras_steps.py group RANK PEER PEER`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+
+import keras
+import numpy as np
+
+from evener.errors import EvenerError
+from evener.keras_split import make_logical_cpus, model_digest
+from workloads import keras_maxer, registry
+from workloads.base import Place
+from workloads.digits import digits
+
+OWN = """
+import keras
+
+
+def plain(units=4):
+    image = keras.Input((6, 6, 1))
+    words = keras.Input((5,), dtype="int32")
+    seen = keras.layers.Flatten()(image)
+    read = keras.layers.Flatten()(keras.layers.Embedding(9, units)(words))
+    kind = keras.layers.Dense(3, activation="softmax", name="kind")(seen)
+    size = keras.layers.Dense(2, name="size")(read)
+    model = keras.Model([image, words], [kind, size])
+    model.compile("sgd", ["categorical_crossentropy", "mse"])
+    return model
+
+
+def open_shape():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def wrong_build():
+    return keras.layers.Dense(-3)
+
+
+def uncompiled():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+
+
+def nothing():
+    return 3
+"""
+SAMPLED = (
+    OWN
+    + """
+
+def lazy():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+class Wrong(keras.layers.Layer):
+    def call(self, x):
+        return x["missing"]
+
+
+def wrong_call():
+    model = keras.Sequential([Wrong(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def wrong_loss():
+    def loss(y, predicted):
+        return predicted.nonsense
+
+    model = keras.Sequential([keras.Input((7,)), keras.layers.Dense(1)])
+    model.compile("sgd", loss)
+    return model
+
+
+def sample_batch(n):
+    import numpy as np
+
+    return np.ones((n, 7)), np.zeros((n, 1))
+"""
+)
+SHORT = SAMPLED.replace("np.ones((n, 7))", "np.ones((n - 1, 7))")
+
+
+def attempt(action: Callable[[], Any]) -> str:
+    """The error of an attempt, "" if there is none."""
+    try:
+        action()
+    except EvenerError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def losses(workload: Any, shares: tuple[int, ...], steps: int) -> list[float]:
+    """The running mean of the loss after each step."""
+    workload.prepare(shares)
+    seen = []
+    for _ in range(steps):
+        workload.step()
+        workload.synchronize()
+        seen.append(float(workload._logs["loss"]))
+    return seen
+
+
+def build(name: str, devices: int = 1, **place: Any) -> Any:
+    """A workload with the same first weights each time."""
+    keras.utils.set_random_seed(11)
+    settings = place.pop("settings", {})
+    return registry.build(name, Place(tuple(f"CPU:{i}" for i in range(devices)), **place), settings)
+
+
+def own(folder: str, text: str, name: str) -> Callable[[], Any]:
+    """Build and step the user's function of that name."""
+    path = Path(folder) / f"train_{abs(hash(text)) % 10_000}.py"
+    path.write_text(text)
+    return lambda: losses(build(f"{path}:{name}"), (3,), 2)
+
+
+def apart(one: Any, other: Any) -> float:
+    """The largest difference of two workloads' weights."""
+    pairs = zip(one.model.get_weights(), other.model.get_weights(), strict=True)
+    return max(float(np.abs(a - b).max()) for a, b in pairs)
+
+
+def alone(folder: str) -> dict[str, Any]:
+    """One device."""
+    small = {"filters": 4, "dense": 16, "learning_rate": 0.01}
+    workload = build("keras_mnist", settings=small)
+    seen = losses(workload, (32,), 40)
+    memory = workload.peak_memory_bytes()
+    for share in (5, 64, 7):
+        losses(workload, (share,), 1)
+    facts = dict(workload.facts())
+    gru = {"steps": 5, "features": 3, "units": 6, "layers": 2, "dense": 4, "classes": 3, "use_cudnn": "false"}
+    return {
+        "first": seen[0],
+        "last": seen[-1],
+        "memory": memory,
+        "traces": workload.way._function.experimental_get_tracing_count(),
+        "facts": facts,
+        "digest": model_digest(workload.model),
+        "other digest": model_digest(build("keras_mnist", settings={**small, "dense": 17}).model),
+        "from device": losses(build("keras_mnist", settings=small, input="device"), (8,), 2),
+        "compiled": losses(build("keras_mnist", settings=small, xla=True), (8,), 2),
+        "half": build("keras_mnist", settings=small, precision="mixed_bfloat16").facts()["precision"],
+        "gru": losses(build("keras_gru", settings=gru), (4,), 2),
+        "bad cudnn": attempt(lambda: build("keras_gru", settings={"use_cudnn": "maybe"})),
+        "no share": attempt(lambda: workload.prepare((0,))),
+        "maxer": count_maxer(),
+        "own": {
+            name: attempt(own(folder, OWN, name))
+            for name in ("plain", "open_shape", "wrong_build", "uncompiled", "nothing")
+        },
+        "own sampled": {name: attempt(own(folder, SAMPLED, name)) for name in ("lazy", "wrong_call", "wrong_loss")},
+        "own short": attempt(own(folder, SHORT, "lazy")),
+    }
+
+
+def count_maxer() -> int:
+    """The parameters of the seed's network, in half precision to spare the memory."""
+    keras.config.set_dtype_policy("float16")
+    try:
+        return int(keras_maxer.model().count_params())
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def together(folder: str) -> dict[str, Any]:
+    """Three devices in one process, by two engines, against one device."""
+    make_logical_cpus(3)
+    small = {"filters": 4, "dense": 16, "learning_rate": 0.01}
+    towers = build("keras_mnist", 3, settings=small)
+    mirrored = build("keras_mnist", 2, engine="mirrored", settings=small)
+    one = build("keras_mnist", settings=small)
+    plain = losses(one, (12,), 4)
+    spread = losses(towers, (7, 4, 1), 4)
+    losses(mirrored, (9, 3), 4)
+    found = {
+        "towers": [apart(one, towers), float(np.abs(np.subtract(plain, spread)).max())],
+        "mirrored": apart(one, mirrored),
+        "left out": losses(towers, (9, 0, 3), 2),
+        "again": losses(towers, (20, 2, 6), 2),
+        "from device": losses(build("keras_mnist", 2, settings=small, input="device"), (9, 3), 4),
+        "engines": [each.facts()["engine"] for each in (one, towers, mirrored)],
+        "memory": towers.peak_memory_bytes(),
+        "xla": attempt(lambda: build("keras_mnist", 2, xla=True)),
+        "shares": attempt(lambda: towers.prepare((3, 4))),
+    }
+    x, y = digits(12)
+    return found | {"digits": [list(x.shape), float(x.min()), float(x.max()), str(y.dtype)]}
+
+
+def group(rank: str, *peers: str) -> dict[str, Any]:
+    """One process of a group, which steps with shares that change."""
+    workload = build("keras_mnist", rank=int(rank), peers=peers, settings={"filters": 4, "dense": 16})
+    seen = [losses(workload, shares, 3)[-1] for shares in ((9, 3), (1, 16), (30, 2), (9, 3))]
+    weights = float(np.sum([np.abs(weight).sum() for weight in workload.model.get_weights()]))
+    return {
+        "losses": seen,
+        "weights": weights,
+        "traces": workload.way._function.experimental_get_tracing_count(),
+        "engine": workload.facts()["engine"],
+        "refused": attempt(lambda: workload.prepare((0, 4) if rank == "0" else (4, 0))),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps({"alone": alone, "together": together, "group": group}[sys.argv[1]](*sys.argv[2:])))

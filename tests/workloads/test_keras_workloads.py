@@ -1,0 +1,179 @@
+"""Keras workloads as a probe steps them: alone, over several devices of a process, and in a group of processes."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).with_name("keras_steps.py")
+SECONDS = 240
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    """One process of the steps."""
+    command = [sys.executable, str(SCRIPT), *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def free_peers(size: int) -> list[str]:
+    """Loopback addresses that were free a moment ago."""
+    doors = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
+    peers = [f"127.0.0.1:{door.getsockname()[1]}" for door in doors]
+    for door in doors:
+        door.close()
+    return peers
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """What the processes of a script printed, by its name; they run side by side."""
+    folder = str(tmp_path_factory.mktemp("own"))
+    peers = free_peers(2)
+    running = {
+        "alone": [start("alone", folder)],
+        "together": [start("together", folder)],
+        "group": [start("group", str(rank), *peers) for rank in range(2)],
+    }
+    known: dict[str, list[dict[str, Any]]] = {}
+
+    def read(name: str) -> list[dict[str, Any]]:
+        if name not in known:
+            known[name] = []
+            for process in running[name]:
+                output, errors = process.communicate(timeout=SECONDS)
+                assert process.returncode == 0, errors[-3000:]
+                known[name].append(json.loads(output))
+        return known[name]
+
+    yield read
+    for process in (each for group in running.values() for each in group):
+        process.kill()
+        process.communicate()
+
+
+def test_the_small_network_learns(seen: Any) -> None:
+    """Its pictures are made in code, but there is something to learn in them."""
+    found = seen("alone")[0]
+    assert found["last"] < 0.8 * found["first"]
+
+
+def test_one_trace_serves_all_sizes(seen: Any) -> None:
+    """Two at most, the first one making variables, whatever the batch."""
+    assert seen("alone")[0]["traces"] <= 2
+    assert all(found["traces"] <= 2 for found in seen("group"))
+
+
+def test_facts_name_versions_and_the_model(seen: Any) -> None:
+    """The digest is the one that a training script computes; another model has another."""
+    found = seen("alone")[0]
+    assert found["facts"]["digest"] == found["digest"] != found["other digest"]
+    assert found["facts"]["engine"] == "solo"
+    assert found["facts"]["parameters"] == "6794"
+    assert found["facts"]["tensorflow"]
+    assert found["facts"]["keras"]
+
+
+def test_memory_is_told_where_it_can_be(seen: Any) -> None:
+    """One device of a CPU process: its growth; several share it, so nobody can tell."""
+    assert seen("alone")[0]["memory"][0] > 0
+    assert seen("together")[0]["memory"] == [None, None, None]
+
+
+def test_the_seeds_network_has_its_parameters(seen: Any) -> None:
+    """78,923,530, as the seed's."""
+    assert seen("alone")[0]["maxer"] == 78_923_530
+
+
+def test_every_way_of_training_steps(seen: Any) -> None:
+    """From device memory, compiled by XLA, in half precision, recurrent."""
+    found = seen("alone")[0]
+    for way in ("from device", "compiled", "gru"):
+        assert len(found[way]) == 2
+        assert all(0 < loss < 10 for loss in found[way])
+    assert found["half"] == "mixed_bfloat16"
+
+
+def test_towers_and_mirrored_step_as_one_device(seen: Any) -> None:
+    """The same weights after 4 steps, within float32's rounding; then other shares, with a device left out."""
+    found = seen("together")[0]
+    assert max(found["towers"]) < 1e-4
+    assert found["mirrored"] < 1e-4
+    assert len(found["left out"]) == len(found["again"]) == 2
+    assert len(found["from device"]) == 4
+    assert found["engines"] == ["solo", "towers", "mirrored"]
+
+
+def test_a_group_steps_together(seen: Any) -> None:
+    """Both processes have the same loss and weights after each change of shares."""
+    first, second = seen("group")
+    assert first["losses"] == second["losses"]
+    assert first["weights"] == second["weights"]
+    assert first["engine"] == "multiworker"
+
+
+def test_shares_that_cannot_be_are_refused(seen: Any) -> None:
+    """No share for this process, too few shares, XLA over several devices, a wrong setting."""
+    alone, together = seen("alone")[0], seen("together")[0]
+    assert "One device can't take the shares (0,)" in alone["no share"]
+    assert "2 shares for 3 devices" in together["shares"]
+    assert "XLA" in together["xla"]
+    assert "use_cudnn can't be 'maybe'" in alone["bad cudnn"]
+    assert all("can't step with the shares" in found["refused"] for found in seen("group"))
+
+
+def test_the_users_model_is_trained(seen: Any) -> None:
+    """With inputs made from its shapes and losses, or by its sample_batch."""
+    found = seen("alone")[0]
+    assert found["own"]["plain"] == ""
+    assert found["own sampled"]["lazy"] == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("open_shape", "doesn't say its input shapes"),
+        ("wrong_build", "Received an invalid value for `units`"),
+        ("uncompiled", "isn't compiled"),
+        ("nothing", "returns int, not a Keras model"),
+    ],
+)
+def test_a_users_function_that_gives_no_model(seen: Any, name: str, says: str) -> None:
+    """One line says what is wrong with it."""
+    words = seen("alone")[0]["own"][name]
+    assert says in words
+    assert "\n" not in words
+
+
+@pytest.mark.parametrize(("name", "line"), [("wrong_build", "    return keras.layers.Dense(-3)")])
+def test_a_users_error_names_their_line(seen: Any, name: str, line: str) -> None:
+    """The file and the line in it."""
+    where = seen("alone")[0]["own"][name].split(": ")[1]
+    path, _, number = where.rpartition(":")
+    assert Path(path).read_text().splitlines()[int(number) - 1] == line
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("wrong_call", '        return x["missing"]'), ("wrong_loss", "        return predicted.nonsense")],
+)
+def test_an_error_inside_a_step_names_the_users_line(seen: Any, name: str, line: str) -> None:
+    """Through Keras and TensorFlow's tracing too."""
+    words = seen("alone")[0]["own sampled"][name]
+    assert words.startswith("UserCodeError: ")
+    assert "\n" not in words
+    path, _, number = words.split(": ")[1].rpartition(":")
+    assert Path(path).read_text().splitlines()[int(number) - 1] == line
+
+
+def test_sample_batch_of_a_wrong_size_is_refused(seen: Any) -> None:
+    """The rows that it gave and the rows that it should have given."""
+    assert "sample_batch(1)" in seen("alone")[0]["own short"]
