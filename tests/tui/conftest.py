@@ -85,12 +85,12 @@ class Script:
         return msgspec.structs.replace(full, **changed)
 
     @classmethod
-    def snapshot(cls, devices: int = 2, **changed: Any) -> Snapshot:
+    def snapshot(cls, count: int = 2, **changed: Any) -> Snapshot:
         full = Snapshot(
             at_seconds=AT_SECONDS,
             interval_seconds=1.0,
-            devices=tuple(cls.sample(index) for index in range(devices)),
-            processes=tuple(cls.process(4000 + index, index) for index in range(devices)),
+            devices=tuple(cls.sample(index) for index in range(count)),
+            processes=tuple(cls.process(4000 + index, index) for index in range(count)),
             host=HostSample(
                 cpu_percent=41.0,
                 load_1min=3.2,

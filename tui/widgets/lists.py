@@ -23,7 +23,7 @@ class ListPanel(Lines):
         Binding("pagedown", "page(1)", "Page down", show=False),
         Binding("home", "move(-1000000)", "First", show=False),
         Binding("end", "move(1000000)", "Last", show=False),
-        Binding("enter", "open", "Details"),
+        Binding("enter", "open", "Details", key_display="Enter"),
     ]
     HEADING_ROWS = 1
 

@@ -1,0 +1,362 @@
+"""Each screen's main path, by keys and by mouse, over scripted snapshots and events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from devices.base import LOST
+from evener.plan import load_plan
+from tui.messages import Sampled
+from tui.screens.details import DetailsDialog
+from tui.screens.dialogs import ConfirmDialog
+from tui.screens.export import ExportDialog
+from tui.screens.help import HelpDialog
+from tui.screens.signals import SignalDialog
+from tui.widgets.devices import DevicePanel
+from tui.widgets.lines import Lines
+from tui.widgets.processes import ProcessPanel
+
+
+async def _until(pilot: Pilot[Any], condition: Callable[[], object], what: str) -> None:
+    """Wait for what a thread or a message brings about."""
+    for _ in range(400):
+        if condition():
+            return
+        await pilot.pause(0.02)
+    pytest.fail(f"it never came: {what}")
+
+
+def _text(app: Any, selector: str) -> str:
+    return app.screen.query_one(selector, Lines).text
+
+
+async def _ready(pilot: Pilot[Any]) -> None:
+    await _until(pilot, lambda: "GPU:0" in _text(pilot.app, "#devices"), "the first snapshot")
+
+
+async def test_the_monitor_shows_host_devices_graphs_and_processes(app_of: Any) -> None:
+    app = app_of()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _ready(pilot)
+        assert "node7" in _text(app, "#top")
+        assert "41 %" in _text(app, "#host")
+        assert "115 932" in _text(app, "#devices")
+        assert "throughput 115 932 samples/s" in _text(app, "#graphs")
+        assert "python train.py --rank 1" in _text(app, "#processes")
+    assert app.feed.stopped
+
+
+async def test_keys_move_open_and_close_details(app_of: Any) -> None:
+    app = app_of()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _ready(pilot)
+        await pilot.press("j")
+        assert app.screen.query_one(DevicePanel).cursor == 1
+        await _until(pilot, lambda: "GPU:1" in app.screen.query_one("#graphs").border_title, "the graphs follow")
+        await pilot.press("enter")
+        await _until(pilot, lambda: isinstance(app.screen, DetailsDialog), "details")
+        await _until(pilot, lambda: "12.0 % of the time" in app.screen.query_one("Text").text, "the facts")
+        await pilot.press("escape")
+        assert not isinstance(app.screen, DetailsDialog)
+
+
+async def test_the_mouse_chooses_sorts_and_opens(app_of: Any) -> None:
+    app = app_of()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _ready(pilot)
+        await pilot.click("#devices", offset=(10, 3))
+        assert app.screen.query_one(DevicePanel).cursor == 1
+        title = _text(app, "#processes").splitlines()[0]
+        await pilot.click("#processes", offset=(title.index("pid") + 1, 1))
+        assert app.screen.query_one(ProcessPanel).sort_key == "pid"
+        assert [row.pid for row in app.screen.query_one(ProcessPanel).rows] == [4000, 4001]
+        await pilot.click("#processes", offset=(10, 3), times=2)
+        await _until(pilot, lambda: isinstance(app.screen, DetailsDialog), "details of a process")
+        await pilot.press("escape")
+        top = _text(app, "#top")
+        await pilot.click("#top", offset=(top.index("Runs") + 1, 0))
+        await _until(pilot, lambda: app.current_mode == "runs", "the Runs screen")
+
+
+async def test_the_filter_narrows_while_typing_and_escape_ends_it(app_of: Any) -> None:
+    app = app_of()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _ready(pilot)
+        await pilot.press("slash", *"rank", "space", "1", "enter")
+        panel = app.screen.query_one(ProcessPanel)
+        assert [row.pid for row in panel.rows] == [4001]
+        assert "1 of 2 match" in str(panel.border_subtitle)
+        await pilot.press("escape")
+        assert len(panel.rows) == 2
+
+
+async def test_sorting_goes_round_the_columns_and_keeps_the_process(app_of: Any, script: Any) -> None:
+    app = app_of()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _ready(pilot)
+        await pilot.press("tab", "end")
+        panel = app.screen.query_one(ProcessPanel)
+        chosen = panel.chosen.pid
+        await pilot.press("s", "S", "s")
+        assert panel.chosen.pid == chosen
+        app.post_message(Sampled(script.snapshot(processes=(script.process(chosen), script.process(1)))))
+        await _until(pilot, lambda: len(panel.rows) == 2 and panel.rows[0].pid in (1, chosen), "the next tick")
+        assert panel.chosen.pid == chosen
+
+
+async def test_a_signal_needs_a_choice_and_a_confirmation(app_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, str]] = []
+    monkeypatch.setattr("tui.screens.signals.send_signal", lambda row, name: sent.append((row.pid, name)))
+    app = app_of()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _ready(pilot)
+        await pilot.press("tab", "K")
+        await _until(pilot, lambda: isinstance(app.screen, SignalDialog), "the choice of a signal")
+        await pilot.press("enter")
+        assert not sent, "the button in focus is the harmless one"
+        await pilot.press("K", "t")
+        await _until(pilot, lambda: isinstance(app.screen, ConfirmDialog), "the question")
+        await pilot.press("n")
+        assert not sent
+        await pilot.press("K", "t", "y")
+        await _until(pilot, lambda: sent, "the signal")
+        assert sent == [(4001, "TERM")]
+
+
+async def test_readonly_sends_no_signals(app_of: Any) -> None:
+    app = app_of(readonly=True)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _ready(pilot)
+        await pilot.press("tab", "K")
+        assert not isinstance(app.screen, SignalDialog)
+
+
+async def test_pause_holds_the_picture_while_sampling_goes_on(app_of: Any, script: Any) -> None:
+    app = app_of()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _ready(pilot)
+        await pilot.press("space")
+        before = _text(app, "#devices")
+        app.feed.push(script.snapshot(1))
+        await _until(pilot, lambda: len(app.snapshot.devices) == 1, "the tick")
+        assert _text(app, "#devices") == before
+        assert "paused" in _text(app, "#host")
+        await pilot.press("space")
+        await _until(pilot, lambda: "GPU:1" not in _text(app, "#devices"), "the newest picture")
+
+
+async def test_help_tells_keys_marks_and_notes(app_of: Any, script: Any) -> None:
+    app = app_of(script.snapshot(notes=("No driver: libnvidia-ml is missing.",)))
+    async with app.run_test(size=(100, 50)) as pilot:
+        await _ready(pilot)
+        assert "No driver" in _text(app, "#notes")
+        await pilot.press("question_mark")
+        await _until(pilot, lambda: isinstance(app.screen, HelpDialog), "help")
+        page = app.screen.query_one("Text").text
+        assert "send a signal" in page
+        assert "it could, but not to this user" in page
+        assert "No driver: libnvidia-ml is missing." in page
+        await pilot.press("escape")
+
+
+async def test_themes_turn_and_others_have_the_colours_too(app_of: Any) -> None:
+    app = app_of(theme="light")
+    async with app.run_test(size=(100, 30)) as pilot:
+        await _ready(pilot)
+        assert app.theme == "evener-light"
+        await pilot.press("T")
+        assert app.theme == "evener-dark"
+        app.theme = "nord"
+        await pilot.pause()
+        assert "GPU:0" in _text(app, "#devices")
+
+
+async def test_the_palette_offers_screens(app_of: Any) -> None:
+    app = app_of()
+    async with app.run_test(size=(100, 30)) as pilot:
+        await _ready(pilot)
+        titles = {command.title for command in app.get_system_commands(app.screen)}
+        assert {"Show Monitor", "Show Balance", "Show Runs", "Dark or light", "Quit"} <= titles
+        await pilot.press("ctrl+p")
+        await pilot.pause()
+        await pilot.press("escape")
+
+
+async def test_the_interval_changes_in_steps(app_of: Any) -> None:
+    app = app_of()
+    async with app.run_test(size=(100, 30)) as pilot:
+        await _ready(pilot)
+        await pilot.press("minus")
+        assert app.feed.interval_seconds == 2.0
+        await pilot.press("plus", "plus")
+        assert app.feed.interval_seconds == 0.5
+
+
+async def test_a_search_from_form_to_exported_plan(app_of: Any, events: Any, session_of: Any, tmp_path: Path) -> None:
+    requests: list[Any] = []
+
+    def make(request: Any) -> Any:
+        requests.append(request)
+        return session_of(events)
+
+    app = app_of(session_maker=make)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _ready(pilot)
+        await pilot.press("2")
+        await _until(pilot, lambda: app.screen.query("#pick-devices"), "the form")
+        await _until(pilot, lambda: "[x] GPU:1" in _text(app, "#pick-devices"), "the devices")
+        app.screen.query_one("#global_batch", Input).value = "512"
+        await pilot.press("ctrl+s")
+        await _until(pilot, lambda: app.balance.ended, "the verdict")
+        assert (requests[0].devices, requests[0].global_batch) == ("gpu:0,1", 512)
+        await _until(pilot, lambda: "18 % faster than even" in _text(app, "#search"), "the verdict's words")
+        assert "820 (59 %)" in _text(app, "#shares")
+        assert "even split" in _text(app, "#rivals")
+        await pilot.press("e")
+        await _until(pilot, lambda: isinstance(app.screen, ExportDialog), "the export dialog")
+        target = tmp_path / "plan.json"
+        app.screen.query_one("#path", Input).value = str(target)
+        await pilot.press("enter")
+        await _until(pilot, target.exists, "the file")
+        assert json.loads(target.read_text())["layout"]["global_batch"] == 1388
+        assert load_plan(target).batches == (820, 568)
+
+
+async def test_a_search_is_paused_stopped_and_its_plan_kept(app_of: Any, events: Any, session_of: Any) -> None:
+    session = session_of(events, hold=True)
+    app = app_of(session_maker=lambda _: session)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _ready(pilot)
+        await pilot.press("2", "ctrl+s")
+        await _until(pilot, lambda: app.balance.probes == 6, "the measurements")
+        await pilot.press("p")
+        assert app.balance.paused
+        await pilot.press("p", "x")
+        await _until(pilot, lambda: isinstance(app.screen, ConfirmDialog), "the question")
+        await pilot.click("#yes")
+        await _until(pilot, lambda: app.balance.finished is not None and app.balance.ended, "the plan so far")
+        assert session.calls[:3] == ["pause", "unpause", "stop"]
+
+
+async def test_leaving_the_app_ends_a_running_search(app_of: Any, events: Any, session_of: Any) -> None:
+    session = session_of(events, hold=True)
+    app = app_of(session_maker=lambda _: session)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _ready(pilot)
+        await pilot.press("2", "ctrl+s")
+        await _until(pilot, lambda: app.balance.probes == 6, "the measurements")
+        await pilot.press("q")
+    assert "stop" in session.calls
+    assert session.calls[-1] == "close"
+    assert app.feed.stopped
+
+
+async def test_probes_load_the_simulated_devices(app_of: Any, events: Any, session_of: Any) -> None:
+    app = app_of(session_maker=lambda _: session_of(events))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _ready(pilot)
+        await pilot.press("2", "ctrl+s")
+        await _until(pilot, lambda: app.balance.ended, "the end")
+        loads = [load for load in app.feed.loads if load]
+        assert loads[0]["gpu-0"].samples_per_second == 683.0
+        assert app.feed.loads[-1] == {}
+
+
+async def test_a_wrong_form_says_what_is_wrong_and_starts_nothing(app_of: Any) -> None:
+    app = app_of(session_maker=lambda _: pytest.fail("nothing may start"))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _ready(pilot)
+        await pilot.press("2")
+        await _until(pilot, lambda: "[x] GPU:1" in _text(app, "#pick-devices"), "the devices")
+        app.screen.query_one("#global_batch", Input).value = "many"
+        await pilot.press("ctrl+s")
+        assert "is not a whole number" in _text(app, "#problem")
+        app.screen.query_one("#global_batch", Input).value = ""
+        await pilot.press("space", "down", "space", "ctrl+s")
+        assert "No device is chosen" in _text(app, "#problem")
+        assert not app.balance.active
+
+
+async def test_real_simulated_runs_are_listed_compared_replayed_exported_and_deleted(
+    app_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = app_of()
+    await asyncio.to_thread(_make_runs, 2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _ready(pilot)
+        await pilot.press("3")
+        await _until(pilot, lambda: "finished" in _text(app, "#runs"), "the list")
+        await _until(pilot, lambda: "the plan" in _text(app, "#left"), "the plan")
+        await pilot.press("space", "down")
+        await _until(pilot, lambda: "the plan" in _text(app, "#right"), "the other plan")
+        monkeypatch.chdir(tmp_path)
+        await pilot.press("e")
+        await _until(pilot, lambda: isinstance(app.screen, ExportDialog), "the export dialog")
+        await pilot.press("enter")
+        await _until(pilot, (tmp_path / "plan.toml").exists, "the file")
+        assert load_plan(tmp_path / "plan.toml").workload
+        await pilot.press("r")
+        await _until(pilot, lambda: app.screen.query("#search"), "the replay")
+        await _until(pilot, lambda: app.screen.state.finished is not None, "the replayed verdict")
+        await _until(pilot, lambda: "samples/s" in _text(app, "#search"), "its measurements")
+        await pilot.press("escape")
+        await pilot.press("d", "y")
+        await _until(pilot, lambda: _text(app, "#runs").count("finished") == 1, "one run less")
+
+
+def _make_runs(count: int) -> None:
+    from balancer.session import Request, Session
+
+    for seed in range(count):
+        session = Session(Request(devices="sim:gtx1080ti,gtx1080", seed=seed))
+        try:
+            assert list(session.events())
+        finally:
+            session.close()
+
+
+async def test_a_lost_device_and_no_driver_are_said_and_come_back(app_of: Any, script: Any) -> None:
+    lost = script.sample(0, utilization_percent=LOST, note="GPU is lost: XID 79.")
+    app = app_of(script.snapshot(devices=(lost, script.sample(1))))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await _ready(pilot)
+        assert "GPU is lost: XID 79." in _text(app, "#devices")
+        app.feed.push(script.snapshot(devices=(), processes=(), notes=("The driver went away.",)))
+        await _until(pilot, lambda: "The driver went away." in _text(app, "#notes"), "the note")
+        await pilot.press("down", "enter", "K")
+        app.feed.push(script.snapshot())
+        await _until(pilot, lambda: "116k" in _text(app, "#devices"), "the driver is back")
+
+
+@pytest.mark.parametrize("mode", ["1", "2", "3"])
+async def test_any_size_of_terminal_is_borne(app_of: Any, script: Any, mode: str) -> None:
+    """A resize storm down to one cell, on each screen, with ticks in between."""
+    app = app_of(script.snapshot(16))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _ready(pilot)
+        await pilot.press(mode)
+        for size in ((1, 1), (200, 60), (2, 50), (80, 24), (300, 3), (40, 10), (1, 2), (120, 40)):
+            await pilot.resize_terminal(*size)
+            app.feed.push(script.snapshot(16))
+        await pilot.press("1")
+        await _until(pilot, lambda: "GPU:15" in _text(app, "#devices"), "every device again")
+
+
+async def test_ascii_draws_nothing_else(app_of: Any) -> None:
+    app = app_of(ascii=True)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _ready(pilot)
+        for mode in ("1", "2", "3"):
+            await pilot.press(mode)
+            await pilot.pause(0.1)
+            rows = [row for strip in app.screen._compositor.render_strips() for row in [strip.text]]
+            beyond = {sign for row in rows for sign in row if not sign.isascii()}
+            assert not beyond, f"screen {mode} draws {beyond}"

@@ -1,0 +1,139 @@
+"""The app on a real terminal: it comes up, ends cleanly whichever way it ends, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+RUN = "import sys; from tui.app import run_app; sys.exit(run_app({devices!r}))"
+BREAK = """
+import sys
+from tui import app
+from tui.screens.monitor import MonitorScreen
+def broken(self): raise ZeroDivisionError("planted")
+MonitorScreen.action_refresh = broken
+sys.exit(app.run_app("sim:gtx1080ti"))
+"""
+ALTERNATE_SCREEN_ON, ALTERNATE_SCREEN_OFF = b"\x1b[?1049h", b"\x1b[?1049l"
+
+
+class Terminal:
+    """A child on a pseudo-terminal of 100 x 30."""
+
+    def __init__(self, code: str, state: Path) -> None:
+        self.primary, secondary = pty.openpty()
+        fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+        environment = os.environ | {"TERM": "xterm-256color", "XDG_STATE_HOME": str(state)}
+        self.child = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=secondary,
+            stdout=secondary,
+            stderr=secondary,
+            env=environment,
+            start_new_session=True,
+        )
+        os.close(secondary)
+        self.seen = b""
+
+    def read_until(self, wanted: bytes, seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while wanted not in self.seen:
+            assert time.monotonic() < deadline, self.seen[-2000:]
+            self._read(0.2)
+
+    def _read(self, seconds: float) -> bool:
+        if not select.select([self.primary], [], [], seconds)[0]:
+            return False
+        try:
+            part = os.read(self.primary, 65536)
+        except OSError:
+            return False
+        self.seen += part
+        return bool(part)
+
+    def press(self, keys: bytes) -> None:
+        os.write(self.primary, keys)
+
+    def wait(self) -> int:
+        """The exit code, with everything that was still written."""
+        deadline = time.monotonic() + 60
+        while self.child.poll() is None:
+            assert time.monotonic() < deadline, self.seen[-2000:]
+            self._read(0.1)
+        while self._read(0.1):
+            pass
+        return self.child.returncode
+
+    def close(self) -> None:
+        if self.child.poll() is None:
+            self.child.kill()
+        self.child.wait()
+        os.close(self.primary)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[type[Terminal]]:
+    """Opens terminals with a state folder of their own, and closes them."""
+    opened: list[Terminal] = []
+
+    class Opened(Terminal):
+        def __init__(self, code: str) -> None:
+            super().__init__(code, tmp_path)
+            opened.append(self)
+
+    yield Opened
+    for one in opened:
+        one.close()
+
+
+def test_quitting_leaves_the_terminal_as_it_was(terminal: type[Terminal]) -> None:
+    one = terminal(RUN.format(devices="sim:gtx1080ti,gtx1080"))  # type: ignore[call-arg]
+    one.read_until(b"GTX 1080 Ti")
+    one.press(b"q")
+    assert one.wait() == 0
+    assert one.seen.rindex(ALTERNATE_SCREEN_OFF) > one.seen.rindex(ALTERNATE_SCREEN_ON)
+
+
+def test_a_crash_leaves_a_log_and_a_clean_terminal(terminal: type[Terminal], tmp_path: Path) -> None:
+    one = terminal(BREAK)  # type: ignore[call-arg]
+    one.read_until(b"GTX 1080 Ti")
+    one.press(b"r")
+    assert one.wait() == 70
+    logs = list(tmp_path.rglob("crash-*.log"))
+    assert len(logs) == 1
+    assert "planted" in logs[0].read_text()
+    after = one.seen[one.seen.rindex(ALTERNATE_SCREEN_OFF) :]
+    assert str(logs[0]).encode() in after.replace(b"\r\n", b"")
+    assert b"Traceback" not in after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_no_probe_child_outlives_the_app(terminal: type[Terminal], ending: signal.Signals) -> None:
+    one = terminal(RUN.format(devices="cpu").replace("'cpu'", "'cpu', workload='synthetic'"))  # type: ignore[call-arg]
+    one.read_until(b"CPU:1")
+    one.press(b"2")
+    one.read_until(b"Options")
+    one.press(b"\x13")
+    app = psutil.Process(one.child.pid)
+    deadline = time.monotonic() + 60
+    while not (children := app.children(recursive=True)):
+        assert time.monotonic() < deadline, "no probe child started"
+        one._read(0.1)
+    one.child.send_signal(ending)
+    one.wait()
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
