@@ -28,6 +28,7 @@ from evener.fit import check_fit, check_global_batch
 from evener.live import Reporter
 from evener.plan import Plan, Share, load_plan
 from evener.shares import apportion, check_ratios
+from evener.torch_digest import model_digest
 from evener.torch_loader import Loader, check_options, count_rows
 from evener.torch_place import Stand, choose_device, find_stand, join, present, settle, visible_gpus
 from evener.torch_sampler import UnevenBatchSampler
@@ -44,7 +45,7 @@ class Split:
     `plan` is a Plan or its file; without one, `ratios` and `global_batch` say how to split. `weigh="gradients"` changes
     nothing in the loop; `"loss"` needs `split.scale(loss).backward()` and leaves the model's communication hook free.
     PlanError, RequestError or DeviceError before anything starts if the plan can't be applied here; with `strict`, also
-    if it was measured on other devices or, where `workload_digest` is given, with another model.
+    if it was measured on other devices or with another model, which is a warning else.
     """
 
     def __init__(
@@ -55,7 +56,6 @@ class Split:
         global_batch: int | None = None,
         weigh: Weigh = "gradients",
         strict: bool = False,
-        workload_digest: str | None = None,
         backend: str | None = None,
     ) -> None:
         if weigh not in ("gradients", "loss"):
@@ -65,13 +65,14 @@ class Split:
         self.plan = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
         if self.plan is not None:
             self.shares = _plan_shares(self.plan, ratios, global_batch)
-            _check_plan(self.plan, stand, gpus, strict, workload_digest, global_batch)
+            _check_plan(self.plan, stand, gpus, strict, global_batch)
         else:
             self.shares = _ratio_shares(ratios, global_batch, stand.world)
         share = self.plan.layout.active[stand.rank] if self.plan is not None else None
         self.rank, self.world = stand.rank, stand.world
         self.device = choose_device(share, stand, gpus)
         self.weigh = weigh
+        self.strict = strict
         settle(self.device, share)
         if self.world > 1 and join(self.device, backend):
             atexit.register(self.close)
@@ -122,6 +123,7 @@ class Split:
 
         A model that is wrapped already gets the weights; on a single device it comes back as it is.
         """
+        self._check_model(model)
         if self.world == 1:
             return model.to(self.device)
         _check_normalization(model, self.weigh)
@@ -131,6 +133,14 @@ class Split:
         if self.weigh == "gradients":
             self._weights.attach(model)
         return model
+
+    def _check_model(self, model: Any) -> None:
+        """Warn, or raise PlanError with `strict`, if the plan was measured with another model."""
+        if self.plan is None:
+            return
+        digest = model_digest(model)
+        for difference in check_fit(self.plan, devices=None, world=None, workload_digest=digest, strict=self.strict):
+            warnings.warn(difference, stacklevel=3)
 
     def begin(self, sizes: Sequence[int]) -> None:
         """Say that what follows is a step in which each rank has these rows; the loader does so itself."""
@@ -190,19 +200,12 @@ def _plan_shares(plan: Plan, ratios: Sequence[float] | None, global_batch: int |
     return tuple(size for size, share in zip(plan.shares(global_batch), plan.layout.share, strict=True) if share.batch)
 
 
-def _check_plan(
-    plan: Plan,
-    stand: Stand,
-    gpus: dict[str, int],
-    strict: bool,
-    workload_digest: str | None,
-    global_batch: int | None,
-) -> None:
+def _check_plan(plan: Plan, stand: Stand, gpus: dict[str, int], strict: bool, global_batch: int | None) -> None:
     differences = check_fit(
         plan,
         devices=present(gpus, plan.layout.active),
         world=stand.world,
-        workload_digest=workload_digest,
+        workload_digest=None,
         strict=strict,
         global_batch=global_batch,
         framework="torch",

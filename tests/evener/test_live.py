@@ -233,7 +233,7 @@ def test_a_folder_of_another_user_is_not_used(
     other = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: other)
     assert read_trainings() == ()
-    train(reporter, clock, 40)
+    train(Reporter(), clock, 40)
     monkeypatch.undo()
     assert list(folder.iterdir()) == [path]
     assert path.read_bytes() == before

@@ -1,0 +1,329 @@
+"""What a training script sees of a split: its rank, its errors before the first step, torchrun, half precision."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from evener.cores import slice_cores
+from evener.errors import EvenerError, PlanError, RequestError
+from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
+from evener.torch_digest import model_digest
+from evener.torch_split import Split
+from evener.torch_weights import GradientWeights
+
+ROWS = torch.utils.data.TensorDataset(torch.arange(20.0).reshape(20, 1))
+
+
+def plan(batches: tuple[int, ...], device: str = "cpu-{}-of-2", kind: str = "", **changes: Any) -> Plan:
+    devices = tuple(Share(device.format(i), i, "a device", 0, 0.0) for i in range(len(batches)))
+    chosen: Any = kind or ("split" if sum(map(bool, batches)) > 1 else "solo")
+    made = Plan(
+        created="2026-11-21T12:00:00Z",
+        workload="torch_mnist",
+        framework="torch",
+        precision="float32",
+        xla=False,
+        layout=make_layout(chosen, devices, batches),
+        throughput=Throughput(100.0, 99.0, 101.0),
+        evidence=(),
+        search=SearchSummary(1, 0, 1.0, 0, "test"),
+        fingerprint=Fingerprint((), "", {}, ""),
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """No rank of anybody's, reports in a folder of the test, the CPU as it was."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("EVENER_LIVE_DIR", str(tmp_path / "live"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    yield
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(threads)
+
+
+def test_one_device_needs_no_group(tmp_path: Path) -> None:
+    """Plain python trains a plan for one device: the model as it is, every row, and the weights of a plain loop."""
+    plan((0, 8)).save(tmp_path / "plan.toml")
+    split = Split(tmp_path / "plan.toml")
+    model = torch.nn.Linear(1, 1)
+    assert (split.rank, split.world, split.shares, split.device) == (0, 1, (8,), torch.device("cpu"))
+    assert split.wrap(model) is model
+    assert sorted(float(row) for (rows,) in split.loader(ROWS) for row in rows) == [float(i) for i in range(20)]
+    with split.no_sync(model):
+        assert split.mean(torch.tensor(3.0, requires_grad=True)) == split.total(3.0) == 3.0
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_slice_of_the_cpu_is_where_it_was_measured() -> None:
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) < 2:
+        pytest.skip("needs two CPUs")
+    Split(plan((0, 8)))
+    assert os.sched_getaffinity(0) == set(slice_cores("cpu-1-of-2", allowed))
+    assert os.sched_getaffinity(0) != allowed
+
+
+def test_slices_are_those_that_the_devices_room_cuts() -> None:
+    from devices.cpu import core_groups, cut
+
+    allowed = os.sched_getaffinity(0)
+    for count in range(1, len(allowed) + 1):
+        expected = cut(core_groups(allowed), count)
+        assert tuple(slice_cores(f"cpu-{i}-of-{count}", allowed) for i in range(count)) == expected
+    assert slice_cores(f"cpu-0-of-{len(allowed) + 1}", allowed) == ()
+    assert slice_cores("GPU-0", allowed) == slice_cores("cpu-2-of-2", allowed) == ()
+
+
+def test_another_global_batch_keeps_the_ratios() -> None:
+    assert Split(plan((0, 8)), global_batch=32).shares == (32,)
+    with pytest.raises(RequestError, match="0 samples"):
+        Split(plan((0, 8)), global_batch=0)
+
+
+@pytest.mark.parametrize(
+    ("world", "batches", "named"),
+    [("1", (6, 2), "has 1"), ("3", (6, 2), "has 3"), ("2", (8, 0), "has 2"), ("3", (5, 0, 1), "1 of its devices")],
+)
+def test_a_wrong_world_is_refused_before_anyone_waits(
+    monkeypatch: pytest.MonkeyPatch, world: str, batches: tuple[int, ...], named: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(PlanError, match=named) as caught:
+        Split(plan(batches))
+    assert f"--nproc-per-node {sum(map(bool, batches))}" in caught.value.remedy
+
+
+def test_no_torchrun_at_all_is_the_same_error() -> None:
+    with pytest.raises(PlanError, match="has 1"):
+        Split(plan((6, 2)))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"global_batch": 8, "ratios": [3, 1]},
+        {"global_batch": 8, "ratios": [0]},
+        {"global_batch": 8, "ratios": [float("nan")]},
+        {"global_batch": 8, "ratios": [-1.0]},
+        {"global_batch": 8, "ratios": []},
+        {"global_batch": 0},
+        {"global_batch": 8.5},
+        {"ratios": [1]},
+        {"plan": "no such.toml"},
+        {"plan": plan((0, 8)), "ratios": [1]},
+        {"plan": plan((8, 8), kind="place")},
+        {"plan": plan((0, 8)), "weigh": "sometimes"},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_split_is_one_sentence(arguments: dict[str, Any]) -> None:
+    with pytest.raises(EvenerError) as caught:
+        Split(**arguments)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK"])
+def test_a_torn_environment_is_one_sentence(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(name, "two")
+    with pytest.raises(PlanError, match=name):
+        Split(plan((6, 2)))
+
+
+def test_a_plan_of_other_devices_or_another_framework_warns_and_strict_refuses() -> None:
+    for odd, named in ((plan((8,), "GPU-{}"), "GPU-0"), (plan((8,), framework="tensorflow"), "tensorflow")):
+        made: list[Any] = []
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                made.append(Split(odd))
+            except EvenerError as error:  # a plan for a GPU can't train where there is none
+                made.append(error)
+        assert any(named in str(warning.message) for warning in said)
+        with pytest.raises(PlanError, match=named):
+            Split(odd, strict=True)
+
+
+def test_another_model_warns_and_strict_refuses() -> None:
+    model = torch.nn.Linear(3, 2)
+    measured = plan((0, 8), fingerprint=Fingerprint((), "", {}, model_digest(model)))
+    assert Split(measured, strict=True).wrap(model) is model
+    with pytest.warns(UserWarning, match="another model"):
+        Split(measured).wrap(torch.nn.Linear(3, 4))
+    with pytest.raises(PlanError, match="another model"):
+        Split(measured, strict=True).wrap(torch.nn.Linear(3, 4))
+
+
+def test_a_limit_that_does_not_hold_here_is_said() -> None:
+    held = plan((0, 8))
+    share = msgspec.structs.replace(held.layout.share[1], limit="60%")
+    layout = msgspec.structs.replace(held.layout, share=(held.layout.share[0], share))
+    with pytest.warns(UserWarning, match="60%"):
+        Split(msgspec.structs.replace(held, layout=layout))
+
+
+def test_scaling_a_loss_that_is_weighted_already_is_refused() -> None:
+    with pytest.raises(RequestError, match="weighted already"):
+        Split(plan((0, 8))).scale(torch.tensor(1.0))
+
+
+def test_training_is_reported_and_validation_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = Split(plan((0, 8)))
+    told: list[tuple[int, str]] = []
+    monkeypatch.setattr(
+        split._reporter, "report", lambda rows, **words: told.append((rows, words["devices"][0].device))
+    )
+    for _ in split.loader(ROWS, training=False):
+        pass
+    assert told == []
+    for _ in split.loader(ROWS):
+        pass
+    assert told == [(8, "cpu-1-of-2"), (8, "cpu-1-of-2"), (4, "cpu-1-of-2")]
+
+
+def test_weights_of_a_rank_without_rows_keep_infinities_out() -> None:
+    """A row that only keeps step may overflow without harm to the others."""
+    weight = torch.ones(2, requires_grad=True)
+    weights = GradientWeights([3, 1], 1)
+    weights._parameters.append(weight)
+    weights.begin([1, 0])
+    (weight * torch.tensor([float("inf"), 1.0])).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [0.0, 0.0]
+    weights.begin([3, 1])
+    (weight * 2).sum().backward()
+    assert weight.grad.tolist() == [2.0, 2.0]
+
+
+SCRIPT = """
+import argparse, warnings
+import torch
+from evener.torch_split import Split
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--plan")
+parser.add_argument("--out")
+options = parser.parse_args()
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(203, 6), torch.randint(0, 3, (203,)))
+
+
+def train(half):
+    split = Split(options.plan)
+    loader = split.loader(data, seed=1)
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+    model = split.wrap(net)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=half == torch.float16)
+    seen, losses = [], []
+    for epoch in range(3):
+        for step, (inputs, labels) in enumerate(loader):
+            with torch.autocast("cpu", half, enabled=half is not None):
+                loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+            if epoch == 1 and step == 3 and split.rank == 1 and half == torch.float16:
+                loss = loss * float("inf")
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(split.mean(loss.detach()))
+            if epoch == 0:
+                seen += inputs[: split.rows, 0].tolist()
+    return {"seen": seen, "losses": losses, "scale": scaler.get_scale(), "rows": data.tensors[0][:, 0].tolist(),
+            "weights": [weight.detach() for weight in net.parameters()]}
+
+
+def wrong(*layers, twice=False):
+    warnings.simplefilter("error")
+    split = Split(options.plan)
+    try:
+        model = split.wrap(torch.nn.Sequential(torch.nn.Linear(6, 3), *layers))
+        if twice:
+            split.wrap(model)
+    except Exception as error:
+        return str(error)
+
+
+ended = {name: train(half) for name, half in
+         {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}.items()}
+ended["normalize"] = wrong(torch.nn.BatchNorm1d(3))
+ended["synchronize"] = wrong(torch.nn.SyncBatchNorm(3))
+ended["twice"] = wrong(twice=True)
+torch.save(ended, f"{options.out}{Split(options.plan).rank}.pt")
+"""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What the script above saved, started as a user starts it."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    (folder / "train.py").write_text(SCRIPT)
+    plan((24, 8)).save(folder / "plan.toml")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    environment = {
+        **os.environ,
+        "PYTHONWARNINGS": "ignore",
+        "CUDA_VISIBLE_DEVICES": "",
+        "EVENER_LIVE_DIR": str(folder / "live"),
+    }
+    arguments = ["--plan", "plan.toml", "--out", "rank"]
+    done = subprocess.run(
+        [*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(folder.glob("live/*")) == []
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.slow
+def test_torchrun_trains_every_row_once(ended: list[dict[str, Any]]) -> None:
+    first, second = (rank["float32"] for rank in ended)
+    assert sorted(first["seen"] + second["seen"]) == sorted(first["rows"])
+    assert 2.5 < len(first["seen"]) / len(second["seen"]) < 3.5
+    assert first["losses"] == second["losses"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["float32", "bfloat16", "float16"])
+def test_every_precision_keeps_the_ranks_equal_and_near_float32(ended: list[dict[str, Any]], mode: str) -> None:
+    for first, second in zip(ended[0][mode]["weights"], ended[1][mode]["weights"], strict=True):
+        assert torch.isfinite(first).all()
+        assert torch.equal(first, second)
+    assert ended[0][mode]["losses"][:7] == pytest.approx(ended[0]["float32"]["losses"][:7], abs=0.03)
+
+
+@pytest.mark.slow
+def test_an_overflow_on_one_rank_is_skipped_by_both(ended: list[dict[str, Any]]) -> None:
+    """Loss scaling stays intact: both halve the scale once, and train on."""
+    assert ended[0]["float16"]["scale"] == ended[1]["float16"]["scale"] == 2.0**15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "named"),
+    [
+        ("normalize", "normalizes over each device"),
+        ("synchronize", "weigh='loss'"),
+        ("twice", "communication hook"),
+    ],
+)
+def test_what_would_not_be_exact_is_said(ended: list[dict[str, Any]], mode: str, named: str) -> None:
+    assert named in ended[0][mode]
