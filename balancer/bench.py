@@ -86,9 +86,13 @@ def _check_json(settings: object) -> None:
 
 
 def _driver(devices: tuple[Device, ...]) -> str:
-    """The GPUs' driver version; empty without GPUs."""
+    """The GPUs' driver version; empty without GPUs, or if the driver has gone silent since."""
     if devices[0].kind != "gpu":
         return ""
-    from devices.nvml_library import list_gpus
+    from devices.nvml_library import opened
 
-    return str(getattr(list_gpus(), "driver", ""))
+    try:
+        with opened() as nvml:
+            return str(nvml.nvmlSystemGetDriverVersion())
+    except Exception:  # whatever the driver raises: the version is told, not needed
+        return ""

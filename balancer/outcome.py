@@ -46,8 +46,8 @@ def plan_of(found: Findings, notes: Sequence[str] = ()) -> Outcome:
     header, request = found.header, found.header.request
     chosen = found.chosen
     rivals = words.Rivals(found.even, found.single, _fastest_split(found.results), found.sync_seconds)
-    sentence = words.verdict(chosen, rivals, header.devices)
-    doubts = words.warnings(found.seen, chosen.layout, header.devices)
+    doubts = words.doubts_of(found.seen, chosen.layout)
+    sentence = words.doubtful(words.verdict(chosen, rivals, header.devices), doubts)
     plan = Plan(
         created=header.created,
         workload=header.workload,
@@ -65,7 +65,7 @@ def plan_of(found: Findings, notes: Sequence[str] = ()) -> Outcome:
             why_stopped=found.why_stopped,
         ),
         fingerprint=_fingerprint(header, found.facts),
-        warnings=(*notes, *doubts, *words.left_out(found.seen, header.devices)),
+        warnings=(*notes, *words.warnings(doubts, header.devices), *words.left_out(found.seen, header.devices)),
     )
     return Outcome(plan, sentence)
 

@@ -100,15 +100,34 @@ def _names(layout: Layout, devices: Sequence[Device]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def warnings(seen: Iterable[Observation], chosen: Layout, devices: Sequence[Device]) -> tuple[str, ...]:
-    """Doubts about the chosen layout's own measurement, the worst of each kind, with what helps against it."""
+def doubts_of(seen: Iterable[Observation], chosen: Layout) -> tuple[Warned, ...]:
+    """Doubts about the chosen layout's own measurement, the worst of each kind."""
     worst: dict[str, Warned] = {}
     for one in seen:
         if isinstance(one, Timed) and one.probe.layout == chosen:
             for doubt in one.warnings:
                 if doubt.code not in worst or abs(doubt.value) > abs(worst[doubt.code].value):
                     worst[doubt.code] = doubt
-    return tuple(_doubt(worst[code], devices) for code in ORDER if code in worst)
+    return tuple(worst[code] for code in ORDER if code in worst)
+
+
+def warnings(doubts: Iterable[Warned], devices: Sequence[Device]) -> tuple[str, ...]:
+    """Each doubt in a sentence, with what helps against it."""
+    return tuple(_doubt(doubt, devices) for doubt in doubts)
+
+
+def doubtful(sentence: str, doubts: Iterable[Warned]) -> str:
+    """The verdict with what most lessens it; noise is in its intervals already."""
+    seen = {doubt.code for doubt in doubts}
+    why = next((words for code, words in _SHORT.items() if code in seen), "")
+    return f"{sentence.removesuffix('.')}; but {why}: measure again to be sure." if why else sentence
+
+
+_SHORT = {
+    "throttled": "steps were held back while it was measured",
+    "drift": "its speed drifted while it was measured",
+    "disturbed": "other work took CPU time while it was measured",
+}
 
 
 def _doubt(doubt: Warned, devices: Sequence[Device]) -> str:

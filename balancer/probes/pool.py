@@ -78,7 +78,7 @@ class ChildProber:
         self._began = time.monotonic() - start_seconds
         self._idle: dict[Key, _Standing] = {}
         self._parties: set[Party] = set()
-        self._needs: dict[Layout, dict[int, int]] = {}
+        self._peaks: dict[int, dict[int, int]] = {}  # position -> share -> bytes that a process held for it
         self._facts = Facts(driver=job.driver)
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -161,7 +161,8 @@ class ChildProber:
         held = {i: size for i, size in enumerate(seen.memory_bytes) if size is not None}
         standing.held = {i: max(size, standing.held.get(i, 0)) for i, size in held.items()}
         with self._lock:
-            self._needs[probe.layout] = held
+            for i, size in held.items():
+                self._peaks.setdefault(i, {})[probe.layout.shares[i]] = size
             self._idle[key] = standing
         return seen
 
@@ -291,16 +292,25 @@ class ChildProber:
         wanted = {key_of(probe.layout) for probe in probes}
         needs: dict[int, int | None] = {}
         for probe in probes:
-            known = self._needs.get(probe.layout, {})
-            needs |= {position: known.get(position) for position in probe.layout.active}
+            copies = probe.layout.processes
+            for position in probe.layout.active:
+                most = self._most(position, probe.layout.shares[position])
+                needs[position] = None if most is None else most * copies
         low = (available_memory() or LOW_HOST_MEMORY_BYTES) < LOW_HOST_MEMORY_BYTES
         for key, standing in list(self._idle.items()):
-            crowded = any(self._crowded(position, needs[position]) for position in key.positions if position in needs)
-            if key not in wanted and (low or crowded):
+            if key in wanted:
+                continue
+            shared = [position for position in key.positions if position in needs]
+            if low or any(self._crowded(position, needs[position], wanted) for position in shared):
                 self._idle.pop(key)
                 self._end(standing)
 
-    def _crowded(self, position: int, need: int | None) -> bool:
+    def _most(self, position: int, share: int) -> int | None:
+        """At most what a process will hold, by what others held: memory rises with the share, no faster than it."""
+        known = self._peaks.get(position, {})
+        return min((round(size * max(1.0, share / seen)) for seen, size in known.items()), default=None)
+
+    def _crowded(self, position: int, need: int | None, wanted: set[Key]) -> bool:
         """Whether a GPU could not hold all idle children and one that needs so much; unknown counts as everything."""
         device = self._job.devices[position]
         if device.kind != "gpu":
@@ -308,7 +318,10 @@ class ChildProber:
         usable = device.usable_memory_bytes
         if need is None or usable is None:
             return True
-        return need + sum(one.held.get(position, 0) for one in self._idle.values()) > KEPT_MEMORY * usable
+        held = {key: standing.held.get(position, 0) for key, standing in self._idle.items()}
+        own = max((held[key] for key in wanted if key in held), default=0)  # an allocator keeps what it once had
+        others = sum(size for key, size in held.items() if key not in wanted)
+        return max(need, own) + others > KEPT_MEMORY * usable
 
     def _end(self, standing: _Standing) -> None:
         standing.party.end()

@@ -1,0 +1,114 @@
+"""Memory that runs out for real, in each of its ways: every one is an OutOfMemory that names its device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import msgspec
+import pytest
+
+from balancer.probes.pool import ChildProber, Job
+from balancer.records import Observation, OutOfMemory, Probe, Timed, solo
+from balancer.session import Request, Session
+from devices.base import Device, Limit
+from devices.cpu import slices
+
+MIB = 1 << 20
+CGROUP = Path("/sys/fs/cgroup/memory")
+
+
+def observe(prober: ChildProber, batch: int, seconds: float = 0.2) -> Observation:
+    """One solo probe of the first device."""
+    (seen,) = prober.measure((Probe(solo(1, 0, batch), "solo", seconds),), lambda _: None, threading.Event())
+    return seen
+
+
+def one_slice(memory_bytes: int | None = None) -> Device:
+    """The first of two slices, with a memory limit."""
+    return msgspec.structs.replace(slices(2)[0], limit=Limit(memory_bytes=memory_bytes))
+
+
+def test_the_host_s_memory_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A real failed allocation under a real limit of the address space."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({400 * MIB}, {400 * MIB}))"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    prober = ChildProber(Job((one_slice(),), "synthetic", "none", {"memory_per_sample_mib": 1.0}))
+    seen = observe(prober, 1000)
+    assert isinstance(seen, OutOfMemory)
+    assert seen.devices == (0,)
+    assert isinstance(observe(prober, 10), Timed)
+    prober.close()
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A memory cgroup of 120 MiB."""
+    folder = CGROUP / f"evener-{uuid4().hex[:8]}"
+    try:
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(120 * MIB))
+    except OSError:
+        pytest.skip("memory cgroups need root and cgroup version 1")
+    yield folder
+    folder.rmdir()
+
+
+def test_the_kernel_s_killer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, group: Path) -> None:
+    """A child that the kernel kills for memory ran out of memory; a smaller batch then fits."""
+    (tmp_path / "sitecustomize.py").write_text(f"open({str(group / 'cgroup.procs')!r}, 'w').write('0')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    prober = ChildProber(Job((one_slice(),), "synthetic", "none", {"memory_per_sample_mib": 1.0}))
+    seen = observe(prober, 400)
+    fits = observe(prober, 10)
+    prober.close()
+    assert isinstance(seen, OutOfMemory)
+    assert "SIGKILL" in seen.detail
+    assert isinstance(fits, Timed)
+
+
+def test_the_retreat_bisects_between_what_ran_and_what_did_not() -> None:
+    """A device with a small memory ends with a batch that fits it, after few failures."""
+    request = Request(
+        devices="cpu:0@64MiB,cpu:1",
+        workload="synthetic",
+        settings={"memory_per_sample_mib": 0.5, "base_ms": 20.0},
+        budget_seconds=12.0,
+        max_global_batch=600,
+    )
+    session = Session(request)
+    events = list(session.events())
+    session.close()
+    plan = events[-1].plan  # type: ignore[union-attr]
+    assert plan.batches[0] <= 126
+    assert plan.search.out_of_memory <= 3
+    assert plan.layout.share[0].limit == "64MiB"
+
+
+@pytest.mark.slow
+def test_tensorflow_runs_out_of_its_slice_and_the_next_probe_fits() -> None:
+    """A real ResourceExhaustedError from its allocator's cap; the child is replaced."""
+    pytest.importorskip("tensorflow")
+    prober = ChildProber(Job((one_slice(300 * MIB),), "keras_mnist", "tensorflow"))
+    seen = observe(prober, 6_000)
+    fits = observe(prober, 32)
+    prober.close()
+    assert isinstance(seen, OutOfMemory), seen
+    assert seen.devices == (0,)
+    assert isinstance(fits, Timed), fits
+
+
+@pytest.mark.slow
+def test_torch_runs_out_of_its_slice_and_the_next_probe_fits() -> None:
+    """A real failed allocation of the default CPU allocator under its cap."""
+    pytest.importorskip("torch")
+    prober = ChildProber(Job((one_slice(400 * MIB),), "torch_mnist", "torch"))
+    seen = observe(prober, 6_000)
+    fits = observe(prober, 32)
+    prober.close()
+    assert isinstance(seen, OutOfMemory), seen
+    assert isinstance(fits, Timed), fits

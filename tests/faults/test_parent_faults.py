@@ -1,0 +1,233 @@
+"""The session's own process killed or stopped, for real: children end, the journal stays, `--resume` goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+import balancer
+from balancer import journal, runs
+from balancer.events import Event, Finished, Observed, Started
+from balancer.session import Request, Session
+
+KILLS = int(os.environ.get("EVENER_KILLS", "12"))  # random moments; 200 and more by hand
+SIMULATED = Request(devices="sim:gtx1080ti,gtx1080", pace=0.004)
+SYNTHETIC = Request(devices="cpu", workload="synthetic", budget_seconds=8.0, max_global_batch=256)
+SCRIPT = """
+import sys, msgspec
+sys.path.insert(0, sys.argv[1])
+from balancer.session import Request, Session
+from balancer.events import ProbeProgress
+session = Session(msgspec.json.decode(sys.argv[2], type=Request), resume=sys.argv[3] or None)
+print(session.run_id, flush=True)
+for event in session.events():
+    print(event.phase if isinstance(event, ProbeProgress) else type(event).__name__, flush=True)
+session.close()
+"""
+
+
+def start(request: Request, resume: str = "") -> subprocess.Popen[str]:
+    """A session in a process of its own."""
+    home = str(Path(balancer.__file__).parents[1])
+    arguments = [sys.executable, "-c", SCRIPT, home, msgspec.json.encode(request).decode(), resume]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes to be ended behind the test, whatever happens."""
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def read_until(process: subprocess.Popen[str], word: str) -> None:
+    """Pass over its lines up to one that is `word`."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == word:
+            return
+    raise AssertionError(f"it ended without {word}")
+
+
+def finish(request: Request, resume: str | None = None) -> tuple[Finished, list[Event]]:
+    """Drive a session to its end, here."""
+    session = Session(request, resume=resume)
+    try:
+        events = list(session.events())
+    finally:
+        session.close()
+    assert isinstance(events[-1], Finished)
+    return events[-1], events
+
+
+def wait_gone(pids: list[int], seconds: float) -> None:
+    """Within so many seconds none of these is running."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(_runs(pid) for pid in pids):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"still there: {[pid for pid in pids if _runs(pid)]}")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_killed_at_random_moments_a_simulated_run_comes_to_the_undisturbed_plan(
+    started: list[subprocess.Popen[str]],
+) -> None:
+    """No measured probe is made again, however often and wherever it is cut off."""
+    undisturbed, _ = finish(msgspec.structs.replace(SIMULATED, pace=0.0))
+    draw = random.Random(os.environ.get("EVENER_SEED", "1"))
+    run, measured = "", 0
+    for _ in range(KILLS):
+        started.append(process := start(SIMULATED, run))
+        assert process.stdout is not None
+        run = process.stdout.readline().strip()
+        time.sleep(draw.uniform(0.0, 0.25))
+        process.kill()
+        process.wait()
+        record = journal.read(runs.journal_path(run))
+        probes = [entry.seen.probe for entry in record.seen]
+        assert len(probes) == len(set(probes)), "a probe was measured twice"
+        assert len(probes) >= measured, "a measurement was lost"
+        measured = len(probes)
+        if record.ended is not None:
+            assert record.ended.plan.throughput == undisturbed.plan.throughput
+            run, measured = "", 0
+    final, _ = finish(Request(), run or None) if run else finish(msgspec.structs.replace(SIMULATED, pace=0.0))
+    assert msgspec.structs.replace(final.plan, created="") == msgspec.structs.replace(undisturbed.plan, created="")
+
+
+def test_kill_of_a_child_then_of_the_parent_then_resume(started: list[subprocess.Popen[str]]) -> None:
+    """The children notice and end within 5 s; the resumed run measures nothing twice and comes to a plan."""
+    started.append(parent := start(SYNTHETIC))
+    assert parent.stdout is not None
+    run = parent.stdout.readline().strip()
+    read_until(parent, "measuring")
+    psutil.Process(parent.pid).children()[0].kill()
+    read_until(parent, "Observed")
+    read_until(parent, "measuring")
+    pids = [child.pid for child in psutil.Process(parent.pid).children(recursive=True)]
+    assert pids
+    parent.kill()
+    parent.wait()
+    wait_gone(pids, 5.0)
+    before = [entry.seen.probe for entry in journal.read(runs.journal_path(run)).seen]
+    assert before
+    finished, events = finish(Request(), run)
+    assert isinstance(events[0], Started)
+    assert events[0].replayed == len(before)
+    again = [event.seen for event in events if isinstance(event, Observed)]
+    timed = [entry.seen.probe for entry in journal.read(runs.journal_path(run)).seen]
+    assert len(timed) == len(before) + len(again)
+    assert finished.plan.search.probes == len(timed)
+    assert not psutil.Process().children()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_children_end_with_a_parent_that_is_killed_even_if_they_are_stopped(
+    started: list[subprocess.Popen[str]], frozen: bool
+) -> None:
+    """A child that hangs can't be asked: the kernel ends it."""
+    started.append(parent := start(SYNTHETIC))
+    read_until(parent, "measuring")
+    children = psutil.Process(parent.pid).children(recursive=True)
+    if frozen:
+        for child in children:
+            child.suspend()
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    wait_gone([child.pid for child in children], 5.0)
+
+
+def test_a_stop_ends_all_children_within_two_seconds(started: list[subprocess.Popen[str]]) -> None:
+    """In the middle of probes that would take a minute, with the best plan so far."""
+    session = Session(msgspec.structs.replace(SYNTHETIC, budget_seconds=None))
+    seen = 0
+    stopped_at = 0.0
+    last: Event | None = None
+    for last in session.events():
+        seen += isinstance(last, Observed)
+        if seen == 3 and not stopped_at:
+            session.stop()
+            stopped_at = time.monotonic()
+    assert time.monotonic() - stopped_at < 2.0
+    assert not psutil.Process().children()
+    session.close()
+    assert isinstance(last, Finished)
+    assert last.interrupted
+    assert last.plan.search.probes >= 3
+
+
+def test_a_terminal_s_ctrl_c_reaches_the_parent_alone(started: list[subprocess.Popen[str]]) -> None:
+    """Children are in sessions of their own: a signal to the terminal's group does not end them first."""
+    session = Session(SYNTHETIC)
+    events = session.events()
+    while not psutil.Process().children():
+        next(events)
+    for child in psutil.Process().children():
+        assert os.getsid(child.pid) == child.pid != os.getsid(0)
+    session.close()
+    assert not psutil.Process().children()
+
+
+def test_a_child_killed_once_costs_one_probe_and_the_search_goes_on() -> None:
+    """The observation is journalled as failed; the fresh try is measured."""
+    session = Session(SYNTHETIC)
+    killed = False
+    events: list[Event] = []
+    for event in session.events():
+        events.append(event)
+        if not killed and psutil.Process().children():
+            psutil.Process().children()[0].kill()
+            killed = True
+    session.close()
+    last = events[-1]
+    assert isinstance(last, Finished)
+    assert last.plan.layout.global_batch > 0
+    outcomes = [type(seen).__name__ for seen in runs.load_run("last").observations]
+    assert outcomes.count("Failed") == 1
+    assert outcomes.count("Timed") >= 4
+
+
+def test_a_workload_that_always_dies_is_no_layout_and_says_why() -> None:
+    """One sentence with each device's smallest failure."""
+    from evener.errors import NoLayoutError
+
+    session = Session(msgspec.structs.replace(SYNTHETIC, settings={"fail": "kill"}))
+    with pytest.raises(NoLayoutError, match=r"CPU:0 failed with \d+ samples, .*SIGKILL.*; CPU:1 failed") as fault:
+        list(session.events())
+    session.close()
+    assert fault.value.exit_code == 1
+    assert fault.value.message.count("\n") == 0
+
+
+def test_a_budget_too_small_to_measure_anything_is_said() -> None:
+    """With the remedy."""
+    from evener.errors import NoLayoutError
+
+    session = Session(msgspec.structs.replace(SYNTHETIC, budget_seconds=0.05, settings={"base_ms": 5000.0}))
+    with pytest.raises(NoLayoutError, match=r"budget of 0\.05 s was over") as fault:
+        list(session.events())
+    session.close()
+    assert "--budget" in fault.value.remedy
