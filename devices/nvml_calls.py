@@ -149,11 +149,15 @@ class Fields:
 
 
 class Counter:
-    """A number that only grows, turned into its rate; the first look, a wrap and a reset give no rate."""
+    """A number that only grows, turned into its rate; the first look, a wrap and a reset give no rate.
 
-    __slots__ = ("_at", "_number", "_rate")
+    Drivers renew some counters ten times a second: `shortest_seconds` is the least time that a rate is taken over.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_at", "_number", "_rate", "_shortest")
+
+    def __init__(self, shortest_seconds: float = 0.0) -> None:
+        self._shortest = shortest_seconds
         self._number: float | None = None
         self._at = 0.0
         self._rate = PENDING
@@ -161,23 +165,24 @@ class Counter:
     def rate(self, reading: Reading, now: float) -> Reading:
         """Units per second since the last fresh reading."""
         number = reading.current
-        if number is None:
-            if reading.state is not State.STALE:
-                self._number, self._rate = None, PENDING
-                return reading
-            return self._aged(now)
-        if reading.age_seconds > 0:
-            return self._aged(now)
+        if number is None and reading.state is not State.STALE:
+            self._number, self._rate = None, PENDING
+            return reading
         before, elapsed = self._number, now - self._at
-        if before is not None and elapsed <= 0:
-            return self._rate
+        if number is None or reading.age_seconds > 0:
+            return self._aged(reading.state, elapsed)
+        if before is None or number < before:
+            self._rate = PENDING
+        elif elapsed < max(self._shortest, 1e-6):
+            return self._aged(State.VALUE, elapsed)
+        else:
+            self._rate = value((number - before) / elapsed)
         self._number, self._at = number, now
-        self._rate = PENDING if before is None or number < before else value((number - before) / elapsed)
         return self._rate
 
-    def _aged(self, now: float) -> Reading:
+    def _aged(self, state: State, age_seconds: float) -> Reading:
         rate = self._rate
-        return PENDING if rate.value is None else Reading(State.STALE, rate.value, max(0.0, now - self._at))
+        return PENDING if rate.value is None else Reading(state, rate.value, max(0.0, age_seconds))
 
 
 def scaled(reading: Reading, factor: float) -> Reading:

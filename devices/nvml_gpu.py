@@ -17,6 +17,8 @@ from devices.nvml_library import Handle, Library, memory
 
 SLOW_SECONDS = 5.0  # limits that rarely change, the fan
 ONCE_SECONDS = 3600.0
+HEAT_SECONDS = 1.9  # it moves slowly, and costs 0.4 ms
+SHORTEST_WINDOW_SECONDS = 0.4  # for rates: the energy counter moves in steps of about a tenth of a second
 ALL_LINKS = 0xFFFFFFFF  # the scope that sums NVLink's counters
 MIB, KIB = 1 << 20, 1 << 10
 
@@ -66,11 +68,11 @@ class GpuReader:
     ) -> None:
         self.nvml, self.handle, self.device, self.is_mig = nvml, handle, device, parent is not None
         self._activity = gpm.Activity(nvml, handle if parent is None else parent, instance)
-        fast: list[int | tuple[int, int]] = [ENERGY, POWER_AVERAGE, ECC_UNCORRECTED, *THROTTLING]
-        fast += [PCIE_SEND_BYTES, PCIE_RECEIVE_BYTES, (LINK_SEND_KIB, ALL_LINKS), (LINK_RECEIVE_KIB, ALL_LINKS)]
-        self._fields = Fields(nvml, handle, fast)
-        self._slow_fields = Fields(nvml, handle, [POWER_LIMIT, RECOVERY_ACTION], SLOW_SECONDS)
-        self._counters = {field: Counter() for field in (ENERGY, *THROTTLING, *_TRAFFIC)}
+        links = [(LINK_SEND_KIB, ALL_LINKS), (LINK_RECEIVE_KIB, ALL_LINKS)]
+        self._fields = Fields(nvml, handle, [ENERGY, POWER_AVERAGE, *THROTTLING])
+        self._traffic_fields = Fields(nvml, handle, [PCIE_SEND_BYTES, PCIE_RECEIVE_BYTES, *links])
+        self._slow_fields = Fields(nvml, handle, [POWER_LIMIT, RECOVERY_ACTION, ECC_UNCORRECTED], SLOW_SECONDS)
+        self._counters = {field: Counter(SHORTEST_WINDOW_SECONDS) for field in (ENERGY, *THROTTLING, *_TRAFFIC)}
         self._first_joules: float | None = None
         self._metrics = {name: Metric(nvml, call, period) for name, call, period in self._calls()}
 
@@ -99,9 +101,9 @@ class GpuReader:
             throttled_percent=throttled,
             throttle_reasons=reasons,
             fan_percent=read["fan"],
-            ecc_errors=fields[ECC_UNCORRECTED],
+            ecc_errors=slow[ECC_UNCORRECTED],
             note=RECOVERY.get(int(slow[RECOVERY_ACTION].current or 0), ""),
-            **self._traffic(activity, fields, now),
+            **self._traffic(activity, now),
         )
 
     def close(self) -> None:
@@ -114,7 +116,7 @@ class GpuReader:
         return [
             ("utilization", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu, 0.0),
             ("memory_used", self._used_bytes, 0.0),
-            ("temperature", lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU), 0.0),
+            ("temperature", lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU), HEAT_SECONDS),
             ("clock", lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM), 0.0),
             ("fan", lambda: nvml.nvmlDeviceGetFanSpeed(handle), SLOW_SECONDS),
             ("temperature_limit", self._slowdown_celsius, ONCE_SECONDS),
@@ -167,14 +169,16 @@ class GpuReader:
         mask = int(self._metrics["reasons"].read(now).current or 0)
         return UNSUPPORTED, tuple(words for bit, words in EVENT_REASONS.items() if mask & bit)
 
-    def _traffic(self, activity: Mapping[int, Reading], fields: Mapping[int, Reading], now: float) -> dict[str, Any]:
-        """Bytes per second of PCIe and NVLink: from GPM where it tells them, else from the counters."""
-        found = {}
-        for field, (name, metric, unit) in _TRAFFIC.items():
+    def _traffic(self, activity: Mapping[int, Reading], now: float) -> dict[str, Any]:
+        """Bytes per second of PCIe and NVLink: from GPM, else from counters, asked only where it tells none."""
+        found = {name: scaled(activity[metric], MIB) for name, metric, _ in _TRAFFIC.values()}
+        if all(reading.current is not None for reading in found.values()):
+            return found
+        fields = self._traffic_fields.read(now)
+        for field, (name, _, unit) in _TRAFFIC.items():
             counted = scaled(self._counters[field].rate(fields[field], now), unit)
-            measured = scaled(activity[metric], MIB)
-            best = (measured, counted) if counted.current is None or measured.current is not None else (counted,)
-            found[name] = first_known(*best)
+            if found[name].current is None:
+                found[name] = counted if counted.current is not None else first_known(found[name], counted)
         return found
 
 

@@ -187,6 +187,24 @@ def test_a_counter_that_starts_over_gives_no_rate_for_one_tick(rig: Rig) -> None
     assert sample.energy_joules.current >= 0
 
 
+def test_power_over_a_short_tick_is_not_taken_from_the_coarse_energy_counter(rig: Rig) -> None:
+    """Over 0.15 s the counter's steps would show 880 W on a card that is held to 700."""
+    rig.tick()
+    for gpu in rig.nvml.gpus:
+        gpu.counters[83] += 100_000
+    assert rig.tick(0.15).devices[0].power_watts.current == 300
+    rig.tick(times=2)
+    assert rig.tick(0.1).devices[0].power_watts == Reading(State.VALUE, 300.0, pytest.approx(0.1))
+
+
+def test_counters_of_traffic_are_not_asked_where_gpm_tells_it(rig: Rig) -> None:
+    rig.nvml.gpus[1].gpm = None
+    rig.tick(times=2)
+    before = dict(rig.nvml.calls)
+    rig.tick()
+    assert rig.nvml.calls["nvmlDeviceGetFieldValues"] == before["nvmlDeviceGetFieldValues"] + 3
+
+
 def test_a_gpu_is_lost_and_back(rig: Rig) -> None:
     rig.nvml.gpus[1].processes = [type_of_process(rig)(os.getpid())]
     rig.tick(times=3)
@@ -249,7 +267,7 @@ def test_permission_is_lost_for_everything_and_comes_back(rig: Rig) -> None:
     calls = [name for name in rig.nvml.calls if name.startswith("nvmlDeviceGet") and "Process" not in name]
     for name in (*calls, "nvmlGpmSampleGet"):
         rig.nvml.fail(name, rig.nvml.NVML_ERROR_NO_PERMISSION, gpu=0)
-    row = rig.tick().devices[0]
+    row = rig.tick(times=2).devices[0]
     assert row.note == DENIED_WORDS
     assert row.temperature_celsius.state is State.DENIED
     for name in (*calls, "nvmlGpmSampleGet"):
@@ -264,7 +282,7 @@ def test_a_driver_that_answers_unknown_error_to_everything_is_said(rig: Rig) -> 
     for name in CALLS:
         rig.nvml.fail(name, rig.nvml.NVML_ERROR_UNKNOWN, gpu=0)
     rig.nvml.fail("nvmlDeviceGetMemoryInfo_v2", rig.nvml.NVML_ERROR_UNKNOWN, gpu=0)
-    row = rig.tick().devices[0]
+    row = rig.tick(times=2).devices[0]
     assert row.note == SILENT_WORDS
     assert row.temperature_celsius.state is State.STALE
 
