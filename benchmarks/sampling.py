@@ -16,8 +16,24 @@ from typing import Any
 from devices.base import Reading, Snapshot
 from devices.discover import discover, open_source
 from devices.nvml import NvmlSource
-from devices.nvml_library import load
+from devices.nvml_gpu import (
+    ALL_LINKS,
+    ECC_UNCORRECTED,
+    ENERGY,
+    LINK_RECEIVE_KIB,
+    PCIE_RECEIVE_BYTES,
+    POWER_AVERAGE,
+    POWER_LIMIT,
+    RECOVERY_ACTION,
+    THROTTLING,
+)
+from devices.nvml_library import load, opened
 from devices.sampler import Sampler
+
+FIELDS = (
+    *(ENERGY, POWER_AVERAGE, POWER_LIMIT, ECC_UNCORRECTED, RECOVERY_ACTION, *THROTTLING),
+    *(PCIE_RECEIVE_BYTES, (LINK_RECEIVE_KIB, ALL_LINKS)),
+)
 
 
 class TimedLibrary:
@@ -61,6 +77,8 @@ def main() -> None:
     elapsed, used = time.perf_counter() - started, time.process_time() - used
     _print_ticks(snapshots, used / elapsed)
     _print_calls(library, len(snapshots))
+    if is_gpu:
+        _print_fields(load())
     if options.readings:
         _print_readings(snapshots[-1])
 
@@ -92,6 +110,18 @@ def _print_calls(library: TimedLibrary, ticks: int) -> None:
             mean, most = 1e3 * sum(seconds) / len(seconds), 1e3 * max(seconds)
             print(f"{name:45} {len(seconds):5} calls  mean {mean:8.3f} ms  most {most:8.3f} ms")
     print(f"{sum(len(seconds) for seconds in library.seconds.values()) / max(1, ticks):.1f} calls a tick")
+
+
+def _print_fields(nvml: Any, repeats: int = 20) -> None:
+    """Each field alone, on the first GPU."""
+    with opened(nvml):
+        handle = nvml.nvmlDeviceGetHandleByIndex(0)
+        for field in FIELDS:
+            started = time.perf_counter()
+            for _ in range(repeats):
+                (answer,) = nvml.nvmlDeviceGetFieldValues(handle, [field])
+            mean = 1e3 * (time.perf_counter() - started) / repeats
+            print(f"field {field!s:18} {mean:8.3f} ms  return {answer.nvmlReturn}  type {answer.valueType}")
 
 
 def _print_readings(snapshot: Snapshot) -> None:

@@ -17,7 +17,7 @@ from devices.nvml_library import Handle, Library, memory
 
 SLOW_SECONDS = 5.0  # limits that rarely change, the fan
 ONCE_SECONDS = 3600.0
-HEAT_SECONDS = 1.9  # it moves slowly, and costs 0.4 ms
+CALM_SECONDS = 1.9  # every other second: heat, 0.4 ms; counters of throttling, which miss nothing in between
 SHORTEST_WINDOW_SECONDS = 0.4  # for rates: the energy counter moves in steps of about a tenth of a second
 ALL_LINKS = 0xFFFFFFFF  # the scope that sums NVLink's counters
 MIB, KIB = 1 << 20, 1 << 10
@@ -69,7 +69,8 @@ class GpuReader:
         self.nvml, self.handle, self.device, self.is_mig = nvml, handle, device, parent is not None
         self._activity = gpm.Activity(nvml, handle if parent is None else parent, instance)
         links = [(LINK_SEND_KIB, ALL_LINKS), (LINK_RECEIVE_KIB, ALL_LINKS)]
-        self._fields = Fields(nvml, handle, [ENERGY, POWER_AVERAGE, *THROTTLING])
+        self._fields = Fields(nvml, handle, [ENERGY, POWER_AVERAGE])
+        self._throttle_fields = Fields(nvml, handle, list(THROTTLING), CALM_SECONDS)
         self._traffic_fields = Fields(nvml, handle, [PCIE_SEND_BYTES, PCIE_RECEIVE_BYTES, *links])
         self._slow_fields = Fields(nvml, handle, [POWER_LIMIT, RECOVERY_ACTION, ECC_UNCORRECTED], SLOW_SECONDS)
         self._counters = {field: Counter(SHORTEST_WINDOW_SECONDS) for field in (ENERGY, *THROTTLING, *_TRAFFIC)}
@@ -81,7 +82,7 @@ class GpuReader:
         read = {name: metric.read(now) for name, metric in self._metrics.items() if name not in _FALLBACKS}
         activity = self._activity.read(now)
         fields, slow = self._fields.read(now), self._slow_fields.read(now)
-        throttled, reasons = self._throttling(fields, now)
+        throttled, reasons = self._throttling(now)
         return DeviceSample(
             device=self.device,
             utilization_percent=read["utilization"],
@@ -116,7 +117,7 @@ class GpuReader:
         return [
             ("utilization", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu, 0.0),
             ("memory_used", self._used_bytes, 0.0),
-            ("temperature", lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU), HEAT_SECONDS),
+            ("temperature", lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU), CALM_SECONDS),
             ("clock", lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM), 0.0),
             ("fan", lambda: nvml.nvmlDeviceGetFanSpeed(handle), SLOW_SECONDS),
             ("temperature_limit", self._slowdown_celsius, ONCE_SECONDS),
@@ -156,13 +157,15 @@ class GpuReader:
             return joules
         return Reading(joules.state, joules.value - self._first_joules, joules.age_seconds)
 
-    def _throttling(self, fields: Mapping[int, Reading], now: float) -> tuple[Reading, tuple[str, ...]]:
-        """The share of the tick that the longest reason took, and every reason that took a part of it."""
+    def _throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
+        """The share of the last seconds that the longest reason took, and every reason that took a part of them."""
+        fields = self._throttle_fields.read(now)
         rates = {field: self._counters[field].rate(fields[field], now) for field in THROTTLING}
         shares = {field: min(100.0, rate.current / 1e7) for field, rate in rates.items() if rate.current is not None}
         if shares:
             named = sorted((field for field in shares if shares[field] >= SPOKEN_SHARE), key=lambda f: -shares[f])
-            return value(max(shares.values())), tuple(THROTTLING[field] for field in named)
+            age = max(rate.age_seconds for rate in rates.values())
+            return value(max(shares.values()), age), tuple(THROTTLING[field] for field in named)
         told = first_known(*rates.values())
         if told.state is not State.UNSUPPORTED:
             return told, ()

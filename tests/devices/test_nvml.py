@@ -61,7 +61,7 @@ def states(sample: DeviceSample) -> dict[str, State]:
 def test_every_metric_of_a_healthy_gpu_has_its_value(rig: Rig) -> None:
     rig.nvml.gpus[0].fan_percent = 30
     rig.nvml.gpus[0].throttled = {74: 0.25, 270: 0.1}
-    sample = rig.tick(times=2).devices[0]
+    sample = rig.tick(times=3).devices[0]
     expected = {
         "utilization_percent": 95,
         "sm_percent": 80,
@@ -74,7 +74,7 @@ def test_every_metric_of_a_healthy_gpu_has_its_value(rig: Rig) -> None:
         "temperature_limit_celsius": 90,
         "power_watts": 300,
         "power_limit_watts": 700,
-        "energy_joules": 300,
+        "energy_joules": 600,
         "clock_mhz": 1500,
         "clock_max_mhz": 1980,
         "throttled_percent": 25,
@@ -199,10 +199,10 @@ def test_power_over_a_short_tick_is_not_taken_from_the_coarse_energy_counter(rig
 
 def test_counters_of_traffic_are_not_asked_where_gpm_tells_it(rig: Rig) -> None:
     rig.nvml.gpus[1].gpm = None
-    rig.tick(times=2)
-    before = dict(rig.nvml.calls)
+    rig.tick(times=3)
+    before = rig.nvml.calls["nvmlDeviceGetFieldValues"]
     rig.tick()
-    assert rig.nvml.calls["nvmlDeviceGetFieldValues"] == before["nvmlDeviceGetFieldValues"] + 3
+    assert rig.nvml.calls["nvmlDeviceGetFieldValues"] == before + 3  # energy of both, traffic of the one
 
 
 def test_a_gpu_is_lost_and_back(rig: Rig) -> None:
@@ -351,7 +351,8 @@ def test_nothing_that_blocks_is_called_and_static_facts_are_asked_once(rig: Rig)
     assert "nvmlDeviceGetPcieThroughput" not in rig.nvml.calls
     for name in ("nvmlDeviceGetTemperatureThreshold", "nvmlDeviceGetMaxClockInfo", "nvmlGpmQueryDeviceSupport"):
         assert rig.nvml.calls[name] == 2
-    assert rig.nvml.calls["nvmlDeviceGetFieldValues"] <= 30 * 2 + 2 * 7
+    assert rig.nvml.calls["nvmlDeviceGetFieldValues"] <= 2 * (30 + 15 + 7)
+    assert rig.nvml.calls["nvmlDeviceGetTemperature"] == 2 * 15
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> None:
