@@ -10,7 +10,8 @@ from typing import cast
 
 import msgspec
 
-from balancer.probes.pool import ChildProber, Job
+from balancer.probes.orders import Job
+from balancer.probes.pool import ChildProber
 from balancer.probes.prober import Prober
 from balancer.probes.simulated import SimulatedProber
 from balancer.request import Request, check

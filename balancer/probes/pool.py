@@ -7,64 +7,35 @@ without limits, in TensorFlow), else a child for each device, which step as a gr
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from hashlib import blake2b
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 
 from balancer.probes.child import Child, Inbox
+from balancer.probes.orders import Groups, Job, Key, engine_of, groups_of, key_of, one_child, orders_of, stand_of
 from balancer.probes.party import BrokenError, Mishap, Party, StoppedError
 from balancer.probes.prober import Facts, Report
-from balancer.probes.procfs import available_memory
-from balancer.probes.protocol import Build, Built, Ready
+from balancer.probes.protocol import Built, Ready
+from balancer.probes.room import Room
 from balancer.probes.trial import Limits, Stand, Trial, Watch
-from balancer.records import Failed, Layout, Observation, OutOfMemory, Probe, Timed
-from devices.base import Device
+from balancer.records import Failed, Observation, OutOfMemory, Probe, Timed
 from devices.environment import ChildEnvironment, child_environment
-from workloads.base import Input, Place, Precision
 
 PORT_TRIES = 3  # a port may be taken between its choice and its use
-MIXED: Precision = "mixed_bfloat16"  # what the knob "mixed" means: no loss scaling is needed
-KEPT_MEMORY = 0.92  # of a device, for all children that hold some
-LOW_HOST_MEMORY_BYTES = 1 << 30
 _PORT_TAKEN = ("address already in use", "failed to bind", "could not start grpc server")
 _VERSIONS = ("tensorflow", "keras", "torch", "cuda", "cudnn", "nccl")
-
-
-class Job(msgspec.Struct, frozen=True):
-    """What the children train, and on what."""
-
-    devices: tuple[Device, ...]
-    workload: str
-    framework: str  # tensorflow | torch | none
-    settings: dict[str, Any] = {}
-    precision: Precision = "float32"
-    xla: bool = False
-    input: Input = "host"
-    driver: str = ""
-
-
-class Key(msgspec.Struct, frozen=True):
-    """Which children can run a layout: its devices and how it lies on them."""
-
-    kind: str
-    positions: tuple[int, ...]
-    processes: int
-    placement: str
-    knobs: tuple[str, ...]
 
 
 class _Standing:
     """A party that is built, and the most that each of its devices held for it."""
 
-    def __init__(self, party: Party, stand: Stand, engine: str) -> None:
-        self.party, self.stand, self.engine = party, stand, engine
+    def __init__(self, party: Party, stand: Stand) -> None:
+        self.party, self.stand = party, stand
         self.held: dict[int, int] = {}
         self.fresh = True
 
@@ -78,7 +49,7 @@ class ChildProber:
         self._began = time.monotonic() - start_seconds
         self._idle: dict[Key, _Standing] = {}
         self._parties: set[Party] = set()
-        self._peaks: dict[int, dict[int, int]] = {}  # position -> share -> bytes that a process held for it
+        self._room = Room(job.devices)
         self._facts = Facts(driver=job.driver)
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -162,7 +133,7 @@ class ChildProber:
         standing.held = {i: max(size, standing.held.get(i, 0)) for i, size in held.items()}
         with self._lock:
             for i, size in held.items():
-                self._peaks.setdefault(i, {})[probe.layout.shares[i]] = size
+                self._room.learn(i, probe.layout.shares[i], size)
             self._idle[key] = standing
         return seen
 
@@ -177,24 +148,21 @@ class ChildProber:
     def _start(self, key: Key, watch: Watch, stop: threading.Event) -> _Standing:
         """New children, built; BrokenError if one of them dies or refuses."""
         watch.enter("starting")
-        devices = [self._job.devices[i] for i in key.positions]
-        engine = self.engine(key)
-        groups = [devices] if engine == "towers" or key.kind == "place" else [[device] for device in devices]
-        groups *= key.processes
+        groups = groups_of(self._job, key)
         environments = [child_environment(group, self._job.framework) for group in groups]
-        standing = _Standing(self._spawn(groups, environments), _stand(key, devices, len(groups), environments), engine)
+        standing = _Standing(self._spawn(groups, environments), stand_of(self._job, key, environments))
         try:
             standing.party.hear(Ready, self._limits.start, stop)
             watch.enter("building")
-            orders = self._orders(key, groups, environments, engine)
+            orders = orders_of(self._job, key, groups, environments)
             replies = standing.party.order(lambda rank: orders[rank], Built, self._limits.build, stop)
         except BaseException:
             self._end(standing)
             raise
-        self._learn(cast(Built, replies[0]).facts, engine)
+        self._learn(cast(Built, replies[0]).facts, engine_of(self._job, key))
         return standing
 
-    def _spawn(self, groups: list[list[Device]], environments: list[ChildEnvironment]) -> Party:
+    def _spawn(self, groups: Groups, environments: list[ChildEnvironment]) -> Party:
         inbox: Inbox = queue.Queue(1000)
 
         def start() -> Party:
@@ -216,52 +184,6 @@ class ChildProber:
             party.end()
         return party
 
-    def _orders(
-        self, key: Key, groups: list[list[Device]], environments: list[ChildEnvironment], engine: str
-    ) -> list[Build]:
-        job = self._job
-        grouped = key.kind == "split" and len(groups) > 1
-        peers = tuple(f"127.0.0.1:{port}" for port in free_ports(len(groups))) if grouped else ()
-        orders = []
-        for rank, (group, environment) in enumerate(zip(groups, environments, strict=True)):
-            first = group[0]
-            place = Place(
-                devices=tuple(f"{'CPU' if first.kind == 'cpu' else 'GPU'}:{i}" for i in range(len(group))),
-                memory_limit_bytes=tuple(self._framework_limit(device) for device in group),
-                rank=rank if grouped else 0,
-                peers=peers,
-                threads=environment.threads,
-                engine=engine or "auto",
-                precision=MIXED if "mixed" in key.knobs else job.precision,
-                xla=job.xla or "xla" in key.knobs,
-                input=job.input,
-                placement=key.placement,
-            )
-            slowed = first.kind == "cpu" and first.limit.percent is not None
-            compute = (first.limit.percent or 100.0) / 100 if slowed else 1.0
-            room = environment.address_space_bytes
-            parallelism = float(environment.threads or 1)
-            orders.append(Build(job.workload, job.framework, job.settings, place, compute, parallelism, room))
-        return orders
-
-    def _framework_limit(self, device: Device) -> int | None:
-        """The cap that the workload itself sets; TensorFlow's and torch's on CPU slices are set from outside."""
-        if device.kind == "gpu" or self._job.framework == "none":
-            return device.limit.memory_bytes
-        return None
-
-    def engine(self, key: Key) -> str:
-        """How a split over these devices is kept in step; empty for a layout without a choice."""
-        devices = [self._job.devices[i] for i in key.positions]
-        if key.kind != "split":
-            return ""
-        if self._job.framework == "torch":
-            return "ddp"
-        if self._job.framework == "none":
-            return "auto"
-        free = all(device.kind == "gpu" and not device.limit for device in devices)
-        return "towers" if free else "multiworker"
-
     def _learn(self, facts: dict[str, str], engine: str) -> None:
         with self._lock:
             known = self._facts
@@ -275,9 +197,8 @@ class ChildProber:
 
     def _mishap(self, probe: Probe, mishap: Mishap, phase: str, elapsed_seconds: float) -> Observation:
         key = key_of(probe.layout)
-        one_child = key.kind == "place" or self.engine(key) == "towers"
         devices = key.positions
-        if not one_child:
+        if not one_child(self._job, key):
             devices = (key.positions[mishap.rank % len(key.positions)],)
         elif len(key.positions) > 1:
             devices = () if mishap.gpu is None else key.positions[mishap.gpu : mishap.gpu + 1]
@@ -288,71 +209,10 @@ class ChildProber:
         return Failed(probe, mishap.cause, detail, devices or key.positions, elapsed_seconds)
 
     def _make_room(self, probes: tuple[Probe, ...]) -> None:
-        """End idle children that would leave the coming ones too little memory; the ones that are wanted stay."""
-        wanted = {key_of(probe.layout) for probe in probes}
-        needs: dict[int, int | None] = {}
-        for probe in probes:
-            copies = probe.layout.processes
-            for position in probe.layout.active:
-                most = self._most(position, probe.layout.shares[position])
-                needs[position] = None if most is None else most * copies
-        low = (available_memory() or LOW_HOST_MEMORY_BYTES) < LOW_HOST_MEMORY_BYTES
-        for key, standing in list(self._idle.items()):
-            if key in wanted:
-                continue
-            shared = [position for position in key.positions if position in needs]
-            if low or any(self._crowded(position, needs[position], wanted) for position in shared):
-                self._idle.pop(key)
-                self._end(standing)
-
-    def _most(self, position: int, share: int) -> int | None:
-        """At most what a process will hold, by what others held: memory rises with the share, no faster than it."""
-        known = self._peaks.get(position, {})
-        return min((round(size * max(1.0, share / seen)) for seen, size in known.items()), default=None)
-
-    def _crowded(self, position: int, need: int | None, wanted: set[Key]) -> bool:
-        """Whether a GPU could not hold all idle children and one that needs so much; unknown counts as everything."""
-        device = self._job.devices[position]
-        if device.kind != "gpu":
-            return False
-        usable = device.usable_memory_bytes
-        if need is None or usable is None:
-            return True
-        held = {key: standing.held.get(position, 0) for key, standing in self._idle.items()}
-        own = max((held[key] for key in wanted if key in held), default=0)  # an allocator keeps what it once had
-        others = sum(size for key, size in held.items() if key not in wanted)
-        return max(need, own) + others > KEPT_MEMORY * usable
+        """End idle children that would leave the coming ones too little memory."""
+        for key in self._room.too_many(probes, {key: standing.held for key, standing in self._idle.items()}):
+            self._end(self._idle.pop(key))
 
     def _end(self, standing: _Standing) -> None:
         standing.party.end()
         self._parties.discard(standing.party)
-
-
-def key_of(layout: Layout) -> Key:
-    """The children that a layout needs; solo probes and packs of a device share nothing."""
-    return Key(layout.kind, layout.active, layout.processes, layout.placement, layout.knobs)
-
-
-def _stand(key: Key, devices: list[Device], children: int, environments: list[ChildEnvironment]) -> Stand:
-    one_child = children == 1 and len(devices) > 1
-    own_cores = all(device.kind == "cpu" for device in devices)
-    return Stand(key.positions * key.processes, key.kind == "split", one_child, own_cores, environments[0].threads or 1)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback that nobody has at this moment."""
-    with _all_open(count) as listeners:
-        return [listener.getsockname()[1] for listener in listeners]
-
-
-class _all_open:  # noqa: N801 - read as a statement
-    def __init__(self, count: int) -> None:
-        self._listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-
-    def __enter__(self) -> list[socket.socket]:
-        return self._listeners
-
-    def __exit__(self, *_: object) -> None:
-        for listener in self._listeners:
-            with suppress(OSError):
-                listener.close()

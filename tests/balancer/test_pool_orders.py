@@ -9,7 +9,10 @@ from typing import Any
 import psutil
 import pytest
 
-from balancer.probes.pool import ChildProber, Job, Key, free_ports, key_of
+from balancer.probes.orders import Job, Key, engine_of, free_ports, groups_of, key_of, one_child, orders_of, stand_of
+from balancer.probes.pool import ChildProber
+from balancer.probes.protocol import Build
+from balancer.probes.room import CONTEXT_BYTES
 from balancer.records import Layout, Probe, Timed, layout_of, solo
 from devices.base import Device, Limit
 from devices.environment import child_environment
@@ -24,9 +27,11 @@ def gpu(index: int, limit: Limit = FREE, memory_bytes: int = 1000 * MIB) -> Devi
     return Device(f"GPU-{index}", index, "H200", "gpu", memory_bytes, (), limit)
 
 
-def prober_of(framework: str, *devices: Device, **settings: Any) -> ChildProber:
-    """A prober of a workload that needs no GPU, but believes in them."""
-    return ChildProber(Job(devices, "synthetic", framework, settings))
+def orders(framework: str, layout: Layout, *devices: Device) -> list[Build]:
+    """What the children of a layout are told."""
+    job, key = Job(devices, "some workload", framework), key_of(layout)
+    groups = groups_of(job, key)
+    return orders_of(job, key, groups, [child_environment(group, framework) for group in groups])
 
 
 SPLIT = layout_of((8, 8))
@@ -42,37 +47,39 @@ SPLIT = layout_of((8, 8))
 )
 def test_how_a_split_is_kept_in_step(framework: str, limits: tuple[Limit, Limit], engine: str) -> None:
     """One TensorFlow process drives free GPUs; limited ones and PyTorch have a process each."""
-    prober = prober_of(framework, gpu(0, limits[0]), gpu(1, limits[1]))
-    assert prober.engine(key_of(SPLIT)) == engine
-    assert prober.engine(key_of(solo(2, 0, 8))) == ""
-    prober.close()
+    job = Job((gpu(0, limits[0]), gpu(1, limits[1])), "some workload", framework)
+    assert engine_of(job, key_of(SPLIT)) == engine
+    assert one_child(job, key_of(SPLIT)) == (engine == "towers")
+    assert engine_of(job, key_of(solo(2, 0, 8))) == ""
 
 
 def test_a_group_is_told_ranks_peers_and_limits() -> None:
-    """Every rank the same peers, each its own rank and cap; its one GPU is number 0 to it."""
-    prober = prober_of("torch", gpu(0), gpu(1), gpu(2, CAPPED))
-    key = key_of(layout_of((8, 0, 8)))
-    groups = [[gpu(0)], [gpu(2, CAPPED)]]
-    orders = prober._orders(key, groups, [child_environment(group, "torch") for group in groups], "ddp")
-    assert [order.place.rank for order in orders] == [0, 1]
-    assert orders[0].place.peers == orders[1].place.peers
-    assert len(set(orders[0].place.peers)) == 2
-    assert [order.place.devices for order in orders] == [("GPU:0",), ("GPU:0",)]
-    assert [order.place.memory_limit_bytes for order in orders] == [(None,), (100 * MIB,)]
-    prober.close()
+    """Every rank the same peers, each its own rank and cap; its one GPU is number 0 to it; who is left out isn't in."""
+    told = orders("torch", layout_of((8, 0, 8)), gpu(0), gpu(1), gpu(2, CAPPED))
+    assert [order.place.rank for order in told] == [0, 1]
+    assert told[0].place.peers == told[1].place.peers
+    assert len(set(told[0].place.peers)) == 2
+    assert [order.place.devices for order in told] == [("GPU:0",), ("GPU:0",)]
+    assert [order.place.memory_limit_bytes for order in told] == [(None,), (100 * MIB,)]
 
 
 def test_towers_are_one_child_that_sees_every_gpu_and_knobs_change_the_build() -> None:
     """In the order of the request; no peers."""
-    prober = prober_of("tensorflow", gpu(0), gpu(1))
-    layout = Layout("split", (8, 8), knobs=("xla", "mixed"))
-    groups = [[gpu(0), gpu(1)]]
-    (order,) = prober._orders(key_of(layout), groups, [child_environment(groups[0], "tensorflow")], "towers")
+    (order,) = orders("tensorflow", Layout("split", (8, 8), knobs=("xla", "mixed")), gpu(0), gpu(1))
     assert order.place.devices == ("GPU:0", "GPU:1")
     assert order.place.peers == ()
     assert order.place.xla
     assert order.place.precision == "mixed_bfloat16"
-    prober.close()
+
+
+def test_a_pack_is_as_many_children_without_a_group() -> None:
+    """Each alone on the same device."""
+    told = orders("torch", Layout("pack", (0, 8), 3), gpu(0), gpu(1))
+    assert len(told) == 3
+    assert {order.place.peers for order in told} == {()}
+    job, key = Job((gpu(0), gpu(1)), "some workload", "torch"), key_of(Layout("pack", (0, 8), 3))
+    stand = stand_of(job, key, [child_environment(group, "torch") for group in groups_of(job, key)])
+    assert stand.positions == (1, 1, 1)
 
 
 def test_layouts_that_need_other_children_have_other_keys() -> None:
@@ -96,8 +103,10 @@ def test_ports_are_free_and_different() -> None:
 
 @pytest.fixture
 def crowd() -> Iterator[ChildProber]:
-    """Two GPUs of 1000 MiB whose trainings hold 4 MiB a sample."""
-    prober = prober_of("none", gpu(0), gpu(1), memory_per_sample_mib=4.0, memory_base_mib=0.0, base_ms=2.0)
+    """Two GPUs of 1000 MiB beside one context, whose trainings hold 4 MiB a sample."""
+    settings: dict[str, Any] = {"memory_per_sample_mib": 4.0, "memory_base_mib": 0.0, "base_ms": 2.0}
+    devices = tuple(gpu(i, memory_bytes=1000 * MIB + round(CONTEXT_BYTES / 0.92)) for i in range(2))
+    prober = ChildProber(Job(devices, "synthetic", "none", settings))
     yield prober
     prober.close()
 
@@ -134,6 +143,6 @@ def test_with_nothing_known_idle_children_go(crowd: ChildProber) -> None:
     """A first split may need everything."""
     measure(crowd, solo(2, 0, 1))
     before = pids()
-    crowd._peaks.clear()
+    crowd._room.forget()
     measure(crowd, layout_of((1, 1)))
     assert not before & pids()

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from balancer.events import ProbeProgress
-from balancer.probes.pool import ChildProber, Job
+from balancer.probes.orders import Job
+from balancer.probes.pool import ChildProber
 from balancer.probes.trial import Limits
 from balancer.records import Failed, Layout, Observation, OutOfMemory, Probe, Timed, layout_of, solo
 from devices.base import Device, Limit

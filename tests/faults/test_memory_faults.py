@@ -10,7 +10,8 @@ from uuid import uuid4
 import msgspec
 import pytest
 
-from balancer.probes.pool import ChildProber, Job
+from balancer.probes.orders import Job
+from balancer.probes.pool import ChildProber
 from balancer.records import Observation, OutOfMemory, Probe, Timed, solo
 from balancer.session import Request, Session
 from devices.base import Device, Limit

@@ -1,0 +1,119 @@
+"""Which children a layout needs and what they are told: one over all GPUs, or a group with a rank for each device."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+
+from balancer.probes.protocol import Build
+from balancer.probes.trial import Stand
+from balancer.records import Layout
+from devices.base import Device
+from devices.environment import ChildEnvironment
+from workloads.base import Input, Place, Precision
+
+MIXED: Precision = "mixed_bfloat16"  # what the knob "mixed" means: no loss scaling is needed
+Groups = list[list[Device]]  # the devices of each child, in rank order
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What the children train, and on what."""
+
+    devices: tuple[Device, ...]
+    workload: str
+    framework: str  # tensorflow | torch | none
+    settings: dict[str, Any] = {}
+    precision: Precision = "float32"
+    xla: bool = False
+    input: Input = "host"
+    driver: str = ""
+
+
+class Key(msgspec.Struct, frozen=True):
+    """Which children can run a layout: its devices and how it lies on them; not its sizes."""
+
+    kind: str
+    positions: tuple[int, ...]
+    processes: int
+    placement: str
+    knobs: tuple[str, ...]
+
+
+def key_of(layout: Layout) -> Key:
+    """The children that a layout needs."""
+    return Key(layout.kind, layout.active, layout.processes, layout.placement, layout.knobs)
+
+
+def engine_of(job: Job, key: Key) -> str:
+    """How a split over these devices is kept in step; empty for a layout without a choice."""
+    if key.kind != "split":
+        return ""
+    if job.framework == "torch":
+        return "ddp"
+    if job.framework == "none":
+        return "auto"
+    free = all(job.devices[i].kind == "gpu" and not job.devices[i].limit for i in key.positions)
+    return "towers" if free else "multiworker"
+
+
+def one_child(job: Job, key: Key) -> bool:
+    """Whether one process drives all of its devices."""
+    return key.kind == "place" or engine_of(job, key) == "towers"
+
+
+def groups_of(job: Job, key: Key) -> Groups:
+    """The children: their devices, in rank order."""
+    devices = [job.devices[i] for i in key.positions]
+    return ([devices] if one_child(job, key) else [[device] for device in devices]) * key.processes
+
+
+def stand_of(job: Job, key: Key, environments: Sequence[ChildEnvironment]) -> Stand:
+    """How those children lie on the devices of the request."""
+    own_cores = all(job.devices[i].kind == "cpu" for i in key.positions)
+    alone = len(environments) == 1 and len(key.positions) > 1
+    return Stand(key.positions * key.processes, key.kind == "split", alone, own_cores, environments[0].threads or 1)
+
+
+def orders_of(job: Job, key: Key, groups: Groups, environments: Sequence[ChildEnvironment]) -> list[Build]:
+    """What each child shall build; a group meets at loopback ports that are free now."""
+    grouped = key.kind == "split" and len(groups) > 1
+    peers = tuple(f"127.0.0.1:{port}" for port in free_ports(len(groups))) if grouped else ()
+    orders = []
+    for rank, (group, environment) in enumerate(zip(groups, environments, strict=True)):
+        place = Place(
+            devices=tuple(f"{'CPU' if device.kind == 'cpu' else 'GPU'}:{i}" for i, device in enumerate(group)),
+            memory_limit_bytes=tuple(_framework_limit(job, device) for device in group),
+            rank=rank if grouped else 0,
+            peers=peers,
+            threads=environment.threads,
+            engine=engine_of(job, key) or "auto",
+            precision=MIXED if "mixed" in key.knobs else job.precision,
+            xla=job.xla or "xla" in key.knobs,
+            input=job.input,
+            placement=key.placement,
+        )
+        room, cores = environment.address_space_bytes, float(environment.threads or 1)
+        orders.append(Build(job.workload, job.framework, job.settings, place, _compute(group[0]), cores, room))
+    return orders
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback that nobody has at this moment."""
+    with ExitStack() as stack:
+        held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [int(listener.getsockname()[1]) for listener in held]
+
+
+def _compute(device: Device) -> float:
+    """The share of its speed that a CPU slice is held to by spinning; a GPU's is held by MPS."""
+    percent = device.limit.percent if device.kind == "cpu" else None
+    return 1.0 if percent is None else percent / 100
+
+
+def _framework_limit(job: Job, device: Device) -> int | None:
+    """The cap that the workload itself sets; TensorFlow's and torch's on CPU slices are set from outside."""
+    return device.limit.memory_bytes if device.kind == "gpu" or job.framework == "none" else None
