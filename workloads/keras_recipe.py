@@ -31,14 +31,19 @@ SPARE_ROWS = 4096  # at most so many more rows than a batch are held on the host
 
 
 class KerasWorkload:
-    """A compiled model at its place, by one of the ways below. RequestError for a place that Keras can't serve."""
+    """A compiled model at its place, by one of the ways below, or by the `way` of a workload that lays its own parts.
 
-    def __init__(self, place: Place, build_model: BuildModel, sample_batch: SampleBatch) -> None:
+    RequestError for a place that Keras can't serve.
+    """
+
+    def __init__(
+        self, place: Place, build_model: BuildModel, sample_batch: SampleBatch, way: Solo | None = None
+    ) -> None:
         self.place = place
         self.sample_batch = sample_batch
         configure(place)
         self._memory = PeakMemory(place.devices)
-        self.way = choose_way(place)
+        self.way = way or choose_way(place)
         with self.way.scope():
             self.model = build_model()
             if not self.model.built:

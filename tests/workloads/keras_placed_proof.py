@@ -1,0 +1,94 @@
+"""Run in a process of its own: steps of keras_towers wherever its operations lie, compared with one device.
+
+Prints a JSON object: the largest relative differences by placement, and the devices of the traced operations.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from workloads import keras_resnet50 as resnet50
+from workloads.base import Place
+from workloads.keras_stages import added
+from workloads.keras_towers import Placed, build, model, reviews
+
+SMALL = {"vocabulary": 200, "words": 40, "embedding": 8, "filters": 4, "kernel": 3, "dense": 16, "learning_rate": 0.01}
+TWO = ("CPU:0", "CPU:1")
+
+
+def main() -> None:
+    """Compare every placement with one device, then print."""
+    answer: dict[str, Any] = {}
+    for placement in ("towers", "alternate"):
+        place = Place(TWO, placement=placement)
+        workload: Any = build(place, SMALL)
+        start = [np.array(weight) for weight in workload.model.get_weights()]
+        answer[placement] = {"gradients": gradients(workload, start), "weights": trained(workload, start)}
+        answer[placement]["devices"] = devices_of(workload.way)
+    answer["resnet50"] = resnet50.model().count_params()
+    print(json.dumps(answer))
+
+
+def gradients(workload: Any, start: list[Any]) -> float:
+    """The largest difference of a gradient or of the prediction from those of one tape over the whole model."""
+    x, y = reviews(12, SMALL["words"], SMALL["vocabulary"])
+    variables = [variable.value for variable in workload.model.trainable_variables]
+
+    @tf.function
+    def placed(x: Any, y: Any) -> Any:
+        loss, pairs = workload.way.gradients(x, y)
+        return loss, [tf.convert_to_tensor(total) for total in added(pairs, variables)]
+
+    loss, found = placed([tf.constant(each) for each in x], tf.constant(y))
+    plain = model(**SMALL)
+    plain.set_weights(start)
+    with tf.GradientTape() as tape:
+        expected_loss = plain.compute_loss(y=tf.constant(y), y_pred=plain([tf.constant(each) for each in x]))
+    own = [variable.value for variable in plain.trainable_variables]
+    expected = [tf.convert_to_tensor(gradient) for gradient in tape.gradient(expected_loss, own)]
+    return max(difference(one, other) for one, other in zip([loss, *found], [expected_loss, *expected], strict=True))
+
+
+def trained(workload: Any, start: list[Any]) -> float:
+    """The largest difference of a weight after three steps of Adam through the workload itself, on its own batches."""
+    plain = model(**SMALL)
+    plain.set_weights(start)
+    workload.prepare([8, 8])
+    for _ in range(3):
+        workload.step()
+    workload.synchronize()
+    for batch in (workload._batches * 3)[:3]:
+        (x, y) = batch[0]
+        plain.train_on_batch(list(x), y)
+    after = workload.model.get_weights()
+    assert all(difference(one, other) > 0 for one, other in zip(after, start, strict=True)), "every weight has learnt"
+    return max(difference(one, other) for one, other in zip(after, plain.get_weights(), strict=True))
+
+
+def devices_of(way: Placed) -> dict[str, list[str]]:
+    """The devices of the traced forward operations by layer, and of the convolutions' and dense layers' gradients."""
+    found: dict[str, set[str]] = {}
+    for operation in way._function.get_concrete_function().graph.get_operations():
+        layer = next((part for part in operation.name.split("/") if part.startswith(("user_", "item_"))), "")
+        if operation.type in ("Conv2D", "MaxPool", "MatMul", "Conv2DBackpropFilter", "MaxPoolGrad"):
+            key = layer if layer and "Grad" not in operation.type else operation.type
+            found.setdefault(key, set()).add(operation.device.rpartition("/device:")[2])
+    return {kind: sorted(devices) for kind, devices in sorted(found.items())}
+
+
+def difference(one: Any, other: Any) -> float:
+    """Relative to the largest value."""
+    one, other = np.asarray(one), np.asarray(other)
+    return float(np.abs(one - other).max() / max(np.abs(other).max(), 1e-30))
+
+
+if __name__ == "__main__":
+    keras.utils.set_random_seed(1)
+    main()
+    sys.stdout.flush()

@@ -1,0 +1,42 @@
+"""ResNet-50 on pictures of CIFAR's size: a network that keeps a GPU busier than the small ones.
+
+Source: the slides "Squeeze more juice out of a single GPU in deep learning", which pack it on GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import keras
+
+from evener.errors import RequestError
+from workloads.base import Place, Workload
+from workloads.keras_recipe import KerasWorkload
+from workloads.pictures import pictures
+
+SETTINGS: dict[str, Any] = {"side": 32, "classes": 10, "learning_rate": 0.001}
+SMALLEST_SIDE = 32  # keras.applications takes no less
+
+
+def build(place: Place, settings: Mapping[str, Any]) -> Workload:
+    """The workload at its place; settings: `side`, `classes`, `learning_rate`."""
+    chosen = {**SETTINGS, **settings}
+    if chosen["side"] < SMALLEST_SIDE or chosen["classes"] < 2:
+        raise RequestError(
+            f"keras_resnet50 can't have side={chosen['side']} and classes={chosen['classes']}.",
+            f"side is {SMALLEST_SIDE} or more, classes 2 or more.",
+        )
+    batch = partial(pictures, side=chosen["side"], classes=chosen["classes"])
+    return KerasWorkload(place, partial(model, **chosen), batch)
+
+
+def model(side: int = 32, classes: int = 10, learning_rate: float = 0.001) -> Any:
+    """keras.applications.ResNet50 from random weights, compiled with Adam."""
+    network = keras.applications.ResNet50(
+        weights=None, input_shape=(side, side, 3), classes=classes, classifier_activation=None
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    network.compile(keras.optimizers.Adam(learning_rate), loss, jit_compile=False)
+    return network
