@@ -13,7 +13,7 @@ from typing import ClassVar
 import msgspec
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
-from textual.reactive import reactive
+from textual.reactive import var
 from textual.screen import Screen
 
 from balancer.request import Request
@@ -80,8 +80,9 @@ class EvenerApp(App[int]):
         Binding("q,ctrl+c", "quit", "Quit", key_display="q"),
     ]
 
-    snapshot: reactive[Snapshot | None] = reactive(None, always_update=True)
-    balance: reactive[BalanceState] = reactive(BalanceState())
+    # not `reactive`: that would draw the whole screen again at each tick
+    snapshot: var[Snapshot | None] = var(None, always_update=True)
+    balance: var[BalanceState] = var(BalanceState())
 
     def __init__(
         self,

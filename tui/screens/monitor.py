@@ -43,6 +43,7 @@ class MonitorScreen(PanelScreen):
     def __init__(self) -> None:
         super().__init__()
         self._paused_at: Snapshot | None = None
+        self._placed: tuple[object, ...] = ()
 
     def panels(self) -> Iterable[Widget]:
         """Host, notes, devices, graphs, processes, filter."""
@@ -82,8 +83,13 @@ class MonitorScreen(PanelScreen):
 
     def _place_panels(self, snapshot: Snapshot) -> None:
         notes = self.query_one("#notes", Lines)
-        notes.display = bool(snapshot.notes)
+        if notes.display != bool(snapshot.notes):
+            notes.display = bool(snapshot.notes)
         filtering = self.query_one("#filter").has_class("-open")
+        placed = (self.app.size, notes.display, filtering, len(snapshot.devices))
+        if placed == self._placed:
+            return
+        self._placed = placed
         width, height = self.app.size
         rows = arrange(width, height - _BARS - notes.display - filtering, len(snapshot.devices))
         self.set_class(not rows.framed, "-bare")

@@ -56,7 +56,7 @@ class RunPanel(ListPanel):
         """Work the rows out again."""
         width, height = self.size
         lines, self.top = run_lines(self.runs, self.taken, width, height, self.evener.marks, self.cursor, self.top)
-        self.border_subtitle = str(self.count)
+        self.entitle(subtitle=str(self.count))
         self.show(lines)
 
 
@@ -126,8 +126,8 @@ class RunsScreen(PanelScreen):
         taken = panel.taken if panel.taken != panel.chosen else ""
         left, right = self.query_one("#left", Lines), self.query_one("#right", Lines)
         right.display = bool(taken)
-        left.border_title = "Compared with" if taken else "Plan"
-        right.border_title = "Plan"
+        left.entitle("Compared with" if taken else "Plan")
+        right.entitle("Plan")
         left.show(self._plan_lines(taken or panel.chosen, left.size.width))
         if taken:
             right.show(self._plan_lines(panel.chosen, right.size.width))

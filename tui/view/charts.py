@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 from tui.view.cells import Span, Tone
 from tui.view.marks import Marks
@@ -46,7 +47,11 @@ def graph(values: Sequence[float | None], width: int, height: int, marks: Marks,
     newest = list(values)[-width * wide :]
     columns = [None] * (width * wide - len(newest)) + newest
     dots = [_dots(number, highest, height * tall) for number in columns]
-    return tuple(_graph_row(dots, (height - 1 - row) * tall, marks.braille) for row in range(height))
+    if marks.braille:
+        stacks = [_braille_stack(*pair, height) for pair in zip(dots[::2], dots[1::2], strict=True)]
+    else:
+        stacks = [_ascii_stack(count, height) for count in dots]
+    return tuple(map("".join, zip(*stacks, strict=True)))
 
 
 def _dots(number: float | None, highest: float, most: int) -> int:
@@ -55,14 +60,17 @@ def _dots(number: float | None, highest: float, most: int) -> int:
     return max(1, round(min(1.0, max(0.0, number / highest)) * most))
 
 
-def _graph_row(dots: Sequence[int], below: int, braille: bool) -> str:
-    if not braille:
-        return "".join(" .:"[max(0, min(2, count - below))] for count in dots)
-    cells = []
-    for left, right in zip(dots[::2], dots[1::2], strict=True):
-        code = _LEFT_DOTS[max(0, min(4, left - below))] | _RIGHT_DOTS[max(0, min(4, right - below))]
-        cells.append(chr(0x2800 + code) if code else " ")
-    return "".join(cells)
+@lru_cache(maxsize=4096)
+def _braille_stack(left: int, right: int, height: int) -> tuple[str, ...]:
+    """One column of cells, from the top down."""
+    belows = range((height - 1) * 4, -1, -4)
+    codes = [_LEFT_DOTS[max(0, min(4, left - below))] | _RIGHT_DOTS[max(0, min(4, right - below))] for below in belows]
+    return tuple(chr(0x2800 + code) if code else " " for code in codes)
+
+
+@lru_cache(maxsize=512)
+def _ascii_stack(count: int, height: int) -> tuple[str, ...]:
+    return tuple(" .:"[max(0, min(2, count - below))] for below in range((height - 1) * 2, -1, -2))
 
 
 def nice_ceiling(number: float) -> float:

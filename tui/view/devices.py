@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from types import MappingProxyType
 
 import msgspec
 
@@ -238,9 +240,10 @@ def device_heading(width: int, marks: Marks) -> Line:
     return Line(tuple(span._replace(text=span.text.replace("°", " ")) for span in line.spans))
 
 
-def device_widths(width: int) -> dict[str, int]:
+@lru_cache(maxsize=16)
+def device_widths(width: int) -> Mapping[str, int]:
     """Cells for each column of the device table in `width` cells, the cursor's sign in front left out."""
-    return column_widths(DEVICE_COLUMNS, DEVICE_GROWTH, DEVICE_FLEXIBLE, width - 1)
+    return MappingProxyType(column_widths(DEVICE_COLUMNS, DEVICE_GROWTH, DEVICE_FLEXIBLE, width - 1))
 
 
 def device_line(row: DeviceRow, width: int, marks: Marks, *, cursor: bool = False) -> Line:

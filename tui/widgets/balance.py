@@ -11,6 +11,7 @@ from textual.widget import Widget
 
 from tui.view.balance import BalanceState, curves
 from tui.view.balance_lines import lane_lines, rival_lines, search_lines, share_lines
+from tui.view.cells import clean
 from tui.widgets.curves import CurvePlot
 from tui.widgets.lines import Lines
 
@@ -64,8 +65,7 @@ class BalanceView(Widget):
             search = self.query_one("#search", Lines)
             search.show(search_lines(state, search.size.width, search.size.height, marks))
             lanes = self.query_one("#lanes", Lines)
-            lanes.border_title = f"{state.workload or 'Devices'}"
-            lanes.border_subtitle = f"run {state.run}" if state.run else ""
+            lanes.entitle(clean(state.workload, 60) or "Devices", f"run {clean(state.run)}" if state.run else "")
             self.query_one(CurvePlot).take(curves(state))
 
     def _place_panels(self) -> None:

@@ -45,8 +45,7 @@ class DevicePanel(ListPanel):
         app = self.evener
         rows = device_rows(self.snapshot, app.feed.history)
         lines, self.top = device_lines(rows, self.size.width, self.size.height, app.marks, self.cursor, self.top)
-        cost = f"{self.snapshot.sampling_seconds * 1e3:.1f} ms"
-        self.border_subtitle = f"every {app.feed.interval_seconds:g} s, {cost} each"
+        self.entitle(subtitle=f"every {app.feed.interval_seconds:g} s")
         self.show(lines)
 
 
@@ -61,5 +60,5 @@ class GraphPanel(Lines):
         if sample is None or not self.display:
             return
         app = cast("EvenerApp", self.app)
-        self.border_title = device_caption(sample)
+        self.entitle(device_caption(sample))
         self.show(graph_lines(sample, app.feed.history, self.size.width, self.size.height, app.marks))

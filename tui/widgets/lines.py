@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
+from textual.content import Content
 from textual.events import Click, MouseScrollDown, MouseScrollUp
 from textual.geometry import Region
 from textual.message import Message
@@ -65,6 +66,8 @@ class Lines(Widget):
         self.can_focus = focusable
         self._lines: tuple[Line, ...] = ()
         self._styles_by_tone: dict[tuple[str, bool], Style] = {}
+        self._title: str | None = None
+        self._subtitle: str | None = None
 
     @property
     def lines(self) -> tuple[Line, ...]:
@@ -84,6 +87,15 @@ class Lines(Widget):
         width = self.size.width
         if width and changed:
             self.refresh(*(Region(0, y, width, 1) for y in changed))
+
+    def entitle(self, title: str | None = None, subtitle: str | None = None) -> None:
+        """Write on the frame, as plain text; only a change is drawn."""
+        if title is not None and title != self._title:
+            self._title = title
+            self.border_title = Content(to_ascii(title) if self.app.has_class("-ascii") else title)
+        if subtitle is not None and subtitle != self._subtitle:
+            self._subtitle = subtitle
+            self.border_subtitle = Content(to_ascii(subtitle) if self.app.has_class("-ascii") else subtitle)
 
     def render_line(self, y: int) -> Strip:
         """One row of the content, cut or filled to the width."""

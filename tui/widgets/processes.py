@@ -66,7 +66,7 @@ class ProcessPanel(ListPanel):
             nothing="No process matches the filter." if self.words else "No process is on these devices.",
         )
         total = len(self.snapshot.processes)
-        self.border_subtitle = f"{self.count} of {total} match: {self.words}" if self.words else f"{total}"
+        self.entitle(subtitle=f"{self.count} of {total} match: {self.words}" if self.words else f"{total}")
         self.show(lines)
 
     def _follow_process(self) -> None:

@@ -1,0 +1,228 @@
+"""What the monitor costs: CPU of the whole process, first paint, memory, `monitor --once`; beside an empty Textual app.
+
+`python -m benchmarks.monitor` starts each on a pseudo-terminal of 160 x 48 and writes docs/benchmarks/monitor.md. CPU
+is user plus system time of the process, from /proc, over a window that begins after it has come up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import platform
+import pty
+import select
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+
+COLUMNS, ROWS = 160, 48
+DEVICES = "sim:" + ",".join(["gtx1080ti", "gtx1080"] * 4)
+REPORT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "monitor.md"
+SETTLE_SECONDS = 5.0
+
+EMPTY = """
+from textual.app import App
+from textual.widgets import Static
+class Empty(App):
+    def compose(self): yield Static("READY")
+Empty().run()
+"""
+EVENER = f"import sys; from tui.app import run_app; sys.exit(run_app({DEVICES!r}))"
+LOADED = f"""
+import sys, threading
+from tui import app, feed
+def loaded(self, post):
+    for place, _ in enumerate(self._source.devices()):
+        self._source.set_load(place, 1100.0 - 40 * place, 600)
+    begin(self, post)
+begin, feed.SampledFeed.start = feed.SampledFeed.start, loaded
+sys.exit(app.run_app({DEVICES!r}))
+"""
+NVITOP = "from nvitop.cli import main; main()"
+ONCE = ("evener.__main__", ["monitor", "--once", "--devices", DEVICES])
+
+
+class Cost(msgspec.Struct, frozen=True):
+    """What one program took."""
+
+    name: str
+    cpu_percent: float  # of one core
+    first_paint_seconds: float
+    memory_mib: float  # resident
+    written_kib_per_second: float  # to the terminal
+
+
+class Screen:
+    """A program on a pseudo-terminal; its output is read all the time, as a terminal does."""
+
+    def __init__(self, code: str) -> None:
+        self._primary, secondary = pty.openpty()
+        fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+        environment = os.environ | {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
+        self.started = time.perf_counter()
+        self._child = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=secondary,
+            stdout=secondary,
+            stderr=secondary,
+            env=environment,
+            start_new_session=True,
+        )
+        os.close(secondary)
+        self.process = psutil.Process(self._child.pid)
+        self.seen = bytearray()
+        self.written_bytes = 0
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                if select.select([self._primary], [], [], 0.005)[0]:
+                    part = os.read(self._primary, 65536)
+                    self.written_bytes += len(part)
+                    if len(self.seen) < 1 << 20:
+                        self.seen += part
+            except OSError:
+                return
+
+    def wait_for(self, wanted: bytes, seconds: float = 30.0) -> float:
+        """Seconds from the start until the text was written."""
+        while wanted not in self.seen:
+            if time.perf_counter() - self.started > seconds or self._child.poll() is not None:
+                raise RuntimeError(f"never saw {wanted!r}: {bytes(self.seen[-500:])!r}")
+            time.sleep(0.002)
+        return time.perf_counter() - self.started
+
+    def close(self) -> None:
+        """End the program."""
+        self._child.terminate()
+        self._child.wait(20)
+        os.close(self._primary)
+
+
+def measure(name: str, code: str, wanted: bytes, seconds: float) -> Cost:
+    """Start a program, let it settle, and take its CPU time over `seconds`."""
+    screen = Screen(code)
+    try:
+        first = screen.wait_for(wanted)
+        time.sleep(SETTLE_SECONDS)
+        cpu_before, bytes_before, begun = _cpu(screen.process), screen.written_bytes, time.perf_counter()
+        time.sleep(seconds)
+        took = time.perf_counter() - begun
+        cpu = (_cpu(screen.process) - cpu_before) / took
+        written = (screen.written_bytes - bytes_before) / took / 1024
+        return Cost(name, 100 * cpu, first, screen.process.memory_info().rss / 2**20, written)
+    finally:
+        screen.close()
+
+
+def _cpu(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def first_paint(code: str, wanted: bytes, repeats: int) -> float:
+    """The median time to the first row of figures, warm."""
+    times = []
+    for _ in range(repeats):
+        screen = Screen(code)
+        try:
+            times.append(screen.wait_for(wanted))
+        finally:
+            screen.close()
+    return statistics.median(times)
+
+
+def once_seconds(repeats: int) -> float:
+    """The median time of `evener monitor --once`, warm."""
+    module, arguments = ONCE
+    times = []
+    for _ in range(repeats + 1):
+        begun = time.perf_counter()
+        subprocess.run([sys.executable, "-m", module, *arguments], check=True, stdout=subprocess.DEVNULL)
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[1:])
+
+
+def nvml_works() -> bool:
+    """Whether nvitop's own code can run here."""
+    try:
+        import nvitop  # noqa: F401
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:
+        return False
+    return True
+
+
+def report(costs: list[Cost], paint: float, once: float, seconds: float, load: float, with_nvitop: bool) -> str:
+    """The page, with the targets beside the figures."""
+    rows = [
+        f"| {cost.name} | {cost.cpu_percent:.2f} % | {cost.memory_mib:.0f} MiB"
+        f" | {cost.written_kib_per_second:.1f} KiB/s |"
+        for cost in costs
+    ]
+    app = costs[1]
+    missing = "" if with_nvitop else "nvitop was not measured: there is no NVIDIA driver on this machine.\n"
+    return f"""# What the monitor costs
+
+Made by `python -m benchmarks.monitor` on {platform.processor() or platform.machine()}, {os.cpu_count()} cores,
+Python {platform.python_version()}; load average at the start {load:.1f}. Eight simulated devices, one reading a second,
+a terminal of {COLUMNS} x {ROWS}, {seconds:.0f} s each after {SETTLE_SECONDS:.0f} s to settle. CPU is user plus system
+time of the whole process, as a share of one core.
+
+| program | CPU | memory (resident) | written to the terminal |
+| --- | --- | --- | --- |
+{chr(10).join(rows)}
+
+| | measured | target |
+| --- | --- | --- |
+| CPU of the Monitor screen | {app.cpu_percent:.2f} % | at most 1 % |
+| first paint, warm, median | {paint:.2f} s | at most 0.5 s |
+| `evener monitor --once`, median | {once:.2f} s | at most 0.3 s |
+| memory | {app.memory_mib:.0f} MiB | at most 70 MiB |
+
+{missing}Devices that work change every figure of their rows at each reading; idle ones change few.
+"""
+
+
+def main() -> None:
+    """Measure everything and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--output", type=Path, default=REPORT)
+    given = parser.parse_args()
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as state:
+        os.environ["XDG_STATE_HOME"] = state
+        costs = [
+            measure("an empty Textual app", EMPTY, b"READY", given.seconds),
+            measure("evener, 8 devices that work", LOADED, b"SIM:7", given.seconds),
+            measure("evener, 8 idle devices", EVENER, b"SIM:7", given.seconds),
+        ]
+        with_nvitop = nvml_works()
+        if with_nvitop:
+            costs.append(measure("nvitop", NVITOP, b"NVITOP", given.seconds))
+        paint = first_paint(EVENER, b"SIM:7", given.repeats)
+        once = once_seconds(given.repeats)
+    text = report(costs, paint, once, given.seconds, load, with_nvitop)
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    given.output.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
