@@ -49,7 +49,7 @@ class Bench:
         self.environment = {**os.environ, "XDG_STATE_HOME": str(self.state), "NCCL_NVLS_ENABLE": "0"}
 
     def run(self, name: str, *arguments: str, seconds: float = 200.0, env: dict[str, str] | None = None) -> Any:
-        """One evener command; its JSON answer, or what went wrong, under `name`; nothing for a name that does not match."""
+        """One evener command: its JSON answer, or what went wrong, kept under `name`, if the name is wanted."""
         if self.match not in name:
             return {}
         command = [sys.executable, "-m", "evener", *arguments]
@@ -209,7 +209,82 @@ def _probe_pair(bench: Bench, name: str, workload: str, shares: tuple[int, int],
     bench.run(name, "probe", *devices, *timing, env=variables, seconds=60)
 
 
-SECTIONS = {"look": look, "watch": watch, "control": control, "unequal": unequal, "caps": caps, "regret": regret}
+def training(bench: Bench) -> None:
+    """6. The example scripts with their plan: samples/s of real training against the plan's."""
+    plan = bench.out / f"training-{bench.framework}.toml"
+    script = f"examples/{'torch' if bench.framework == 'torch' else 'keras'}_train.py"
+    workload = f"{script}:build" if bench.framework == "torch" else "keras_mnist"
+    found = bench.balance("training plan", PAIR, workload, "--global-batch", "4096", "--export", str(plan))
+    processes = sum(share["batch"] > 0 for share in found["layout"]["share"])
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if bench.framework == "torch" else []
+    rows = ("--rows", "409600") if bench.framework == "torch" else ("--rows", "81920")
+    many = ("--epochs", "100000") if bench.framework == "torch" else ()
+    command = [sys.executable, *start, script, "--plan", str(plan), "--seconds", "45", *rows, *many]
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=bench.environment
+    )
+    time.sleep(30)
+    live = bench.run("training live", "monitor", "--devices", "gpu", "--json")
+    out, _ = child.communicate(timeout=120)
+    bench.answers["training"] = {"command": command[1:], "exit_code": child.returncode, "output": out[-6000:]}
+    print(f"training: {out.strip().splitlines()[-1] if out.strip() else 'silent'}; live: {_live(live)}", flush=True)
+    bench.save()
+
+
+def _live(snapshot: Any) -> str:
+    devices = snapshot.get("devices", []) if isinstance(snapshot, dict) else []
+    return ", ".join(str(device["samples_per_second"]["value"]) for device in devices)
+
+
+def screen(bench: Bench) -> None:
+    """8. The app on a pseudo-terminal: keys in, what it drew out, as a terminal would get it."""
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 44, 150, 0, 0))
+    environment = {**bench.environment, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
+    command = [sys.executable, "-m", "evener", "--devices", PAIR]
+    child = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True)
+    os.close(slave)
+    os.set_blocking(master, False)
+    drawn = bytearray()
+    for keys, seconds in ((b"", 8.0), (b"2", 2.0), (b"\x13", 60.0), (b"1", 6.0), (b"q", 4.0)):
+        os.write(master, keys)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError):
+                drawn += os.read(master, 1 << 16)
+            time.sleep(0.02)
+        (bench.out / f"screen-{bench.framework}-{keys.hex() or 'start'}.ansi").write_bytes(drawn)
+    bench.answers["screen"] = {"command": command[1:], "exit_code": child.wait(timeout=20), "bytes": len(drawn)}
+    bench.save()
+
+
+def layouts(bench: Bench) -> None:
+    """7. Every way to lay a job on the GPUs, in one verdict."""
+    pack = "torch_mnist" if bench.framework == "torch" else "keras_mnist"
+    place = ("torch_depth", "torch_tiles", "torch_dataparallel") if bench.framework == "torch" else ("keras_towers",)
+    common = ("--framework", bench.framework, "--json")
+    bench.run(f"compare {pack}", "compare", "--devices", PAIR, "--workload", pack, *common, seconds=300)
+    bench.run(f"compare {pack} mps", "compare", "--devices", "gpu:0", "--workload", pack, "--mps", *common, seconds=300)
+    for workload in place:
+        bench.run(f"compare {workload}", "compare", "--devices", PAIR, "--workload", workload, *common, seconds=200)
+
+
+SECTIONS = {
+    "look": look,
+    "watch": watch,
+    "control": control,
+    "unequal": unequal,
+    "caps": caps,
+    "regret": regret,
+    "training": training,
+    "screen": screen,
+    "layouts": layouts,
+}
 
 
 def main() -> None:
