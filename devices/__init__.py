@@ -1,1 +1,5 @@
-"""The senses: what is in this machine and how it is doing."""
+"""The senses: what is in this machine and how it is doing.
+
+Read `base` for the words, `discover` for what a request means, then its sources: `nvml`, `cpu_source`,
+`simulated_source`.
+"""

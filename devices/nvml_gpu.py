@@ -140,7 +140,7 @@ class GpuReader:
     def _power(self, fields: Mapping[int, Reading], now: float) -> Reading:
         """Mean over the tick from the energy counter; else the driver's own mean over a second; else the plain call."""
         mean = scaled(self._counters[ENERGY].rate(fields[ENERGY], now), 1e-3)
-        if mean.current is not None:
+        if mean.current:  # a counter that stands still is broken: no card draws nothing
             return mean
         told = scaled(fields[POWER_AVERAGE], 1e-3)
         return told if told.current is not None else first_known(self._metrics["power"].read(now), mean, told)

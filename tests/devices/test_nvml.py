@@ -197,6 +197,15 @@ def test_power_over_a_short_tick_is_not_taken_from_the_coarse_energy_counter(rig
     assert rig.tick(0.1).devices[0].power_watts == Reading(State.VALUE, 300.0, pytest.approx(0.1))
 
 
+def test_an_energy_counter_that_stands_still_is_not_a_card_without_power(rig: Rig) -> None:
+    rig.tick()
+    rig.nvml.gpus[0].power_watts, held = 0.0, rig.nvml.gpus[0].power_watts
+    rig.nvml.advance(1.0)
+    rig.nvml.gpus[0].power_watts = held
+    rig.now += 1.0
+    assert rig.source.sample().devices[0].power_watts.current == 300
+
+
 def test_counters_of_traffic_are_not_asked_where_gpm_tells_it(rig: Rig) -> None:
     rig.nvml.gpus[1].gpm = None
     rig.tick(times=3)
