@@ -45,13 +45,17 @@ def load_machine(path: str | PathLike[str]) -> Machine:
     """The machine that a TOML file describes; RequestError says what is wrong in it, and where."""
     source = Path(path)
     try:
-        if source.is_dir() or (source.is_file() and source.stat().st_size > LARGEST_FILE_BYTES):
+        if source.is_dir():
             raise RequestError(f"{source} is not a machine file.", "Name a TOML file with [[device]] tables.")
-        text = source.read_bytes()
-    except OSError as error:
+        with source.open("rb") as stream:
+            text = stream.read(LARGEST_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
         raise RequestError(
-            f"The machine file {source} can't be read: {error.strerror or error}.", "Name a TOML file that is there."
+            f"The machine file {source} can't be read: {getattr(error, 'strerror', None) or error}.",
+            "Name a TOML file that is there.",
         ) from None
+    if len(text) > LARGEST_FILE_BYTES:
+        raise RequestError(f"{source} is not a machine file.", "Name a TOML file with [[device]] tables.")
     return parse_machine(text, str(source))
 
 
@@ -133,7 +137,7 @@ def _entries() -> tuple[dict[str, _Entry], Sync]:
 def _decode(text: bytes, source: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (RecursionError, ValueError) as error:  # also of text that isn't Unicode, and of endless numbers
         raise RequestError(f"{source} is not TOML: {error}.", "Mend that line.") from None
 
 

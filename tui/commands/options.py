@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from evener.errors import RequestError
@@ -71,11 +72,19 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
         key, separator, text = pair.partition("=")
         if not separator or not key:
             raise RequestError(f"--set {pair!r} is not key=value.", "Write it like --set layers=4.")
+        settings[key] = _value(text)
         try:
-            settings[key] = json.loads(text)
-        except ValueError:
-            settings[key] = text
+            msgspec.json.encode({key: settings[key]})
+        except (ValueError, OverflowError, RecursionError):
+            raise RequestError(f"--set {pair[:80]!r} can't be kept as text.", "Write it in UTF-8.") from None
     return settings
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def parse_indices(text: str | None) -> tuple[int, ...] | None:
