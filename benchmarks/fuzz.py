@@ -1,0 +1,413 @@
+"""Every text that evener reads, fed with anything: each ends in a value or in one sentence, never in a traceback.
+
+    python -m benchmarks.fuzz [--minutes 5] [--target plan] [--output fuzz.md]
+
+Coverage-guided by atheris where that is installed (`pip install atheris`), each target in a process of its own; else
+hypothesis mutates the same seeds. What is found is written to fuzz-TARGET-*.bin, to be given to `--replay`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from balancer import journal, replay
+from balancer.events import Event, Finished, Observed
+from balancer.probes import child, protocol
+from balancer.request import Request
+from balancer.session import Session
+from devices.discover import discover, open_source
+from devices.limits import parse_limit, write_limit
+from devices.simulated import parse_machine
+from evener.errors import EvenerError
+from evener.live_files import file_name, read_trainings, start_ticks
+from evener.plan import Plan, parse_plan, to_json, to_toml
+from tui.commands.options import parse_indices, parse_settings
+from tui.progress import Progress
+from tui.record import Recorder, Recording, ReplaySource
+from tui.replays import events_of
+from tui.summary import labels_of, summary_lines
+from tui.view.marks import UNICODE
+from tui.view.plain import snapshot_text
+from tui.words import parse_duration, plain
+from workloads import registry
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+Target = Callable[[bytes], object]
+MOST_MEMORY_BYTES = 4 << 30  # of a fuzzing process
+LONGEST_INPUT_BYTES = 16 << 10
+MOST_WORDS = 100_000  # characters of a fault; what is printed of it is cut further
+SLOWEST_SECONDS = 20  # for one input
+REPLAYED_LINES = 60  # of a journal that is told to a search: its cost grows with what was measured
+MACHINE = """[sync]
+base_ms = 12.0
+per_device_ms = 10.0
+[[device]]
+name = "Fast"
+memory_mib = 11178
+memory_base_mib = 1500.0
+memory_per_sample_mib = 8.2
+noise = 0.005
+curve = [[64, 93.6], [256, 226.7], [1024, 761.3]]
+stall_ms = 1.5
+contention = 0.1
+[[device]]
+name = "Slow"
+memory_mib = 8000
+memory_curve = [[1, 900.0], [512, 6000.0]]
+curve = [[64, 150.0], [512, 900.0]]
+pack_gain = [[2, 1.2], [4, 1.3]]
+[[placement]]
+name = "halves"
+curve = [[1, 5.0], [64, 90.0]]
+"""
+_WORD = re.compile(rb'"[^"\n]*"|-?\d[\d.e+-]*|true|false|null|\[[^\[\]\n]*\]|\{[^{}\n]*\}')
+ODD = (
+    *(b"-1", b"0", b"1", b"1e999", b"-0.0", b"1e-320", b"NaN", b"inf", b"9" * 400, b"9223372036854775807", b"1e15"),
+    *(b"-9223372036854775809", b"null", b"true", b'""', b"[]", b"{}", b"[[]]", b"\n", b"\n\n", b"'", b'"""', b'"a"'),
+    *(b"\x1b[2J", b'"\\u001b[2J\\u202e\\u009b"', b"\xff\xfe", "\u202e\x9b".encode(), b'"\\ud800"', b"\x00"),
+    *(b"[" * 3000, b'{"a":' * 500, b"1" * 5000, b'"split"', b'"place"', b'"pack"', b'"failed"', b'"out_of_memory"'),
+)
+REPLY = (
+    protocol.Ready(7),
+    protocol.Built({"framework": "none", "digest": "x"}),
+    protocol.Prepared(0.5),
+    protocol.Ran(3, 0.5, 0.4, 0.0, (1024, None)),
+    protocol.Trouble(("ValueError",), "bad", "file.py:3"),
+)
+
+
+@contextlib.contextmanager
+def _file(data: bytes, name: str = "input") -> Iterator[Path]:
+    """The bytes in a file of their own that only its user can write."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        path.write_bytes(data)
+        path.chmod(0o600)
+        yield path
+
+
+def fuzz_plan(data: bytes) -> None:
+    """Whatever is read as a plan is written again as the same plan and can be shown."""
+    plan = parse_plan(data)
+    assert parse_plan(to_toml(plan)) == parse_plan(to_json(plan))
+    _show("\n".join(summary_lines(plan, labels_of(plan.layout.share), "verdict")))
+
+
+def fuzz_machine(data: bytes) -> None:
+    """Whatever is read as a machine has a finite speed, and a search on it comes to an end."""
+    machine = parse_machine(data)
+    assert machine.samples_per_second((1,) * len(machine.devices)) >= 0
+    if len(machine.devices) <= 3:
+        _search(data)
+
+
+def _search(data: bytes) -> None:
+    with _file(data, "machine.toml") as path:
+        session = Session(Request(devices=f"sim:{path}", budget_seconds=30.0, max_global_batch=512))
+        try:
+            for event in session.events():
+                assert event is not None
+        finally:
+            session.close()
+
+
+def fuzz_journal(data: bytes) -> None:
+    """Whatever is read as a journal can be shown, replayed, and brought to the plan of what it measured."""
+    with _file(data) as path:
+        record = journal.read(path)
+    if len(record.entries) > REPLAYED_LINES:
+        return
+    progress = Progress()
+    for event in events_of(record):
+        _draw(progress, event)
+    replay.recover(record)
+
+
+def _draw(progress: Progress, event: Event) -> None:
+    progress.take(event)
+    _show(*progress.screen())
+    if isinstance(event, Observed):
+        _show(progress.observation_words(event.seen))
+
+
+def fuzz_live(data: bytes) -> None:
+    """A file of this very process, whatever it holds, is a report or nothing."""
+    name = file_name(os.getpid(), start_ticks(os.getpid()) or 0, 1)
+    with _file(data, name) as path:
+        path.parent.chmod(0o700)
+        for training in read_trainings([path.parent]):
+            _show(training.framework, training.workload, *(device.id for device in training.devices))
+
+
+def fuzz_reply(data: bytes) -> None:
+    """Whatever a child says is a reply or nonsense, and is shown in a line."""
+    for text in data.split(b"\n"):
+        said = child._reply(text)
+        assert isinstance(said, protocol.Reply | child.Nonsense)
+        if isinstance(said, protocol.Trouble):
+            from balancer.probes.party import _from_trouble
+
+            assert "\n" not in _from_trouble(0, said).detail
+
+
+def fuzz_recording(data: bytes) -> None:
+    """Whatever is read as a recording of the monitor can be drawn."""
+    with _file(data) as path:
+        source = ReplaySource(Recording(path))
+        try:
+            for _ in range(min(5, len(source.recording) + 1)):
+                _show(*snapshot_text(source.sample(), 100, UNICODE, colour=False).splitlines())
+        finally:
+            source.close()
+
+
+def fuzz_devices(data: bytes) -> None:
+    """What `--devices` may be given; files of its own choice are left alone."""
+    spec = data.decode(errors="surrogateescape")
+    if "/" not in spec.split("cpu")[0] and ".toml" not in spec.lower():
+        found = discover(spec)
+        assert found.devices
+
+
+def fuzz_limit(data: bytes) -> None:
+    """A limit that is read is written and read as the same."""
+    limit = parse_limit(data.decode(errors="surrogateescape"))
+    assert parse_limit(write_limit(limit)) == limit
+
+
+def fuzz_settings(data: bytes) -> None:
+    """`--set` pairs, a line each, for a workload that has settings."""
+    pairs = data.decode(errors="surrogateescape").split("\n")
+    registry.resolve_settings(registry.find("synthetic", "none"), parse_settings(pairs))
+
+
+def fuzz_numbers(data: bytes) -> None:
+    """Budgets, intervals and lists of indices."""
+    text = data.decode(errors="surrogateescape")
+    for read in (lambda: parse_duration(text, "--budget"), lambda: parse_indices(text)):
+        with contextlib.suppress(EvenerError):
+            read()
+
+
+def _show(*lines: str) -> None:
+    """What a terminal gets of it is plain."""
+    for line in lines:
+        for part in line.split("\n"):
+            assert part == plain(part, len(part) + 1), f"raw on the terminal: {part!r}"
+
+
+TARGETS: dict[str, Target] = {
+    "plan": fuzz_plan,
+    "machine": fuzz_machine,
+    "journal": fuzz_journal,
+    "live": fuzz_live,
+    "reply": fuzz_reply,
+    "recording": fuzz_recording,
+    "devices": fuzz_devices,
+    "limit": fuzz_limit,
+    "settings": fuzz_settings,
+    "numbers": fuzz_numbers,
+}
+
+
+def call(target: Target, data: bytes) -> None:
+    """Run one input; a fault that a person can act on is a good end, if it says something and not too much."""
+    fault = _fault(target, data)
+    assert fault is None or fault.message, "a fault without words"
+    assert len(str(fault)) < MOST_WORDS, "a fault longer than anybody reads"
+
+
+def _fault(target: Target, data: bytes) -> EvenerError | None:
+    try:
+        target(data)
+    except EvenerError as fault:
+        return fault
+    return None
+
+
+@cache
+def seeds(name: str) -> tuple[bytes, ...]:
+    """Valid inputs of a target, to be mutated."""
+    if name in ("plan", "journal"):
+        texts, plan = _measured()
+        return (to_toml(plan), to_json(plan)) if name == "plan" else texts
+    made: dict[str, tuple[bytes, ...]] = {
+        "machine": (MACHINE.encode(),),
+        "live": (
+            b'{"framework":"torch","workload":"w","samples_per_second":5.5,"step":3,"updated_at":1.7e9,'
+            b'"devices":[{"id":"GPU-1","index":0,"batch":8,"samples_per_second":5.5}]}',
+        ),
+        "reply": (b"".join(protocol.line(reply) for reply in REPLY),),
+        "recording": (_recorded(),),
+        "devices": (b"auto", b"cpu/2:0,1@60%+8GiB", b"sim:gtx1080ti,gtx1080@50%", b"gpu:GPU-12", b"cpu@1GiB,cpu:1"),
+        "limit": (b"60%+8GiB", b".5%", b"1.25TB"),
+        "settings": (b'base_ms=4\nnoise=0.5\nfail="raise"', b"parameters=[1,2]\nat_step=1e3"),
+        "numbers": (b"120s", b"1.5h", b"90", b"0,2,5"),
+    }
+    return made[name]
+
+
+def _measured() -> tuple[tuple[bytes, ...], Plan]:
+    """Journals of short searches on simulated devices, one of which runs out of memory, and a plan."""
+    requests = (Request(devices="sim:gtx1080ti,gtx1080", max_global_batch=256), Request(devices="sim:gtx1080ti"))
+    plans = []
+    with tempfile.TemporaryDirectory() as folder, _environment("XDG_STATE_HOME", folder):
+        for request in requests:
+            session = Session(request)
+            plans += [event.plan for event in session.events() if isinstance(event, Finished)]
+            session.close()
+        journals = sorted(Path(folder).glob("evener/runs/*/journal.jsonl"))
+        return tuple(path.read_bytes() for path in journals), plans[0]
+
+
+def _recorded() -> bytes:
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(open_source(discover("cpu"))) as source:
+        path = Path(folder) / "recording"
+        with Recorder(path, "host") as recorder:
+            for _ in range(2):
+                recorder.write(source.sample())
+        return path.read_bytes()
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
+
+
+def main() -> int:
+    """Fuzz the targets in turn, or one; 1 if anything was found."""
+    options = _options()
+    if options.replay is not None:
+        call(TARGETS[options.target], options.replay.read_bytes())
+        return 0
+    if options.target is not None:
+        return fuzz_one(options.target, options.minutes * 60, options.engine)
+    rows = [_in_a_process(name, options.minutes / len(TARGETS), options.engine) for name in TARGETS]
+    text = "\n".join(["| target | inputs | seconds | found |", "| --- | ---: | ---: | --- |", *rows]) + "\n"
+    print(text)
+    if options.output is not None:
+        options.output.write_text(text)
+    return 0 if all(row.endswith("| nothing |") for row in rows) else 1
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=5.0, help="for all targets together")
+    parser.add_argument("--target", choices=tuple(TARGETS), help="this one alone, in this process")
+    parser.add_argument("--engine", choices=("atheris", "hypothesis"), help="atheris unless it is missing")
+    parser.add_argument("--replay", type=Path, help="give this file to the target and let the error through")
+    parser.add_argument("--output", type=Path, help="write the table here")
+    options: argparse.Namespace = parser.parse_args()
+    return options
+
+
+def _in_a_process(name: str, minutes: float, engine: str | None) -> str:
+    """A row of the table: atheris can fuzz one thing in a process, and what it finds ends the process."""
+    started = time.monotonic()
+    command = [sys.executable, "-m", "benchmarks.fuzz", "--target", name, "--minutes", str(minutes)]
+    command += ["--engine", engine] if engine else []
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    text = done.stdout.decode(errors="replace")
+    counted = [line.split()[1] for line in text.splitlines() if line.startswith(("Done ", "inputs "))]
+    if done.returncode:
+        sys.stderr.write(text[-4000:])
+    found = "nothing" if done.returncode == 0 else f"exit code {done.returncode}"
+    return f"| {name} | {counted[-1] if counted else '?'} | {time.monotonic() - started:.0f} | {found} |"
+
+
+def fuzz_one(name: str, seconds: float, engine: str | None = None) -> int:
+    """One target until the time is over or an input fails it."""
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
+    target = TARGETS[name]
+    first = seeds(name)
+    with tempfile.TemporaryDirectory() as home, _environment("XDG_STATE_HOME", home):
+        for data in first:
+            call(target, data)
+        if engine == "atheris" or (engine is None and find_spec("atheris") is not None):
+            _with_atheris(name, target, first, seconds, home)  # does not return
+        return _with_hypothesis(target, first, seconds)
+
+
+def _with_atheris(name: str, target: Target, first: tuple[bytes, ...], seconds: float, home: str) -> None:
+    import atheris  # type: ignore[import-untyped, unused-ignore]
+
+    corpus = Path(home) / "corpus"
+    corpus.mkdir()
+    for number, data in enumerate(first):
+        (corpus / str(number)).write_bytes(data)
+    atheris.instrument_all()
+    arguments = [f"-max_total_time={max(1, round(seconds))}", f"-max_len={LONGEST_INPUT_BYTES}", "-close_fd_mask=1"]
+    arguments += [f"-timeout={SLOWEST_SECONDS}", "-rss_limit_mb=2048", f"-artifact_prefix=fuzz-{name}-"]
+    atheris.Setup([sys.argv[0], *arguments, str(corpus)], lambda data: call(target, data))
+    atheris.Fuzz()
+
+
+def _with_hypothesis(target: Target, first: tuple[bytes, ...], seconds: float) -> int:
+    """Mutations of the seeds, and anything at all, in rounds until the time is over."""
+    from hypothesis import HealthCheck, given, settings
+
+    until, count = time.monotonic() + seconds, 0
+
+    @settings(max_examples=2000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(mutations(first))
+    def attempt(data: bytes) -> None:
+        nonlocal count
+        count += 1
+        if time.monotonic() < until:
+            call(target, data)
+
+    while time.monotonic() < until:
+        attempt()
+    print(f"inputs {count}")
+    return 0
+
+
+def mutations(first: tuple[bytes, ...]) -> SearchStrategy[bytes]:
+    """Seeds with numbers, words or any pieces exchanged; or any bytes."""
+    from hypothesis import strategies as st
+
+    odd = st.sampled_from(ODD)
+    edit = st.tuples(
+        st.booleans(), st.integers(0, 1 << 20), st.sampled_from((0, 0, 1, 2, 10, 40, 400)), odd | st.binary(max_size=6)
+    )
+    mutated = st.builds(_edited, st.sampled_from(first), st.lists(edit, min_size=1, max_size=4))
+    return mutated | mutated | mutated | odd | st.binary(max_size=200)
+
+
+def _edited(data: bytes, edits: list[tuple[bool, int, int, bytes]]) -> bytes:
+    """Each edit replaces a word or number, or so many bytes; it swaps two lines where its piece is a line's end."""
+    for whole, at, length, piece in edits:
+        words = list(_WORD.finditer(data)) if whole else []
+        if piece == b"\n" and data.count(b"\n") > 1:
+            lines = data.split(b"\n")
+            one, two = at % len(lines), (at // 7) % len(lines)
+            lines[one], lines[two] = lines[two], lines[one]
+            data = b"\n".join(lines)
+            continue
+        start, end = words[at % len(words)].span() if words else (at % (len(data) + 1),) * 2
+        data = data[:start] + piece + data[end + (0 if words else length) :]
+    return data
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
