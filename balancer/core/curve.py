@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from balancer.core.stairs import step_height
+from balancer.core.stairs import Stairs, stairs
 
 SAME_BATCH = 0.02  # points nearer than this, relatively, are one point
 LEAST_ERROR = 0.0005  # relative; no timing is believed to be better
@@ -78,7 +78,7 @@ class Curve(msgspec.Struct, frozen=True):
         return int(min(batch, ceiling)) // quantum * quantum
 
     def turns(self, ceiling: int, most: int = 40) -> list[float]:
-        """The finish times at which throughput may be best: of its knots or stairs up to `ceiling`, and the ceiling's."""
+        """The finish times at which throughput may be best: of its knots or stairs, and of `ceiling`."""
         last = self.seconds(ceiling)
         if self.stair:
             first = self.seconds(self.batches[0])
@@ -103,25 +103,46 @@ class Curve(msgspec.Struct, frozen=True):
         return times[i - 1] + (times[i] - times[i - 1]) * (batch - left) / (batches[i] - left)
 
 
-def fit(points: Iterable[Point]) -> Curve | None:
-    """The curve that explains the points; None without any."""
-    known = merged(points)
-    if not known:
+def fit(points: Iterable[Point], doubt: float = 0.0, stepped: bool = False) -> Curve | None:
+    """The curve that explains the points; None without any.
+
+    `doubt`: where stairs or bends leave doubt, 0 takes the middle and 1 the slowest that may be. `stepped`: devices
+    like this one show stairs, so they need less evidence here.
+    """
+    single = merged(points, 0.0)
+    if not single:
         return None
+    known = merged(single, SAME_BATCH)
     shape, worst = simplest(known)
-    if worst <= STRAIGHT:
+    smooth = worst <= STRAIGHT
+    if smooth and shape.flat == 0:
         return _broken(shape, known, [], True)
-    stair, line = step_height([(p.batch, p.seconds, p.error) for p in known])
-    if stair:
-        return Curve((0.0, 1.0), (line[0], line[0] + line[1]), line[1], stair, False, _typical(known))
-    return _broken(shape, known, _bends(known, shape), False)
+    if found := stairs([(p.batch, p.seconds, p.error) for p in single], stepped or not smooth):
+        return _stepped(found, known, doubt)
+    curve = _broken(shape, known, [] if smooth else _bends(known, shape), smooth)
+    return _late(curve) if doubt >= 1 and not smooth else curve
 
 
-def merged(points: Iterable[Point]) -> list[Point]:
-    """Points in rising batch, those of nearly the same batch averaged by their errors."""
+def _late(curve: Curve) -> Curve:
+    """The slowest rising curve through the knots: just beyond each, as slow as the next."""
+    batches, times = list(curve.batches), list(curve.times)
+    beyond = [batch + 0.5 for batch in batches[:-1]]
+    knots = sorted([*zip(batches, times, strict=True), *zip(beyond, times[1:], strict=True)])
+    return msgspec.structs.replace(curve, batches=tuple(b for b, _ in knots), times=tuple(t for _, t in knots))
+
+
+def _stepped(found: Stairs, points: Sequence[Point], doubt: float) -> Curve:
+    knots, slope = found.knots(doubt)
+    knots.append((knots[-1][0] + 1.0, knots[-1][1] + slope))
+    batches, times = zip(*knots, strict=True)
+    return Curve(batches, times, slope, found.height, False, _typical(points))
+
+
+def merged(points: Iterable[Point], within: float) -> list[Point]:
+    """Points in rising batch; those whose batches are nearer than `within`, relatively, averaged by their errors."""
     groups: list[list[Point]] = []
     for point in sorted(points, key=lambda p: (p.batch, p.seconds, p.error)):
-        if groups and point.batch <= groups[-1][0].batch * (1 + SAME_BATCH):
+        if groups and point.batch <= groups[-1][0].batch * (1 + within):
             groups[-1].append(point)
         else:
             groups.append([point])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
@@ -179,15 +180,26 @@ def relative_error(seen: Timed) -> float:
 
 
 def _points(seen: list[Observation]) -> Iterator[Point]:
-    for one in seen:
-        if isinstance(one, Timed) and one.probe.stage == "solo" and one.step_seconds > 0:
-            yield Point(one.probe.layout.global_batch, one.step_seconds, relative_error(one))
+    timed = [one for one in seen if isinstance(one, Timed) and one.probe.stage == "solo" and one.step_seconds > 0]
+    for one, error in zip(timed, _errors(timed), strict=True):
+        yield Point(one.probe.layout.global_batch, one.step_seconds, error)
 
 
 def _own_points(seen: list[Observation], position: int) -> Iterator[Point]:
-    for one in seen:
-        if isinstance(one, Timed) and (own := one.device_seconds[position]):
-            yield Point(one.probe.layout.shares[position], own, relative_error(one))
+    timed = [one for one in seen if isinstance(one, Timed) and one.device_seconds[position]]
+    for one, error in zip(timed, _errors(timed), strict=True):
+        yield Point(one.probe.layout.shares[position], one.device_seconds[position] or 0.0, error)
+
+
+def _errors(timed: list[Timed]) -> list[float]:
+    """Relative standard errors: each one's own, or what the noise of a step in all of them says, if that is more.
+
+    An interval of few blocks is often too narrow by luck, and a probe that ends once it is narrow enough selects those.
+    """
+    own = [relative_error(one) for one in timed]
+    steps = [max(1, one.steps) for one in timed]
+    noise = math.sqrt(math.fsum(e * e * n for e, n in zip(own, steps, strict=True)) / max(1, len(own)))
+    return [max(e, noise / math.sqrt(n)) for e, n in zip(own, steps, strict=True)]
 
 
 def _rank(seen: Observation) -> tuple[int, int, float]:

@@ -87,9 +87,10 @@ def best_single(view: View) -> Layout | None:
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
-def next_probe(view: View, ledger: Ledger, purse: Purse) -> tuple[tuple[Probe, ...], Rule | None]:
+def next_probe(
+    view: View, rivals: tuple[Layout, ...], ledger: Ledger, purse: Purse
+) -> tuple[tuple[Probe, ...], Rule | None]:
     """The next turn of the next contender as a tuple of one; or none, and why the race is over."""
-    rivals = contenders(view)
     if not rivals:
         return (), None
     for turn in range(MOST_TURNS):
@@ -129,13 +130,13 @@ def _favourites(view: View) -> list[Layout]:
     if chosen is None:
         return []
     layouts = [chosen.layout]
-    for wanted in (view.tolerable, view.fastest_split):
+    for wanted in (view.tolerable, view.surest_split, view.fastest_split):
         if wanted is None or not _surely_fits(view, view.layout(wanted)):
             continue
         layout = view.layout(wanted)
         better = wanted.samples_per_second > view.predicted_rate(chosen.layout) * (1 + UNMEASURABLE)
         smaller = problem.tolerance > 0 and layout.global_batch < chosen.layout.global_batch * 0.97
-        if (better and wanted is view.fastest_split) or (smaller and wanted is view.tolerable):
+        if (better and wanted is not view.tolerable) or (smaller and wanted is view.tolerable):
             layouts.append(layout)
     if problem.tolerance and problem.global_batch is None:
         layouts.append(max(found, key=lambda r: r.throughput.value).layout)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from balancer.core import race, solo, split
+from collections.abc import Callable
+
+from balancer.core import race
 from balancer.core.check import check
+from balancer.core.decide import Decision, Judged, decide, judged
 from balancer.core.ledger import Ledger
-from balancer.core.stop import Purse, Rule
 from balancer.core.view import View
 from balancer.records import Belief, CurveSketch, Layout, Observation, Probe, Problem, Result
 
@@ -24,7 +26,8 @@ class Search:
         self.problem = problem
         self._all = Ledger(problem)
         self._before_race = Ledger(problem)  # the race is planned by what was known when it began
-        self._decided: _Decision | None = None
+        self._judged: Judged | None = None
+        self._decided: Decision | None = None
 
     def ask(self) -> tuple[Probe, ...]:
         """What to measure now, at the same time; empty when the search is over. Asking changes nothing."""
@@ -36,6 +39,7 @@ class Search:
             return
         if seen.probe.stage != "race":
             self._before_race.add(seen)
+            self._judged = None
         self._decided = None
 
     def best(self) -> Result | None:
@@ -49,7 +53,7 @@ class Search:
 
     def belief(self) -> Belief:
         """The view between two probes, for whoever draws it."""
-        decision, view = self._decision(), View(self.problem, self._before_race)
+        decision, view = self._decision(), self._known().view
         fits = [f for f in (view.fastest_split, view.fastest_single) if f]
         top = max(fits, key=lambda f: f.samples_per_second, default=None)
         return Belief(
@@ -70,7 +74,9 @@ class Search:
 
     def even_split(self) -> Result | None:
         """The even split over all devices that take part, as measured; None if it wasn't."""
-        return _first(self.results(), lambda layout: layout.kind == "split" and _is_even(layout, self._live()))
+        return _first(
+            self.results(), lambda layout: layout.kind == "split" and _is_even(layout, self._known().view.live)
+        )
 
     def best_single(self) -> Result | None:
         """The fastest device alone, as measured in the race if it raced."""
@@ -79,68 +85,25 @@ class Search:
 
     def solos(self) -> tuple[Result | None, ...]:
         """Each device's highest throughput alone, as measured; None for one that never ran."""
-        found = self.results()
-        return tuple(
-            _first(found, lambda layout, i=i: layout.kind == "solo" and layout.active == (i,))
-            for i in range(self.problem.devices)
-        )
-
-    def _live(self) -> tuple[int, ...]:
-        return View(self.problem, self._before_race).live
+        best: dict[int, Result] = {}
+        for result in self.results():
+            if result.layout.kind == "solo":
+                best.setdefault(result.layout.active[0], result)
+        return tuple(best.get(i) for i in range(self.problem.devices))
 
     def _eligible(self) -> tuple[Result, ...]:
         raced = self._all.timed(["race"])
         return race.results(raced) if raced else self.results()
 
-    def _decision(self) -> _Decision:
+    def _known(self) -> Judged:
+        if self._judged is None:
+            self._judged = judged(View(self.problem, self._before_race))
+        return self._judged
+
+    def _decision(self) -> Decision:
         if self._decided is None:
-            self._decided = _decide(self.problem, self._before_race, self._all)
+            self._decided = decide(self._known(), self._all)
         return self._decided
-
-
-class _Decision:
-    def __init__(self, probes: tuple[Probe, ...], doing: str, ended: str | None = None) -> None:
-        self.probes, self.doing, self.ended = probes, doing, ended
-
-
-def _decide(problem: Problem, before: Ledger, everything: Ledger) -> _Decision:
-    """The stages in turn: the first that wants a probe gets it."""
-    purse = Purse(problem, everything)
-    again = everything.open_failures()
-    if again:
-        stage = again[0].stage
-        same = tuple(p for p in again if p.stage == stage)
-        return _Decision(same if stage == "solo" else same[:1], "Tries a probe that failed once more.")
-    view = View(problem, before)
-    if probes := solo.next_probes(view, purse):
-        return _Decision(probes, _solo_words(probes))
-    if not view.live:
-        return _Decision((), "Nothing more can be measured.", _nobody(view))
-    if probes := split.next_probe(view, purse):
-        return _Decision(probes, "Measures a synchronous split: the fastest that the curves predict.")
-    probes, rule = race.next_probe(view, everything, purse)
-    if probes:
-        return _Decision(probes, "Races the best layouts against the even split and the best single device.")
-    return _Decision((), "Done.", (rule or Rule.BUDGET).value)
-
-
-def _solo_words(probes: tuple[Probe, ...]) -> str:
-    why = (
-        "a first time",
-        "the slope of time and memory",
-        "the largest batch that matters",
-        "the shape where it is in doubt",
-    )
-    return f"Measures every device alone: {why[min(probes[0].turn, len(why) - 1)]}."
-
-
-def _nobody(view: View) -> str:
-    """Why no device can be used, each with its smallest failure."""
-    words = []
-    for i, device in enumerate(view.devices):
-        words.append(f"device {i}: {device.lost}" if device.lost else f"device {i}: batch {device.memory.failed}")
-    rule = Rule.ALL_LOST if all(device.lost for device in view.devices) else Rule.NO_ROOM
-    return f"{rule.value}: {'; '.join(words)}."
 
 
 def _sketch(view: View, position: int) -> CurveSketch:
@@ -160,5 +123,5 @@ def _is_even(layout: Layout, live: tuple[int, ...]) -> bool:
     return layout.active == live and max(active) - min(active) <= max(1, max(active) // 100)
 
 
-def _first(found: tuple[Result, ...], wanted: object) -> Result | None:
-    return next((r for r in found if wanted(r.layout)), None)  # type: ignore[operator]
+def _first(found: tuple[Result, ...], wanted: Callable[[Layout], bool]) -> Result | None:
+    return next((result for result in found if wanted(result.layout)), None)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-from balancer.core import fill
 from balancer.core.curve import Curve
 from balancer.core.fill import Lane
 from balancer.core.stop import Purse
-from balancer.core.view import View
+from balancer.core.view import View, guarded
 from balancer.records import Layout, Probe, solo
 
 MOST_ROUNDS = 4
@@ -22,8 +21,6 @@ SMALL, SECOND = 8, 64  # the first two batches, of a free global batch
 RATIO = 8  # between them
 SLACK = 2.0  # the third batch may take so many times the predicted finish time
 FAR = 4  # times the largest batch that ran: the least that the third batch aims at
-TOLD = 2.0  # a slope is told if it makes the guessed knee take so many times the time of an empty batch
-GUESSED_KNEE = 0.25  # of the room
 ON_SLOPE = 0.55  # of the largest batch: where the fourth point of a curve with a knee lies, beyond most knees
 TESTED = 0.12  # a batch so near to a measured one, relatively, tells nothing new
 RETREAT = 8  # a first batch that ran out of memory is divided by it
@@ -113,41 +110,23 @@ def _largest_that_matters(view: View, purse: Purse, position: int) -> int:
         return room
     lane = Lane(position, curve, room)
     most = min(room, max(quantum, curve.largest(purse.longest_step, room, quantum)))
-    told = _guarded(lane) is lane
+    told = guarded(lane) is lane
     if view.problem.global_batch is not None:
         return max(quantum, min(most, _share_of_fixed(view, position, told)))
     most = max(quantum, min(most, view.useful(lane)))
     if not told:
         return most  # no slope yet: only a large batch tells one
-    wanted = curve.largest(SLACK * _finish(view), room, quantum)
+    finish = view.first_guess.seconds if view.first_guess else math.inf
+    wanted = curve.largest(SLACK * finish, room, quantum)
     return min(most, max(wanted, FAR * view.devices[position].memory.ran))
-
-
-def _finish(view: View) -> float:
-    """When a free split of all would end, by the first two points."""
-    lanes = [_guarded(lane) for lane in view.useful_guesses]
-    free_of_cost = (0.0,) * (view.problem.devices + 1)
-    split = fill.free(lanes, free_of_cost, view.quantum, view.problem.max_global_batch)
-    return split.seconds if split else math.inf
-
-
-def _guarded(lane: Lane) -> Lane:
-    """The lane, with a guessed knee where its two small batches took nearly the same time and tell no slope."""
-    curve, knee = lane.curve, max(1.0, lane.ceiling * GUESSED_KNEE)
-    level = curve.seconds(knee)
-    if level > TOLD * curve.seconds(0):
-        return lane
-    return Lane(lane.device, Curve((0.0, knee), (level, level), level / knee), lane.ceiling)
 
 
 def _share_of_fixed(view: View, position: int, told: bool) -> int:
     """The share that the fill predicts; all that fits where no slope is told yet and the device is fast enough."""
-    batch = view.problem.global_batch or 0
-    lanes = [_guarded(lane) for lane in view.guesses]
-    split = fill.fixed(lanes, (0.0,) * (view.problem.devices + 1), batch, view.quantum, fewest=1)
-    even = max(view.quantum, batch // len(view.live) // view.quantum * view.quantum)
+    split = view.first_guess
     if split is None:
         return view.cap
+    even = (view.problem.global_batch or 0) // len(view.live) // view.quantum * view.quantum
     curve = view.alone[position]
     if not told and curve is not None and curve.seconds(0) <= SLACK * split.seconds:
         return view.cap

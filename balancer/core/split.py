@@ -40,8 +40,10 @@ def next_split(view: View) -> Fill | None:
     if len(view.live) < 2 or len(known) >= most or failed >= MOST_FAILED:
         return None
     best = view.fastest_split
-    for wanted, worth in ((best, _gains(view, best)), (view.tolerable, _smaller(view, view.tolerable))):
-        if wanted is None or not worth or len(wanted.shares) < 2:
+    hope = view.hopeful_split
+    choices = ((best, _gains), (view.tolerable, _smaller), (hope, _gains))
+    for wanted, worth in choices:
+        if wanted is None or len(wanted.shares) < 2 or not worth(view, wanted):
             continue
         layout = view.layout(wanted)
         if not any(near(layout, other) for other in tried):
@@ -53,7 +55,7 @@ def next_single(view: View) -> Fill | None:
     """One device alone, the others at rest: at a batch it was not seen to hold, or that contention may have hidden."""
     if not view.splits and len(view.live) > 1:
         return None
-    if len(view.splits) + len(view.rested) >= MOST_SPLITS:
+    if sum(1 for _ in view.ledger.of("split")) >= MOST_SPLITS:
         return None
     known = max((view.predicted_rate(seen.probe.layout) for seen in view.splits), default=0.0)
     known = max(known, *(seen.samples_per_second for seen in view.rested.values()), 0.0)

@@ -1,56 +1,120 @@
-"""Stairs in a device's step time: whether a few points show that it comes in multiples of one height, and of which."""
+"""Stairs in a device's step time: whether a few points show that it comes in multiples of one height, and of which.
+
+Under stairs lies a straight line, rounded up. Each point holds the line to a band of one height, so the lines that
+explain all points fill a small polygon of (fixed, slope): its middle is the best guess, its upper edge is sure.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import combinations
+
+import msgspec
 
 Seen = tuple[int, float, float]  # batch, seconds, relative error
+Straight = tuple[float, float]  # fixed, slope
 
 MOST_STEPS = 40  # the largest time in step heights: finer stairs are no matter
 FEWEST_POINTS = 4
-TIGHTER = 0.12  # the points must lie so near to whole multiples, in step heights (0.25 is what chance gives)
-WITHIN = 3.0  # errors that a point may be off its step
+WITHIN = 3.5  # errors that a point may be off its step
+TIGHT = 0.3  # step heights that errors may reach for a time to tell its step
+MOST_VAGUE = 3.0  # step heights
+CHANCE = 0.02  # of smooth times to lie so near to multiples of some height; above it stairs are not believed
+LOOSE = 0.3  # the same once smooth curves were refuted
+LEAST_ERROR = 0.0005
 
 
-def step_height(points: Sequence[Seen]) -> tuple[float, tuple[float, float]]:
-    """The height in seconds, 0 if the points show none, and (fixed, slope) of the line that is rounded up to it."""
+class Stairs(msgspec.Struct, frozen=True):
+    """A step height in seconds, and the corners of the lines under the stairs."""
+
+    height: float
+    corners: tuple[Straight, ...]
+
+    @property
+    def middle(self) -> Straight:
+        """The best guess of the line."""
+        count = len(self.corners)
+        return sum(fixed for fixed, _ in self.corners) / count, sum(slope for _, slope in self.corners) / count
+
+    def knots(self, doubt: float) -> tuple[list[tuple[float, float]], float]:
+        """Knots (batch, seconds) of the line and its last slope; `doubt` 0 is the middle, 1 the highest that may be."""
+        meets = {0.0}
+        for (fixed0, slope0), (fixed1, slope1) in combinations(self.corners, 2):
+            if slope0 != slope1 and (batch := (fixed0 - fixed1) / (slope1 - slope0)) > 0:
+                meets.add(batch)
+        middle, rise = self.middle
+        knots = []
+        for batch in sorted(meets):
+            highest = max(fixed + slope * batch for fixed, slope in self.corners)
+            knots.append((batch, doubt * highest + (1 - doubt) * (middle + rise * batch)))
+        return knots, doubt * max(slope for _, slope in self.corners) + (1 - doubt) * rise
+
+
+def stairs(points: Sequence[Seen], convinced: bool) -> Stairs | None:
+    """The highest stairs that explain the points; None if none do.
+
+    `convinced`: smooth curves were refuted, so only the fit counts; else it must also be no matter of chance.
+    """
     if len(points) < FEWEST_POINTS:
-        return 0.0, (0.0, 0.0)
+        return None
     top = max(seconds for _, seconds, _ in points)
-    for steps in range(2, MOST_STEPS + 1):  # the highest stairs that fit: finer ones fit anything
-        if (height := _refined(points, top / steps)) and (line := under(points, height)):
-            return height, line
-    return 0.0, (0.0, 0.0)
+    for steps in range(2, MOST_STEPS + 1):  # finer stairs fit anything
+        height = _refined(points, top / steps)
+        if not height or (not convinced and _chance(points, height) * (steps - 1) > CHANCE):
+            continue
+        if convinced and _chance(points, height) > LOOSE:
+            continue
+        if corners := _under(points, height):
+            return Stairs(height, corners)
+    return None
+
+
+def _counts(seen: Seen, height: float) -> tuple[int, int]:
+    """The fewest and most whole heights that a time can be, by its error; (1, 0) if it can't be any."""
+    _, seconds, error = seen
+    reach = min(WITHIN * max(error, LEAST_ERROR) * seconds / height, MOST_VAGUE)
+    steps = seconds / height
+    if reach < TIGHT:
+        nearest = max(1, round(steps))
+        return (nearest, nearest) if abs(steps - nearest) <= reach else (1, 0)
+    return max(1, math.ceil(steps - reach)), max(1, math.floor(steps + reach))
 
 
 def _refined(points: Sequence[Seen], height: float) -> float:
-    """The height nearby that fits the whole multiples best; 0 if none does."""
-    counts = [max(1, round(seconds / height)) for _, seconds, _ in points]
-    weights = [1 / (max(error, 5e-4) * seconds) ** 2 for _, seconds, error in points]
-    above = math.fsum(w * n * p[1] for w, n, p in zip(weights, counts, points, strict=True))
-    height = above / math.fsum(w * n * n for w, n in zip(weights, counts, strict=True))
-    for n, (_, seconds, error) in zip(counts, points, strict=True):
-        gap = abs(seconds - n * height)
-        if gap > WITHIN * max(error, 5e-4) * seconds or gap > TIGHTER * height:
+    """The height nearby that fits best as whole multiples; 0 if none does."""
+    for _ in range(2):
+        known = [(p, low) for p in points for low, high in [_counts(p, height)] if low == high]
+        if not known:
             return 0.0
-    return height
+        weights = [1 / (max(error, LEAST_ERROR) * seconds) ** 2 for (_, seconds, error), _ in known]
+        above = math.fsum(w * n * p[1] for w, (p, n) in zip(weights, known, strict=True))
+        height = above / math.fsum(w * n * n for w, (_, n) in zip(weights, known, strict=True))
+    return height if all(low <= high for low, high in (_counts(p, height) for p in points)) else 0.0
 
 
-def under(points: Sequence[Seen], height: float) -> tuple[float, float] | None:
-    """The middle of the rising lines (fixed, slope) that pass within one step below every point; None without any."""
-    bands = [((round(s / height) - 1) * height, round(s / height) * height, b) for b, s, _ in points]
+def _chance(points: Sequence[Seen], height: float) -> float:
+    """How likely a smooth curve's times would lie as near to multiples as their errors allow; equal ones count once."""
+    levels: dict[int, float] = {}
+    for _, seconds, error in points:
+        steps = round(seconds / height)
+        reach = min(1.0, 2 * WITHIN * max(error, LEAST_ERROR) * seconds / height)
+        levels[steps] = min(reach, levels.get(steps, 1.0))
+    return math.prod(sorted(levels.values())[1:])  # one level is spent on the height itself
+
+
+def _under(points: Sequence[Seen], height: float) -> tuple[Straight, ...]:
+    """Corners of the polygon of rising lines that pass within one step below every point; none if it is empty."""
+    counts = [(*_counts(p, height), p[0]) for p in points]
+    bands = [((low - 1) * height, high * height, batch) for low, high, batch in counts]
+    slack = 1e-9 * height
     corners = []
     edges = [(b, t) for low, high, b in bands for t in (low, high)]
-    for i, (b0, t0) in enumerate(edges):
-        for b1, t1 in edges[i + 1 :]:
-            if b0 == b1:
-                continue
-            slope = (t1 - t0) / (b1 - b0)
-            fixed = t0 - slope * b0
-            slack = 1e-9 * height
-            if slope >= 0 and all(low - slack <= fixed + slope * b <= high + slack for low, high, b in bands):
-                corners.append((fixed, slope))
-    if not corners:
-        return None
-    return sum(c[0] for c in corners) / len(corners), sum(c[1] for c in corners) / len(corners)
+    for (b0, t0), (b1, t1) in combinations(edges, 2):
+        if b0 == b1:
+            continue
+        slope = (t1 - t0) / (b1 - b0)
+        fixed = t0 - slope * b0
+        if slope >= 0 and all(low - slack <= fixed + slope * b <= high + slack for low, high, b in bands):
+            corners.append((fixed, slope))
+    return tuple(corners)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache
 
 from balancer.core import fill
@@ -17,8 +18,12 @@ UNMEASURABLE = 0.002  # relative: a gain below it can't be seen
 MATTERS_OF_TOLERANCE = 0.25  # a batch that gains less than this part of the tolerance does not matter either
 NEAR_BATCH = 0.15  # a solo point so near to a split's share shows contention, not shape
 CONTENTION_ERRORS = 2.5  # standard errors before a split is said to slow a device
+HOPE = -0.6  # how far towards the fastest that it may be a curve with stairs is hoped to lie, where nothing else gains
+STEPPED_SHARE = 3  # one device in so many with stairs makes them likely in the others
 SAME_SHARE = 0.015  # layouts whose shares differ by less, relatively, are the same measurement
 ROOMS_ALIKE = 0.02  # devices that can't be told apart have one ceiling if theirs differ by less
+TOLD = 2.0  # a slope is told if it makes the guessed knee take so many times the time of an empty batch
+GUESSED_KNEE = 0.25  # of the room
 MORE_THAN_ANY = 1 << 30  # samples
 
 
@@ -61,8 +66,8 @@ class View:
 
     @cached_property
     def beside(self) -> tuple[Curve | None, ...]:
-        """Each device's curve within a split: its solo points, slowed as its splits were, and its own part of these."""
-        return self._shared(lambda i: (*_slowed(self.devices[i], self.alone[i]), *self.devices[i].beside))
+        """Each device's curve within a split."""
+        return self._shared(self._together)
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:
@@ -120,7 +125,19 @@ class View:
     @cached_property
     def useful_guesses(self) -> tuple[Lane, ...]:
         """The guesses, cut where a larger batch gains too little to be measured."""
+        if self.problem.global_batch is not None:
+            return self.guesses
         return tuple(Lane(lane.device, lane.curve, self.useful(lane)) for lane in self.guesses)
+
+    @cached_property
+    def first_guess(self) -> Fill | None:
+        """The fill by solo curves, as if keeping in step cost nothing; a knee is guessed where no slope is told yet."""
+        costs = (0.0,) * (self.problem.devices + 1)
+        lanes = [guarded(lane) for lane in self.useful_guesses]
+        batch = self.problem.global_batch
+        if batch is None:
+            return fill.free(lanes, costs, self.quantum, self.problem.max_global_batch)
+        return fill.fixed(lanes, costs, batch, self.quantum, fewest=1)
 
     def useful(self, lane: Lane) -> int:
         """The largest batch whose gain can be seen: fixed costs / (slope * batch) falls below what is measurable."""
@@ -141,6 +158,29 @@ class View:
         if batch is not None:
             return fill.fixed(self.lanes, self.costs, batch, self.quantum)
         return fill.free(self.useful_lanes, self.costs, self.quantum, limit)
+
+    @cached_property
+    def surest_split(self) -> Fill | None:
+        """The split of most samples/s that no doubt about stairs or bends can slow."""
+        return self._split_at(1.0)
+
+    @cached_property
+    def hopeful_split(self) -> Fill | None:
+        """The split of most samples/s if stairs lie luckily; None where there are none."""
+        return self._split_at(HOPE) if any(lane.curve.stair for lane in self.lanes) else None
+
+    def _split_at(self, doubt: float) -> Fill | None:
+        curves = self._shared(self._together, doubt)
+        lanes = [Lane(x.device, curve, x.ceiling) for x in self.useful_lanes if (curve := curves[x.device])]
+        batch, limit = self.problem.global_batch, self.problem.max_global_batch
+        if batch is not None:
+            return fill.fixed(lanes, self.costs, batch, self.quantum)
+        return fill.free(lanes, self.costs, self.quantum, limit)
+
+    def _together(self, position: int) -> tuple[Point, ...]:
+        """A device's points within a split: its solo points, slowed as its splits were, and its own part of these."""
+        device = self.devices[position]
+        return (*_slowed(device, self.alone[position]), *device.beside)
 
     @cached_property
     def rested(self) -> dict[int, Timed]:
@@ -209,11 +249,13 @@ class View:
         shares = dict(wanted.shares)
         return layout_of(tuple(shares.get(i, 0) for i in range(self.problem.devices)))
 
-    def _shared(self, points: object) -> tuple[Curve | None, ...]:
+    def _shared(self, points: Callable[[int], Iterable[Point]], doubt: float = 0.0) -> tuple[Curve | None, ...]:
+        known = [tuple(p for i in group for p in points(i)) for group in self.groups]
+        fits = [_fit(one, doubt, False) for one in known]
+        if sum(1 for curve in fits if curve and curve.stair) * STEPPED_SHARE >= len(fits):
+            fits = [_fit(one, doubt, True) for one in known]
         curves: list[Curve | None] = [None] * len(self.devices)
-        for group in self.groups:
-            known = tuple(p for i in group for p in points(i))  # type: ignore[operator]
-            curve = _fit(known)
+        for group, curve in zip(self.groups, fits, strict=True):
             for i in group:
                 curves[i] = curve
         return tuple(curves)
@@ -228,6 +270,15 @@ class View:
         return len(layout.active), seen.step_seconds - slowest, relative_error(seen) * seen.step_seconds
 
 
+def guarded(lane: Lane) -> Lane:
+    """The lane, with a guessed knee where its two small batches took nearly the same time and tell no slope."""
+    curve, knee = lane.curve, max(1.0, lane.ceiling * GUESSED_KNEE)
+    level = curve.seconds(knee)
+    if level > TOLD * curve.seconds(0):
+        return lane
+    return Lane(lane.device, Curve((0.0, knee), (level, level), level / knee), lane.ceiling)
+
+
 def near(one: Layout, other: Layout) -> bool:
     """Whether two layouts are the same for all that can be measured."""
     pairs = list(zip(one.shares, other.shares, strict=True))
@@ -235,8 +286,8 @@ def near(one: Layout, other: Layout) -> bool:
 
 
 @lru_cache(maxsize=8192)
-def _fit(points: tuple[Point, ...]) -> Curve | None:
-    return fit(points)
+def _fit(points: tuple[Point, ...], doubt: float, stepped: bool) -> Curve | None:
+    return fit(points, doubt, stepped)
 
 
 def _known_at(batch: int, batches: list[int], alone: Curve) -> bool:

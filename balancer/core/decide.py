@@ -1,0 +1,76 @@
+"""The stages in their order: the first that wants a probe gets it, and says in one sentence what for."""
+
+from __future__ import annotations
+
+import msgspec
+
+from balancer.core import race, solo, split
+from balancer.core.ledger import Ledger
+from balancer.core.stop import Purse, Rule
+from balancer.core.view import View
+from balancer.records import Layout, Probe
+
+WHY_SOLO = (
+    "a first time",
+    "the slope of time and memory",
+    "the largest batch that matters",
+    "the shape where it is in doubt",
+)
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """What to measure now and why; without probes, the rule that ended the search in words."""
+
+    probes: tuple[Probe, ...]
+    doing: str
+    ended: str | None = None
+
+
+class Judged(msgspec.Struct, frozen=True):
+    """What was known before the race, and who races on the strength of it."""
+
+    view: View
+    rivals: tuple[Layout, ...]
+
+
+def judged(view: View) -> Judged:
+    """The view with its contenders."""
+    return Judged(view, race.contenders(view))
+
+
+def decide(known: Judged, everything: Ledger) -> Decision:
+    """The next probes; a race that has begun under a budget is not left again for an earlier stage."""
+    view, purse = known.view, Purse(known.view.problem, everything)
+    if again := everything.open_failures():
+        stage = again[0].stage
+        same = tuple(probe for probe in again if probe.stage == stage)
+        return Decision(same if stage == "solo" else same[:1], "Tries once more what failed.")
+    if not view.live:
+        return Decision((), "Nothing more can be measured.", nobody(view))
+    if purse.budget is None or not everything.timed(["race"]):
+        if probes := solo.next_probes(view, purse):
+            return Decision(probes, f"Measures every device alone: {WHY_SOLO[min(probes[0].turn, 3)]}.")
+        if probes := split.next_probe(view, purse):
+            return Decision(probes, _split_words(view, probes[0]))
+    probes, rule = race.next_probe(view, known.rivals, everything, purse)
+    if probes:
+        return Decision(probes, f"Races {len(known.rivals)} layouts in turns; this is turn {probes[0].turn + 1}.")
+    return Decision((), "Done.", (rule or Rule.BUDGET).value)
+
+
+def nobody(view: View) -> str:
+    """Why no device can be used, each with its smallest failure."""
+    words = [
+        f"device {i}: {device.lost or f'out of memory at batch {device.memory.failed}'}"
+        for i, device in enumerate(view.devices)
+    ]
+    rule = Rule.ALL_LOST if all(device.lost for device in view.devices) else Rule.NO_ROOM
+    return f"{rule.value}: {'; '.join(words)}."
+
+
+def _split_words(view: View, probe: Probe) -> str:
+    if probe.layout.kind == "solo":
+        return f"Measures device {probe.layout.active[0]} alone with the others at rest: it may beat every split."
+    count = len(probe.layout.active)
+    first = "the fastest that the curves predict" if not view.splits else "what the last ones taught"
+    return f"Measures a real step split over {count} devices: {first}."
