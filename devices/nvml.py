@@ -25,6 +25,7 @@ from devices.nvml_library import (
 )
 from devices.nvml_processes import GpuProcesses
 from devices.surroundings import OnDevice, Surroundings
+from evener.errors import DeviceError
 
 RETRY_GPU_SECONDS = 5.0
 RETRY_DRIVER_SECONDS = 2.0
@@ -47,6 +48,7 @@ class _Slot:
         self.note = ""
         self.retry_at = 0.0
         self.events: tuple[str, ...] = ()
+        self.first_joules: float | None = None  # of the energy counter, kept from reader to reader
 
 
 class NvmlSource:
@@ -165,6 +167,7 @@ class NvmlSource:
         slot = self._slots.setdefault(device.id, _Slot(device))
         instance = None if parent is None else nvml.nvmlDeviceGetGpuInstanceId(handle)
         slot.reader = GpuReader(nvml, handle, slot.device, parent, instance)
+        slot.reader.first_joules = slot.first_joules
         slot.processes = GpuProcesses(nvml, handle, parent is not None)
         slot.note = ""
 
@@ -178,9 +181,7 @@ class NvmlSource:
             try:
                 self._open(now)
                 self._trouble = ""
-            except (
-                Exception
-            ) as fault:  # a DeviceError; whatever else a half-loaded library throws must not end sampling
+            except DeviceError as fault:
                 self._trouble = str(fault)
 
     def _sample(self, slot: _Slot, now: float) -> tuple[DeviceSample, Sequence[OnDevice]]:
@@ -246,5 +247,6 @@ def doubt(sample: DeviceSample) -> str:
 
 def _drop(slot: _Slot) -> None:
     if slot.reader is not None:
+        slot.first_joules = slot.reader.first_joules
         slot.reader.close()
     slot.reader = slot.processes = None

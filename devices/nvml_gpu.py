@@ -74,7 +74,7 @@ class GpuReader:
         self._traffic_fields = Fields(nvml, handle, [PCIE_SEND_BYTES, PCIE_RECEIVE_BYTES, *links])
         self._slow_fields = Fields(nvml, handle, [POWER_LIMIT, RECOVERY_ACTION, ECC_UNCORRECTED], SLOW_SECONDS)
         self._counters = {field: Counter(SHORTEST_WINDOW_SECONDS) for field in (ENERGY, *THROTTLING, *_TRAFFIC)}
-        self._first_joules: float | None = None
+        self.first_joules: float | None = None  # the energy counter when the sampler started
         self._metrics = {name: Metric(nvml, call, period) for name, call, period in self._calls()}
 
     def sample(self, now: float) -> DeviceSample:
@@ -151,11 +151,11 @@ class GpuReader:
 
     def _energy(self, millijoules: Reading) -> Reading:
         joules = scaled(millijoules, 1e-3)
-        if joules.current is not None and (self._first_joules is None or joules.current < self._first_joules):
-            self._first_joules = joules.current
-        if joules.value is None or self._first_joules is None:
+        if joules.current is not None and (self.first_joules is None or joules.current < self.first_joules):
+            self.first_joules = joules.current
+        if joules.value is None or self.first_joules is None:
             return joules
-        return Reading(joules.state, joules.value - self._first_joules, joules.age_seconds)
+        return Reading(joules.state, joules.value - self.first_joules, joules.age_seconds)
 
     def _throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
         """The share of the last seconds that the longest reason took, and every reason that took a part of them."""

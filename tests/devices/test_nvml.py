@@ -238,7 +238,9 @@ def test_a_gpu_lost_for_a_minute_is_looked_for_by_a_new_init(rig: Rig) -> None:
     assert rig.nvml.calls["nvmlInit"] == inits
     rig.tick(10.0, times=4)
     assert rig.nvml.calls["nvmlInit"] == inits + 1
-    assert rig.tick().devices[1].temperature_celsius.current == 40
+    healthy = rig.tick().devices[1]
+    assert healthy.temperature_celsius.current == 40
+    assert healthy.energy_joules.current == 300 * (50 + 40 + 1)  # counted on across the new init
 
 
 def test_a_gpu_that_needs_a_reset_says_so(rig: Rig) -> None:
