@@ -68,6 +68,8 @@ def one_child(job: Job, key: Key) -> bool:
 def groups_of(job: Job, key: Key) -> Groups:
     """The children: their devices, in rank order."""
     devices = [job.devices[i] for i in key.positions]
+    if key.kind == "pack" and key.placement == "logical":
+        devices = [_part_of(device, key.processes) for device in devices]
     return ([devices] if one_child(job, key) else [[device] for device in devices]) * key.processes
 
 
@@ -94,7 +96,7 @@ def orders_of(job: Job, key: Key, groups: Groups, environments: Sequence[ChildEn
             precision=MIXED if "mixed" in key.knobs else job.precision,
             xla=job.xla or "xla" in key.knobs,
             input=job.input,
-            placement=key.placement,
+            placement=key.placement if key.kind == "place" else "",
         )
         room, cores = environment.address_space_bytes, float(environment.threads or 1)
         orders.append(Build(job.workload, job.framework, job.settings, place, _compute(group[0]), cores, room))
@@ -106,6 +108,13 @@ def free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [int(listener.getsockname()[1]) for listener in held]
+
+
+def _part_of(device: Device, processes: int) -> Device:
+    """The device held to an equal part of its memory, as a logical device has it."""
+    size = device.usable_memory_bytes
+    part = None if size is None else size // processes
+    return msgspec.structs.replace(device, limit=msgspec.structs.replace(device.limit, memory_bytes=part))
 
 
 def _compute(device: Device) -> float:

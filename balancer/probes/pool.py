@@ -24,7 +24,10 @@ from balancer.probes.protocol import Built, Ready
 from balancer.probes.room import Room
 from balancer.probes.trial import Limits, Stand, Trial, Watch
 from balancer.records import Failed, Observation, OutOfMemory, Probe, Timed
+from devices.base import Device
 from devices.environment import ChildEnvironment, child_environment
+from devices.mps import MpsDaemon
+from evener.errors import DeviceError
 
 PORT_TRIES = 3  # a port may be taken between its choice and its use
 _PORT_TAKEN = ("address already in use", "failed to bind", "could not start grpc server")
@@ -53,6 +56,7 @@ class ChildProber:
         self._facts = Facts(driver=job.driver)
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._mps = MpsDaemon()  # started when a pack asks for it
         # the kernel ends a child with the *thread* that started it, so one thread that lasts starts them all
         self._starter = ThreadPoolExecutor(1, "child starter")
 
@@ -92,6 +96,8 @@ class ChildProber:
         for party in list(self._parties):
             party.end()
         self._idle.clear()
+        with self._lock:
+            self._mps.close()
         self._starter.shutdown(wait=False, cancel_futures=True)
 
     def _observe(self, probe: Probe, report: Report, stop: threading.Event) -> Observation | None:
@@ -133,7 +139,7 @@ class ChildProber:
         standing.held = {i: max(size, standing.held.get(i, 0)) for i, size in held.items()}
         with self._lock:
             for i, size in held.items():
-                self._room.learn(i, probe.layout.shares[i], size)
+                self._room.learn(i, probe.layout.shares[i], size // probe.layout.processes)
             self._idle[key] = standing
         return seen
 
@@ -149,7 +155,7 @@ class ChildProber:
         """New children, built; BrokenError if one of them dies or refuses."""
         watch.enter("starting")
         groups = groups_of(self._job, key)
-        environments = [child_environment(group, self._job.framework) for group in groups]
+        environments = [self._environment(group, key) for group in groups]
         standing = _Standing(self._spawn(groups, environments), stand_of(self._job, key, environments))
         try:
             standing.party.hear(Ready, self._limits.start, stop)
@@ -161,6 +167,20 @@ class ChildProber:
             raise
         self._learn(cast(Built, replies[0]).facts, engine_of(self._job, key))
         return standing
+
+    def _environment(self, group: list[Device], key: Key) -> ChildEnvironment:
+        """How a child is started; BrokenError if it needs an MPS daemon and none comes up."""
+        environment = child_environment(group, self._job.framework)
+        if key.kind != "pack" or key.placement != "mps":
+            return environment
+        try:
+            with self._lock:
+                if self._closed.is_set():
+                    raise StoppedError
+                variables = self._mps.variables()
+        except DeviceError as error:
+            raise BrokenError((Mishap(0, False, "unsupported", error.message),)) from None
+        return msgspec.structs.replace(environment, variables=environment.variables | variables)
 
     def _spawn(self, groups: Groups, environments: list[ChildEnvironment]) -> Party:
         inbox: Inbox = queue.Queue(1000)

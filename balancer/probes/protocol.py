@@ -42,9 +42,10 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
-    """Run so many steps as one timed block."""
+    """Run so many steps as one timed block; again so many, until `seconds` have passed."""
 
     steps: int
+    seconds: float = 0.0
 
 
 class Quit(msgspec.Struct, frozen=True, tag=True):

@@ -14,12 +14,13 @@ from balancer.events import ProbeProgress
 from balancer.probes.party import BrokenError, Mishap, Party
 from balancer.probes.prober import Report
 from balancer.probes.protocol import Prepare, Prepared, Ran, Run
-from balancer.probes.timing import Block, Measured, Timing
+from balancer.probes.timing import LONGEST_BLOCK_SECONDS, Block, Measured, Timing
 from balancer.records import Probe, Timed
 
 _T = TypeVar("_T")
 REPORT_SECONDS = 0.2  # between two signs of progress of one probe
 BLOCK_SLACK = 20.0  # a block may take so many times what it should
+CHUNKS = 8  # of a pack's block: how often each training looks at the clock
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -106,7 +107,8 @@ class Trial:
         step_seconds = first_step_seconds
         while steps := timing.next_steps():
             limit = max(self._limits.block, BLOCK_SLACK * steps * step_seconds)
-            replies = self._party.order(lambda _, steps=steps: Run(steps), Ran, limit, stop)  # type: ignore[misc]
+            run = self._run_order(steps, step_seconds)
+            replies = self._party.order(lambda _, run=run: run, Ran, limit, stop)  # type: ignore[misc]
             block = self._block([cast(Ran, reply) for reply in replies])
             timing.add(block)
             step_seconds = block.step_seconds
@@ -116,8 +118,16 @@ class Trial:
             raise BrokenError((Mishap(0, False, "protocol", "no block was timed"),))
         return measured
 
+    def _run_order(self, steps: int, step_seconds: float) -> Run:
+        """So many steps; trainings of a pack run for the same time instead, so that none idles while another works."""
+        if self._probe.layout.processes == 1:
+            return Run(steps)
+        return Run(max(1, steps // CHUNKS), min(steps * step_seconds, LONGEST_BLOCK_SECONDS))
+
     def _block(self, ran: list[Ran]) -> Block:
-        """The group's block: as long as its slowest rank's."""
+        """The group's block: as long as its slowest rank's; of a pack, the time in which each takes a step."""
+        if self._probe.layout.processes > 1:
+            return self._pack_block(ran)
         wall = max(reply.wall_seconds for reply in ran)
         stand = self._stand
         self.memory = tuple(size for reply in ran for size in reply.memory_bytes)
@@ -129,6 +139,13 @@ class Trial:
             own = tuple(min(wall, reply.cpu_seconds / stand.threads + reply.spun_seconds) for reply in ran)
             return Block(ran[0].steps, wall, None, own)
         return Block(ran[0].steps, wall)
+
+    def _pack_block(self, ran: list[Ran]) -> Block:
+        """Rates over nearly the same window add up; memory does too."""
+        self.memory = tuple(_total([reply.memory_bytes[0] for reply in ran]) for _ in ran)
+        steps = max(1, round(sum(reply.steps for reply in ran) / len(ran)))
+        combined = sum(reply.steps / reply.wall_seconds for reply in ran)
+        return Block(steps, steps * len(ran) / combined)
 
     def _tell(self, timing: Timing) -> None:
         self._watch.enter(timing.phase)
@@ -142,3 +159,9 @@ class Trial:
         """Values in the stand's order as values by position of the request; the last of one position counts."""
         by_position = dict(zip(self._stand.positions, values, strict=False))
         return tuple(by_position.get(position) for position in range(count))
+
+
+def _total(sizes: list[int | None]) -> int | None:
+    """The sum; None if one is unknown."""
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None

@@ -81,7 +81,7 @@ class Worker:
             case Prepare():
                 return self._prepare(order)
             case Run():
-                return self._run(order.steps)
+                return self._run(order)
             case _:
                 raise ValueError(f"no such order: {order}")
 
@@ -117,23 +117,28 @@ class Worker:
         gc.freeze()  # what lives now lives on: a collection between blocks need not look at it again
         return Prepared(first)
 
-    def _run(self, steps: int) -> Ran:
+    def _run(self, order: Run) -> Ran:
         workload, build = self._built()
         gc.disable()
-        spun = 0.0
-        cpu, wall = time.process_time(), time.perf_counter()
-        if build.compute < 1:
-            for _ in range(steps):
-                spun += self._slow_step(workload, build)
-        else:
-            for _ in range(steps):
-                workload.step()
-            workload.synchronize()
-        wall = time.perf_counter() - wall
+        spun, steps = 0.0, 0
+        cpu, started = time.process_time(), time.perf_counter()
+        while not steps or time.perf_counter() - started < order.seconds:
+            spun += self._steps(order.steps, workload, build)
+            steps += order.steps
+        wall = time.perf_counter() - started
         cpu = time.process_time() - cpu
         gc.enable()
         gc.collect()
         return Ran(steps, wall, max(0.0, cpu - spun), spun, tuple(workload.peak_memory_bytes()))
+
+    def _steps(self, count: int, workload: Workload, build: Build) -> float:
+        """Run steps until the devices are done with them; gives the time spun."""
+        if build.compute < 1:
+            return sum(self._slow_step(workload, build) for _ in range(count))
+        for _ in range(count):
+            workload.step()
+        workload.synchronize()
+        return 0.0
 
     def _slow_step(self, workload: Workload, build: Build) -> float:
         """Spin, so as to be as slow as told, then step; gives the time spun.

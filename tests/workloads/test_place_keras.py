@@ -1,4 +1,4 @@
-"""Towers on two devices: outputs, gradients and trained weights are those of one device, each operation at its place."""
+"""Towers on two devices: outputs, gradients and trained weights are those of one device."""
 
 from __future__ import annotations
 
