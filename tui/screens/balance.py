@@ -39,7 +39,7 @@ class BalanceScreen(PanelScreen):
     def on_mount(self) -> None:
         """Follow the session."""
         self.watch(self.app, "balance", self._followed)
-        if not self.evener.balance.active:
+        if self.evener.balance == BalanceState():
             self.query_one("#pick-devices", Ticks).focus()
 
     def _followed(self, state: BalanceState) -> None:

@@ -9,9 +9,6 @@ from functools import lru_cache
 from tui.view.cells import Span, Tone
 from tui.view.marks import Marks
 
-_LEFT_DOTS = (0x00, 0x40, 0x44, 0x46, 0x47)  # a braille cell's left column, filled from the bottom
-_RIGHT_DOTS = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
-
 
 def bar(share: float, width: int, marks: Marks, tone: Tone = "accent") -> tuple[Span, ...]:
     """A bar of `width` cells filled to `share` of 1; the filled part differs from the rest without colour too."""
@@ -40,37 +37,29 @@ def spark(values: Sequence[float | None], width: int, marks: Marks, highest: flo
 
 
 def graph(values: Sequence[float | None], width: int, height: int, marks: Marks, highest: float) -> tuple[str, ...]:
-    """A filled graph of the newest values, `height` lines from the top down; two values a cell in braille."""
+    """A filled graph of the newest values, one a column, `height` lines from the top down."""
     if width <= 0 or height <= 0:
         return ()
-    wide, tall = (2, 4) if marks.braille else (1, 2)
-    newest = list(values)[-width * wide :]
-    columns = [None] * (width * wide - len(newest)) + newest
-    dots = [_dots(number, highest, height * tall) for number in columns]
-    if marks.braille:
-        stacks = [_braille_stack(*pair, height) for pair in zip(dots[::2], dots[1::2], strict=True)]
-    else:
-        stacks = [_ascii_stack(count, height) for count in dots]
+    newest = list(values)[-width:]
+    columns = [None] * (width - len(newest)) + newest
+    most = height * (len(marks.levels) - 1)
+    stacks = [_stack(_steps(number, highest, most), height, marks.levels, marks.shade) for number in columns]
     return tuple(map("".join, zip(*stacks, strict=True)))
 
 
-def _dots(number: float | None, highest: float, most: int) -> int:
+def _steps(number: float | None, highest: float, most: int) -> int:
     if number is None or highest <= 0 or not math.isfinite(number):
         return 0
     return max(1, round(min(1.0, max(0.0, number / highest)) * most))
 
 
 @lru_cache(maxsize=4096)
-def _braille_stack(left: int, right: int, height: int) -> tuple[str, ...]:
-    """One column of cells, from the top down."""
-    belows = range((height - 1) * 4, -1, -4)
-    codes = [_LEFT_DOTS[max(0, min(4, left - below))] | _RIGHT_DOTS[max(0, min(4, right - below))] for below in belows]
-    return tuple(chr(0x2800 + code) if code else " " for code in codes)
-
-
-@lru_cache(maxsize=512)
-def _ascii_stack(count: int, height: int) -> tuple[str, ...]:
-    return tuple(" .:"[max(0, min(2, count - below))] for below in range((height - 1) * 2, -1, -2))
+def _stack(count: int, height: int, levels: str, shade: str) -> tuple[str, ...]:
+    """One column of cells, from the top down, `count` steps high: an edge, and a shade under it."""
+    each = len(levels) - 1
+    belows = range((height - 1) * each, -1, -each)
+    whole = each + each // 2  # under a low edge the next cell is whole too, or the edge would float
+    return tuple(shade if count - below > whole else levels[max(0, min(each, count - below))] for below in belows)
 
 
 def nice_ceiling(number: float) -> float:

@@ -235,7 +235,7 @@ DEVICE_FLEXIBLE = {"history": 32, "util": 30, "memory": 30, "name": 24, "power":
 def device_heading(width: int, marks: Marks) -> Line:
     """The titles over the device rows in `width` cells."""
     line = heading(DEVICE_COLUMNS, device_widths(width), marks)
-    if marks.braille:
+    if not marks.plain:
         return line
     return Line(tuple(span._replace(text=span.text.replace("°", " ")) for span in line.spans))
 

@@ -17,7 +17,10 @@ class Marks(msgspec.Struct, frozen=True, kw_only=True):
     half: str  # half a cell of it; "" if there is none
     track: str  # the empty part
     spark: str  # heights from the lowest to the highest
-    braille: bool  # graphs in dots, two by four a cell
+    levels: str  # how far a cell of a graph is filled, from not at all
+    shade: str  # a cell of a graph under its edge
+    curve: str  # what plotext draws a line with
+    plain: bool  # nothing beyond ASCII
     fills: str  # one filling for each device in a shares bar
     ellipsis: str
     none: str  # the device can't tell
@@ -49,7 +52,10 @@ UNICODE = Marks(
     half="╸",
     track="─",
     spark="▁▂▃▄▅▆▇█",
-    braille=True,
+    levels=" ▁▂▃▄▅▆▇█",
+    shade="░",
+    curve="hd",
+    plain=False,
     fills="█▓▒░▞▚▤▥",
     ellipsis="…",
     none="–",
@@ -81,7 +87,10 @@ ASCII = Marks(
     half="",
     track=".",
     spark="_.-:=+*#",
-    braille=False,
+    levels=" .-#",
+    shade=":",
+    curve=".",
+    plain=True,
     fills="#=+-%o*~",
     ellipsis="~",
     none="-",

@@ -47,7 +47,7 @@ class CurvePlot(PlotextPlot):  # type: ignore[misc] # the library has no types
             return Text(" Curves show once the first probes have ended." if self.size.width >= 20 else "", "dim")
         self._draw()
         text = cast(Text, super().render())
-        if self.evener.marks.braille:
+        if not self.evener.marks.plain:
             return text
         plain = Text(to_ascii(text.plain))
         for span in text.spans:
@@ -58,12 +58,11 @@ class CurvePlot(PlotextPlot):  # type: ignore[misc] # the library has no types
         plt = self.plt
         plt.clear_data()
         plt.clear_figure()
-        line_mark = "braille" if self.evener.marks.braille else "."
         colours = self._colours()
         for curve in self._curves:
             colour = colours[curve.device % len(colours)]
             if len(curve.believed) > 1:
-                plt.plot(*zip(*curve.believed, strict=True), color=colour, marker=line_mark)
+                plt.plot(*zip(*curve.believed, strict=True), color=colour, marker=self.evener.marks.curve)
             if curve.wall is not None:
                 plt.vline(curve.wall, color=colour)
         for curve in self._curves:

@@ -1,0 +1,212 @@
+"""Makes the pictures of the app in docs/pictures from simulated runs: `python -m docs.pictures`.
+
+Clock, host and readings are fixed and nothing is drawn from this machine, so the same program makes the same pictures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+from textual.pilot import Pilot
+
+from balancer.session import Request, Session
+from devices.base import Device, HostSample, ProcessSample, Snapshot, value
+from devices.discover import discover
+from devices.physics import Machine
+from devices.sampler import History
+from devices.simulated_source import SimulatedSource
+from tui.app import EvenerApp
+from tui.feed import Post
+from tui.messages import Sampled
+
+FOLDER = Path(__file__).resolve().parent / "pictures"
+AT_SECONDS = 1_790_070_000.0
+PAIR = "sim:gtx1080ti,gtx1080"
+EIGHT = "sim:" + ",".join(["gtx1080ti", "gtx1080"] * 4)
+FONT = 'font-family: "Fira Code", "DejaVu Sans Mono", "Liberation Mono", Menlo, Consolas, monospace'
+HOST = HostSample(
+    cpu_percent=23.0, load_1min=2.4, memory_used_bytes=19 << 30, memory_total_bytes=64 << 30, cores=16, hostname="horse"
+)
+
+
+class PictureFeed:
+    """Simulated devices on a clock that the picture sets, with trainings that the picture names."""
+
+    def __init__(self, machine: Machine, speeds: Sequence[tuple[float, int]]) -> None:
+        self.interval_seconds = 1.0
+        self.state = ""
+        self._clock = 0.0
+        self._source = SimulatedSource(machine, seed=7, clock=lambda: self._clock)
+        self._speeds = speeds
+        self._history = History(600)
+        self._post: Post | None = None
+
+    def start(self, post: Post) -> None:
+        """Live through some minutes at once, then show the last moment."""
+        self._post = post
+        for tick in range(150):
+            self._set_loads(tick)
+            self._clock += 1.0
+            snapshot = self._sample()
+            self._history.add(snapshot)
+        post(Sampled(snapshot))
+
+    def _set_loads(self, tick: int) -> None:
+        for place, (speed, share) in enumerate(self._speeds):
+            works = tick > 20 + 7 * place and not 80 < tick < 92
+            wave = 1.0 + 0.06 * ((tick * (place + 3)) % 7 - 3) / 3
+            self._source.set_load(place, speed * wave if works else 0.0, share)
+
+    def _sample(self) -> Snapshot:
+        snapshot = self._source.sample()
+        at_seconds = AT_SECONDS + self._clock
+        return msgspec.structs.replace(
+            snapshot,
+            at_seconds=at_seconds,
+            host=HOST,
+            processes=self._processes(),
+            sampling_seconds=0.001,
+        )
+
+    def _processes(self) -> tuple[ProcessSample, ...]:
+        rows = []
+        for place, device in enumerate(self._source.devices()):
+            speed, share = self._speeds[place]
+            rows.append(
+                ProcessSample(
+                    pid=41_200 + 7 * place,
+                    start_time=AT_SECONDS - 4000 + place,
+                    user=("ada", "grace", "alan")[place % 3],
+                    device_id=device.id,
+                    device_label=device.label,
+                    memory_bytes=value(share * (8 << 20) + (1 << 30)),
+                    sm_percent=value(88 - place),
+                    cpu_percent=value(97 + place),
+                    command=f"python train.py --plan plan.toml --rank {place}",
+                    samples_per_second=value(speed),
+                )
+            )
+        return tuple(rows)
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+    def history(self, device_id: str, metric: str) -> tuple[float | None, ...]:
+        """As a sampler keeps it."""
+        return self._history.values(device_id, metric)
+
+    def follow(self, loads: object) -> None:
+        """The picture's own loads stay."""
+
+
+def _app(spec: str, theme: str) -> EvenerApp:
+    found = discover(spec)
+    assert found.machine is not None
+    speeds = [(1240.0, 820) if "Ti" in device.name else (866.0, 568) for device in found.devices]
+    return EvenerApp(PictureFeed(found.machine, speeds), devices=spec, known_devices=found.devices, theme=theme)
+
+
+async def _settle(pilot: Pilot[int], seconds: float = 0.6) -> None:
+    await pilot.pause(seconds)
+
+
+async def _wait(pilot: Pilot[int], condition: Callable[[], object]) -> None:
+    for _ in range(600):
+        if condition():
+            return
+        await pilot.pause(0.05)
+    raise RuntimeError("the picture never came")
+
+
+async def _monitor(pilot: Pilot[int]) -> None:
+    await _settle(pilot)
+
+
+async def _balance(pilot: Pilot[int]) -> None:
+    """A whole search, at its verdict."""
+    app = pilot.app
+    assert isinstance(app, EvenerApp)
+    app.start_session(Request(devices=PAIR, pace=0.0), _known(app))
+    await pilot.press("2")
+    await _wait(pilot, lambda: app.balance.ended)
+    app.balance = msgspec.structs.replace(app.balance, run="20260922-093000-a1b2")
+    await _settle(pilot)
+
+
+def _known(app: EvenerApp) -> tuple[Device, ...]:
+    return app.known_devices
+
+
+async def _setup(pilot: Pilot[int]) -> None:
+    await pilot.press("2")
+    await _settle(pilot)
+
+
+async def _runs(pilot: Pilot[int]) -> None:
+    await asyncio.to_thread(_make_runs)
+    await pilot.press("3")
+    await _settle(pilot, 1.5)
+    await pilot.press("space", "down")
+    await _settle(pilot)
+
+
+def _make_runs() -> None:
+    for spec in ("sim:gtx1080,gtx1080", PAIR):
+        session = Session(Request(devices=spec))
+        try:
+            for _ in session.events():
+                pass
+        finally:
+            session.close()
+
+
+PICTURES: dict[str, tuple[str, tuple[int, int], str, Callable[[Pilot[int]], object]]] = {
+    "monitor": (PAIR, (120, 36), "dark", _monitor),
+    "monitor-light": (EIGHT, (120, 36), "light", _monitor),
+    "monitor-80x24": (EIGHT, (80, 24), "dark", _monitor),
+    "setup": (PAIR, (120, 30), "dark", _setup),
+    "balance": (PAIR, (120, 38), "dark", _balance),
+    "runs": (PAIR, (120, 36), "dark", _runs),
+}
+
+
+def _cleaned(svg: str) -> str:
+    """The picture without fonts from elsewhere and without numbers that change by chance."""
+    svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"font-family: Fira Code, monospace", FONT, svg)
+    svg = re.sub(r"terminal-\d+", "terminal-evener", svg)
+    return "\n".join(line.rstrip() for line in svg.splitlines()) + "\n"
+
+
+async def _draw(name: str) -> None:
+    spec, size, theme, lead = PICTURES[name]
+    app = _app(spec, theme)
+    async with app.run_test(size=size) as pilot:
+        await lead(pilot)  # type: ignore[misc]
+        app.clear_notifications()
+        await _settle(pilot)
+        (FOLDER / f"{name}.svg").write_text(_cleaned(app.export_screenshot(title="evener")))
+
+
+def main() -> None:
+    """Make every picture."""
+    os.environ["TZ"] = "UTC"
+    time.tzset()
+    os.environ.pop("NO_COLOR", None)
+    FOLDER.mkdir(exist_ok=True)
+    for name in PICTURES:
+        with tempfile.TemporaryDirectory() as state:
+            os.environ["XDG_STATE_HOME"] = state
+            asyncio.run(_draw(name))
+        print(f"{name}: {(FOLDER / f'{name}.svg').stat().st_size / 1024:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""A few pictures of whole screens, where every cell counts; drawn only with the versions that they were made with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+
+MADE_WITH = ("3.11", "8.2.8")
+pytestmark = pytest.mark.skipif(
+    (f"{sys.version_info.major}.{sys.version_info.minor}", version("textual")) != MADE_WITH,
+    reason=f"pictures were made with Python {MADE_WITH[0]} and Textual {MADE_WITH[1]}",
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time on the screen is the snapshot's, in one zone."""
+    import time
+
+    monkeypatch.setattr(time, "localtime", time.gmtime)
+    monkeypatch.setenv("TZ", "UTC")
+
+
+async def _drawn(pilot: Pilot[Any]) -> None:
+    for _ in range(100):
+        await pilot.pause(0.02)
+        if "GPU:0" in pilot.app.screen.query_one("#devices").text:  # type: ignore[attr-defined]
+            break
+    await pilot.wait_for_scheduled_animations()
+    await pilot.pause(0.1)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "theme"),
+    [(8, (80, 24), "dark"), (2, (120, 40), "light"), (16, (200, 60), "dark"), (16, (80, 24), "dark")],
+    ids=["eight-80x24", "two-120x40-light", "sixteen-200x60", "sixteen-80x24"],
+)
+def test_the_monitor_looks_as_it_did(
+    snap_compare: Callable[..., bool], app_of: Any, script: Any, count: int, size: tuple[int, int], theme: str
+) -> None:
+    assert snap_compare(app_of(script.snapshot(count), theme=theme), terminal_size=size, run_before=_drawn)
+
+
+def test_a_verdict_looks_as_it_did(
+    snap_compare: Callable[..., bool], app_of: Any, events: Any, session_of: Any
+) -> None:
+    app = app_of(session_maker=lambda _: session_of(events))
+
+    async def search(pilot: Pilot[Any]) -> None:
+        await _drawn(pilot)
+        await pilot.press("2", "ctrl+s")
+        for _ in range(400):
+            await pilot.pause(0.02)
+            if app.balance.ended:
+                break
+        await pilot.pause(0.3)
+
+    assert snap_compare(app, terminal_size=(120, 40), run_before=search)
