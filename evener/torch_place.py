@@ -57,7 +57,7 @@ def choose_device(share: Share | None, stand: Stand, gpus: dict[str, int]) -> An
         return torch.device("cpu")
     if share is not None and share.device in gpus:
         return torch.device("cuda", gpus[share.device])
-    if len(gpus) == 1 and stand.world > 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+    if share is None and len(gpus) == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
         return torch.device("cuda", 0)  # a launcher that shows each process its own
     if stand.local_rank < len(gpus):
         return torch.device("cuda", stand.local_rank)
@@ -95,9 +95,11 @@ def join(device: Any, backend: str | None) -> bool:
 
 
 def present(gpus: dict[str, int], shares: Sequence[Share]) -> tuple[str, ...] | None:
-    """The ids of the devices here, for comparison with a plan's; None where a plan for CPU slices needs none."""
+    """The ids of the devices here, for comparison with a plan's; None where it needs none or not all can be seen."""
     if all(is_cpu(share) for share in shares):
         return None
+    if len(gpus) < len(shares) and any(share.device in gpus for share in shares):
+        return None  # a launcher that shows each process its own
     return tuple(gpus) or ("the CPU",)
 
 

@@ -160,14 +160,13 @@ class Split:
 
     def mean(self, value: Any) -> float:
         """The mean over the global batch in hand of a figure that each rank has as the mean over its rows."""
-        return self.total(value * self.weight)
+        return self.total(value * self.weight if self._rows else 0.0)
 
     def total(self, value: Any) -> float:
-        """The sum of a figure over the ranks; a rank that only keeps step counts as 0. Every rank calls it."""
-        if self.world == 1:
-            return float(torch.as_tensor(value).detach())
-        figure = torch.as_tensor(value if self._rows else 0.0).detach().to(self.device, torch.float64, copy=True)
-        dist.all_reduce(figure)
+        """The sum of a figure over the ranks; every rank calls it."""
+        figure = torch.as_tensor(value).detach().to(self.device, torch.float64, copy=True)
+        if self.world > 1:
+            dist.all_reduce(figure)
         return float(figure)
 
     def report(self, rows: int | None = None) -> None:

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from evener.cores import slice_cores
-from evener.errors import EvenerError, PlanError, RequestError
+from evener.errors import DeviceError, EvenerError, PlanError, RequestError
 from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
 from evener.torch_digest import model_digest
+from evener.torch_place import Stand, choose_device
 from evener.torch_split import Split
 from evener.torch_weights import GradientWeights
 
@@ -85,6 +86,35 @@ def test_slices_are_those_that_the_devices_room_cuts() -> None:
         assert tuple(slice_cores(f"cpu-{i}-of-{count}", allowed) for i in range(count)) == expected
     assert slice_cores(f"cpu-0-of-{len(allowed) + 1}", allowed) == ()
     assert slice_cores("GPU-0", allowed) == slice_cores("cpu-2-of-2", allowed) == ()
+
+
+GPUS = {"GPU-a": 0, "GPU-b": 1}
+
+
+@pytest.mark.parametrize(
+    ("device", "local_rank", "gpus", "expected"),
+    [
+        ("GPU-b", 0, GPUS, "cuda:1"),
+        ("GPU-a", 1, GPUS, "cuda:0"),
+        ("GPU-elsewhere", 1, GPUS, "cuda:1"),
+        ("GPU-b", 1, {"GPU-b": 0}, "cuda:0"),
+        ("cpu-1-of-2", 1, GPUS, "cpu"),
+        ("sim-0-p100", 1, GPUS, "cuda:1"),
+        ("sim-0-p100", 0, {}, "cpu"),
+        (None, 1, GPUS, "cuda:1"),
+        (None, 1, {}, "cpu"),
+    ],
+)
+def test_a_rank_gets_its_plans_device(device: str | None, local_rank: int, gpus: dict[str, int], expected: str) -> None:
+    """By its UUID if it is here, else by the local rank."""
+    share = None if device is None else Share(device, 0, "a device", 4, 0.5)
+    assert str(choose_device(share, Stand(local_rank, 2, local_rank), gpus)) == expected
+
+
+def test_a_gpu_that_is_not_here_is_one_sentence() -> None:
+    with pytest.raises(DeviceError, match="GPU-b") as caught:
+        choose_device(Share("GPU-b", 0, "a device", 4, 0.5), Stand(1, 2, 1), {"GPU-a": 0})
+    assert caught.value.remedy
 
 
 def test_another_global_batch_keeps_the_ratios() -> None:
