@@ -99,7 +99,7 @@ class Fitting:
     def _fit_arrays(self, chosen: dict[str, Any]) -> None:
         size = chosen["batch_size"] or self.split.global_batch or 32
         check_global_batch(size, len(self.split.devices))
-        if self.split.engine == "towers":
+        if self.split.engine in ("towers", "solo"):
             chosen["batch_size"] = size
             return
         _refuse_validation_split(chosen, self.split.engine)
@@ -166,7 +166,7 @@ class Fitting:
         return distribute(self.split.strategy, data, self.split.cut)
 
     def _without_xla(self) -> None:
-        if self.model.jit_compile and self.split.engine != "mirrored":
+        if self.model.jit_compile and self.split.engine != "mirrored" and not getattr(self.engine, "xla", False):
             self.model.jit_compile = False
 
     def _build(self, x: Any) -> None:

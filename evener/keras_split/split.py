@@ -16,6 +16,7 @@ from evener.errors import PlanError, RequestError
 from evener.fit import check_fit, check_global_batch
 from evener.keras_split import devices as names
 from evener.keras_split import refusals
+from evener.keras_split.alone import Alone
 from evener.keras_split.cut import Cut
 from evener.keras_split.data import batches, fold_weights
 from evener.keras_split.digest import model_digest
@@ -67,6 +68,8 @@ class Split:
             self.global_batch = global_batch
             self.devices = names.names_of_gpus(gpus) if gpus is not None else tuple(devices or ())
             self.cut = _seed_cut(self.devices, ratios)
+        if engine == "auto" and len(self.devices) == 1 and self.group is None:
+            self.engine, self.why = "solo", "One device computes, so there is nothing to split."
         if self.global_batch is not None:
             check_global_batch(self.global_batch, len(self.devices))
         if self.group is None:
@@ -99,6 +102,9 @@ class Split:
             )
         self._compare(model)
         match self.engine:
+            case "solo":
+                alone = Alone(model, self.devices[0])
+                Fitting(self, model, alone, partial(refusals.check_compiled, model)).attach()
             case "towers":
                 towers = Towers(model, self.devices, self.cut)
                 Fitting(self, model, towers, partial(refusals.check_towers, model)).attach()

@@ -17,6 +17,7 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers, losses, optimizers
 
 from evener.errors import EvenerError
@@ -201,6 +202,46 @@ def saved(split: Split, folder: str) -> dict[str, float]:
     return {"predict": drift, "plain": float(type(again) is keras.Sequential)}
 
 
+def placed(split: Split) -> dict[str, list[str]]:
+    """The devices on which the traced step has each kind of heavy operation."""
+    model = split.build(rules()["sgd"])
+    batch = (tf.TensorSpec([None, 8, 8, 1], tf.float64), tf.TensorSpec([None], tf.int64))
+    traced = tf.function(model.train_step, autograph=False).get_concrete_function(batch)
+    found: dict[str, set[str]] = {}
+    for operation in traced.graph.get_operations():
+        found.setdefault(operation.type, set()).add(operation.device.rpartition("device:")[2])
+    kinds = ("Conv2D", "Conv2DBackpropFilter", "MaxPool", "MaxPoolGrad", "MatMul")
+    return {kind: sorted(found[kind]) for kind in kinds}
+
+
+def half(split: Split) -> dict[str, float]:
+    """mixed_float16: near one device; an overflow on the second device alone skips the step and halves the scale."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        one, many = rules()["sgd"](), split.build(rules()["sgd"])
+    finally:
+        keras.config.set_dtype_policy("float64")
+    for model in (one, many):
+        model.fit(X, Y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+    near = max(float(np.abs(a - b).max()) for a, b in zip(one.get_weights(), many.get_weights(), strict=True))
+    before, scale = many.get_weights(), float(many.optimizer.dynamic_scale)
+    spoilt = X[:BATCH].copy()
+    spoilt[-1] = 1e30
+    many.fit(spoilt, Y[:BATCH], verbose=0, shuffle=False)
+    kept = max(float(np.abs(a - b).max()) for a, b in zip(before, many.get_weights(), strict=True))
+    return {"near": near, "kept": kept, "scale": float(many.optimizer.dynamic_scale) / scale}
+
+
+def from_dataset(split: Split) -> dict[str, float]:
+    """The user's own tf.data pipeline, of batches of any size."""
+    make = rules()["adam"]
+    one, many = make(), split.build(make)
+    logs = [
+        model.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(17), epochs=3, verbose=0) for model in (one, many)
+    ]
+    return apart(one, many, *logs)
+
+
 def seed_form() -> dict[str, float]:
     """gpus and ratios cut as `multi_gpu_model` did: floors, and the rest to the last."""
     split = Split(devices=["CPU:0", "CPU:1"], ratios=[768, 560])
@@ -310,12 +351,15 @@ def main(engine: str, folder: str) -> dict[str, Any]:
     if engine == "mirrored":
         return mirrored_cases()
     by = splits(engine)
-    cases = common(by) | towers_only(by)
+    cases: dict[str, Callable[[], Any]] = {**common(by), **towers_only(by)}
     cases["batch normalization"] = lambda: batch_normalization(by["5:2:1"])
     cases["dropout"] = lambda: dropout(by["3:1"])
     cases["saved"] = lambda: saved(by["3:1"], folder)
     cases["seed form"] = seed_form
     cases["evaluate"] = lambda: evaluated(by["5:2:1"])
+    cases["dataset"] = lambda: from_dataset(by["5:2:1"])
+    cases["placed"] = lambda: placed(by["5:2:1"])
+    cases["half"] = lambda: half(by["3:1"])
     cases["orders"] = lambda: orders(by["3:1"])
     found: dict[str, Any] = {name: case() for name, case in cases.items()}
     return found | {"refusals": refusals(by["3:1"]), "requests": requests()}
@@ -328,6 +372,7 @@ def mirrored_cases() -> dict[str, Any]:
     found: dict[str, Any] = {name: case() for name, case in common(by).items()}
     found["synchronized"] = compare(split, synchronized, X, Y)
     found["evaluate"] = evaluated(split)
+    found["dataset"] = from_dataset(split)
     return found | {"refusals": refusals(split)}
 
 

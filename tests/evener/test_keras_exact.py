@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("keras_proofs.py")
 SECONDS = 280
-COMMON = ["sgd 3:1", "momentum 5:2:1 one row", "adam L2 5:0:1", "adamw 5:2:1 weights", "class weights"]
+COMMON = ["dataset", "sgd 3:1", "momentum 5:2:1 one row", "adam L2 5:0:1", "adamw 5:2:1 weights", "class weights"]
 TOWERS = ["clipnorm", "accumulation", "steps per execution", "activity", "sum", "weighted mean", "mask", "two heads"]
 
 
@@ -136,6 +136,21 @@ def test_towers_average_moving_statistics_by_rows(proofs: Any) -> None:
     found = proofs("towers")[0]["batch normalization"]
     assert found["mean"] <= 1e-12
     assert found["variance"] <= 1e-3
+
+
+def test_every_device_does_its_own_heavy_work(proofs: Any) -> None:
+    """Forward and backward of each share are placed on its device, not drawn onto the first."""
+    found = proofs("towers")[0]["placed"]
+    for kind in ("Conv2D", "Conv2DBackpropFilter", "MaxPool", "MaxPoolGrad", "MatMul"):
+        assert {"CPU:0", "CPU:1", "CPU:2"} <= set(found[kind]), kind
+
+
+def test_loss_scaling_stays_whole(proofs: Any) -> None:
+    """Half precision stays near one device; an overflow on one device alone skips the step on all."""
+    found = proofs("towers")[0]["half"]
+    assert found["near"] < 0.02
+    assert found["kept"] == 0
+    assert found["scale"] == 0.5
 
 
 def test_towers_draw_fresh_numbers(proofs: Any) -> None:

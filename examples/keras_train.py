@@ -1,0 +1,119 @@
+"""Train a Keras model by a plan: three lines of a training script, and samples/s at the end.
+
+    evener balance --export plan.toml
+    python examples/keras_train.py --plan plan.toml
+
+A plan over CPU slices was measured with a process for each slice; `--processes` starts them in the same way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+from evener.plan import Plan, Share, load_plan
+
+
+def main() -> None:
+    """Train, or start the processes that do."""
+    options = parse()
+    plan = load_plan(options.plan)
+    if options.processes and "TF_CONFIG" not in os.environ:
+        raise SystemExit(start_processes(plan))
+    train(options, plan)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Train a small network by a plan.")
+    parser.add_argument("--plan", required=True, help="what evener balance --export wrote")
+    parser.add_argument("--seconds", type=float, default=10.0, help="train for about so long, by the plan")
+    parser.add_argument("--rows", type=int, default=12_000, help="pictures to train on")
+    parser.add_argument("--processes", action="store_true", help="a process for each device of the plan")
+    return parser.parse_args()
+
+
+def train(options: argparse.Namespace, plan: Plan) -> None:
+    """The training script proper: the split takes three lines."""
+    from evener.keras_split import Report, Split
+
+    split = Split(plan)  # before the first tensor
+
+    from workloads.digits import digits
+    from workloads.keras_mnist import model as make_model
+
+    model = split.build(make_model)
+    whole = max(1, options.rows // plan.layout.global_batch) * plan.layout.global_batch
+    x, y = digits(whole, seed=1)
+    # the same number of steps in every process, so a figure from the plan and not from a clock
+    steps = max(1, round(options.seconds * plan.throughput.samples_per_second / plan.layout.global_batch))
+    clock = clock_callback(steps, plan.layout.global_batch)
+    model.fit(x, y, epochs=1_000_000, callbacks=[clock, Report(split)], verbose=0)
+    held = model.evaluate(*digits(1000, seed=2), verbose=0, return_dict=True)
+
+    if split.group is None or split.group.rank == 0:
+        measured = plan.throughput.samples_per_second
+        print(f"Engine {split.engine}: {split.why}")
+        print(f"Shares {', '.join(map(str, split.shares))}: {plan.layout.global_batch} samples a step.")
+        print(f"{clock.rate:,.0f} samples/s over {clock.steps} steps; the plan says {measured:,.0f}.")
+        print(f"Held-out accuracy {held['accuracy']:.3f}.")
+
+
+def start_processes(plan: Plan) -> int:
+    """This script once for each device that computes, on its own cores as the probes were; gives their exit status."""
+    from devices.discover import discover
+    from devices.environment import child_environment
+
+    devices = discover(",".join(request_for(share) for share in plan.layout.active)).devices
+    doors = [socket.create_server(("127.0.0.1", 0)) for _ in devices]
+    peers = [f"127.0.0.1:{door.getsockname()[1]}" for door in doors]
+    for door in doors:
+        door.close()
+    own = os.sched_getaffinity(0)
+    running = []
+    for rank, device in enumerate(devices):
+        child = child_environment([device], "tensorflow")
+        config = {"cluster": {"worker": peers}, "task": {"type": "worker", "index": rank}}
+        variables = {**os.environ, **child.variables, "TF_CONFIG": json.dumps(config)}
+        os.sched_setaffinity(0, child.cores or own)
+        running.append(subprocess.Popen([sys.executable, *sys.argv], env=variables))
+        os.sched_setaffinity(0, own)
+    return max(process.wait() for process in running)
+
+
+def request_for(share: Share) -> str:
+    """A device of the plan as `--devices` names it."""
+    if share.device.startswith("cpu-"):
+        _, number, _, count = share.device.split("-")
+        return f"cpu/{count}:{number}"
+    return share.device
+
+
+def clock_callback(steps: int, batch: int) -> Any:
+    """A callback that stops after so many steps and knows their samples/s, the first ones left out."""
+    import keras
+
+    class Clock(keras.callbacks.Callback):  # type: ignore[misc]
+        steps, rate, skipped, started = 0, 0.0, 20, 0.0
+
+        def on_train_batch_end(self, batch_: int, logs: Any = None) -> None:
+            now = time.perf_counter()
+            if self.skipped:
+                self.skipped -= 1
+                self.started = now
+                return
+            self.steps += 1
+            self.rate = self.steps * batch / (now - self.started)
+            self.model.stop_training = self.steps >= steps
+
+    return Clock()
+
+
+if __name__ == "__main__":
+    main()
