@@ -20,7 +20,8 @@ from tui.view.marks import ASCII, UNICODE, Marks
 from tui.view.plain import snapshot_text
 
 SHORTEST_INTERVAL_SECONDS = 0.1
-SETTLE_SECONDS = 0.12  # rates need two readings; the driver's profiler at least 0.1 s between them
+SETTLE_SECONDS = 0.05  # rates need two readings
+GPU_SETTLE_SECONDS = 0.12  # the driver's profiler wants at least 0.1 s between two of its samples
 
 
 def run_monitor(
@@ -87,7 +88,7 @@ def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapsho
     recorded = source if isinstance(source, ReplaySource) else None
     if recorded is None:
         source.sample()
-        time.sleep(SETTLE_SECONDS)
+        time.sleep(GPU_SETTLE_SECONDS if any(each.kind == "gpu" for each in source.devices()) else SETTLE_SECONDS)
     elif not loops:
         yield recorded.recording.snapshot(len(recorded.recording) - 1)
         return

@@ -112,7 +112,9 @@ class Setup(VerticalScroll):
         """Fill a new size."""
         height = max(len(self.evener.known_devices), len(registry.names()) + 1)
         bare = self.screen.has_class("-bare")
-        self.query_one("#picks").styles.height = min(height, max(3, self.size.height - 8)) + (0 if bare else 2)
+        frame = 0 if bare else 2
+        others = len(self.query(".field")) + frame + 1
+        self.query_one("#picks").styles.height = min(height, max(3, self.size.height - others - frame)) + frame
         for panel in self.query(Ticks):
             panel.redraw()
 

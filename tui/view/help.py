@@ -48,15 +48,22 @@ def help_lines(notes: Sequence[str], marks: Marks, width: int) -> tuple[Line, ..
     lines: list[Line] = []
     for title, keys in _KEYS.items():
         lines.append(line(Span(title, "strong")))
-        lines += [line(Span(f"  {key:<10}", "key"), Span(text)) for key, text in keys]
-    lines += [line(), line(Span("Figures", "strong")), *_legend(marks)]
+        for key, text in keys:
+            lines += _entry(key, text, "key", width)
+    lines += [line(), line(Span("Figures", "strong")), *_legend(marks, width)]
     if notes:
         lines += [line(), line(Span("This machine", "strong"))]
         lines += [line(Span(f"  {row}", "warn")) for note in notes for row in wrap(clean(note, 600), width - 2, 6)]
     return tuple(lines)
 
 
-def _legend(marks: Marks) -> list[Line]:
+def _entry(sign: str, text: str, tone: Tone, width: int) -> list[Line]:
+    rows = wrap(text, max(8, width - 14), 4)
+    signs = [sign, *[""] * (len(rows) - 1)]
+    return [line(Span(f"  {sign:<12}", tone), Span(row)) for sign, row in zip(signs, rows, strict=True)]
+
+
+def _legend(marks: Marks, width: int) -> list[Line]:
     rows: tuple[tuple[str, str, Tone], ...] = (
         (marks.none, "this device can't tell", "dim"),
         (f"{marks.denied} denied", "it could, but not to this user", "dim"),
@@ -68,4 +75,4 @@ def _legend(marks: Marks) -> list[Line]:
         ("link", "PCIe and NVLink together, both ways, bytes a second", "text"),
         ("SM TC DR", "multiprocessors, tensor cores, memory bandwidth: busy per cent", "text"),
     )
-    return [line(Span(f"  {sign:<10}", tone), Span(text)) for sign, text, tone in rows]
+    return [entry for sign, text, tone in rows for entry in _entry(sign, text, tone, width)]
