@@ -8,6 +8,7 @@ import msgspec
 
 from balancer import verdict as words
 from balancer.journal import Header
+from balancer.probes.orders import MIXED
 from balancer.probes.prober import Facts
 from balancer.records import Interval, Layout, Observation, OutOfMemory, Result
 from devices.base import Device
@@ -43,31 +44,50 @@ class Findings(msgspec.Struct, frozen=True):
 
 def plan_of(found: Findings, notes: Sequence[str] = ()) -> Outcome:
     """The chosen layout with the evidence for it; the same findings give the same plan."""
-    header, request = found.header, found.header.request
-    chosen = found.chosen
+    header, chosen = found.header, found.chosen
     rivals = words.Rivals(found.even, found.single, _fastest_split(found.results), found.sync_seconds)
     doubts = words.doubts_of(found.seen, chosen.layout)
     sentence = words.doubtful(words.verdict(chosen, rivals, header.devices), doubts)
-    plan = Plan(
+    doubts_in_words = words.warnings(doubts, header.devices)
+    warnings = (*notes, *doubts_in_words, *words.left_out(found.seen, header.devices))
+    summary = summary_of(header, found.seen, found.why_stopped, found.seconds)
+    return Outcome(assemble(header, chosen, _evidence(found), summary, found.facts, warnings), sentence)
+
+
+def assemble(
+    header: Header,
+    chosen: Result,
+    evidence: Sequence[Evidence],
+    summary: SearchSummary,
+    facts: Facts,
+    warnings: Sequence[str],
+) -> Plan:
+    """The plan for a chosen layout; knobs of the layout stand over what the request says."""
+    request, knobs = header.request, chosen.layout.knobs
+    return Plan(
         created=header.created,
         workload=header.workload,
         framework=header.framework,
-        precision=request.precision,
-        xla=request.xla,
-        layout=layout_of_plan(chosen.layout, header.devices, found.facts.engine),
-        throughput=_throughput(chosen.throughput),
-        evidence=_evidence(found),
-        search=SearchSummary(
-            probes=len(found.seen),
-            out_of_memory=sum(isinstance(seen, OutOfMemory) for seen in found.seen),
-            seconds=round(found.seconds, 3),
-            seed=request.seed,
-            why_stopped=found.why_stopped,
-        ),
-        fingerprint=_fingerprint(header, found.facts),
-        warnings=(*notes, *words.warnings(doubts, header.devices), *words.left_out(found.seen, header.devices)),
+        precision=MIXED if "mixed" in knobs else request.precision,
+        xla=request.xla or "xla" in knobs,
+        layout=layout_of_plan(chosen.layout, header.devices, facts.engine),
+        throughput=throughput_of_plan(chosen.throughput),
+        evidence=tuple(evidence),
+        search=summary,
+        fingerprint=_fingerprint(header, facts),
+        warnings=tuple(warnings),
     )
-    return Outcome(plan, sentence)
+
+
+def summary_of(header: Header, seen: Sequence[Observation], why_stopped: str, seconds: float) -> SearchSummary:
+    """What finding the plan took."""
+    return SearchSummary(
+        probes=len(seen),
+        out_of_memory=sum(isinstance(one, OutOfMemory) for one in seen),
+        seconds=round(seconds, 3),
+        seed=header.request.seed,
+        why_stopped=why_stopped,
+    )
 
 
 def layout_of_plan(layout: Layout, devices: Sequence[Device], engine: str) -> plans.Layout:
@@ -91,7 +111,9 @@ def _evidence(found: Findings) -> tuple[Evidence, ...]:
     named = [("even split", found.even), ("best single device", found.single)]
     named += [(f"solo {device.label}", result) for device, result in zip(devices, found.solos, strict=True)]
     return tuple(
-        Evidence(name, layout_of_plan(result.layout, devices, found.facts.engine), _throughput(result.throughput))
+        Evidence(
+            name, layout_of_plan(result.layout, devices, found.facts.engine), throughput_of_plan(result.throughput)
+        )
         for name, result in named
         if result is not None
     )
@@ -102,7 +124,8 @@ def _fastest_split(results: Sequence[Result]) -> Result | None:
     return max(splits, key=lambda result: result.throughput.value, default=None)
 
 
-def _throughput(figure: Interval) -> Throughput:
+def throughput_of_plan(figure: Interval) -> Throughput:
+    """A figure in the plan's own words, in order."""
     return Throughput(figure.value, max(0.0, min(figure.low, figure.value)), max(figure.high, figure.value))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from balancer.compare.comparison import Comparison
+from balancer.compared import outcome_of
 from balancer.core.search import Search
 from balancer.journal import Asked, Header, Record, Seen
 from balancer.outcome import Findings, Outcome, plan_of
@@ -27,9 +29,10 @@ def problem_of(header: Header) -> Problem:
     )
 
 
-def search_of(header: Header, seen: Iterable[Observation]) -> Search:
-    """A search that has been told all of it."""
-    search = Search(problem_of(header))
+def search_of(header: Header, seen: Iterable[Observation]) -> Search | Comparison:
+    """A search, or a comparison if that was asked for, that has been told all of it."""
+    problem, wanted = problem_of(header), header.request.compare
+    search = Search(problem) if wanted is None else Comparison(problem, wanted)
     for observation in seen:
         search.tell(observation)
     return search
@@ -56,9 +59,16 @@ def clock_of(record: Record) -> float:
 
 
 def outcome(
-    header: Header, search: Search, seen: tuple[Observation, ...], facts: Facts, why_stopped: str, seconds: float
+    header: Header,
+    search: Search | Comparison,
+    seen: tuple[Observation, ...],
+    facts: Facts,
+    why_stopped: str,
+    seconds: float,
 ) -> Outcome | None:
     """The plan that this search has come to; None if nothing was measured."""
+    if isinstance(search, Comparison):
+        return outcome_of(header, search, seen, facts, why_stopped, seconds)
     chosen = search.best()
     if chosen is None:
         return None

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from balancer.compare.layouts import Wanted
 from evener.errors import RequestError
 
 LARGEST_BATCH = 1 << 30
@@ -34,6 +35,7 @@ class Request(msgspec.Struct, frozen=True):
     input: str = "host"  # where each step's batch comes from
     pace: float = 0.0  # simulated devices: 1 takes real time
     share: bool = False  # run though another session holds the devices
+    compare: Wanted | None = None  # which layouts to compare; None: the best split is looked for
 
 
 def check(request: Request) -> None:

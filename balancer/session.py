@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import msgspec
 
 from balancer import bench, journal, replay, runs, verdict
+from balancer.compare.comparison import Comparison
 from balancer.core.search import Search
 from balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
 from balancer.journal import Asked, Ended, Header, Journal, Known, Record, Seen
@@ -53,12 +54,17 @@ class Session:
         self._header = self._record.header
         self._facts = self._record.facts
         self._prober: Prober = bench.make_prober(self._bench, replay.clock_of(self._record))
-        self._search: Search = replay.search_of(self._header, (entry.seen for entry in self._record.seen))
+        self._search: Search | Comparison = replay.search_of(self._header, (entry.seen for entry in self._record.seen))
 
     @property
     def run_id(self) -> str:
         """The name under which the run can be resumed, shown and exported."""
         return self._header.run
+
+    @property
+    def search(self) -> Search | Comparison:
+        """What decides on probes, for who shows more of it than the events; to be read once the session has ended."""
+        return self._search
 
     @property
     def discovery(self) -> bench.Bench:

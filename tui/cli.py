@@ -6,7 +6,6 @@ command pays for a screen, and none for a framework.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -35,6 +34,8 @@ from tui.commands.options import (
     WorkloadOption,
     XlaOption,
 )
+
+READER_GONE_EXIT_CODE = 141  # what a shell says of a process that a closed pipe ended
 
 app = typer.Typer(
     name="evener",
@@ -119,6 +120,58 @@ def balance(
         share=share,
     )
     raise typer.Exit(run_balance(request, resume=resume, export=export, as_json=as_json))
+
+
+@app.command()
+def compare(
+    devices: DevicesOption = "auto",
+    workload: WorkloadOption = None,
+    framework: Annotated[str | None, typer.Option("--framework", help="tensorflow or torch.")] = None,
+    layouts: Annotated[
+        str | None, typer.Option("--layouts", help="Some of solo,even,split,pack,place; without: all that can be had.")
+    ] = None,
+    mps: Annotated[bool, typer.Option("--mps", help="Pack under an MPS daemon of its own too.")] = False,
+    knobs: Annotated[
+        str | None, typer.Option("--try", help="xla,mixed: measure the winner with XLA, with mixed precision.")
+    ] = None,
+    global_batch: GlobalBatchOption = None,
+    max_global_batch: MaxGlobalBatchOption = None,
+    multiple_of: MultipleOption = 1,
+    budget: BudgetOption = "120s",
+    tolerance: ToleranceOption = 0.02,
+    seed: SeedOption = 0,
+    export: ExportOption = None,
+    settings: SetOption = None,
+    precision: PrecisionOption = "float32",
+    xla: XlaOption = False,
+    inputs: InputOption = "host",
+    pace: PaceOption = 0.0,
+    share: ShareOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Rank every way to lay the job on the devices: one, even, split, packed, placed; the winner becomes the plan."""
+    from tui.commands.compare import run_compare
+    from tui.commands.options import framework_of, make_request
+
+    request = make_request(
+        devices=devices,
+        workload=workload,
+        framework=framework_of(workload, framework),
+        settings=settings or [],
+        global_batch=global_batch,
+        max_global_batch=max_global_batch,
+        multiple_of=multiple_of,
+        budget=budget,
+        tolerance=tolerance,
+        seed=seed,
+        precision=precision,
+        xla=xla,
+        inputs=inputs,
+        pace=pace,
+        share=share,
+    )
+    code = run_compare(request, layouts=layouts, mps=mps, knobs=knobs, export=export, as_json=as_json)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -257,10 +310,19 @@ def monitor(
     )
 
 
+def main(arguments: list[str]) -> int:
+    """`run` in a process of its own, whose standard streams may be lost at any time."""
+    from tui.streams import guard_streams
+
+    guard_streams()
+    return run(arguments)
+
+
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; every fault ends in one sentence, never in a traceback."""
     from tui.commands.options import spread_lists
     from tui.faults import report_fault, usage_fault
+    from tui.streams import ReaderGoneError
 
     as_json = "--json" in arguments
     try:
@@ -272,10 +334,8 @@ def run(arguments: list[str]) -> int:
         return done.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except BrokenPipeError:
-        # whoever read our output is gone; what was measured is in the journal
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    except ReaderGoneError:
+        return READER_GONE_EXIT_CODE  # what was measured is in the journal
     except Exception as error:
         misuse = usage_fault(error)
         if misuse is None:

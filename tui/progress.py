@@ -58,6 +58,9 @@ class Progress:
     def layout_words(self, layout: Layout) -> str:
         """The devices that compute, with their shares: GPU:0[820] GPU:1[568]."""
         words = [f"{self.devices[i]}[{layout.shares[i]}]" for i in layout.active]
+        if layout.processes > 1:
+            words.insert(0, f"{layout.processes} x")
+        words += [f"({word})" for word in (layout.placement, *layout.knobs) if word]
         if len(words) > 8:
             words = [*words[:7], f"and {len(words) - 7} more"]
         return " ".join(words)

@@ -109,6 +109,10 @@ class Comparison:
             kept.setdefault(candidate.layout, candidate)
         return tuple(kept.values())
 
+    def solos(self) -> tuple[Result | None, ...]:
+        """Each device alone at its fastest, as the scout saw it; None for one that never ran."""
+        return self._scout.solos()
+
     def common_batch(self) -> int | None:
         """The batch of the layouts that have none of their own; None if nothing ran yet."""
         return self._scout.common_batch()

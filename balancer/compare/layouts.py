@@ -30,6 +30,7 @@ class Wanted(msgspec.Struct, frozen=True):
     placements: tuple[Placement, ...] = ()
     pack_modes: tuple[PackMode, ...] = ("",)  # "": plain processes; logical: equal parts of the memory; mps: a daemon
     knobs: tuple[Knob, ...] = ()  # measured as rivals of the winner
+    left_out: tuple[str, ...] = ()  # what was asked for and can't be had here, in sentences
 
 
 class Candidate(msgspec.Struct, frozen=True):

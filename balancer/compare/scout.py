@@ -51,6 +51,10 @@ class Scout:
         """Every layout that ran, best first."""
         return self._search.results()
 
+    def solos(self) -> tuple[Result | None, ...]:
+        """Each device alone at its fastest."""
+        return self._search.solos()
+
     def belief(self) -> Belief:
         """The search's view."""
         return self._search.belief()

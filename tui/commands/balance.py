@@ -16,8 +16,10 @@ import msgspec
 
 from balancer.events import Finished
 from balancer.session import Request, Session
-from evener.errors import RequestError
+from evener.errors import NoLayoutError, RequestError
+from tui.faults import report_fault
 from tui.progress import Progress
+from tui.streams import ReaderGoneError
 from tui.summary import summary_lines
 from tui.words import plain
 
@@ -33,14 +35,23 @@ def run_balance(request: Request, *, resume: str | None, export: Path | None, as
         check_target(export)
     session = Session(request, resume=resume)
     progress = Progress()
-    try:
-        with stopped_by_signals(session.stop, "stopping; the best plan so far is kept") as caught:
+    with stopped_by_signals(session.stop, "stopping; the best plan so far is kept") as caught:
+        try:
             finished = _follow(session, progress, as_json)
-    finally:
-        session.close()
-    if export is not None:
-        finished.plan.save(export)
-    _print_result(finished, progress, export, as_json)
+        except NoLayoutError as fault:
+            if not caught:
+                raise
+            report_fault(fault, as_json)
+            return caught[0]
+        finally:
+            session.close()
+        if export is not None:
+            finished.plan.save(export)
+        try:
+            _print_result(finished, progress, export, as_json)
+        except ReaderGoneError:
+            if not caught:
+                raise
     if not finished.interrupted:
         return 0
     return caught[0] if caught else 130
@@ -83,7 +94,7 @@ def stopped_by_signals(stop: Callable[[], None], words: str) -> Iterator[list[in
             signal.signal(number, action)
 
 
-def _follow(session: Session, progress: Progress, as_json: bool) -> Finished:
+def follow(session: Session, progress: Progress, as_json: bool) -> Finished:
     """Show events until the last one."""
     finished: Finished | None = None
     on_terminal = sys.stderr.isatty() and not as_json
@@ -114,12 +125,11 @@ def _live_lines(progress: Progress) -> Live:
 
 
 def _say(line: str, live: Live | None) -> None:
-    """A line that stays; losing the reader of progress must not end the measuring."""
-    with contextlib.suppress(BrokenPipeError):
-        if live is not None:
-            live.console.print(plain(line), markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(plain(line), file=sys.stderr, flush=True)
+    """A line that stays."""
+    if live is not None:
+        live.console.print(plain(line), markup=False, highlight=False, soft_wrap=True)
+    else:
+        print(plain(line), file=sys.stderr, flush=True)
 
 
 def _print_result(finished: Finished, progress: Progress, export: Path | None, as_json: bool) -> None:

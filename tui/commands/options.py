@@ -65,6 +65,16 @@ def make_request(*, settings: list[str], budget: str = "120s", inputs: str = "ho
     return Request(settings=parse_settings(settings), budget_seconds=seconds, input=inputs, **fields)
 
 
+def framework_of(workload: str | None, given: str | None) -> str:
+    """The framework that was given, else that of the named workload, else tensorflow."""
+    if given is not None or workload is None or ":" in workload:
+        return given or "tensorflow"
+    from workloads import registry
+
+    own = registry.find(workload).framework
+    return "tensorflow" if own == "none" else own
+
+
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
     """`key=value` pairs; a value is a JSON scalar where it reads as one, else text."""
     settings: dict[str, Any] = {}

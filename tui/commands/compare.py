@@ -1,0 +1,70 @@
+"""`evener compare`: every way to lay the job on the devices, ranked, in one verdict."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from balancer.compare.comparison import Comparison
+from balancer.comparing import to_compare
+from balancer.events import Finished
+from balancer.request import Request
+from balancer.session import Session
+from evener.errors import RequestError
+from tui.commands.balance import check_target, follow, stopped_by_signals
+from tui.progress import Progress
+from tui.rankings import packing_lines, ranking_json, ranking_lines, scaling_lines
+from tui.words import plain
+
+
+def run_compare(
+    request: Request, *, layouts: str | None, mps: bool, knobs: str | None, export: Path | None, as_json: bool
+) -> int:
+    """Run a comparison to its verdict; the exit code says whether it was interrupted, and how."""
+    if export is not None:
+        check_target(export)
+    wanted = to_compare(request, words_of(layouts), mps, words_of(knobs) or ())
+    session = Session(wanted)
+    progress = Progress()
+    try:
+        with stopped_by_signals(session.stop, "stopping; the ranking so far is kept") as caught:
+            finished = follow(session, progress, as_json)
+    finally:
+        session.close()
+    if export is not None:
+        finished.plan.save(export)
+    assert isinstance(session.search, Comparison), "a comparison was asked for"
+    if as_json:
+        print(msgspec.json.encode(_as_json(finished, session.search, progress.devices)).decode(), flush=True)
+    else:
+        _print(finished, session.search, progress.devices, export)
+    if not finished.interrupted:
+        return 0
+    return caught[0] if caught else 130
+
+
+def words_of(text: str | None) -> list[str] | None:
+    """`solo,even` as words; RequestError for an empty one; None if not given."""
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise RequestError(f"{text!r} is not a list of words.", "Write it like solo,even,pack.")
+    return words
+
+
+def _as_json(finished: Finished, found: Comparison, labels: Sequence[str]) -> dict[str, object]:
+    head = {"run": finished.run, "verdict": finished.verdict, "interrupted": finished.interrupted}
+    return {**head, **ranking_json(found, labels), **msgspec.to_builtins(finished.plan)}
+
+
+def _print(finished: Finished, found: Comparison, labels: Sequence[str], export: Path | None) -> None:
+    lines = [*ranking_lines(found, labels), "", *scaling_lines(found), *packing_lines(found)]
+    lines += [f"warning: {plain(warning)}" for warning in finished.plan.warnings]
+    lines += ["", plain(finished.verdict, 1000)]
+    print("\n".join(lines), flush=True)
+    done = f"plan written to {export}" if export else f"to write the plan: evener export {finished.run} -o plan.toml"
+    print(f"evener: {done}", file=sys.stderr)

@@ -1,0 +1,144 @@
+"""A comparison as a person reads it: the ranking, what packing gave, how an even split scales. Knows no screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from balancer.compare.comparison import Comparison
+from balancer.compare.rank import Standing
+from balancer.compare.verdict import MODES, moved_share, name
+from balancer.records import Failed, Observation, OutOfMemory, Timed
+from tui.summary import align
+from tui.words import percent, plain, rate, size
+
+SCALING_STEPS = 1000  # of the seconds in the tables: a training of so many iterations
+
+
+def ranking_lines(found: Comparison, labels: Sequence[str]) -> list[str]:
+    """One row a layout, the winner first: throughput, the step's time (latency), and the difference from the winner."""
+    rows = [("layout", "where", "samples/s", "±", "step ms", "moved", "against the winner", "turns")]
+    for one in found.standings():
+        moved = moved_share(found.timed(one.candidate.layout)) if len(one.candidate.layout.active) > 1 else None
+        rows.append(
+            (
+                name(one.candidate, len(labels)),
+                where(one, labels),
+                rate(one.throughput.value),
+                percent((one.throughput.high - one.throughput.low) / 2 / one.throughput.value, 1),
+                f"{one.step.value * 1000:.2f}",
+                "-" if moved is None else percent(moved, 1),
+                against(one),
+                str(one.turns),
+            )
+        )
+    return align(rows, numbers_from=2) if len(rows) > 1 else []
+
+
+def where(one: Standing, labels: Sequence[str]) -> str:
+    """The devices and their samples: GPU:0[820] GPU:1[568], 5 x GPU:0[256]."""
+    layout = one.candidate.layout
+    if layout.kind == "place":
+        return f"{' '.join(labels[i] for i in layout.active)} [{layout.global_batch}]"
+    words = " ".join(f"{labels[i]}[{layout.shares[i]}]" for i in layout.active)
+    return words if layout.processes == 1 else f"{layout.processes} x {words}"
+
+
+def against(one: Standing) -> str:
+    """-9.0 % (-9.4 to -8.6), with `tie` where it is one."""
+    if one.against is None:
+        return "fastest"
+    low, high = (f"{100 * value:+.1f}" for value in (one.against.low, one.against.high))
+    tie = "tie, " if one.tie else ""
+    return f"{tie}{100 * one.against.value:+.1f} % ({low} to {high})"
+
+
+def packing_lines(found: Comparison) -> list[str]:
+    """Combined throughput and the time of each training, by number of trainings side by side."""
+    lines: list[str] = []
+    for mode, seen in found.packs().items():
+        rows = [("trainings", "batch", "samples/s together", f"s per {SCALING_STEPS} steps", "memory")]
+        rows += [_pack_row(one) for one in seen]
+        if len(rows) > 1:
+            lines += [f"packing{MODES[mode]}:", *align(rows, numbers_from=0), ""]
+    return lines
+
+
+def _pack_row(one: Observation) -> tuple[str, str, str, str, str]:
+    layout = one.probe.layout
+    head = (str(layout.processes), str(layout.global_batch))
+    if isinstance(one, OutOfMemory):
+        return (*head, "out of memory", "-", "-")
+    if isinstance(one, Failed):
+        return (*head, f"failed: {plain(one.detail, 60)}", "-", "-")
+    held = one.memory_bytes[layout.active[0]]
+    seconds = f"{one.step_seconds * SCALING_STEPS:.1f}"
+    return (*head, rate(one.samples_per_second), seconds, "-" if held is None else size(held))
+
+
+def scaling_lines(found: Comparison) -> list[str]:
+    """Seconds for a fixed number of steps with 1, 2, 4, ... devices, evenly split."""
+    plain_ones = [one for one in found.standings() if not one.candidate.layout.knobs]
+    single = next((one for one in plain_ones if one.candidate.family == "solo"), None)
+    evens = [
+        one for one in plain_ones if one.candidate.layout.kind == "split" and _is_even(one.candidate.layout.shares)
+    ]
+    if single is None or not evens:
+        return []
+    rows = [("devices", "global batch", f"s per {SCALING_STEPS} steps", "samples/s", "times one")]
+    for one in [single, *sorted(evens, key=lambda one: len(one.candidate.layout.active))]:
+        layout = one.candidate.layout
+        times = one.throughput.value / single.throughput.value
+        seconds = f"{one.step.value * SCALING_STEPS:.1f}"
+        row = (str(len(layout.active)), str(layout.global_batch), seconds, rate(one.throughput.value), f"{times:.2f}")
+        rows.append(row)
+    return ["evenly over 1, 2, ... devices:", *align(rows, numbers_from=0), ""]
+
+
+def _is_even(shares: Sequence[int]) -> bool:
+    used = [share for share in shares if share]
+    return max(used) - min(used) <= 1
+
+
+def ranking_json(found: Comparison, labels: Sequence[str]) -> dict[str, object]:
+    """The same as data; units stand in the keys' names."""
+    return {
+        "layouts": [_standing_json(found, one, labels) for one in found.standings()],
+        "packing": [
+            {"mode": mode or "processes", "measured": [_pack_json(one) for one in seen]}
+            for mode, seen in found.packs().items()
+        ],
+    }
+
+
+def _standing_json(found: Comparison, one: Standing, labels: Sequence[str]) -> dict[str, object]:
+    layout, difference = one.candidate.layout, one.against
+    interval = None if difference is None else [difference.low, difference.high]
+    return {
+        "name": name(one.candidate, len(labels)),
+        "kind": one.candidate.family,
+        "batches": layout.shares,
+        "processes": layout.processes,
+        "placement": layout.placement,
+        "knobs": layout.knobs,
+        "samples_per_second": one.throughput.value,
+        "samples_per_second_interval": [one.throughput.low, one.throughput.high],
+        "step_milliseconds": one.step.value * 1000,
+        "moved_share": moved_share(found.timed(layout)) if len(layout.active) > 1 else None,
+        "against_winner": None if difference is None else difference.value,
+        "against_winner_interval": interval,
+        "tie": one.tie,
+        "turns": one.turns,
+    }
+
+
+def _pack_json(one: Observation) -> dict[str, object]:
+    layout = one.probe.layout
+    ran = isinstance(one, Timed)
+    return {
+        "processes": layout.processes,
+        "batch": layout.global_batch,
+        "samples_per_second": one.samples_per_second if isinstance(one, Timed) else None,
+        "step_milliseconds": one.step_seconds * 1000 if isinstance(one, Timed) else None,
+        "memory_bytes": one.memory_bytes[layout.active[0]] if isinstance(one, Timed) else None,
+        "outcome": "timed" if ran else "out of memory" if isinstance(one, OutOfMemory) else "failed",
+    }
