@@ -1,0 +1,24 @@
+"""Sessions on GPUs of a scripted driver, with real children that need none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from balancer.events import Finished
+from balancer.session import Request, Session
+
+
+def test_fake_gpus_are_balanced_by_real_children(fake_nvml: Callable[..., Any]) -> None:
+    """Two GPUs of a scripted driver and a workload that needs none: UUIDs, driver and layout stand in the plan."""
+    fake_nvml(2)
+    session = Session(Request(devices="gpu", workload="synthetic", budget_seconds=6.0, max_global_batch=128))
+    events = list(session.events())
+    session.close()
+    assert isinstance(events[-1], Finished)
+    plan = events[-1].plan
+    assert [share.device for share in plan.layout.share] == [device.id for device in session.discovery.devices]
+    assert plan.fingerprint.driver
+    assert not psutil.Process().children()
