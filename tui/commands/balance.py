@@ -37,7 +37,7 @@ def run_balance(request: Request, *, resume: str | None, export: Path | None, as
     progress = Progress()
     with stopped_by_signals(session.stop, "stopping; the best plan so far is kept") as caught:
         try:
-            finished = _follow(session, progress, as_json)
+            finished = follow(session, progress, as_json)
         except NoLayoutError as fault:
             if not caught:
                 raise
