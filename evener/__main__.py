@@ -12,9 +12,13 @@ def main() -> None:
 
         print(f"evener {__version__}")
         return
-    from tui.cli import run
+    try:
+        from tui.cli import main as start
 
-    raise SystemExit(run(sys.argv[1:]))
+        code = start(sys.argv[1:])
+    except KeyboardInterrupt:
+        code = 130
+    raise SystemExit(code)
 
 
 if __name__ == "__main__":

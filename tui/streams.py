@@ -1,0 +1,57 @@
+"""Standard streams that a command can lose: a pipe without a reader, a terminal that was closed, no stream at all.
+
+What is said about the work (standard error) never ends it; when nobody reads the answer (standard output), the command
+ends by `ReaderGoneError`, once, wherever it was.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import TextIO
+
+
+class ReaderGoneError(Exception):
+    """Nobody reads standard output any more. No OSError, as argument parsers take those for their own affair."""
+
+
+class _Outlasting(io.FileIO):
+    """A descriptor that is written to for as long as somebody takes it."""
+
+    def __init__(self, descriptor: int, raises: bool) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._raises = raises
+
+    def write(self, data: object) -> int:
+        """The bytes taken; what nobody takes counts as written."""
+        size = memoryview(data).nbytes  # type: ignore[arg-type]  # a buffer, as everywhere in io
+        try:
+            return super().write(data) or 0  # type: ignore[arg-type]
+        except OSError:
+            raises, self._raises = self._raises, False
+            if raises:
+                raise ReaderGoneError from None
+            return size
+
+
+def guard_streams() -> None:
+    """Put such streams in the place of this process' own; one that is closed leads nowhere from now on.
+
+    A closed descriptor would be given to the next file that is opened, such as a journal, and written into.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+    sys.stdin = sys.stdin or io.TextIOWrapper(io.FileIO(0, "r", closefd=False))
+    sys.stdout = _outlasting(1, sys.stdout)
+    sys.stderr = _outlasting(2, sys.stderr)
+
+
+def _outlasting(descriptor: int, before: TextIO | None) -> io.TextIOWrapper:
+    raw = _Outlasting(descriptor, raises=descriptor == 1)
+    encoding = before.encoding if before is not None else "utf-8"
+    errors = "backslashreplace" if descriptor == 2 else (before.errors if before is not None else None)
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=descriptor == 2 or raw.isatty())
