@@ -120,7 +120,7 @@ class Child:
                 break
             *lines, rest = (rest + part).split(b"\n")
             for text in lines:
-                self._put(_reply(text))
+                self._put(reply_of(text))
             if len(rest) > protocol.LONGEST_LINE_BYTES:
                 self._put(Nonsense("a line without an end"))
                 rest = b""
@@ -151,7 +151,8 @@ def _read(stream: IO[bytes]) -> bytes:
         return b""
 
 
-def _reply(text: bytes) -> Said:
+def reply_of(text: bytes) -> Said:
+    """The reply that a line holds, or what it says instead."""
     try:
         return protocol.replies.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -5,11 +5,15 @@ The child obeys and never decides: what to run, for how long, and what an error 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from workloads.base import Place
+
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
+Devices = msgspec.Meta(min_length=1, max_length=4096)
 
 LONGEST_LINE_BYTES = 256 << 10
 LONGEST_TEXT = 2000  # characters of an error that travel
@@ -64,29 +68,29 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 class Built(msgspec.Struct, frozen=True, tag=True):
     """The workload stands; `facts` are its own."""
 
-    facts: dict[str, str]
+    facts: Annotated[dict[str, str], msgspec.Meta(max_length=200)]
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
     """The first step of these sizes is done."""
 
-    first_step_seconds: float
+    first_step_seconds: Seconds
 
 
 class Ran(msgspec.Struct, frozen=True, tag=True):
     """A block is done."""
 
-    steps: int
-    wall_seconds: float
-    cpu_seconds: float  # of the whole process, without spinning
-    spun_seconds: float  # added to be as slow as told
-    memory_bytes: tuple[int | None, ...]  # peak of each own device
+    steps: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+    wall_seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+    cpu_seconds: Seconds  # of the whole process, without spinning
+    spun_seconds: Seconds  # added to be as slow as told
+    memory_bytes: Annotated[tuple[Bytes | None, ...], Devices]  # peak of each own device
 
 
 class Trouble(msgspec.Struct, frozen=True, tag=True):
     """An exception ended the order. `types` are its class names, most special first."""
 
-    types: tuple[str, ...]
+    types: Annotated[tuple[str, ...], msgspec.Meta(max_length=100)]
     text: str
     where: str = ""  # "file.py:12" in the user's own file
 

@@ -109,7 +109,10 @@ class Trial:
             limit = max(self._limits.block, BLOCK_SLACK * steps * step_seconds)
             run = self._run_order(steps, step_seconds)
             replies = self._party.order(lambda _, run=run: run, Ran, limit, stop)  # type: ignore[misc]
-            block = self._block([cast(Ran, reply) for reply in replies])
+            ran = [cast(Ran, reply) for reply in replies]
+            if self._probe.layout.processes == 1 and any(reply.steps != steps for reply in ran):
+                raise BrokenError((Mishap(0, False, "protocol", "it ran another number of steps than it was told"),))
+            block = self._block(ran)
             timing.add(block)
             step_seconds = block.step_seconds
             self._tell(timing)

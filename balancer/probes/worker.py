@@ -129,7 +129,7 @@ class Worker:
         cpu = time.process_time() - cpu
         gc.enable()
         gc.collect()
-        return Ran(steps, wall, max(0.0, cpu - spun), spun, tuple(workload.peak_memory_bytes()))
+        return Ran(steps, wall, max(0.0, cpu - spun), spun, tuple(workload.peak_memory_bytes()) or (None,))
 
     def _steps(self, count: int, workload: Workload, build: Build) -> float:
         """Run steps until the devices are done with them; gives the time spun."""

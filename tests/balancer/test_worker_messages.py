@@ -1,0 +1,79 @@
+"""What a child says is believed only if it can be true; anything else is nonsense, never a traceback."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balancer.probes import protocol
+from balancer.probes.child import Nonsense, reply_of
+from balancer.probes.protocol import Begin, Build, Built, Prepare, Prepared, Quit, Ran, Ready, Run, Trouble
+from workloads.base import Place
+
+ORDERS = [
+    Begin(1, 2.5, (0, 1)),
+    Build("synthetic", "none", {"base_ms": 1.0}, Place(("CPU:0",), (None,), 1, ("a:1", "b:2"))),
+    Prepare((8, 0)),
+    Run(5),
+    Quit(),
+]
+REPLIES = [
+    Ready(7),
+    Built({"version": "2.21.0"}),
+    Prepared(0.5),
+    Ran(5, 0.1, 0.09, 0.0, (None, 5)),
+    Trouble(("ValueError",), "no\nway", "train.py:3"),
+]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: type(order).__name__)
+def test_orders_travel_whole(order: protocol.Order) -> None:
+    """As one line."""
+    text = protocol.line(order)
+    assert text.count(b"\n") == 1
+    assert protocol.orders.decode(text) == order
+
+
+@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: type(reply).__name__)
+def test_replies_travel_whole(reply: protocol.Reply) -> None:
+    """As one line, line breaks and all."""
+    assert reply_of(protocol.line(reply).rstrip(b"\n")) == reply
+
+
+@pytest.mark.parametrize(
+    "impossible",
+    [
+        {"type": "Ran", "steps": 0, "wall_seconds": 1, "cpu_seconds": 1, "spun_seconds": 0, "memory_bytes": [1]},
+        {"type": "Ran", "steps": 5, "wall_seconds": 0, "cpu_seconds": 1, "spun_seconds": 0, "memory_bytes": [1]},
+        {"type": "Ran", "steps": 5, "wall_seconds": 1e300, "cpu_seconds": 1, "spun_seconds": 0, "memory_bytes": [1]},
+        {"type": "Ran", "steps": 5, "wall_seconds": 1, "cpu_seconds": -1, "spun_seconds": 0, "memory_bytes": [1]},
+        {"type": "Ran", "steps": 5, "wall_seconds": 1, "cpu_seconds": 1, "spun_seconds": 0, "memory_bytes": []},
+        {"type": "Ran", "steps": 5, "wall_seconds": 1, "cpu_seconds": 1, "spun_seconds": 0, "memory_bytes": [-4]},
+        {"type": "Prepared", "first_step_seconds": -3},
+        {"type": "Built", "facts": {"version": 3}},
+        {"type": "Quit"},
+        {"type": "Nothing"},
+        [],
+    ],
+)
+def test_what_can_t_be_true_is_nonsense(impossible: object) -> None:
+    """Numbers that no clock gives, messages of the other side, unknown ones."""
+    assert isinstance(reply_of(msgspec.json.encode(impossible)), Nonsense)
+
+
+@given(st.one_of(st.binary(max_size=300), st.text(max_size=100).map(lambda text: text.encode(errors="replace"))))
+def test_any_bytes_are_a_reply_or_nonsense(text: bytes) -> None:
+    """And nonsense is kept short."""
+    said = reply_of(text)
+    assert not isinstance(said, Nonsense) or len(said.text) <= 80
+
+
+@given(st.sampled_from(REPLIES), st.data())
+def test_damaged_replies_are_replies_or_nonsense(reply: protocol.Reply, data: st.DataObject) -> None:
+    """A byte changed, cut or put in."""
+    text = bytearray(protocol.line(reply))
+    at = data.draw(st.integers(0, len(text) - 1))
+    text[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+    reply_of(bytes(text))
