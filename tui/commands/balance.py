@@ -35,7 +35,23 @@ def run_balance(request: Request, *, resume: str | None, export: Path | None, as
         check_target(export)
     session = Session(request, resume=resume)
     progress = Progress()
-    with stopped_by_signals(session.stop, "stopping; the best plan so far is kept") as caught:
+
+    def conclude(finished: Finished) -> None:
+        if export is not None:
+            finished.plan.save(export)
+        _print_result(finished, progress, export, as_json)
+
+    return see_through(session, progress, conclude, "stopping; the best plan so far is kept", as_json)
+
+
+def see_through(
+    session: Session, progress: Progress, conclude: Callable[[Finished], None], stopping: str, as_json: bool
+) -> int:
+    """Follow a session to its end and `conclude` with what it came to; the exit code, a signal's own if one ended it.
+
+    Signals are caught until everything is written, so that none leaves half a file.
+    """
+    with stopped_by_signals(session.stop, stopping) as caught:
         try:
             finished = follow(session, progress, as_json)
         except NoLayoutError as fault:
@@ -45,10 +61,8 @@ def run_balance(request: Request, *, resume: str | None, export: Path | None, as
             return caught[0]
         finally:
             session.close()
-        if export is not None:
-            finished.plan.save(export)
         try:
-            _print_result(finished, progress, export, as_json)
+            conclude(finished)
         except ReaderGoneError:
             if not caught:
                 raise
