@@ -1,0 +1,421 @@
+"""`evener balance` as a process of its own, disturbed for real: signals, lost streams, full disks, locks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import balancer
+from balancer import journal
+from balancer.journal import Record
+from balancer.records import Timed
+from evener.plan import load_plan
+
+HOME = Path(balancer.__file__).parents[1]
+SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+BALANCE = ("balance", "--devices", "cpu", "--workload", "synthetic", "--max-global-batch", "256", "--set", "base_ms=10")
+SIMULATED = ("balance", "--devices", "sim:gtx1080ti,gtx1080", "--max-global-batch", "256")
+GONE_SECONDS = 2.0
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def state(tmp_path: Path, own_state: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of the test's own for state, for temporary files and to run in."""
+    for name in ("tmp", "work"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.chdir(tmp_path / "work")
+    return own_state
+
+
+@pytest.fixture
+def start(state: Path) -> Iterator[Start]:
+    """Starts `evener` with these arguments; what is left of it is ended behind the test, in any case."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def begin(*arguments: str, path: Sequence[Path] = (), **keywords: Any) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*path, HOME)))}
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        command = [sys.executable, "-m", "evener", *arguments]
+        running.append(subprocess.Popen(command, env=environment, **{**streams, **keywords}))
+        return running[-1]
+
+    yield begin
+    for process in running:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+        process.kill()
+        process.wait()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def measured(state: Path, stage: str = "solo", count: int = 1) -> Record | None:
+    """The only run's journal once so many probes of a stage are timed in it."""
+    for path in state.glob("evener/runs/*/journal.jsonl"):
+        if path.stat().st_size:
+            record = journal.read(path)
+            timed = [s for s in record.seen if isinstance(s.seen, Timed) and s.seen.probe.stage == stage]
+            if len(timed) >= count:
+                return record
+    return None
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 40.0) -> Any:
+    """What it gives once that is something."""
+    until = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < until, "it never came"
+        time.sleep(0.02)
+    return found
+
+
+def children_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Its children that live now."""
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def living(children: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run."""
+    return [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+def ends(process: subprocess.Popen[bytes], children: list[psutil.Process]) -> int:
+    """The exit code; children may outlive it by 2 s, and by 4 on a machine that others use."""
+    began = time.monotonic()
+    code = process.wait(60)
+    while living(children):
+        assert time.monotonic() - began < 2 * GONE_SECONDS, "children outlive it"
+        time.sleep(0.02)
+    return code
+
+
+def nothing_left(tmp_path: Path) -> None:
+    """No temporary file anywhere, and nothing but the plan beside it."""
+    assert not list((tmp_path / "tmp").iterdir())
+    assert not [path for path in tmp_path.rglob("*") if path.name.endswith(".tmp")]
+    assert {path.name for path in (tmp_path / "work").iterdir()} <= {"plan.toml"}
+
+
+def said(process: subprocess.Popen[bytes]) -> str:
+    """All that it wrote to standard error."""
+    assert process.stderr is not None
+    return process.stderr.read().decode()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "stage"),
+    [(signal.SIGINT, "solo"), (signal.SIGTERM, "split"), (signal.SIGHUP, "race")],
+    ids=["SIGINT in solo", "SIGTERM in split", "SIGHUP in race"],
+)
+def test_a_signal_ends_with_the_best_plan_so_far(
+    start: Start, state: Path, tmp_path: Path, number: signal.Signals, stage: str
+) -> None:
+    """Its exit code says which; the plan is printed and exported, it is what was measured, and nothing stays behind."""
+    process = start(*BALANCE, "--budget", "20s", "--export", "plan.toml", "--json")
+    wait_for(lambda: measured(state, stage))
+    children = children_of(process)
+    assert children
+    sent = time.monotonic()
+    process.send_signal(number)
+    assert process.stdout is not None
+    answer = json.loads(process.stdout.read())
+    assert ends(process, children) == SIGNALS[number]
+    assert time.monotonic() - sent < 2 * GONE_SECONDS
+    assert answer["interrupted"]
+    plan = load_plan("plan.toml")
+    assert plan.search.why_stopped == "interrupted"
+    (path,) = state.glob("evener/runs/*/journal.jsonl")
+    record = journal.read(path)
+    assert record.ended is not None
+    assert record.ended.plan == plan
+    assert plan.layout.batches in {entry.seen.probe.layout.shares for entry in record.seen}
+    assert "Traceback" not in said(process)
+    nothing_left(tmp_path)
+
+
+AT_IMPORT = """
+import os, signal, sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "{module}":
+            sys.meta_path.remove(Finder)
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+"""
+
+
+@pytest.mark.parametrize("module", ["tui.cli", "tui.commands.balance", "devices.discover", "balancer.probes.pool"])
+def test_ctrl_c_while_it_still_imports(start: Start, tmp_path: Path, state: Path, module: str) -> None:
+    """A real signal as a module is looked for: exit 130 and not a word."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(AT_IMPORT.format(module=module))
+    process = start(*BALANCE, path=[tmp_path / "site"])
+    assert ends(process, []) == 130
+    assert said(process) == ""
+    nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_before_anything_was_measured(start: Start, tmp_path: Path, number: signal.Signals) -> None:
+    """There is no plan to keep: one sentence, and still the signal's own exit code."""
+    process = start(*BALANCE, "--export", "plan.toml", "--set", "base_ms=3000")
+    children = wait_for(lambda: children_of(process))
+    process.send_signal(number)
+    assert ends(process, children) == SIGNALS[number]
+    assert "before anything was measured" in one_sentence(said(process))
+    assert not list((tmp_path / "work").iterdir())
+    nothing_left(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_at_once(start: Start, state: Path, tmp_path: Path) -> None:
+    """Both arrive before the first is done with; children end all the same."""
+    process = start(*BALANCE, "--budget", "20s", "--export", "plan.toml")
+    wait_for(lambda: measured(state))
+    children = wait_for(lambda: children_of(process))
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert ends(process, children) == 130
+    assert "Traceback" not in said(process)
+    nothing_left(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_ends_with_the_plan_exported(start: Start, state: Path, tmp_path: Path) -> None:
+    """The kernel hangs up; there is nobody to print to, and the plan is written all the same."""
+    ours, theirs = pty.openpty()
+    process = start(
+        *BALANCE,
+        "--budget",
+        "20s",
+        "--export",
+        "plan.toml",
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        preexec_fn=own_terminal,
+    )
+    os.close(theirs)
+    wait_for(lambda: drained(ours) and measured(state))
+    children = children_of(process)
+    os.close(ours)
+    assert ends(process, children) == 129
+    assert load_plan("plan.toml").layout.global_batch
+    nothing_left(tmp_path)
+
+
+def own_terminal() -> None:
+    """In the child: a session whose controlling terminal is standard input."""
+    import fcntl
+    import termios
+
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def drained(terminal: int) -> bool:
+    """Read what was drawn so far."""
+    while select.select([terminal], [], [], 0)[0]:
+        os.read(terminal, 1 << 16)
+    return True
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_a_terminal_leaves_it_as_it_was(start: Start, state: Path) -> None:
+    """The cursor is shown again, the modes are those from before, and the children never saw the key."""
+    import termios
+
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    process = start(*BALANCE, "--budget", "20s", stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=own_terminal)
+    drawn = b""
+
+    def see() -> Record | None:
+        nonlocal drawn
+        while select.select([ours], [], [], 0)[0]:
+            drawn += os.read(ours, 1 << 16)
+        return measured(state)
+
+    wait_for(see)
+    children = children_of(process)
+    os.write(ours, b"\x03")
+    while process.poll() is None:
+        see()
+    assert ends(process, children) == 130
+    see()
+    assert drawn.count(b"\x1b[?25l") == drawn.count(b"\x1b[?25h")
+    assert drawn.count(b"\x1b[?1049h") == drawn.count(b"\x1b[?1049l")
+    assert b"samples/s" in drawn.rpartition(b"stopping")[2]
+    assert termios.tcgetattr(theirs) == before
+    os.close(ours)
+    os.close(theirs)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_reader_that_has_gone_loses_no_plan(start: Start, tmp_path: Path, stream: str) -> None:
+    """With standard error closed nothing else changes; with standard output closed, the plan is exported before."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = start(*SIMULATED, "--export", "plan.toml", **{stream: writing})
+    os.close(writing)
+    code = process.wait(60)
+    assert load_plan("plan.toml").layout.global_batch
+    if stream == "stdout":
+        assert code == 141
+        assert "Traceback" not in said(process)
+    else:
+        assert code == 0
+        assert process.stdout is not None
+        assert b"together" in process.stdout.read()
+    nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_stream_that_was_never_open_is_no_traceback(start: Start, stream: str) -> None:
+    """As `evener balance >&-` has it."""
+    number = {"stdout": 1, "stderr": 2}[stream]
+    process = start(*SIMULATED, "--export", "plan.toml", preexec_fn=lambda: os.close(number))
+    assert process.wait(60) in (0, 141)
+    assert load_plan("plan.toml").layout.global_batch
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if (
+        os.geteuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], check=False).returncode
+    ):
+        pytest.skip("a small file system needs root")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def fill(folder: Path, spare_bytes: int) -> None:
+    """Leave about so much room."""
+    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    with (folder / "filler").open("wb") as stream:
+        stream.write(b"x" * max(0, free - spare_bytes))
+
+
+def one_sentence(text: str) -> str:
+    """The last line, if it is a fault as a person reads it."""
+    assert "Traceback" not in text
+    last = text.strip().splitlines()[-1]
+    assert last.startswith("evener: ")
+    return last
+
+
+def test_a_disk_that_fills_while_journalling_is_one_sentence(
+    start: Start, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was journalled before stays whole, and is gone on with once there is room."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(small_disk))
+    fill(small_disk, 20_000)
+    process = start(*SIMULATED)
+    assert process.wait(60) == 2
+    assert "No space left" in one_sentence(said(process))
+    (path,) = small_disk.glob("evener/runs/*/journal.jsonl")
+    before = journal.read(path)
+    assert before.seen
+    assert path.stat().st_size == before.whole_bytes, "a torn line is left"
+    (small_disk / "filler").unlink()
+    again = start("balance", "--resume", "last", "--json")
+    assert again.stdout is not None
+    answer = json.loads(again.stdout.read())
+    assert again.wait() == 0
+    after = journal.read(path)
+    assert after.seen[: len(before.seen)] == before.seen
+    assert answer["search"]["probes"] == len(after.seen)
+
+
+def test_a_disk_that_is_full_while_exporting_leaves_the_earlier_plan(
+    start: Start, small_disk: Path, state: Path
+) -> None:
+    """One sentence, the file from before intact, no temporary file; the plan is still in the run."""
+    plan = small_disk / "plan.toml"
+    assert start(*SIMULATED, "--export", str(plan)).wait(60) == 0
+    before = plan.read_bytes()
+    fill(small_disk, 0)
+    process = start("export", "last", "-o", str(plan))
+    assert process.wait(60) == 2
+    assert "No space left" in one_sentence(said(process))
+    assert plan.read_bytes() == before
+    assert {path.name for path in small_disk.iterdir()} == {"plan.toml", "filler"}
+
+
+def test_a_file_size_limit_is_one_sentence_too(start: Start, tmp_path: Path, state: Path) -> None:
+    """RLIMIT_FSIZE, which comes with a signal of its own."""
+    process = start(*SIMULATED, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000)))
+    assert process.wait(60) == 2
+    assert "File too large" in one_sentence(said(process))
+    (path,) = state.glob("evener/runs/*/journal.jsonl")
+    assert journal.read(path).whole_bytes == path.stat().st_size <= 6000
+
+
+@pytest.mark.parametrize("what", ["state", "export"])
+def test_a_read_only_folder_is_one_sentence_before_any_probe(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """A read-only file system, which not even root may write."""
+    folder = tmp_path / "readonly"
+    folder.mkdir()
+    mounted = ["mount", "-t", "tmpfs", "-o", "ro,size=64k", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mounted, check=False).returncode:
+        pytest.skip("a read-only file system needs root")
+    try:
+        if what == "state":
+            monkeypatch.setenv("XDG_STATE_HOME", str(folder))
+        process = start(*BALANCE, *(["--export", str(folder / "plan.toml")] if what == "export" else []))
+        assert process.wait(60) == 2
+        line = one_sentence(said(process))
+        assert "Read-only" in line
+        assert str(folder) in line
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.slow
+def test_two_runs_on_the_same_devices(start: Start, state: Path) -> None:
+    """The second says who holds them; with --share it runs; a slice that nobody holds is free."""
+    holder = start(*BALANCE, "--budget", "60s")
+    wait_for(lambda: children_of(holder))
+    second = start(*BALANCE)
+    assert second.wait(60) == 3
+    line = one_sentence(said(second))
+    (run,) = [path.name for path in (state / "evener" / "runs").iterdir()]
+    assert f"process {holder.pid}" in line
+    assert f"run {run}" in line
+    assert "--share" in line
+    other_cut = start("balance", "--devices", "cpu/1:0", "--workload", "synthetic")
+    assert other_cut.wait(60) == 3, "the same cores, cut otherwise"
+    beside = start(*BALANCE, "--share", "--budget", "3s", "--json")
+    assert beside.stdout is not None
+    assert json.loads(beside.stdout.read())["layout"]["global_batch"]
+    assert beside.wait() == 0
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    after = start(*BALANCE, "--budget", "2s", "--json")
+    assert after.wait(60) == 0, "the kernel has let go of the locks"
