@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 from textual.app import App, SystemCommand
@@ -28,6 +28,7 @@ from tui.messages import Sampled, SessionEnded, SessionReported
 from tui.record import Recording, ReplaySource
 from tui.sessions import Live, SessionThread
 from tui.view.balance import BalanceState, advance, own_speed
+from tui.view.cells import clean
 from tui.view.marks import ASCII, UNICODE, Marks
 from tui.widgets.bars import SCREENS
 
@@ -77,7 +78,8 @@ class EvenerApp(App[int]):
         Binding("3", "show('runs')", "Runs", show=False),
         Binding("question_mark,h,f1", "help", "Help", key_display="?"),
         Binding("T", "switch_looks", "Dark or light", show=False),
-        Binding("q,ctrl+c", "quit", "Quit", key_display="q"),
+        Binding("q", "leave", "Quit"),
+        Binding("ctrl+c", "quit", "Quit now", show=False),
     ]
 
     # not `reactive`: that would draw the whole screen again at each tick
@@ -178,7 +180,9 @@ class EvenerApp(App[int]):
         )
         self._follow_probes()
         if message.fault:
-            self.notify(f"{message.fault} {message.remedy}", title="The search ended", severity="error", markup=False)
+            self.say(f"{message.fault} {message.remedy}", severity="error")
+        elif self.balance.finished is not None and self.current_mode != "balance":
+            self.say(f"The search ended. {self.balance.finished.verdict}")
 
     def _follow_probes(self) -> None:
         """Tell the feed what the running probes do to each device."""
@@ -189,6 +193,20 @@ class EvenerApp(App[int]):
                     share = running.probe.layout.shares[position]
                     loads[self._session_devices[position].id] = Load(own_speed(running, position), share)
         self.feed.follow(loads)
+
+    def say(self, text: str, *, severity: Literal["information", "warning", "error"] = "information") -> None:
+        """A message that goes away by itself; whatever is in the text, it is shown as plain text."""
+        self.notify(clean(text), severity=severity, markup=False)
+
+    async def action_leave(self) -> None:
+        """Quit; while a search is under way, only after asking."""
+        from tui.screens.dialogs import ConfirmDialog
+
+        if not self.balance.active:
+            self.exit()
+            return
+        question = "A search is under way. Quit? Its journal keeps what was measured; it can be resumed."
+        self.push_screen(ConfirmDialog("Quit", question, "Quit"), lambda yes: self.exit() if yes else None)
 
     def change_interval(self, direction: int) -> None:
         """Sample more (-1) or less (1) often, in steps."""

@@ -14,6 +14,7 @@ from evener.errors import EvenerError
 from tui.messages import SessionEnded, SessionReported
 
 Post = Callable[[Message], object]
+JOIN_SECONDS = 30.0  # a session that hangs must not hold the terminal for ever
 _SERIALS = itertools.count(1)
 
 
@@ -71,7 +72,7 @@ class SessionThread:
         """Stop, and wait until its children are gone."""
         self.stop()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(JOIN_SECONDS)
 
     def _run(self) -> None:
         fault = remedy = ""
@@ -122,7 +123,7 @@ class ReplayThread:
         self._stopping.set()
         self._going.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(JOIN_SECONDS)
 
     def _run(self) -> None:
         before = 0.0

@@ -68,7 +68,7 @@ def test_the_best_solo_and_the_memory_wall_are_seen(events: Any) -> None:
     assert memory_wall(state, 0) == 1310
     assert memory_wall(state, 1) is None
     assert [(curve.device, curve.wall, len(curve.measured)) for curve in curves(state)] == [(0, 1310, 2), (1, None, 1)]
-    lanes = _text(lane_lines(state, 118, UNICODE))
+    lanes = _text(lane_lines(state, 118, 9, UNICODE)[0])
     assert "1 346 at 1024" in lanes
     assert "1179 fits, 1310 not" in lanes
 

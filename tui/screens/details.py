@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, cast
 
 from textual.containers import VerticalScroll
 from textual.widget import Widget
@@ -11,9 +10,6 @@ from textual.widget import Widget
 from devices.base import Snapshot
 from tui.screens.dialogs import Dialog, Text
 from tui.view.cells import Line
-
-if TYPE_CHECKING:
-    from tui.app import EvenerApp
 
 
 class DetailsDialog(Dialog[None]):
@@ -39,6 +35,6 @@ class DetailsDialog(Dialog[None]):
 
     def redraw(self) -> None:
         """Work the facts out again."""
-        snapshot = cast("EvenerApp", self.app).snapshot
+        snapshot = self.evener.snapshot
         if snapshot is not None:
             self.query_one(Text).show(self._draw(snapshot, self.text_width))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar, cast
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -12,8 +12,11 @@ from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Button
 
-from tui.view.cells import Line, Span, line, wrap
+from tui.view.cells import Line, Span, clean, line, wrap
 from tui.widgets.lines import Lines
+
+if TYPE_CHECKING:
+    from tui.app import EvenerApp
 
 AnswerT = TypeVar("AnswerT")
 
@@ -50,6 +53,11 @@ class Dialog(ModalScreen[AnswerT], Generic[AnswerT]):
         self.dismiss(None)
 
     @property
+    def evener(self) -> EvenerApp:
+        """The app, by its own type."""
+        return cast("EvenerApp", self.app)
+
+    @property
     def text_width(self) -> int:
         """Cells for text inside the frame."""
         return max(1, min(72, self.app.size.width - 4))
@@ -79,7 +87,7 @@ class ConfirmDialog(Dialog[bool]):
 
     def on_mount(self) -> None:
         """Ask."""
-        rows = wrap(self._question, self.text_width, 8)
+        rows = wrap(clean(self._question), self.text_width, 8)
         self.query_one(Text).show([*(line(Span(row)) for row in rows), line()])
         self.query_one("#no").focus()
 

@@ -93,5 +93,5 @@ class ExportDialog(Dialog[None]):
         except EvenerError as fault:
             self._say(f"{fault.message} {fault.remedy}", bad=True)
             return
-        self.app.notify(f"The plan is in {path}.", markup=False)
+        self.evener.say(f"The plan is in {path}.")
         self.dismiss(None)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, cast
 
 from textual.containers import VerticalScroll
 from textual.widget import Widget
 
 from tui.screens.dialogs import Dialog, Text
 from tui.view.help import help_lines
-
-if TYPE_CHECKING:
-    from tui.app import EvenerApp
 
 
 class HelpDialog(Dialog[None]):
@@ -27,6 +23,6 @@ class HelpDialog(Dialog[None]):
 
     def on_mount(self) -> None:
         """Write it for this terminal."""
-        app = cast("EvenerApp", self.app)
+        app = self.evener
         notes = app.snapshot.notes if app.snapshot is not None else ()
         self.query_one(Text).show(help_lines(notes, app.marks, self.text_width))

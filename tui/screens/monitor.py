@@ -168,11 +168,11 @@ class MonitorScreen(PanelScreen):
     def action_signal(self) -> None:
         """Ask which signal the process under the cursor gets."""
         if self.evener.readonly:
-            self.notify("Started with --readonly: signals are off.", severity="warning")
+            self.evener.say("Started with --readonly: signals are off.", severity="warning")
             return
         chosen = self.query_one(ProcessPanel).chosen
         if chosen is None:
-            self.notify("No process is under the cursor.", severity="warning")
+            self.evener.say("No process is under the cursor.", severity="warning")
             return
         self.app.push_screen(SignalDialog(chosen))
 

@@ -96,7 +96,7 @@ class RunsScreen(PanelScreen):
         try:
             found = await asyncio.to_thread(runs.list_runs)
         except EvenerError as fault:
-            self.notify(str(fault), severity="error", markup=False)
+            self.evener.say(str(fault), severity="error")
             return
         self._plans.clear()
         self.query_one(RunPanel).take(found)
@@ -164,7 +164,7 @@ class RunsScreen(PanelScreen):
         if isinstance(found, Run) and found.plan is not None:
             self.app.push_screen(ExportDialog(found.plan))
         else:
-            self.notify("This run has no plan.", severity="warning")
+            self.evener.say("This run has no plan.", severity="warning")
 
     def action_replay(self) -> None:
         """Show again how the run under the cursor went."""
@@ -174,7 +174,7 @@ class RunsScreen(PanelScreen):
         try:
             record = read_run(name)
         except EvenerError as fault:
-            self.notify(str(fault), severity="error", markup=False)
+            self.evener.say(str(fault), severity="error")
             return
         self.app.push_screen(ReplayScreen(name, record.header, events_of(record)))
 
@@ -192,5 +192,5 @@ class RunsScreen(PanelScreen):
         try:
             runs.delete_run(name)
         except EvenerError as fault:
-            self.notify(str(fault), severity="error", markup=False)
+            self.evener.say(str(fault), severity="error")
         await self.action_reload()

@@ -85,7 +85,7 @@ class SignalDialog(Dialog[None]):
             try:
                 send_signal(self._chosen, name)
             except RequestError as fault:
-                self.app.notify(str(fault), severity="error", markup=False)
+                self.evener.say(str(fault), severity="error")
             else:
-                self.app.notify(f"SIG{name} was sent to process {self._chosen.pid}.")
+                self.evener.say(f"SIG{name} was sent to process {self._chosen.pid}.")
         self.dismiss(None)

@@ -40,6 +40,7 @@ class BalanceState(msgspec.Struct, frozen=True):
     workload: str = ""
     budget_seconds: float | None = None
     replayed: int = 0
+    notes: tuple[str, ...] = ()  # about the devices
     running: tuple[Running, ...] = ()
     seen: tuple[Seen, ...] = ()
     belief: Belief | None = None
@@ -72,6 +73,7 @@ def advance(state: BalanceState, event: Event) -> BalanceState:
             workload=event.workload,
             budget_seconds=event.budget_seconds,
             replayed=event.replayed,
+            notes=event.notes,
         )
     if isinstance(event, ProbeStarted):
         running = Running(event.probe, "starting", None, None, event.at_seconds)

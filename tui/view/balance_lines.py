@@ -10,7 +10,7 @@ from tui.view.balance import BalanceState, Rival, best_solo, memory_wall, own_sp
 from tui.view.cells import Line, Span, Tone, cells, clean, cut, device_tone, line, pad, wrap
 from tui.view.charts import bar
 from tui.view.marks import Marks
-from tui.view.table import Column, column_widths, heading, table_row
+from tui.view.table import Column, column_widths, heading, table_row, window
 from tui.words import duration, percent, rate
 
 
@@ -95,13 +95,20 @@ LANE_COLUMNS: tuple[Column[_Lane], ...] = (
 )
 
 
-def lane_lines(state: BalanceState, width: int, marks: Marks) -> tuple[Line, ...]:
-    """A row for each device: what is measured on it now, its best alone, where its memory ends."""
+def lane_lines(
+    state: BalanceState, width: int, height: int, marks: Marks, *, cursor: int = 0, top: int = 0, active: bool = False
+) -> tuple[tuple[Line, ...], int]:
+    """A row for each device: what is measured on it now, its best alone, where its memory ends; the first row shown."""
     growth = (("doing", 20), ("fits", 22), ("device", 22), ("doing", 26))
     widths = column_widths(LANE_COLUMNS, growth, {"device": 34}, width - 1)
     lanes = [_Lane(state, device) for device in range(len(state.devices))]
-    rows = [table_row(LANE_COLUMNS, widths, lane, marks) for lane in lanes]
-    return (heading(LANE_COLUMNS, widths, marks), *rows)
+    room = max(0, height - 1)
+    first = window(len(lanes), cursor, room, top)
+    rows = [
+        table_row(LANE_COLUMNS, widths, lane, marks, cursor=active and lane.device == cursor)
+        for lane in lanes[first : first + room]
+    ]
+    return (heading(LANE_COLUMNS, widths, marks), *rows), first
 
 
 def share_lines(state: BalanceState, width: int, marks: Marks) -> tuple[Line, ...]:
@@ -189,7 +196,9 @@ def _versus_tone(text: str) -> Tone:
 
 def search_lines(state: BalanceState, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
     """What the search does and why, how far it is, and the newest measurements."""
-    head = [*_doing_lines(state, width), _progress_line(state, width, marks)]
+    said = state.finished.plan.warnings if state.finished is not None else state.notes
+    warnings = warning_lines(said, width, marks)[: max(0, height // 3)]
+    head = [*_doing_lines(state, width), _progress_line(state, width, marks), *warnings]
     room = max(0, height - len(head))
     newest = state.seen[-room:] if room else ()
     rows = [_seen_line(state, seen.observation, seen.at_seconds, width, marks) for seen in reversed(newest)]

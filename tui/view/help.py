@@ -16,7 +16,7 @@ _KEYS = {
         ("Ctrl-P", "command palette"),
         ("T", "dark or light"),
         ("? h F1", "this page"),
-        ("q", "quit"),
+        ("q, Ctrl-C", "quit; at once"),
     ),
     "Monitor": (
         ("/", "filter the processes; Esc ends it"),

@@ -14,6 +14,7 @@ from tui.view.balance_lines import lane_lines, rival_lines, search_lines, share_
 from tui.view.cells import clean
 from tui.widgets.curves import CurvePlot
 from tui.widgets.lines import Lines
+from tui.widgets.lists import ListPanel
 
 if TYPE_CHECKING:
     from tui.app import EvenerApp
@@ -25,6 +26,37 @@ def _panel(name: str, title: str) -> Lines:
     return panel
 
 
+class LanePanel(ListPanel):
+    """One row a device; they scroll where they don't fit."""
+
+    def __init__(self) -> None:
+        super().__init__(id="lanes")
+        self.state = BalanceState()
+
+    @property
+    def count(self) -> int:
+        """How many devices there are."""
+        return len(self.state.devices)
+
+    def take(self, state: BalanceState) -> None:
+        """Show this state."""
+        self.state = state
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Work the rows out again."""
+        state, (width, height) = self.state, self.size
+        lines, self.top = lane_lines(
+            state, width, height, self.evener.marks, cursor=self.cursor, top=self.top, active=self.has_focus
+        )
+        self.entitle(clean(state.workload, 60) or "Devices", f"run {clean(state.run)}" if state.run else "")
+        self.show(lines)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """A row has no details of its own."""
+        return action != "open"
+
+
 class BalanceView(Widget):
     """Draws one state; where rows are few, the chart goes before the words do."""
 
@@ -34,7 +66,7 @@ class BalanceView(Widget):
 
     def compose(self) -> ComposeResult:
         """Devices over chart and shares over search."""
-        yield _panel("lanes", "Devices")
+        yield LanePanel()
         with Horizontal(id="middle"):
             yield CurvePlot()
             with Vertical(id="side"):
@@ -57,15 +89,13 @@ class BalanceView(Widget):
         state, marks = self.state, cast("EvenerApp", self.app).marks
         with self.app.batch_update():
             self._place_panels()
-            for name, draw in (("lanes", lane_lines), ("shares", share_lines)):
-                panel = self.query_one(f"#{name}", Lines)
-                panel.show(draw(state, panel.size.width, marks))
+            self.query_one(LanePanel).take(state)
+            shares = self.query_one("#shares", Lines)
+            shares.show(share_lines(state, shares.size.width, marks))
             rivals = self.query_one("#rivals", Lines)
             rivals.show(rival_lines(state, rivals.size.width, rivals.size.height, marks))
             search = self.query_one("#search", Lines)
             search.show(search_lines(state, search.size.width, search.size.height, marks))
-            lanes = self.query_one("#lanes", Lines)
-            lanes.entitle(clean(state.workload, 60) or "Devices", f"run {clean(state.run)}" if state.run else "")
             self.query_one(CurvePlot).take(curves(state))
 
     def _place_panels(self) -> None:

@@ -1,0 +1,186 @@
+"""`evener compare` as a user runs it: rankings on simulated machines, real children, bad input, interrupts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from evener.plan import load_plan, parse_plan
+from tui.cli import run
+
+MACHINE = """
+[sync]
+base_ms = {sync}
+[[device]]
+name = "Card A"
+memory_mib = 8000
+memory_base_mib = 500.0
+memory_per_sample_mib = 2.0
+curve = [[16, 8.0], [256, 40.0]]
+noise = 0.003
+pack_gain = {gain}
+[[device]]
+name = "Card B"
+memory_mib = 8000
+memory_base_mib = 500.0
+memory_per_sample_mib = 2.0
+curve = [[16, 8.0], [256, 40.0]]
+noise = 0.003
+[[placement]]
+name = "towers"
+curve = [[16, 12.0], [256, 55.0]]
+"""
+FLAT = "[[2, 0.97], [8, 0.9]]"
+QUICK = ("-w", "synthetic", "--set", "base_ms=2", "--set", "per_sample_ms=0.02", "--global-batch", "32")
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are kept in the test's own folder."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+
+
+def machine(sync: float = 22.0, gain: str = FLAT) -> str:
+    """The `--devices` of a machine file in the test's folder."""
+    Path("m.toml").write_text(MACHINE.format(sync=sync, gain=gain))
+    return "sim:m.toml"
+
+
+def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    """A command's exit code and its JSON answer."""
+    code = run(["compare", *arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_two_that_lose_are_told_from_one_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = ask(capsys, "-d", machine(), "--global-batch", "256")
+    assert code == 0
+    assert answer["verdict"].startswith("One device is fastest")
+    assert "two lose 11 %, all of it spent moving data and waiting" in answer["verdict"]
+    names = [layout["name"] for layout in answer["layouts"]]
+    assert names[0] == "best single device"
+    assert {"even split", "pack of 2", "place towers"} <= set(names)
+    assert answer["layout"]["kind"] == "solo"
+
+
+def test_every_layout_has_latency_and_throughput(capsys: pytest.CaptureFixture[str]) -> None:
+    """A step of a pack takes as long as all of its trainings need; together they have its samples/s."""
+    _, answer = ask(capsys, "-d", machine(), "--global-batch", "256")
+    for layout in answer["layouts"]:
+        samples = sum(layout["batches"]) * layout["processes"]
+        assert samples / layout["step_milliseconds"] * 1000 == pytest.approx(layout["samples_per_second"], rel=0.01)
+        low, high = layout["samples_per_second_interval"]
+        assert low <= layout["samples_per_second"] <= high
+
+
+def test_packing_that_gains_becomes_the_plan_with_its_rivals_as_evidence(capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = ask(
+        capsys, "-d", machine(gain="[[3, 1.9], [8, 1.8]]"), "--global-batch", "256", "--export", "plan.toml"
+    )
+    assert code == 0
+    plan = load_plan("plan.toml")
+    assert (plan.layout.kind, plan.layout.processes) == ("pack", 3)
+    assert {"best single device", "even split", "place towers"} <= {rival.name for rival in plan.evidence}
+    assert [one["processes"] for one in answer["packing"][0]["measured"]][:3] == [2, 3, 4]
+    assert "more than one alone" in answer["verdict"]
+
+
+def test_the_printed_ranking_names_each_layout_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["compare", "-d", machine(sync=2.0), "--global-batch", "256"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("place towers") == 1
+    assert "evenly over 1, 2, ... devices:" in out
+    assert "packing:" in out
+    assert out.rstrip().splitlines()[-1].endswith(".")
+
+
+def test_only_the_layouts_that_were_asked_for_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    _, answer = ask(capsys, "-d", machine(), "--global-batch", "256", "--layouts", "solo,place")
+    assert {layout["kind"] for layout in answer["layouts"]} == {"solo", "place"}
+    assert answer["packing"] == []
+
+
+def test_a_run_can_be_shown_and_exported_afterwards(capsys: pytest.CaptureFixture[str]) -> None:
+    _, answer = ask(capsys, "-d", machine(), "--global-batch", "256")
+    assert run(["export", answer["run"], "--format", "json"]) == 0
+    plan = parse_plan(capsys.readouterr().out.encode())
+    assert plan.layout.kind == answer["layout"]["kind"]
+    assert run(["runs", "show", answer["run"]]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--layouts", "solo,sideways"), "solo, even, split, pack, place"),
+        (("--layouts", "solo,,even"), "list of words"),
+        (("--try", "turbo"), "xla, mixed"),
+        (("--layouts", "place", "-d", "sim:gtx1080ti,gtx1080"), "has no placements"),
+        (("--layouts", "split", "-d", "sim:gtx1080"), "needs two devices"),
+        (("--export", "plan.txt"), ".toml"),
+        (("--budget", "soon"), "--budget"),
+        (("-w", "keras_tower"), "keras_towers"),
+        (("-w", "keras_towers", "-d", "cpu/2", "--set", "word=3"), "words"),
+    ],
+)
+def test_bad_input_is_one_sentence_with_what_is_possible(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
+    code, answer = ask(capsys, *(() if "-d" in arguments else ("-d", machine())), *arguments)
+    assert code == 2
+    assert words in f"{answer['error']['message']} {answer['error']['remedy']}"
+
+
+def test_what_can_not_be_had_is_told_and_the_others_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """One device: splitting and placing are left out in words; MPS needs GPUs."""
+    Path("one.toml").write_text(MACHINE.format(sync=1.0, gain=FLAT).split('[[device]]\nname = "Card B"')[0])
+    code, answer = ask(capsys, "-d", "sim:one.toml", "--layouts", "solo,split,pack", "--mps", "--global-batch", "64")
+    assert code == 0
+    text = " ".join(answer["warnings"])
+    assert "split needs two devices" in text
+    assert "--mps was left out" in text
+    assert {layout["kind"] for layout in answer["layouts"]} == {"solo", "pack"}
+
+
+@pytest.mark.slow
+def test_real_children_are_packed_and_split(capsys: pytest.CaptureFixture[str]) -> None:
+    """The synthetic workload spins the CPU: two trainings on one slice can't be faster together."""
+    code, answer = ask(capsys, "-d", "cpu/2", *QUICK, "--layouts", "solo,even,pack", "--budget", "25s")
+    assert code == 0
+    kinds = {layout["kind"] for layout in answer["layouts"]}
+    assert "solo" in kinds
+    assert "pack" in kinds
+    packed = next(one for one in answer["packing"][0]["measured"] if one["processes"] == 2)
+    assert packed["outcome"] == "timed"
+    assert packed["memory_bytes"] > 0
+    assert not psutil.Process().children(recursive=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_leaves_no_child(number: signal.Signals, code: int) -> None:
+    """While packing; the plan so far is still told."""
+    command = [sys.executable, "-m", "evener", "compare", "-d", "cpu/2", *QUICK, "--layouts", "solo,pack", "--json"]
+    process = subprocess.Popen(
+        [*command, "--budget", "300s"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "  pack " in line:
+            break
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert json.loads(out)["interrupted"]
+    time.sleep(0.5)
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
