@@ -74,7 +74,7 @@ def _draw(rng: random.Random) -> Draw:
 Made = tuple[list[Draw], Sync]
 
 
-def _affine(rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
+def _affine(_rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
     return draws, sync
 
 
@@ -111,7 +111,7 @@ def _contention(rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
     return draws, sync
 
 
-def _dear_sync(rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
+def _dear_sync(rng: random.Random, draws: list[Draw], _sync: Sync) -> Made:
     slowest = max(d.fixed_ms + d.slope_ms * d.most for d in draws)
     return draws, Sync(slowest * (len(draws) - 1) * rng.uniform(0.8, 2.0), slowest * rng.uniform(0.0, 0.1))
 
@@ -122,7 +122,7 @@ def _bent_memory(rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
     return draws, sync
 
 
-def _identical(rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
+def _identical(_rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
     return [draws[0]] * len(draws), sync
 
 

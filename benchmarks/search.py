@@ -1,0 +1,76 @@
+"""How good the search is: regret, probes, out of memory, honest intervals, and rivals, on seeded random machines.
+
+python -m benchmarks.search            writes docs/benchmarks/search.md and search.svg
+python -m benchmarks.search --quick    a small sample to the terminal, in well under 40 s
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from benchmarks import search_machines as machines
+from benchmarks.search_report import plot, report
+from benchmarks.search_runs import MODES, Job, Outcome, run
+
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(name, "1")  # one process a core does better than threads for such small matrices
+
+PAGE = Path(__file__).parent.parent / "docs" / "benchmarks" / "search.md"
+SEEDS = 6
+QUICK_SIZES, QUICK_NOISES = (2, 8), (0.01, 0.03)
+RIVAL_SEEDS = 3  # of every machine
+PLAIN = ("even split", "by speed at one batch", "by largest batch", "OmniLearn rule", "random")
+
+
+def jobs(seeds: int, sizes: Sequence[int], noises: Sequence[float], quick: bool) -> list[Job]:
+    """Every combination; rivals join on the first seeds, at tolerance 0."""
+    return [
+        Job(family, devices, noise, mode, seed, _rivals(devices, noise, mode, seed, quick))
+        for family in machines.FAMILIES
+        for devices in sizes
+        for noise in noises
+        for mode in MODES
+        for seed in range(seeds)
+    ]
+
+
+def _rivals(devices: int, noise: float, mode: str, seed: int, quick: bool) -> tuple[str, ...]:
+    """Optuna takes seconds to minutes a machine: TPE joins on one seed, its Gaussian process on two devices."""
+    if mode == "tolerant" or seed >= RIVAL_SEEDS:
+        return ()
+    if quick or noise != 0.01 or seed:
+        return PLAIN
+    if devices > 2:
+        return (*PLAIN, "Optuna TPE")
+    return (*PLAIN, "Optuna TPE", "Optuna GP")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small sample, to the terminal")
+    parser.add_argument("--seeds", type=int, default=None, help=f"machines of each kind ({SEEDS}; quick: 1)")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args(arguments)
+    seeds = options.seeds or (1 if options.quick else SEEDS)
+    sizes, noises = (QUICK_SIZES, QUICK_NOISES) if options.quick else (machines.SIZES, machines.NOISES)
+    todo = jobs(seeds, sizes, noises, options.quick)
+    with ProcessPoolExecutor(options.processes) as pool:
+        outcomes: list[Outcome] = list(pool.map(run, todo, chunksize=2))
+    command = "python -m benchmarks.search" + (" --quick" if options.quick else "")
+    page = report(outcomes, seeds, command)
+    if options.quick:
+        print(page)
+        return
+    PAGE.parent.mkdir(parents=True, exist_ok=True)
+    PAGE.write_text(page, encoding="utf-8")
+    plot(outcomes, PAGE.with_suffix(".svg"))
+    print(f"wrote {PAGE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""One search, or one rival, on one machine: measured by the simulated prober, judged by the machine's own physics."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+
+import msgspec
+
+from balancer.core.drive import simple
+from balancer.core.search import Search
+from balancer.core.stop import BASE_SECONDS
+from balancer.probes.simulated import SimulatedProber
+from balancer.records import Layout, Observation, OutOfMemory, Probe, Problem, Timed
+from benchmarks import search_machines as machines
+from benchmarks import search_oracle as oracle
+from benchmarks.search_rivals import RIVALS
+from devices.physics import Machine
+
+MODES = ("free", "fixed", "tolerant")  # tolerance 0, a fixed global batch, and the default tolerance
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What to run. `rivals` name who else is given as many probes."""
+
+    family: str
+    devices: int
+    noise: float
+    mode: str
+    seed: int
+    rivals: tuple[str, ...] = ()
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What came of a job; shares of 1, not per cent."""
+
+    job: Job
+    regret: float  # 1 - true throughput / oracle
+    batch_ratio: float  # global batch / the smallest that the oracle finds within the tolerance
+    held: bool  # the 95 % interval holds the true throughput
+    probes: int
+    solo_rounds: int
+    splits: int
+    races: int
+    out_of_memory: int  # most on one device
+    race_out_of_memory: int
+    virtual_seconds: float
+    cpu_seconds: float  # of ask and tell
+    even: bool  # the answer is the even split
+    course: tuple[float, ...]  # regret of the best layout after each probe; 1 before any
+    rivals: dict[str, tuple[float, ...]]  # the same for each rival
+    why: str
+
+
+def run(job: Job) -> Outcome:
+    """The search on the job's machine, then its rivals with as many probes."""
+    machine = machines.machine(job.family, job.devices, job.noise, job.seed)
+    batch = machines.fixed_batch(machine, job.seed) if job.mode == "fixed" else None
+    tolerance = 0.02 if job.mode == "tolerant" else 0.0
+    best = oracle.fixed(machine, batch) if batch is not None else oracle.free(machine, tolerance)
+    memory = tuple(machine.usable_memory_bytes(i) for i in range(job.devices))
+    problem = Problem(job.devices, memory, global_batch=batch, tolerance=tolerance)
+    watched = Watched(machine, job.seed)
+    search = Search(problem)
+    course: list[float] = []
+    cpu = time.process_time()
+    simple(search, watched.measure)
+    cpu = time.process_time() - cpu
+    replay = Search(problem)
+    for seen in watched.seen:
+        replay.tell(seen)
+        course.append(_regret(machine, replay, best.samples_per_second))
+    rivals = {
+        name: rival_course(machine, name, batch, job.seed, len(watched.seen), best.samples_per_second)
+        for name in job.rivals
+    }
+    return _outcome(job, machine, search, watched, best, cpu, tuple(course), rivals)
+
+
+class Watched:
+    """A simulated prober that keeps what it saw."""
+
+    def __init__(self, machine: Machine, seed: int) -> None:
+        self._prober = SimulatedProber(machine, seed)
+        self.seen: list[Observation] = []
+
+    def measure(self, probes: tuple[Probe, ...]) -> Iterable[Observation]:
+        """All probes at once."""
+        for seen in self._prober.measure(probes, lambda _: None, threading.Event()):
+            self.seen.append(seen)
+            yield seen
+
+    @property
+    def seconds(self) -> float:
+        """Of its virtual clock."""
+        return self._prober.now()
+
+
+def rival_course(
+    machine: Machine, name: str, batch: int | None, seed: int, probes: int, best: float
+) -> tuple[float, ...]:
+    """Regret of a rival's best measured layout after each of its probes, at most `probes`."""
+    watched = Watched(machine, seed)
+    asks = RIVALS[name](len(machine.devices), batch, seed)
+    course: list[float] = []
+    top, truth = 0.0, 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layouts = next(asks)
+        while len(course) < probes:
+            wanted = layouts[: probes - len(course)]
+            seen = list(watched.measure(tuple(_probe(layout, len(course)) for layout in wanted)))
+            for one in seen:
+                fit = isinstance(one, Timed) and (batch is None or one.probe.layout.global_batch == batch)
+                if fit and isinstance(one, Timed) and one.samples_per_second > top:
+                    top, truth = one.samples_per_second, machine.samples_per_second(one.probe.layout.shares)
+                course.append(1 - truth / best)
+            if len(wanted) < len(layouts):
+                break
+            try:
+                layouts = asks.send(seen)
+            except StopIteration:
+                break
+    return tuple(course + [course[-1]] * (probes - len(course)))
+
+
+def _probe(layout: Layout, turn: int) -> Probe:
+    stage = "solo" if layout.kind == "solo" else "split"
+    return Probe(layout, stage, BASE_SECONDS[stage], turn)
+
+
+def _regret(machine: Machine, search: Search, best: float) -> float:
+    result = search.best()
+    return 1.0 if result is None else 1 - machine.samples_per_second(result.layout.shares) / best
+
+
+def _outcome(
+    job: Job,
+    machine: Machine,
+    search: Search,
+    watched: Watched,
+    best: oracle.Best,
+    cpu: float,
+    course: tuple[float, ...],
+    rivals: dict[str, tuple[float, ...]],
+) -> Outcome:
+    result = search.best()
+    if result is None:
+        raise RuntimeError(f"no layout was measured: {job}, {search.why_stopped()}")
+    truth = machine.samples_per_second(result.layout.shares)
+    stages = Counter(seen.probe.stage for seen in watched.seen)
+    short = Counter(i for seen in watched.seen if isinstance(seen, OutOfMemory) for i in seen.devices)
+    return Outcome(
+        job=job,
+        regret=1 - truth / best.samples_per_second,
+        batch_ratio=result.layout.global_batch / best.smallest_batch,
+        held=result.throughput.low <= truth <= result.throughput.high,
+        probes=len(watched.seen),
+        solo_rounds=max(seen.probe.turn + 1 for seen in watched.seen if seen.probe.stage == "solo"),
+        splits=stages["split"],
+        races=stages["race"],
+        out_of_memory=max(short.values(), default=0),
+        race_out_of_memory=sum(isinstance(s, OutOfMemory) and s.probe.stage == "race" for s in watched.seen),
+        virtual_seconds=watched.seconds,
+        cpu_seconds=cpu,
+        even=max(result.layout.shares) - min(result.layout.shares) <= 1,
+        course=course,
+        rivals=rivals,
+        why=search.why_stopped() or "",
+    )
