@@ -17,7 +17,8 @@ from balancer.records import Interval, Layout, Timed
 
 TIE = 0.01  # relative; less than that is not worth a change
 ENOUGH_TURNS, MOST_TURNS = 3, 8
-HOPELESS = {1: 0.15, 2: 0.05}  # so far behind after so many turns, surely, a layout gets no more
+LEAST_TURNS = 2  # of the leader and its nearest rival, however far apart one turn has them
+HOPELESS = {1: 0.25, 2: 0.05}  # so far behind after so many turns, surely, a layout gets no more
 DRIFT = 0.02  # between two probes, for a difference that rests on one turn
 
 Turns = Mapping[Layout, Mapping[int, Timed]]  # layout -> turn -> what was timed
@@ -51,7 +52,10 @@ def contenders(candidates: Sequence[Candidate], turns: Turns) -> tuple[Candidate
     if len(ran) < 2:
         return ()
     leader = _leader(ran, turns)
-    rivals = [one for one in ran if one is not leader and not _settled(turns[one.layout], turns[leader.layout])]
+    others = [one for one in ran if one is not leader]
+    rivals = [one for one in others if not _settled(turns[one.layout], turns[leader.layout])]
+    if not rivals and len(turns[leader.layout]) < LEAST_TURNS:
+        rivals = [max(others, key=lambda one: throughput(turns[one.layout]).value)]
     return tuple(one for one in ran if one is leader or one in rivals) if rivals else ()
 
 

@@ -39,7 +39,7 @@ def verdict(found: Sequence[Standing], labels: Sequence[str], turns: Turns) -> s
 
 
 def moved_share(seen: Sequence[Timed]) -> float | None:
-    """The part of a step in which no device computes, as data moves between them; None where nobody can tell."""
+    """The part of a step in which the busiest device waits for others or for data; None where nobody can tell."""
     parts = []
     for one in seen:
         own = [one.device_seconds[i] for i in one.probe.layout.active]
@@ -115,8 +115,8 @@ def _moved(rival: Standing, loss: float, turns: Turns) -> str:
     without = 1 - (1 - loss) / (1 - share)
     part = loss - max(0.0, without)
     if part >= 0.95 * loss:
-        return ", all of it data moved between them"
-    return f", of which {_percent(part)} is data moved between them" if part >= LEAST_MOVED else ""
+        return ", all of it spent moving data and waiting"
+    return f", of which {_percent(part)} is spent moving data and waiting" if part >= LEAST_MOVED else ""
 
 
 def _rival_words(rival: Standing) -> str:

@@ -13,8 +13,9 @@ from balancer.comparing import to_compare
 from balancer.events import Finished
 from balancer.request import Request
 from balancer.session import Session
-from evener.errors import RequestError
+from evener.errors import NoLayoutError, RequestError
 from tui.commands.balance import check_target, follow, stopped_by_signals
+from tui.faults import report_fault
 from tui.progress import Progress
 from tui.rankings import packing_lines, ranking_json, ranking_lines, scaling_lines
 from tui.words import plain
@@ -29,11 +30,16 @@ def run_compare(
     wanted = to_compare(request, words_of(layouts), mps, words_of(knobs) or ())
     session = Session(wanted)
     progress = Progress()
-    try:
-        with stopped_by_signals(session.stop, "stopping; the ranking so far is kept") as caught:
+    with stopped_by_signals(session.stop, "stopping; the ranking so far is kept") as caught:
+        try:
             finished = follow(session, progress, as_json)
-    finally:
-        session.close()
+        except NoLayoutError as fault:
+            if not caught:
+                raise
+            report_fault(fault, as_json)
+            return caught[0]
+        finally:
+            session.close()
     if export is not None:
         finished.plan.save(export)
     assert isinstance(session.search, Comparison), "a comparison was asked for"
