@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 
-import msgspec
-
 from evener.errors import EvenerError, RequestError
+from tui.documents import json_text
 from tui.words import plain
 
 
@@ -14,7 +13,7 @@ def report_fault(fault: EvenerError, as_json: bool) -> int:
     """Say the fault on stderr (as JSON: on stdout) and return its exit code."""
     if as_json:
         error = {"kind": fault.kind, "message": fault.message, "remedy": fault.remedy}
-        print(msgspec.json.encode({"error": error}).decode(), flush=True)
+        print(json_text({"error": error}), flush=True)
     else:
         print(f"evener: {plain(str(fault), 2000)}", file=sys.stderr, flush=True)
     return fault.exit_code

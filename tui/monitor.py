@@ -15,9 +15,11 @@ import msgspec
 
 from devices.base import Snapshot, Source
 from evener.errors import RequestError
+from tui.documents import json_text
 from tui.record import Recorder, Recording, ReplaySource
 from tui.view.marks import ASCII, UNICODE, Marks
 from tui.view.plain import snapshot_text
+from tui.words import plain
 
 SHORTEST_INTERVAL_SECONDS = 0.1
 SETTLE_SECONDS = 0.05  # rates need two readings
@@ -54,7 +56,9 @@ def run_monitor(
             kept = _keep(snapshot, only)
             _write(out, _json(kept) if json else _text(kept, out, ascii))
             if recorder is not None and not recorder.write(kept):
-                print(f"evener: {record} is as large as a recording may get; it ends here.", file=sys.stderr)
+                print(
+                    f"evener: {plain(str(record))} is as large as a recording may get; it ends here.", file=sys.stderr
+                )
                 break
     return 0
 
@@ -111,7 +115,7 @@ def _keep(snapshot: Snapshot, only: tuple[int, ...] | None) -> Snapshot:
 
 
 def _json(snapshot: Snapshot) -> str:
-    return msgspec.json.encode(snapshot).decode() + "\n"
+    return json_text(snapshot) + "\n"
 
 
 def _text(snapshot: Snapshot, out: TextIO, ascii_only: bool) -> str:

@@ -28,7 +28,7 @@ def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
         solo = alone.get(label)
         rows.append(
             (
-                label + (f" @{share.limit}" if share.limit else ""),
+                label + (f" @{plain(share.limit, 32)}" if share.limit else ""),
                 plain(share.name, 32),
                 str(share.batch) if share.batch else "left out",
                 f"{share.ratio:.3f}",

@@ -17,6 +17,7 @@ import msgspec
 from balancer.events import Finished
 from balancer.session import Request, Session
 from evener.errors import NoLayoutError, RequestError
+from tui.documents import json_text
 from tui.faults import report_fault
 from tui.progress import Progress
 from tui.streams import ReaderGoneError
@@ -150,10 +151,10 @@ def _print_result(finished: Finished, progress: Progress, export: Path | None, a
     if as_json:
         plan = msgspec.to_builtins(finished.plan)
         answer = {"run": finished.run, "verdict": finished.verdict, "interrupted": finished.interrupted, **plan}
-        print(msgspec.json.encode(answer).decode(), flush=True)
+        print(json_text(answer), flush=True)
         return
     print("\n".join(summary_lines(finished.plan, progress.devices, finished.verdict)), flush=True)
     if export is not None:
-        print(f"evener: plan written to {export}", file=sys.stderr)
+        print(f"evener: plan written to {plain(str(export))}", file=sys.stderr)
     else:
         print(f"evener: to write the plan: evener export {finished.run} -o plan.toml", file=sys.stderr)

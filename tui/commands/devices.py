@@ -9,6 +9,7 @@ import msgspec
 
 from devices.base import Device, Limit
 from devices.discover import discover
+from tui.documents import json_text
 from tui.words import plain, size
 
 
@@ -17,7 +18,7 @@ def run_devices(spec: str, as_json: bool) -> int:
     found = discover(spec)
     if as_json:
         listing = {"devices": [_as_json(device) for device in found.devices], "notes": found.notes}
-        print(msgspec.json.encode(listing).decode())
+        print(json_text(listing))
         return 0
     for note in found.notes:
         print(f"evener: {plain(note)}", file=sys.stderr)
@@ -32,7 +33,7 @@ def run_devices(spec: str, as_json: bool) -> int:
 def _row(device: Device) -> tuple[str, str, str, str, str, str]:
     memory = size(device.memory_bytes) if device.memory_bytes is not None else "?"
     cores = ",".join(map(str, device.cores)) or "-"
-    return (device.label, plain(device.name, 40), memory, limit_words(device.limit) or "-", cores, device.id)
+    return (device.label, plain(device.name, 40), memory, limit_words(device.limit) or "-", cores, plain(device.id, 80))
 
 
 def limit_words(limit: Limit) -> str:

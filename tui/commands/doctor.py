@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 
-import msgspec
-
 from tui.checkup import Check, Level, check_machine
+from tui.documents import json_text
 from tui.words import plain
 
 _MARKS: dict[Level, str] = {"ok": "ok  ", "note": "note", "problem": "FAIL"}
@@ -17,13 +16,15 @@ def run_doctor(as_json: bool) -> int:
     checks = check_machine()
     code = exit_code(checks)
     if as_json:
-        print(msgspec.json.encode({"exit_code": code, "checks": checks}).decode())
+        print(json_text({"exit_code": code, "checks": checks}))
         return code
     width = max(len(check.name) for check in checks)
     for check in checks:
         print(f"{_MARKS[check.level]}  {check.name:<{width}}  {plain(check.found)}")
         if check.remedy:
-            print(f"{'':{width + 6}}  → {plain(check.remedy)}" if sys.stdout.isatty() else f"      {check.remedy}")
+            print(
+                f"{'':{width + 6}}  → {plain(check.remedy)}" if sys.stdout.isatty() else f"      {plain(check.remedy)}"
+            )
     return code
 
 

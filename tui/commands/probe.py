@@ -18,6 +18,7 @@ from balancer.request import Request
 from devices.base import Device
 from evener.errors import NoLayoutError, RequestError
 from tui.commands.balance import stopped_by_signals
+from tui.documents import json_text
 from tui.words import plain
 
 
@@ -58,7 +59,7 @@ def run_probe(
     if as_json:
         labels = [device.label for device in found.devices]
         answer = {"devices": labels, "batches": layout.shares, "runs": [msgspec.to_builtins(turn) for turn in turns]}
-        print(msgspec.json.encode(answer).decode())
+        print(json_text(answer))
     else:
         print("Done!")
     return 0

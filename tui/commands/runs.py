@@ -12,6 +12,7 @@ from balancer import runs
 from balancer.runs import Run, RunSummary
 from evener.errors import RequestError
 from evener.plan import Format, Plan, to_json, to_toml
+from tui.documents import harmless_json, json_text, toml_text
 from tui.progress import Progress
 from tui.summary import align, summary_lines
 from tui.words import plain, rate
@@ -23,7 +24,7 @@ def run_list(as_json: bool) -> int:
     """Every run, the newest first."""
     listed = runs.list_runs()
     if as_json:
-        print(msgspec.json.encode({"runs": listed}).decode())
+        print(json_text({"runs": listed}))
         return 0
     if not listed:
         print("evener: no runs yet; make one with evener balance", file=sys.stderr)
@@ -49,12 +50,12 @@ def run_show(name: str, as_json: bool) -> int:
     """What a run measured, and its plan if it has one."""
     run = runs.load_run(name)
     if as_json:
-        print(msgspec.json.encode(_as_json(run)).decode())
+        print(json_text(_as_json(run)))
         return 0
     labels = tuple(device.label for device in run.header.devices)
     progress = Progress()
     progress.devices = labels
-    print(f"run {run.header.run}: {plain(run.header.workload)} on {', '.join(labels)}, {run.header.created}")
+    print(plain(f"run {run.header.run}: {run.header.workload} on {', '.join(labels)}, {run.header.created}"))
     for seen in run.observations:
         print(f"  {progress.observation_words(seen)}")
     if run.plan is None:
@@ -106,10 +107,10 @@ def run_export(name: str, form: str | None, output: Path | None) -> int:
         _print_plan(run.plan, form or "toml")
         return 0
     run.plan.save(output, cast(Format | None, form))
-    print(f"evener: plan written to {output}", file=sys.stderr)
+    print(f"evener: plan written to {plain(str(output))}", file=sys.stderr)
     return 0
 
 
 def _print_plan(plan: Plan, form: str) -> None:
-    text = to_toml(plan) if form == "toml" else to_json(plan)
-    print(text.decode(), end="", flush=True)
+    text = toml_text(to_toml(plan)) if form == "toml" else harmless_json(to_json(plan))
+    print(text, end="", flush=True)
