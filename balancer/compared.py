@@ -32,6 +32,7 @@ def outcome_of(
         *header.notes,
         *(wanted.left_out if wanted else ()),
         *failures(found, labels),
+        *(f"The budget left no time to measure: {name(one, len(labels))}." for one in found.unmeasured()),
         *words.warnings(doubts, header.devices),
     )
     plan = assemble(

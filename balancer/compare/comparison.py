@@ -14,6 +14,7 @@ from balancer.compare.scout import Scout
 from balancer.compare.told import Told
 from balancer.records import Belief, Layout, Observation, Probe, Problem, Result, Timed
 
+BEFORE = -1  # the turn of what was measured before the race
 KNOB_TURNS = 1000  # turns of the race from here on are about knobs
 
 SETTLED = "Every layout is told from the winner, or ties with it."
@@ -80,7 +81,7 @@ class Comparison:
 
     def standings(self) -> tuple[Standing, ...]:
         """The ranking, the winner first; with the winner's knobs, once they were tried."""
-        main = ranked(self._runners(), self._race_turns())
+        main = ranked(self._runners(), self._with_earlier(self._race_turns()))
         if not main or not self.wanted.knobs:
             return main
         tried = ranked(self._knob_candidates(main[0].candidate), self._knob_turns(main[0].candidate))
@@ -117,6 +118,11 @@ class Comparison:
         """The batch of the layouts that have none of their own; None if nothing ran yet."""
         return self._scout.common_batch()
 
+    def unmeasured(self) -> tuple[Candidate, ...]:
+        """The layouts that the budget left without a measurement."""
+        turns = self._with_earlier(self._race_turns())
+        return tuple(one for one in self._runners() if not turns[one.layout])
+
     def broken(self) -> tuple[tuple[Candidate, Observation], ...]:
         """The layouts of the race that did not run, and what came instead."""
         pairs = [(candidate, self._told.broken(candidate.layout)) for candidate in self.candidates()]
@@ -135,7 +141,8 @@ class Comparison:
     def _grow(self) -> Probe | None:
         for _, packing in self._packings():
             layout = packing.next_layout()
-            if layout is not None and self._purse.affords("grow", layout):
+            reserve = self._purse.turn_seconds(one.layout for one in self.candidates())
+            if layout is not None and self._purse.affords("grow", layout, reserve):
                 return Probe(layout, "pack", self._purse.seconds("grow", layout, 6))
         return None
 
@@ -200,6 +207,13 @@ class Comparison:
 
     def _race_turns(self) -> dict[Layout, dict[int, Timed]]:
         return self._turns(self.candidates(), lambda turn: turn < KNOB_TURNS)
+
+    def _with_earlier(self, turns: dict[Layout, dict[int, Timed]]) -> dict[Layout, dict[int, Timed]]:
+        """For a layout that the race has not come to, what was measured of it before, once the race has begun."""
+        if not any(turns.values()):
+            return turns
+        earlier = {layout: self._told.before(layout) for layout, taken in turns.items() if not taken}
+        return {**turns, **{layout: {BEFORE: seen} for layout, seen in earlier.items() if seen is not None}}
 
     def _knob_turns(self, winner: Candidate) -> dict[Layout, dict[int, Timed]]:
         return self._turns(self._knob_candidates(winner), lambda turn: turn >= KNOB_TURNS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from balancer.compare.told import Told
@@ -30,11 +31,16 @@ class Purse:
         each = self._left(part) / max(1, probes_left) - self._told.overhead_seconds(layout)
         return round(max(SHORTEST_SECONDS, min(wanted, each)), 3)
 
-    def affords(self, part: Part, layout: Layout) -> bool:
-        """Whether the shortest probe of this layout fits into what its part has left."""
+    def affords(self, part: Part, layout: Layout, reserve_seconds: float = 0.0) -> bool:
+        """Whether the shortest probe of this layout fits into what its part has left, and leaves a reserve."""
         if self._budget is None:
             return True
-        return self._told.overhead_seconds(layout) + SHORTEST_SECONDS <= self._left(part)
+        cost = self._told.overhead_seconds(layout) + SHORTEST_SECONDS
+        return cost <= self._left(part) and cost + reserve_seconds <= self._budget - self._told.spent_seconds()
+
+    def turn_seconds(self, layouts: Iterable[Layout]) -> float:
+        """What one turn of these layouts should cost at the least."""
+        return sum(self._told.overhead_seconds(layout) + SHORTEST_SECONDS for layout in layouts)
 
     def _left(self, part: Part) -> float:
         assert self._budget is not None

@@ -114,7 +114,7 @@ def _standing(one: Candidate, winner: Candidate | None, turns: Turns) -> Standin
     samples = one.layout.global_batch * one.layout.processes
     step = Interval(samples / figure.value, samples / figure.high, samples / figure.low if figure.low else math.inf)
     against = None if winner is None else difference(own, turns[winner.layout])
-    return Standing(one, figure, step, against, against is not None and is_tie(against), len(own))
+    return Standing(one, figure, step, against, against is not None and is_tie(against), sum(turn >= 0 for turn in own))
 
 
 def _rate(seen: Timed) -> Interval:

@@ -43,6 +43,11 @@ class Told:
         }
         return dict(sorted(found.items()))
 
+    def before(self, layout: Layout) -> Timed | None:
+        """What was measured of a layout before the race, last; None if nothing was."""
+        found = [seen for seen in self.timed() if seen.probe.stage != "race" and seen.probe.layout == layout]
+        return max(found, key=lambda seen: (seen.probe.stage, seen.probe.turn), default=None)
+
     def broken(self, layout: Layout) -> Observation | None:
         """The first turn of the race that did not run, if one didn't: it takes part no more."""
         broken = [
@@ -72,8 +77,11 @@ class Told:
         own = [_overhead(seen) for seen in self.timed() if seen.probe.layout == layout]
         if own:
             return min(own)
+        packs = [_overhead(seen) / seen.probe.layout.processes for seen in self.timed() if seen.probe.stage == "pack"]
+        if layout.processes > 1 and packs:
+            return median(packs) * layout.processes  # each training is a child to start
         known = [_overhead(seen) for seen in self.timed()]
-        return median(known) if known else 0.0
+        return median(known) * (1.5 if layout.processes > 1 else 1.0) if known else 0.0
 
 
 def _slot(probe: Probe) -> Slot:
