@@ -13,9 +13,9 @@ from balancer.comparing import to_compare
 from balancer.events import Finished
 from balancer.request import Request
 from balancer.session import Session
-from evener.errors import NoLayoutError, RequestError
-from tui.commands.balance import check_target, follow, stopped_by_signals
-from tui.faults import report_fault
+from evener.errors import RequestError
+from tui.commands.balance import check_target, see_through
+from tui.documents import json_text
 from tui.progress import Progress
 from tui.rankings import packing_lines, ranking_json, ranking_lines, scaling_lines
 from tui.words import plain
@@ -30,26 +30,17 @@ def run_compare(
     wanted = to_compare(request, words_of(layouts), mps, words_of(knobs) or ())
     session = Session(wanted)
     progress = Progress()
-    with stopped_by_signals(session.stop, "stopping; the ranking so far is kept") as caught:
-        try:
-            finished = follow(session, progress, as_json)
-        except NoLayoutError as fault:
-            if not caught:
-                raise
-            report_fault(fault, as_json)
-            return caught[0]
-        finally:
-            session.close()
-    if export is not None:
-        finished.plan.save(export)
-    assert isinstance(session.search, Comparison), "a comparison was asked for"
-    if as_json:
-        print(msgspec.json.encode(_as_json(finished, session.search, progress.devices)).decode(), flush=True)
-    else:
-        _print(finished, session.search, progress.devices, export)
-    if not finished.interrupted:
-        return 0
-    return caught[0] if caught else 130
+
+    def conclude(finished: Finished) -> None:
+        if export is not None:
+            finished.plan.save(export)
+        assert isinstance(session.search, Comparison), "a comparison was asked for"
+        if as_json:
+            print(json_text(_as_json(finished, session.search, progress.devices)), flush=True)
+        else:
+            _print(finished, session.search, progress.devices, export)
+
+    return see_through(session, progress, conclude, "stopping; the ranking so far is kept", as_json)
 
 
 def words_of(text: str | None) -> list[str] | None:
@@ -72,5 +63,9 @@ def _print(finished: Finished, found: Comparison, labels: Sequence[str], export:
     lines += [f"warning: {plain(warning)}" for warning in finished.plan.warnings]
     lines += ["", plain(finished.verdict, 1000)]
     print("\n".join(lines), flush=True)
-    done = f"plan written to {export}" if export else f"to write the plan: evener export {finished.run} -o plan.toml"
+    done = (
+        f"plan written to {plain(str(export))}"
+        if export
+        else f"to write the plan: evener export {finished.run} -o plan.toml"
+    )
     print(f"evener: {done}", file=sys.stderr)
