@@ -157,7 +157,11 @@ class ReplaySource:
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.position = -1
-        self._first = recording.snapshot(0)
+        try:
+            self._first = recording.snapshot(0)
+        except BaseException:
+            recording.close()
+            raise
 
     @property
     def interval_seconds(self) -> float:
