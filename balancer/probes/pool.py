@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from hashlib import blake2b
 from typing import cast
 
@@ -29,6 +29,7 @@ from devices.environment import ChildEnvironment, child_environment
 from devices.mps import MpsDaemon
 from evener.errors import DeviceError
 
+WARM_UP_SHARE = 16  # at most: any other size will do, and a small one is made at once
 PORT_TRIES = 3  # a port may be taken between its choice and its use
 _PORT_TAKEN = ("address already in use", "failed to bind", "could not start grpc server")
 _VERSIONS = ("tensorflow", "keras", "torch", "cuda", "cudnn", "nccl")
@@ -75,12 +76,15 @@ class ChildProber:
 
         for probe in probes:
             threading.Thread(target=drive, args=(probe,), name="probe", daemon=True).start()
+        faults: list[BaseException] = []
         for _ in probes:
             seen = ended.get()
             if isinstance(seen, BaseException):
-                raise seen
-            if seen is not None:
+                faults.append(seen)
+            elif seen is not None:
                 yield seen
+        if faults:
+            raise faults[0]
 
     def now(self) -> float:
         """Wall seconds since the session began."""
@@ -93,12 +97,12 @@ class ChildProber:
     def close(self) -> None:
         """Kill every child at once."""
         self._closed.set()
+        self._starter.shutdown(wait=True, cancel_futures=True)  # who is being born now is ended below, or at birth
         for party in list(self._parties):
             party.end()
         self._idle.clear()
         with self._lock:
             self._mps.close()
-        self._starter.shutdown(wait=False, cancel_futures=True)
 
     def _observe(self, probe: Probe, report: Report, stop: threading.Event) -> Observation | None:
         """Measure with the children that stand, or new ones; again if somebody took a port of theirs."""
@@ -148,7 +152,7 @@ class ChildProber:
         if not standing.fresh or self._job.framework != "tensorflow" or self._job.xla or probe.layout.knobs:
             return None
         shares = tuple(probe.layout.shares[i] for i in dict.fromkeys(standing.stand.positions))
-        smaller = tuple(max(1, share // 2) for share in shares)
+        smaller = tuple(max(1, min(share // 2, WARM_UP_SHARE)) for share in shares)
         return smaller if smaller != shares else None
 
     def _start(self, key: Key, watch: Watch, stop: threading.Event) -> _Standing:
@@ -187,22 +191,26 @@ class ChildProber:
 
         def start() -> Party:
             children: list[Child] = []
-            for rank, (group, environment) in enumerate(zip(groups, environments, strict=True)):
-                cap = group[0].usable_memory_bytes if group[0].kind == "cpu" else None
-                children.append(Child(rank, inbox, environment, cap))
+            try:
+                for rank, (group, environment) in enumerate(zip(groups, environments, strict=True)):
+                    cap = group[0].usable_memory_bytes if group[0].kind == "cpu" else None
+                    children.append(Child(rank, inbox, environment, cap))
+                    if self._closed.is_set():
+                        raise StoppedError
+            except BaseException:
+                for child in children:
+                    child.end()
+                raise
             party = Party(tuple(children), inbox)
             self._parties.add(party)
             return party
 
         try:
-            party = self._starter.submit(start).result()
-        except (OSError, RuntimeError) as error:
+            return self._starter.submit(start).result()
+        except (OSError, RuntimeError, CancelledError) as error:
             if self._closed.is_set():
                 raise StoppedError from None
             raise BrokenError((Mishap(0, False, "exit", f"no process could be started: {error}"),)) from None
-        if self._closed.is_set():
-            party.end()
-        return party
 
     def _learn(self, facts: dict[str, str], engine: str) -> None:
         with self._lock:

@@ -280,3 +280,19 @@ def test_a_child_that_can_t_be_started_is_a_failed_probe(make: Make, monkeypatch
     (seen,) = observe(make(), solo(2, 0, 8))
     assert isinstance(seen, Failed)
     assert "could be started" in seen.detail
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.001, 0.003, 0.01, 0.03])
+def test_closing_while_children_are_being_born_leaves_none(make: Make, moment: float) -> None:
+    """Whoever is started at that moment ends at birth."""
+    prober = make()
+    threading.Timer(moment, prober.close).start()
+    assert not list(
+        prober.measure(
+            (Probe(solo(2, 0, 8), "solo", 60.0), Probe(solo(2, 1, 8), "solo", 60.0)), lambda _: None, threading.Event()
+        )
+    )
+    deadline = time.monotonic() + 1
+    while children() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not children()
