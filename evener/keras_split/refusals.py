@@ -63,6 +63,17 @@ def check_mask(outputs: Any, engine: str) -> None:
         raise RequestError(f"engine='{engine}' can't weight a masked loss exactly.", _TOWERS)
 
 
+def warn_added(model: Any, found: int) -> None:
+    """Warn of losses that the model adds itself: nobody can tell a mean over rows from a sum."""
+    regularized = sum(1 for layer in layers(model) if layer.activity_regularizer is not None)
+    if found > regularized:
+        warnings.warn(
+            f"{model.name} adds losses of its own; each counts by its device's rows, as a mean over rows should.",
+            SplitWarning,
+            stacklevel=2,
+        )
+
+
 def layers(model: Any) -> Iterator[Any]:
     """Every layer of a model, those of inner models too."""
     for layer in model.layers:
@@ -111,6 +122,12 @@ def _check_loss(model: Any, engine: str) -> None:
             )
         if type(loss).__call__ is not keras.losses.Loss.__call__:
             raise RequestError(f"The loss {loss.name} reduces its rows by a way of its own.", _TOWERS)
+    if len(getattr(model, "outputs", None) or []) > 1:
+        warnings.warn(
+            f"With engine='{engine}' the losses shown for single outputs are means over the devices; `loss` is exact.",
+            SplitWarning,
+            stacklevel=3,
+        )
 
 
 def _check_optimizer(optimizer: Any) -> None:

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 class Report(keras.callbacks.Callback):  # type: ignore[misc]
     """Reports samples/s of each device after every step; `split` says which devices, `batch` the samples of a step.
 
-    Without a split, `batch` is needed. A short last batch is counted by its true size, from the epoch's samples, if
-    `samples` is given.
+    Without a split that has a global batch, `batch` is needed. A short last batch is counted by its true size if
+    `samples`, those of an epoch, is given. In a group each process reports its own rows.
     """
 
     def __init__(self, split: Split | None = None, *, batch: int | None = None, samples: int | None = None) -> None:
         super().__init__()
         self._split = split
-        self._batch = batch or (split.global_batch if split else None)
+        self._batch = batch or (_own_batch(split) if split else None)
         self._samples = samples
         self._reporter = Reporter()
         self._seen = -1
@@ -58,3 +58,10 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
             return words | {"devices": [share], "batches": [share.batch]}
         numbers = [int(name.rpartition(":")[2]) for name in split.devices]
         return words | {"devices": numbers, "batches": split.shares}
+
+
+def _own_batch(split: Split) -> int | None:
+    """The samples of a step that this process computes."""
+    if split.global_batch is None:
+        return None
+    return split.shares[split.group.rank] if split.group else split.global_batch

@@ -59,21 +59,18 @@ class Split:
         self.engine, self.why = _choose(engine, self.plan, self.group)
         if self.engine == "multiworker":
             _ = self.required_group
-        if self.plan is not None:
-            self.global_batch: int | None = global_batch or self.plan.layout.global_batch
-            shares = [share for share in self.plan.shares(self.global_batch) if share]
-            self.cut = Cut(shares)
-            self.devices = self._devices_of(self.plan)
-        else:
-            self.global_batch = global_batch
-            self.devices = names.names_of_gpus(gpus) if gpus is not None else tuple(devices or ())
-            self.cut = _seed_cut(self.devices, ratios)
+        self.devices, self.cut, self.global_batch = self._lay(gpus, devices, ratios, global_batch)
         if engine == "auto" and len(self.devices) == 1 and self.group is None:
             self.engine, self.why = "solo", "One device computes, so there is nothing to split."
         if self.global_batch is not None:
             check_global_batch(self.global_batch, len(self.devices))
         if self.group is None:
             names.check_present(self.devices)
+        elif self.group.size != len(self.devices):
+            raise RequestError(
+                f"TF_CONFIG names {self.group.size} processes, the split {len(self.devices)} devices.",
+                "Start one process for each device.",
+            )
         self.strategy = strategy_for(self.devices) if self.engine == "mirrored" else None
 
     @property
@@ -146,6 +143,20 @@ class Split:
                 "Set TF_CONFIG in each, or use engine='towers' in one process.",
             )
         return self.group
+
+    def _lay(
+        self,
+        gpus: int | Sequence[int] | None,
+        devices: Sequence[str] | None,
+        ratios: Sequence[float] | None,
+        global_batch: int | None,
+    ) -> tuple[tuple[str, ...], Cut, int | None]:
+        """The devices that compute, how a batch is cut for them, and the global batch where there is one."""
+        if self.plan is not None:
+            size = global_batch or self.plan.layout.global_batch
+            return self._devices_of(self.plan), Cut([share for share in self.plan.shares(size) if share]), size
+        chosen = names.names_of_gpus(gpus) if gpus is not None else tuple(devices or ())
+        return chosen, _seed_cut(chosen, ratios), global_batch
 
     def _devices_of(self, plan: Plan) -> tuple[str, ...]:
         if self.group is None:

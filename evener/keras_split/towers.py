@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from evener.keras_split.cut import Cut
+from evener.keras_split.refusals import warn_added
 from evener.keras_split.rows import Tensors, count, head, join, piece
 
 
@@ -104,6 +105,7 @@ class Towers:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(copies)
             outputs, losses, moved = self._call(copies, part, training, seeds)
+            warn_added(model, len(losses))
             outputs = head(outputs, size)
         states = model.non_trainable_variables
         seeds.update({i: new for i, new in moved.items() if not _is_float(states[i])})

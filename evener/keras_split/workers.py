@@ -30,6 +30,11 @@ class Group:
         self.rank = rank
         self.size = len(peers)
         self.strategy = tf.distribute.MultiWorkerMirroredStrategy()
+        if self.strategy.num_replicas_in_sync != self.size:
+            raise RequestError(
+                f"{self.size} processes see {self.strategy.num_replicas_in_sync} devices between them.",
+                "Show each process one GPU, by CUDA_VISIBLE_DEVICES.",
+            )
         self._sum = tf.function(self.sum, autograph=False, reduce_retracing=True)
 
     def sum(self, tensors: Sequence[Any]) -> list[Any]:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]  # one wait for all processes, on a machine that may be busy
 
 SCRIPT = Path(__file__).with_name("keras_steps.py")
-SECONDS = 240
+SECONDS = 550
 
 
 def start(*words: str) -> subprocess.Popen[str]:

@@ -1,0 +1,57 @@
+"""The Keras examples run as they stand, with small sizes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SECONDS = 550
+
+
+def run(name: str, *words: str) -> str:
+    """What an example prints."""
+    command = [sys.executable, str(EXAMPLES / name), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_recurrent_experiment_gives_its_table() -> None:
+    """One device and two have the same accuracies, to the digit shown."""
+    words = ["--units", "4", "--layers", "1", "--dense", "8", "--epochs", "2", "--batches", "512"]
+    cells = run("keras_gru_digits.py", *words).splitlines()[-1].strip("|").split("|")
+    assert cells[:2] == ["2", "512"]
+    assert cells[2:4] == cells[5:7]
+
+
+def test_training_by_a_plan_reaches_its_steps(tmp_path: Path) -> None:
+    """A process for each slice of the plan, the number of steps that the plan's figure gives."""
+    pytest.importorskip("devices.environment")
+    shares = tuple(Share(f"cpu-{i}-of-2", i, "a slice", 0, 0.0) for i in range(2))
+    plan = Plan(
+        created="2026-01-01T00:00:00Z",
+        workload="keras_mnist",
+        framework="tensorflow",
+        precision="float32",
+        xla=False,
+        layout=make_layout("split", shares, (20, 12), engine="multiworker"),
+        throughput=Throughput(960.0, 960.0, 960.0),
+        evidence=(),
+        search=SearchSummary(0, 0, 0.0, 0, ""),
+        fingerprint=Fingerprint((), "", {}, ""),
+    )
+    plan.save(tmp_path / "plan.toml")
+    words = ["--plan", str(tmp_path / "plan.toml"), "--seconds", "1", "--rows", "640", "--processes"]
+    text = run("keras_train.py", *words)
+    assert "Shares 20, 12: 32 samples a step." in text
+    assert re.search(r"samples/s over 30 steps; the plan says 960", text)
+    assert text.count("Engine multiworker") == 1

@@ -1,0 +1,244 @@
+"""How one Keras step lies on a place: one device, towers, a mirrored strategy, or a process of a group.
+
+Each way traces its step once for any number of rows, and says how a batch is cut into that step's arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from evener.errors import RequestError
+from evener.keras_split.cut import Cut
+from evener.keras_split.mirrored import Mirrored, strategy_for
+from evener.keras_split.refusals import check_mirrored, check_towers, check_workers
+from evener.keras_split.towers import Towers
+from evener.keras_split.workers import Group, Workers
+from workloads.base import Place
+
+
+class Solo:
+    """One device, Keras' own train step."""
+
+    name = "solo"
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.devices: tuple[str, ...] = place.devices
+        self._function: Any = None
+
+    def scope(self) -> Any:
+        """Where the model is made."""
+        return tf.device(self.devices[0])
+
+    def attach(self, model: Any, sample: Any) -> None:
+        """Trace the step once, for any number of rows."""
+        self.model = model
+        model.jit_compile = self.place.xla
+        signature = [_specs(part) for part in self.cut(sample, ((0, 1), (1, 2))[: len(self.devices)])]
+        xla = self.place.xla or None
+        self._function = tf.function(self.train, input_signature=signature, jit_compile=xla, autograph=False)
+
+    def train(self, batch: Any) -> Any:
+        """The traced step."""
+        return self.model.train_step(batch)
+
+    def spans(self, shares: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """The rows of each own device in what this process makes, which begins at 0."""
+        own = [share for share in shares if share]
+        if len(own) != 1:
+            raise RequestError(f"One device can't take the shares {shares}.", "Give it one share above 0.")
+        return ((0, own[0]),)
+
+    def cut(self, batch: Any, spans: Sequence[tuple[int, int]]) -> list[Any]:
+        """The arguments of one step, as arrays on the host."""
+        return [rows_of(batch, *spans[0])]
+
+    def load(self, parts: list[Any]) -> list[Any]:
+        """Tensors in host memory."""
+        with tf.device("CPU:0"):
+            return keras.tree.map_structure(_tensor, parts)  # type: ignore[no-any-return]
+
+    def send(self, parts: list[Any]) -> list[Any]:
+        """Tensors in the devices' memory."""
+        with tf.device(self.devices[0]):
+            return keras.tree.map_structure(tf.identity, self.load(parts))  # type: ignore[no-any-return]
+
+    def step(self, parts: list[Any]) -> Any:
+        """Run the traced step."""
+        with tf.device(self.devices[0]):
+            return self._function(*parts)
+
+
+class Over(Solo):
+    """Several devices of this process as towers; one that has no share is left out."""
+
+    name = "towers"
+
+    def attach(self, model: Any, sample: Any) -> None:
+        """Check the model, and trace for the devices that take part."""
+        check_towers(model)
+        self._sample = sample
+        self._attach(model, self.devices)
+
+    def spans(self, shares: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """The rows of each device that takes part; another set of devices needs another trace."""
+        if len(shares) != len(self.place.devices):
+            raise RequestError(f"{len(shares)} shares for {len(self.place.devices)} devices.", "Give one for each.")
+        active = tuple(name for name, share in zip(self.place.devices, shares, strict=True) if share)
+        if active != self.devices:
+            self._attach(self.model, active)
+        return tuple(pairwise([0, *accumulate(share for share in shares if share)]))
+
+    def train(self, *batch: Any) -> Any:
+        """The traced step on a piece for each device and the labels of all."""
+        *pieces, y = batch
+        sizes = [_count(part) for part in pieces]
+        rows = tf.add_n(sizes)
+        x = keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *pieces)
+        return self._towers.train_on_pieces(list(zip(pieces, sizes, strict=True)), rows, x, y, None)
+
+    def cut(self, batch: Any, spans: Sequence[tuple[int, int]]) -> list[Any]:
+        """A piece of x for each device, and the whole of y, as the loss is computed in one place."""
+        x, y = batch
+        return [*(rows_of(x, *span) for span in spans), rows_of(y, 0, spans[-1][1])]
+
+    def send(self, parts: list[Any]) -> list[Any]:
+        """Each piece in its device's memory."""
+        sent = []
+        for device, part in zip((*self.devices, self.devices[0]), self.load(parts), strict=True):
+            with tf.device(device):
+                sent.append(keras.tree.map_structure(tf.identity, part))
+        return sent
+
+    def step(self, parts: list[Any]) -> Any:
+        """Run the traced step."""
+        return self._function(*parts)
+
+    def _attach(self, model: Any, devices: tuple[str, ...]) -> None:
+        self.model, self.devices = model, devices
+        self._towers = Towers(model, devices, Cut([1] * len(devices)))
+        x, y = self._sample
+        signature = [*(_specs(x) for _ in devices), _specs(y)]
+        self._function = tf.function(self.train, input_signature=signature, autograph=False)
+
+
+class Replicated(Over):
+    """Several devices of this process under a mirrored strategy."""
+
+    name = "mirrored"
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._strategy = strategy_for(place.devices)
+
+    def scope(self) -> Any:
+        """The strategy's."""
+        return self._strategy.scope()
+
+    def attach(self, model: Any, sample: Any) -> None:
+        """Check the model; sizes differ by replica, so shapes are relaxed as they come."""
+        model.jit_compile = False
+        check_mirrored(model)
+        self.model = model
+        model.test_on_batch(*sample)  # makes the metrics' variables, which a trace under a strategy can't
+        model.reset_metrics()
+        self._engine = Mirrored(model)
+        self._function = tf.function(self._run, reduce_retracing=True, autograph=False)
+
+    def _attach(self, model: Any, devices: tuple[str, ...]) -> None:
+        raise RequestError("A mirrored strategy can't leave a device out.", "Build it over the others.")
+
+    def cut(self, batch: Any, spans: Sequence[tuple[int, int]]) -> list[Any]:
+        """Each replica's own x and y."""
+        return [rows_of(batch, *span) for span in spans]
+
+    def send(self, parts: list[Any]) -> list[Any]:
+        """Each replica's part in its memory."""
+        sent = []
+        for device, part in zip(self.devices, self.load(parts), strict=True):
+            with tf.device(device):
+                sent.append(keras.tree.map_structure(tf.identity, part))
+        return sent
+
+    def step(self, parts: list[Any]) -> Any:
+        """Hand each replica its part, and reduce the logs to the first's."""
+        values = self._strategy.experimental_distribute_values_from_function(
+            lambda context: parts[context.replica_id_in_sync_group]
+        )
+        return self._function(values)
+
+    def _run(self, values: Any) -> Any:
+        logs = self._strategy.run(self._engine.train_step, args=(values,))
+        return {name: self._strategy.experimental_local_results(value)[0] for name, value in logs.items()}
+
+
+class Ranked(Solo):
+    """This process' rows in a group of processes."""
+
+    name = "multiworker"
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._group = Group(place.peers, place.rank)
+        self._all_rows = 0
+
+    def attach(self, model: Any, sample: Any) -> None:
+        """Check the model, start from the first rank's weights, and trace once."""
+        check_workers(model)
+        model.jit_compile = False
+        self.model = model
+        self._group.share_weights([weight.value for weight in model.weights])
+        self._engine = Workers(model, Cut([1] * self._group.size), self._group)
+        signature = [_specs(sample), tf.TensorSpec([], tf.int64)]
+        self._function = tf.function(self._run, input_signature=signature, autograph=False)
+
+    def _run(self, batch: Any, rows: Any) -> Any:
+        return self._engine.train_on_rows(batch, _count(batch), rows)
+
+    def spans(self, shares: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """Own rows; the other ranks make theirs."""
+        if len(shares) != self._group.size or not shares[self.place.rank]:
+            raise RequestError(
+                f"Rank {self.place.rank} can't step with the shares {shares}.",
+                "Each process of a group needs a share above 0; start the group without the others.",
+            )
+        self._all_rows = sum(shares)
+        return ((0, shares[self.place.rank]),)
+
+    def step(self, parts: list[Any]) -> Any:
+        """Run the traced step."""
+        return self._function(*parts, tf.constant(self._all_rows, tf.int64))
+
+
+def choose_way(place: Place) -> Solo:
+    """How the place's devices are kept in step; RequestError for what TensorFlow can't do there."""
+    split = place.world > 1 or len(place.devices) > 1
+    if split and place.xla:
+        raise RequestError("XLA can't compile a step over several devices.", "Leave --xla out for a split.")
+    if place.world > 1:
+        return Ranked(place)
+    if len(place.devices) == 1:
+        return Solo(place)
+    return Replicated(place) if place.engine == "mirrored" else Over(place)
+
+
+def rows_of(data: Any, start: int, stop: int) -> Any:
+    """Rows `start` to `stop` of nested arrays."""
+    return keras.tree.map_structure(lambda array: array[start:stop], data)
+
+
+def _tensor(array: Any) -> Any:
+    return tf.convert_to_tensor(array)
+
+
+def _count(data: Any) -> Any:
+    return tf.shape(keras.tree.flatten(data)[0], out_type=tf.int64)[0]
+
+
+def _specs(data: Any) -> Any:
+    return keras.tree.map_structure(lambda array: tf.TensorSpec([None, *array.shape[1:]], array.dtype), data)
