@@ -1,0 +1,112 @@
+"""Every text that is read from outside, mutated: a value or one sentence, in bounded time, raw on no terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.fuzz import ODD, TARGETS, call, mutations, seeds
+from tui.cli import run
+
+EXAMPLES = {"machine": 60, "journal": 120, "recording": 100, "plan": 250}
+LONGEST_SECONDS = 5.0  # for one text, on a machine that is busy
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_mutated_text_is_a_value_or_one_sentence(name: str) -> None:
+    """Cut, spliced, reordered, with huge numbers, deep nesting, and bytes that are no text."""
+    mutated = mutations(seeds(name))
+
+    @settings(max_examples=EXAMPLES.get(name, 300), deadline=None, suppress_health_check=list(HealthCheck))
+    @given(mutated)
+    def law(data: bytes) -> None:
+        started = time.monotonic()
+        call(TARGETS[name], data)
+        assert time.monotonic() - started < LONGEST_SECONDS
+
+    law()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_each_odd_text_alone_is_a_value_or_one_sentence(name: str) -> None:
+    """Nothing but it in a file, an argument or a message."""
+    for data in (*ODD, b"", b"\n", b"[" * 100_000, b'{"a":' * 20_000, b"9" * 100_000):
+        call(TARGETS[name], data)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_text_torn_anywhere_is_a_value_or_one_sentence(name: str) -> None:
+    """As a kill or a full disk leaves it."""
+    for data in seeds(name):
+        for end in range(0, len(data), max(1, len(data) // 40)):
+            call(TARGETS[name], data[:end])
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder to run in."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+HARMLESS = (
+    ("devices", "--devices", "{}"),
+    ("balance", "--devices", "sim:t4", "--budget", "{}", "--max-global-batch", "8"),
+    ("balance", "--devices", "sim:t4", "--max-global-batch", "8", "--workload", "synthetic", "--set", "base_ms={}"),
+    ("balance", "--devices", "sim:t4", "--max-global-batch", "8", "--resume", "{}"),
+    ("balance", "--devices", "sim:t4", "--max-global-batch", "8", "--workload", "{}"),
+    ("balance", "--devices", "sim:t4", "--max-global-batch", "{}"),
+    ("balance", "--devices", "sim:t4", "--max-global-batch", "8", "--tolerance", "{}"),
+    ("balance", "--devices", "sim:t4", "--max-global-batch", "8", "--seed", "{}"),
+    ("runs", "show", "{}"),
+    ("export", "{}"),
+    ("probe", "--devices", "sim:t4", "--seconds", "{}", "--batches", "8", "--repeat", "1"),
+    ("probe", "--devices", "sim:t4", "--gpus", "{}", "--batches", "8", "--repeat", "1", "--seconds", "1s"),
+    ("probe", "--devices", "sim:t4", "--batches", "{}", "--repeat", "1", "--seconds", "1s"),
+    ("monitor", "--devices", "sim:t4", "--once", "-o", "{}"),
+    ("{}",),
+)
+WORDS = st.text(max_size=20) | st.sampled_from(
+    (
+        "nan",
+        "inf",
+        "-1",
+        "0",
+        "1e400",
+        "9" * 5000,
+        "\x1b[2J",
+        "\udcff",
+        "\u202e",
+        "",
+        "-",
+        "--",
+        "[" * 5000,
+        "1_0",
+        "٣s",
+    )
+)
+
+
+@pytest.mark.parametrize("command", HARMLESS, ids=" ".join)
+def test_any_word_on_the_command_line_is_an_exit_code(
+    command: tuple[str, ...], workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0 to 3 and no escape character, as text and as JSON, for words that no shell would stop."""
+
+    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(WORDS, st.booleans())
+    def law(word: str, as_json: bool) -> None:
+        if "/" in word or word.endswith(".toml"):
+            return
+        arguments = [part.replace("{}", word) for part in command]
+        code = run([*arguments, "--json"] if as_json and command[0] != "export" else arguments)
+        output = capsys.readouterr()
+        assert code in (0, 1, 2, 3), (arguments, code)
+        assert not set("\x1b\x9b\u202e\x07") & set(output.out + output.err)
+
+    law()
