@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -73,14 +73,19 @@ def groups_of(job: Job, key: Key) -> Groups:
     return ([devices] if one_child(job, key) else [[device] for device in devices]) * key.processes
 
 
-def stand_of(job: Job, key: Key, environments: Sequence[ChildEnvironment]) -> Stand:
-    """How those children lie on the devices of the request."""
+def stand_of(job: Job, key: Key, environments: Sequence[ChildEnvironment], busy: Mapping[int, float]) -> Stand:
+    """How those children lie on the devices of the request; `busy`: cores that a step of a device keeps busy."""
     own_cores = all(job.devices[i].kind == "cpu" for i in key.positions)
     alone = len(environments) == 1 and len(key.positions) > 1
-    return Stand(key.positions * key.processes, key.kind == "split", alone, own_cores, environments[0].threads or 1)
+    threads = environments[0].threads or 1
+    positions = key.positions * key.processes
+    cores = tuple(busy.get(position, float(threads)) for position in positions)
+    return Stand(positions, key.kind == "split", alone, own_cores, threads, cores)
 
 
-def orders_of(job: Job, key: Key, groups: Groups, environments: Sequence[ChildEnvironment]) -> list[Build]:
+def orders_of(
+    job: Job, key: Key, groups: Groups, environments: Sequence[ChildEnvironment], stand: Stand
+) -> list[Build]:
     """What each child shall build; a group meets at loopback ports that are free now."""
     grouped = key.kind == "split" and len(groups) > 1
     peers = tuple(f"127.0.0.1:{port}" for port in free_ports(len(groups))) if grouped else ()
@@ -98,7 +103,7 @@ def orders_of(job: Job, key: Key, groups: Groups, environments: Sequence[ChildEn
             input=job.input,
             placement=key.placement if key.kind == "place" else "",
         )
-        room, cores = environment.address_space_bytes, float(environment.threads or 1)
+        room, cores = environment.address_space_bytes, stand.busy_cores[rank]
         orders.append(Build(job.workload, job.framework, job.settings, place, _compute(group[0]), cores, room))
     return orders
 

@@ -54,6 +54,7 @@ class ChildProber:
         self._idle: dict[Key, _Standing] = {}
         self._parties: set[Party] = set()
         self._room = Room(job.devices)
+        self._busy_cores: dict[int, float] = {}  # position -> cores that a step alone keeps busy
         self._facts = Facts(driver=job.driver)
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -142,6 +143,8 @@ class ChildProber:
         held = {i: size for i, size in enumerate(seen.memory_bytes) if size is not None}
         standing.held = {i: max(size, standing.held.get(i, 0)) for i, size in held.items()}
         with self._lock:
+            if trial.busy_cores is not None:
+                self._busy_cores[key.positions[0]] = trial.busy_cores
             for i, size in held.items():
                 self._room.learn(i, probe.layout.shares[i], size // probe.layout.processes)
             self._idle[key] = standing
@@ -160,11 +163,12 @@ class ChildProber:
         watch.enter("starting")
         groups = groups_of(self._job, key)
         environments = [self._environment(group, key) for group in groups]
-        standing = _Standing(self._spawn(groups, environments), stand_of(self._job, key, environments))
+        stand = stand_of(self._job, key, environments, self._busy_cores)
+        standing = _Standing(self._spawn(groups, environments), stand)
         try:
             standing.party.hear(Ready, self._limits.start, stop)
             watch.enter("building")
-            orders = orders_of(self._job, key, groups, environments)
+            orders = orders_of(self._job, key, groups, environments, stand)
             replies = standing.party.order(lambda rank: orders[rank], Built, self._limits.build, stop)
         except BaseException:
             self._end(standing)

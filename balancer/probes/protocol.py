@@ -52,11 +52,7 @@ class Run(msgspec.Struct, frozen=True, tag=True):
     seconds: float = 0.0
 
 
-class Quit(msgspec.Struct, frozen=True, tag=True):
-    """End in order."""
-
-
-Order = Begin | Build | Prepare | Run | Quit
+Order = Begin | Build | Prepare | Run
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -40,6 +40,7 @@ class Stand(msgspec.Struct, frozen=True):
     one_child: bool  # one process over all positions
     own_cores: bool  # CPU slices: own compute is known from CPU time
     threads: int = 1  # of each rank
+    busy_cores: tuple[float, ...] = ()  # that each rank's step keeps busy; empty: one
 
 
 class Watch:
@@ -70,6 +71,7 @@ class Trial:
         self._probe, self._party, self._stand = probe, party, stand
         self._limits, self._watch = limits, watch
         self.memory: tuple[int | None, ...] = ()  # peak by position in the stand
+        self._cpu_seconds, self._work_seconds = 0.0, 0.0  # alone on its own cores: of all blocks, without spinning
         self.prepared = 0.0  # when the first step was done, by the monotonic clock
 
     def run(self, warm_up_shares: tuple[int, ...] | None, stop: threading.Event, started: float) -> Timed:
@@ -93,6 +95,13 @@ class Trial:
             elapsed_seconds=time.monotonic() - started,
             warnings=measured.warnings,
         )
+
+    @property
+    def busy_cores(self) -> float | None:
+        """Cores that a step keeps busy, alone on cores of its own; at least one, at most its threads."""
+        if not self._work_seconds:
+            return None
+        return min(max(1.0, self._cpu_seconds / self._work_seconds), float(self._stand.threads))
 
     def _shares(self) -> tuple[int, ...]:
         """What each child is told: the shares of all ranks, or of its own devices."""
@@ -135,13 +144,23 @@ class Trial:
         stand = self._stand
         self.memory = tuple(size for reply in ran for size in reply.memory_bytes)
         if len(set(stand.positions)) == 1:
-            alone = len(ran) == 1 and stand.own_cores and stand.threads == 1
-            share = (ran[0].cpu_seconds + ran[0].spun_seconds) / wall if alone and wall > 0 else None
-            return Block(ran[0].steps, wall, share, (wall,))
+            return Block(ran[0].steps, wall, self._cpu_share(ran), (wall,))
         if stand.own_cores and not stand.one_child:
-            own = tuple(min(wall, reply.cpu_seconds / stand.threads + reply.spun_seconds) for reply in ran)
+            cores = stand.busy_cores or (1.0,) * len(ran)
+            own = tuple(
+                min(wall, reply.cpu_seconds / busy + reply.spun_seconds) for reply, busy in zip(ran, cores, strict=True)
+            )
             return Block(ran[0].steps, wall, None, own)
         return Block(ran[0].steps, wall)
+
+    def _cpu_share(self, ran: list[Ran]) -> float | None:
+        """CPU time over wall time of one process that never waits; None where that says nothing of disturbance."""
+        (one, *others), stand = ran, self._stand
+        if others or not stand.own_cores:
+            return None
+        self._cpu_seconds += one.cpu_seconds
+        self._work_seconds += max(0.0, one.wall_seconds - one.spun_seconds)
+        return (one.cpu_seconds + one.spun_seconds) / one.wall_seconds if stand.threads == 1 else None
 
     def _pack_block(self, ran: list[Ran]) -> Block:
         """Rates over nearly the same window add up; memory does too."""

@@ -28,7 +28,6 @@ from balancer.probes.protocol import (
     Order,
     Prepare,
     Prepared,
-    Quit,
     Ran,
     Ready,
     Reply,
@@ -43,14 +42,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Obey orders from standard input until told to quit, or until there is nobody left to give any."""
+    """Obey orders from standard input until there is nobody left to give any."""
     replies = _private_output()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker = Worker()
     for text in sys.stdin.buffer:
         order = protocol.orders.decode(text)
-        if isinstance(order, Quit):
-            break
         try:
             reply = worker.obey(order)
         except BaseException as error:

@@ -15,7 +15,7 @@ from balancer.probes.protocol import Build
 from balancer.probes.room import CONTEXT_BYTES
 from balancer.records import Layout, Probe, Timed, layout_of, solo
 from devices.base import Device, Limit
-from devices.environment import child_environment
+from devices.environment import ChildEnvironment, child_environment
 
 MIB = 1 << 20
 FREE = Limit()
@@ -31,7 +31,8 @@ def orders(framework: str, layout: Layout, *devices: Device) -> list[Build]:
     """What the children of a layout are told."""
     job, key = Job(devices, "some workload", framework), key_of(layout)
     groups = groups_of(job, key)
-    return orders_of(job, key, groups, [child_environment(group, framework) for group in groups])
+    environments = [child_environment(group, framework) for group in groups]
+    return orders_of(job, key, groups, environments, stand_of(job, key, environments, {}))
 
 
 SPLIT = layout_of((8, 8))
@@ -78,7 +79,7 @@ def test_a_pack_is_as_many_children_without_a_group() -> None:
     assert len(told) == 3
     assert {order.place.peers for order in told} == {()}
     job, key = Job((gpu(0), gpu(1)), "some workload", "torch"), key_of(Layout("pack", (0, 8), 3))
-    stand = stand_of(job, key, [child_environment(group, "torch") for group in groups_of(job, key)])
+    stand = stand_of(job, key, [child_environment(group, "torch") for group in groups_of(job, key)], {})
     assert stand.positions == (1, 1, 1)
 
 
@@ -146,3 +147,15 @@ def test_with_nothing_known_idle_children_go(crowd: ChildProber) -> None:
     crowd._room.forget()
     measure(crowd, layout_of((1, 1)))
     assert not before & pids()
+
+
+def test_a_slowed_rank_and_its_own_work_go_by_the_cores_that_its_step_kept_busy_alone() -> None:
+    """Known from its solo probe, else its threads; the order to build carries it."""
+    wide = Device("cpu-0-of-1", 0, "CPU", "cpu", None, tuple(range(4)), Limit(percent=50.0))
+    job, key = Job((wide, wide), "some workload", "none"), key_of(SPLIT)
+    groups = groups_of(job, key)
+    environments = [ChildEnvironment({}, threads=4)] * 2
+    stand = stand_of(job, key, environments, {1: 2.5})
+    assert stand.busy_cores == (4.0, 2.5)
+    told = orders_of(job, key, groups, environments, stand)
+    assert [(order.parallelism, order.compute) for order in told] == [(4.0, 0.5), (2.5, 0.5)]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from balancer.probes import protocol
 from balancer.probes.child import Nonsense, reply_of
-from balancer.probes.protocol import Begin, Build, Built, Prepare, Prepared, Quit, Ran, Ready, Run, Trouble
+from balancer.probes.protocol import Begin, Build, Built, Prepare, Prepared, Ran, Ready, Run, Trouble
 from workloads.base import Place
 
 ORDERS = [
@@ -17,7 +17,6 @@ ORDERS = [
     Build("synthetic", "none", {"base_ms": 1.0}, Place(("CPU:0",), (None,), 1, ("a:1", "b:2"))),
     Prepare((8, 0)),
     Run(5),
-    Quit(),
 ]
 REPLIES = [
     Ready(7),
@@ -53,7 +52,7 @@ def test_replies_travel_whole(reply: protocol.Reply) -> None:
         {"type": "Ran", "steps": 5, "wall_seconds": 1, "cpu_seconds": 1, "spun_seconds": 0, "memory_bytes": [-4]},
         {"type": "Prepared", "first_step_seconds": -3},
         {"type": "Built", "facts": {"version": 3}},
-        {"type": "Quit"},
+        {"type": "Run", "steps": 5},
         {"type": "Nothing"},
         [],
     ],
