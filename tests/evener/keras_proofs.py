@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,8 @@ import tensorflow as tf
 from keras import layers, losses, optimizers
 
 from evener.errors import EvenerError
-from evener.keras_split import Split, make_logical_cpus
+from evener.keras_split import Report, Split, make_logical_cpus
+from evener.live import read_trainings
 from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
 
 BATCH = 24
@@ -106,6 +108,18 @@ def apart(one: Any, many: Any, first: Any, second: Any) -> dict[str, float]:
     return {"weights": weights, "logs": logs, "steps": float(len(first.history["loss"]))}
 
 
+def compare_totals(split: Split) -> dict[str, float]:
+    """As `compare` for two outputs, but what is shown of a single output's loss is left out."""
+    model_x, model_y = {"image": X}, {"kind": Y, "size": X.mean((1, 2))}
+    histories = []
+    one, many = two_headed_network(), split.build(two_headed_network)
+    for model in (one, many):
+        history = model.fit(model_x, model_y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+        history.history = {k: v for k, v in history.history.items() if k not in ("kind_loss", "size_loss")}
+        histories.append(history)
+    return apart(one, many, *histories)
+
+
 def compare(split: Split, make: Make, x: Any, y: Any, **fitted: Any) -> dict[str, float]:
     """Fit the same data twice: by Keras alone on one device, and by the split."""
     one = make()
@@ -140,12 +154,11 @@ def common(by: dict[str, Split]) -> dict[str, Callable[[], dict[str, float]]]:
     make = rules()
     held = (X[:40], Y[:40])
     return {
-        "sgd 3:1": lambda: compare(by["3:1"], make["sgd"], X, Y, validation_data=held),
         "momentum 5:2:1 one row": lambda: compare(by["5:2:1"], make["momentum"], X[:ONE_OVER], Y[:ONE_OVER]),
         "adam L2 5:0:1": lambda: compare(by["5:0:1"], make["adam"], X, Y),
         "adamw 5:2:1 weights": lambda: compare(by["5:2:1"], make["adamw"], X, Y, sample_weight=WEIGHTS),
-        "class weights": lambda: compare(
-            by["3:1"], make["sgd"], X, Y, class_weight={0: 1.0, 1: 3.0, 2: 0.5, 3: 1, 4: 2}
+        "sgd 3:1 class weights": lambda: compare(
+            by["3:1"], make["sgd"], X, Y, class_weight={0: 1.0, 1: 3.0, 2: 0.5, 3: 1, 4: 2}, validation_data=held
         ),
     }
 
@@ -242,6 +255,34 @@ def from_dataset(split: Split) -> dict[str, float]:
     return apart(one, many, *logs)
 
 
+def own_reports() -> list[Any]:
+    """What this process tells the monitor."""
+    return [training for training in read_trainings() if training.pid == os.getpid()]
+
+
+def reported(split: Split, folder: str) -> dict[str, Any]:
+    """What the monitor reads of a training that reports itself, while it trains and when it has ended."""
+    seen: list[Any] = []
+
+    class Look(keras.callbacks.Callback):
+        """Slow enough to be seen twice."""
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            time.sleep(0.2)
+            seen.extend(own_reports())
+
+    os.environ["XDG_RUNTIME_DIR"] = folder
+    model = split.build(rules()["sgd"])
+    model.fit(X, Y, epochs=1, verbose=0, callbacks=[Report(split, samples=ROWS), Look()])
+    last = seen[-1]
+    return {
+        "devices": [[device.id, device.batch] for device in last.devices],
+        "framework": last.framework,
+        "rate": last.samples_per_second,
+        "after": len(own_reports()),
+    }
+
+
 def seed_form() -> dict[str, float]:
     """gpus and ratios cut as `multi_gpu_model` did: floors, and the rest to the last."""
     split = Split(devices=["CPU:0", "CPU:1"], ratios=[768, 560])
@@ -289,7 +330,7 @@ def uncompiled() -> Any:
 
 
 def refusals(split: Split) -> dict[str, str]:
-    """What each attempt is answered with."""
+    """What each attempt is answered with; those that towers train are proved elsewhere."""
     sgd = optimizers.SGD
     normal = layers.BatchNormalization
     total = losses.SparseCategoricalCrossentropy(reduction="sum")
@@ -307,7 +348,8 @@ def refusals(split: Split) -> dict[str, str]:
         "mask": lambda: split.build(masked_network).fit(WORDS[:BATCH], WORDS[:BATCH, :, None], verbose=0),
         "outside": lambda: split.model(rules()["sgd"]()),
     }
-    return {name: said(action) for name, action in tried.items()}
+    same = ("own step", "uncompiled", "small batch", "synchronized", "xla")
+    return {name: said(action) for name, action in tried.items() if split.engine == "mirrored" or name in same}
 
 
 def requests() -> dict[str, str]:
@@ -358,6 +400,7 @@ def main(engine: str, folder: str) -> dict[str, Any]:
     cases["seed form"] = seed_form
     cases["evaluate"] = lambda: evaluated(by["5:2:1"])
     cases["dataset"] = lambda: from_dataset(by["5:2:1"])
+    cases["reported"] = lambda: reported(by["5:0:1"], folder)
     cases["placed"] = lambda: placed(by["5:2:1"])
     cases["half"] = lambda: half(by["3:1"])
     cases["orders"] = lambda: orders(by["3:1"])
@@ -373,6 +416,7 @@ def mirrored_cases() -> dict[str, Any]:
     found["synchronized"] = compare(split, synchronized, X, Y)
     found["evaluate"] = evaluated(split)
     found["dataset"] = from_dataset(split)
+    found["two heads"] = compare_totals(split)
     return found | {"refusals": refusals(split)}
 
 
@@ -434,6 +478,7 @@ def group_cases() -> dict[str, Any]:
             "momentum one row": lambda: compare(split, make["momentum"], X[:ONE_OVER], Y[:ONE_OVER]),
             "accumulation": lambda: compare(split, accumulated, X, Y),
             "shuffled": lambda: shuffled(split),
+            "two heads": lambda: compare_totals(split),
         }
     found: dict[str, Any] = {name: case() for name, case in cases.items()}
     found["engine"] = split.engine
