@@ -59,18 +59,24 @@ def fixed(lanes: Sequence[Lane], costs: Costs, batch: int, quantum: int = 1, few
     most = min(len(lanes), batch // quantum)
     if most < fewest or sum(sorted((lane.ceiling for lane in lanes), reverse=True)[:most]) < batch:
         return None
-    counts = range(most, fewest - 1, -1) if len(lanes) <= EXACT_DEVICES else _likely(lanes, costs, batch, quantum)
-    best: Fill | None = None
-    least = 0.0  # fewer devices never finish earlier
-    for k in counts:
-        if best and least + costs[fewest] >= best.seconds:
-            break
-        found = _fixed_count(lanes, k, batch, quantum, least)
+    natural = _fixed_count(lanes, most, batch, quantum, 0.0, 0)
+    if natural is None:
+        return None
+    least, shares = natural
+    if len(shares) < fewest:  # one more device than help: the slow ones get the least share
+        forced = _fixed_count(lanes, fewest, batch, quantum, least, fewest)
+        return _fill(lanes, forced[1], _slowest(lanes, forced[1]) + costs[fewest]) if forced else None
+    best = _fill(lanes, shares, _slowest(lanes, shares) + costs[len(shares)])
+    counts = range(len(shares) - 1, fewest - 1, -1)
+    for k in counts if len(lanes) <= EXACT_DEVICES else _likely(lanes, costs, batch, quantum):
+        if least + costs[fewest] >= best.seconds:
+            break  # fewer devices never finish earlier
+        found = _fixed_count(lanes, k, batch, quantum, least, 0)
         if found is None:
             break
         least, shares = found
         seconds = _slowest(lanes, shares) + costs[len(shares)]
-        if len(shares) >= fewest and (best is None or seconds < best.seconds):
+        if len(shares) >= fewest and seconds < best.seconds:
             best = _fill(lanes, shares, seconds)
     return best
 
@@ -85,7 +91,7 @@ def free(
     """The layout of most samples/s on `fewest` devices or more, with at most `limit` samples; None if none fits."""
     lanes = [lane for lane in lanes if lane.ceiling >= quantum]
     best: Fill | None = None
-    for seconds in _finish_times(lanes):
+    for seconds in _finish_times(lanes, quantum):
         found = _best_count(lanes, costs, seconds, quantum, limit, fewest)
         if found and (best is None or found.samples_per_second > best.samples_per_second):
             best = found
@@ -103,7 +109,7 @@ def smallest(
     lanes = [lane for lane in lanes if lane.ceiling >= quantum]
     reached: dict[int, tuple[int, float, float]] = {}  # k -> samples, and finish times (too early, early enough)
     before = 0.0
-    for seconds in _finish_times(lanes):
+    for seconds in _finish_times(lanes, quantum):
         for k, total in enumerate(accumulate(sorted(_most(lanes, seconds, quantum), reverse=True)), 1):
             if k >= fewest and k not in reached and total >= rate * (seconds + costs[k]):
                 reached[k] = (total, before, seconds)
@@ -150,26 +156,29 @@ def _top(sizes: Sequence[int], k: int) -> list[int]:
     return [i for i in order[:k] if sizes[i] > 0]
 
 
-def _reach(lanes: Sequence[Lane], k: int, seconds: float, quantum: int) -> int:
+def _reach(lanes: Sequence[Lane], k: int, seconds: float, quantum: int, active: int = 0) -> int:
+    """Samples that the best k devices do by `seconds`; 0 if fewer than `active` do any."""
     sizes = _most(lanes, seconds, quantum)
+    if active and sum(1 for size in sizes if size) < active:
+        return 0
     return sum(sizes if k >= len(sizes) else heapq.nlargest(k, sizes))
 
 
 def _fixed_count(
-    lanes: Sequence[Lane], k: int, batch: int, quantum: int, least: float
+    lanes: Sequence[Lane], k: int, batch: int, quantum: int, least: float, active: int
 ) -> tuple[float, dict[int, int]] | None:
-    """The least finish time at which k devices do `batch`, and their shares; None if they never do."""
+    """The least finish time at which k devices do `batch`, `active` of them some of it, and their shares; else None."""
     late = max(lane.curve.seconds(lane.ceiling) for lane in lanes)
-    if _reach(lanes, k, late, quantum) < batch:
+    if _reach(lanes, k, late, quantum, active) < batch:
         return None
     early = least
-    if _reach(lanes, k, early, quantum) >= batch:
+    if _reach(lanes, k, early, quantum, active) >= batch:
         late = early
     for _ in range(HALVINGS):
         middle = (early + late) / 2
         if not early < middle < late or late - early <= 1e-12 * late:
             break
-        if _reach(lanes, k, middle, quantum) >= batch:
+        if _reach(lanes, k, middle, quantum, active) >= batch:
             late = middle
         else:
             early = middle
@@ -223,8 +232,8 @@ def _count_for(lanes: Sequence[Lane], seconds: float, batch: int, quantum: int) 
     return 0
 
 
-def _finish_times(lanes: Sequence[Lane]) -> list[float]:
-    times = sorted({time for lane in lanes for time in lane.curve.turns(lane.ceiling)})
+def _finish_times(lanes: Sequence[Lane], quantum: int) -> list[float]:
+    times = sorted({t for x in lanes for t in (*x.curve.turns(x.ceiling), x.curve.seconds(quantum))})
     most = MOST_TURNS if len(lanes) <= EXACT_DEVICES else 2 * SWEEP
     if len(times) > most:
         times = [times[round(n * (len(times) - 1) / (most - 1))] for n in range(most)]

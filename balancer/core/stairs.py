@@ -38,17 +38,18 @@ class Stairs(msgspec.Struct, frozen=True):
         return sum(fixed for fixed, _ in self.corners) / count, sum(slope for _, slope in self.corners) / count
 
     def knots(self, doubt: float) -> tuple[list[tuple[float, float]], float]:
-        """Knots (batch, seconds) of the line and its last slope; `doubt` 0 is the middle, 1 the highest that may be."""
+        """Rising (batch, seconds), and the last slope; `doubt` 0 is the middle, 1 the highest line, below 0 hope."""
         meets = {0.0}
         for (fixed0, slope0), (fixed1, slope1) in combinations(self.corners, 2):
             if slope0 != slope1 and (batch := (fixed0 - fixed1) / (slope1 - slope0)) > 0:
                 meets.add(batch)
-        middle, rise = self.middle
-        knots = []
+        fixed, rise = self.middle
+        knots: list[tuple[float, float]] = []
         for batch in sorted(meets):
-            highest = max(fixed + slope * batch for fixed, slope in self.corners)
-            knots.append((batch, doubt * highest + (1 - doubt) * (middle + rise * batch)))
-        return knots, doubt * max(slope for _, slope in self.corners) + (1 - doubt) * rise
+            highest = max(one + slope * batch for one, slope in self.corners)
+            time = doubt * highest + (1 - doubt) * (fixed + rise * batch)
+            knots.append((batch, max(time, knots[-1][1]) if knots else max(time, 0.0)))
+        return knots, max(0.0, doubt * max(slope for _, slope in self.corners) + (1 - doubt) * rise)
 
 
 def stairs(points: Sequence[Seen], convinced: bool) -> Stairs | None:

@@ -1,0 +1,135 @@
+"""Water-filling against brute force: every share vector for few samples, every subset for more devices."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from balancer.core import fill
+from balancer.core.curve import Curve
+from balancer.core.fill import Lane
+
+
+@st.composite
+def curves(draw: st.DrawFn) -> Curve:
+    """A rising broken line with one to three pieces, smooth or in stairs."""
+    batches, times = [0.0], [draw(st.floats(0.1, 20.0))]
+    for _ in range(draw(st.integers(1, 2))):
+        batches.append(batches[-1] + draw(st.integers(1, 8)))
+        times.append(times[-1] + draw(st.floats(0.0, 10.0)))
+    slope = draw(st.floats(0.05, 3.0))
+    stair = draw(st.sampled_from([0.0, 0.0, 2.5]))
+    return Curve(tuple(batches), tuple(times), slope, stair)
+
+
+@st.composite
+def lanes(draw: st.DrawFn, most: int = 3, ceiling: int = 9) -> list[Lane]:
+    count = draw(st.integers(2, most))
+    return [Lane(i, draw(curves()), draw(st.integers(1, ceiling))) for i in range(count)]
+
+
+def costs(count: int, base: float, each: float) -> tuple[float, ...]:
+    return tuple(base + each * (k - 1) if k > 1 else 0.0 for k in range(count + 1))
+
+
+def seconds(some: list[Lane], shares: tuple[int, ...], cost: tuple[float, ...]) -> float:
+    active = [i for i, share in enumerate(shares) if share]
+    return max(some[i].curve.seconds(shares[i]) for i in active) + cost[len(active)]
+
+
+def every_layout(some: list[Lane], fewest: int) -> list[tuple[int, ...]]:
+    shares = product(*(range(lane.ceiling + 1) for lane in some))
+    return [one for one in shares if sum(1 for share in one if share) >= fewest]
+
+
+@settings(max_examples=120, deadline=None)
+@given(lanes(), st.floats(0, 5), st.floats(0, 5), st.integers(1, 25), st.integers(1, 2))
+def test_a_fixed_batch_is_solved_exactly(some: list[Lane], base: float, each: float, batch: int, fewest: int) -> None:
+    """No share vector that sums to the batch is faster."""
+    cost = costs(len(some), base, each)
+    found = fill.fixed(some, cost, batch, 1, fewest)
+    rivals = [one for one in every_layout(some, fewest) if sum(one) == batch]
+    if not rivals:
+        assert found is None
+        return
+    assert found is not None
+    assert found.global_batch == batch
+    assert all(1 <= share <= some[i].ceiling for i, share in found.shares)
+    assert found.seconds == pytest.approx(min(seconds(some, one, cost) for one in rivals), rel=1e-6)
+
+
+@settings(max_examples=120, deadline=None)
+@given(lanes(), st.floats(0, 5), st.floats(0, 5), st.integers(1, 2))
+def test_a_free_batch_is_solved_to_a_sample(some: list[Lane], base: float, each: float, fewest: int) -> None:
+    """No share vector is faster by more than one sample of rounding at a finish time makes."""
+    cost = costs(len(some), base, each)
+    found = fill.free(some, cost, 1, None, fewest)
+    top = max(sum(one) / seconds(some, one, cost) for one in every_layout(some, fewest))
+    assert found is not None
+    true = sum(share for _, share in found.shares) / found.seconds
+    assert found.samples_per_second == pytest.approx(true)
+    count = len(some)
+    assert found.samples_per_second >= top * (1 - count / (count + found.global_batch))
+
+
+@settings(max_examples=80, deadline=None)
+@given(lanes(), st.floats(0, 5), st.floats(0.5, 1.0))
+def test_the_smallest_batch_reaches_its_rate(some: list[Lane], base: float, part: float) -> None:
+    """What is said to reach a throughput does, with no larger a batch than the fastest layout."""
+    cost = costs(len(some), base, 0.1)
+    fastest = fill.free(some, cost)
+    assert fastest is not None
+    found = fill.smallest(some, cost, fastest.samples_per_second * part)
+    assert found is not None
+    assert found.samples_per_second >= fastest.samples_per_second * part * (1 - 1e-9)
+    assert found.global_batch <= fastest.global_batch
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(curves(), min_size=5, max_size=8), st.floats(0, 3), st.floats(0, 2), st.integers(20, 200))
+def test_sorting_replaces_the_enumeration_of_subsets(shapes: list[Curve], base: float, each: float, batch: int) -> None:
+    """With a cost that depends only on how many take part, the most able k devices are the best subset of k."""
+    some = [Lane(i, curve, 30) for i, curve in enumerate(shapes)]
+    cost = costs(len(some), base, each)
+    found = fill.fixed(some, cost, batch)
+    single = []
+    for k in range(2, len(some) + 1):
+        for subset in combinations(some, k):
+            only = tuple(cost[k] for _ in range(k + 1))  # this subset, whole: no cheaper count inside it
+            part = fill.fixed(list(subset), only, batch, 1, k)
+            if part is not None:
+                single.append(part.seconds)
+    assert (found is None) == (not single)
+    if found is not None:
+        assert found.seconds == pytest.approx(min(single), rel=1e-6)
+
+
+def test_many_devices_are_solved_as_well_as_few() -> None:
+    """The sweep used beyond 32 devices finds what solving every count finds."""
+    some = [Lane(i, Curve((0.0, 1.0), (2.0 + i % 7, 3.0 + i % 7), 1.0 + (i % 5) / 3), 500) for i in range(40)]
+    cost = costs(len(some), 1.0, 0.4)
+    found = fill.fixed(some, cost, 1600)
+    best = min(
+        seconds
+        for k in range(2, 41)
+        if (part := fill._fixed_count(some, k, 1600, 1, 0.0, 0))
+        for seconds in [part[0] + cost[k]]
+    )
+    assert found is not None
+    assert found.seconds == pytest.approx(best, rel=0.002)
+
+
+@settings(max_examples=100, deadline=None)
+@given(curves(), st.integers(1, 60), st.floats(0.1, 100.0), st.sampled_from([1, 4]))
+def test_the_inverse_of_a_curve_is_its_inverse(curve: Curve, ceiling: int, limit: float, quantum: int) -> None:
+    """The largest batch ends in time, and one quantum more does not."""
+    most = curve.largest(limit, ceiling, quantum)
+    assert most % quantum == 0
+    assert 0 <= most <= ceiling
+    if most:
+        assert curve.seconds(most) <= limit * (1 + 1e-6)
+    if most + quantum <= ceiling:
+        assert curve.seconds(most + quantum) > limit * (1 - 1e-6)

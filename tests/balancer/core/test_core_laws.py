@@ -1,0 +1,252 @@
+"""The laws of ask and tell, over random machines."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+from machines import Bench, benches
+
+from balancer.core.drive import simple
+from balancer.core.search import Search
+from balancer.records import Failed, Observation, OutOfMemory, Probe, Problem, Timed
+from evener.errors import RequestError
+
+MOST_ASKS = 60  # a search that asks more often does not end
+
+
+def course(bench: Bench, problem: Problem) -> tuple[Search, list[Observation]]:
+    """A whole search, and what it saw."""
+    search, seen = Search(problem), []
+    for _ in range(MOST_ASKS):
+        probes = search.ask()
+        if not probes:
+            return search, seen
+        for one in bench.measure(probes):
+            seen.append(one)
+            search.tell(one)
+    raise AssertionError("the search does not end")
+
+
+@settings(max_examples=40, deadline=None)
+@given(benches(), st.booleans())
+def test_asking_twice_is_asking_once(bench: Bench, known: bool) -> None:
+    """`ask` changes nothing."""
+    search = Search(bench.problem(known))
+    while probes := search.ask():
+        assert search.ask() == probes
+        search.belief()
+        assert search.ask() == probes
+        for one in bench.measure(probes):
+            search.tell(one)
+
+
+@settings(max_examples=40, deadline=None)
+@given(benches(), st.randoms(use_true_random=False))
+def test_the_order_of_telling_and_repeats_do_not_matter(bench: Bench, rng: random.Random) -> None:
+    """A search is a function of the set of observations."""
+    search, seen = course(bench, bench.problem())
+    shuffled = [*seen, *rng.sample(seen, len(seen) // 2)]
+    rng.shuffle(shuffled)
+    other = Search(bench.problem())
+    for one in shuffled:
+        other.tell(one)
+    assert other.best() == search.best()
+    assert other.results() == search.results()
+    assert other.ask() == search.ask() == ()
+    assert other.why_stopped() == search.why_stopped()
+
+
+@settings(max_examples=40, deadline=None)
+@given(benches(), st.data())
+def test_every_prefix_can_be_taken_up_again(bench: Bench, data: st.DataObject) -> None:
+    """A replayed journal asks for what the first run asked for next, so that the plan is the same."""
+    search, seen = course(bench, bench.problem())
+    resumed = Search(bench.problem())
+    for one in seen[: data.draw(st.integers(0, len(seen)))]:
+        resumed.tell(one)
+    simple(resumed, bench.measure)
+    assert resumed.best() == search.best()
+
+
+@settings(max_examples=25, deadline=None)
+@given(benches(), st.sampled_from([0.25, 4.0]))
+def test_scaling_all_times_keeps_the_shares(bench: Bench, scale: float) -> None:
+    """What counts is how devices compare, not how fast all of them are."""
+    search, _ = course(bench, bench.problem(tolerance=0.0))
+    scaled = Bench(
+        tuple((fixed * scale, slope * scale, knee, most) for fixed, slope, knee, most in bench.devices),
+        bench.sync_seconds * scale,
+    )
+    other, _ = course(scaled, bench.problem(tolerance=0.0))
+    best, same = search.best(), other.best()
+    assert best is not None
+    assert same is not None
+    assert bench.rate(same.layout.shares) == pytest.approx(bench.rate(best.layout.shares), rel=0.01)
+
+
+@settings(max_examples=25, deadline=None)
+@given(benches(fewest=2), st.randoms(use_true_random=False))
+def test_permuting_the_devices_permutes_the_answer(bench: Bench, rng: random.Random) -> None:
+    """A device's place in the request has no influence on how fast the answer is."""
+    order = list(range(len(bench.devices)))
+    rng.shuffle(order)
+    turned = Bench(tuple(bench.devices[i] for i in order), bench.sync_seconds)
+    search, _ = course(bench, bench.problem(tolerance=0.0))
+    other, _ = course(turned, turned.problem(tolerance=0.0))
+    best, same = search.best(), other.best()
+    assert best is not None
+    assert same is not None
+    assert turned.rate(same.layout.shares) == pytest.approx(bench.rate(best.layout.shares), rel=0.01)
+
+
+@settings(max_examples=60, deadline=None)
+@given(benches(), st.data())
+def test_layouts_keep_to_the_request(bench: Bench, data: st.DataObject) -> None:
+    """Shares are multiples, sum to a fixed batch, stay below the caps, and the race never runs out of memory."""
+    quantum = data.draw(st.sampled_from([1, 1, 8]))
+    count = len(bench.devices)
+    options: dict[str, object] = {"multiple_of": quantum}
+    kind = data.draw(st.sampled_from(["free", "fixed", "capped"]))
+    batch = data.draw(st.integers(count, 300)) * quantum
+    if kind == "fixed":
+        options["global_batch"] = batch
+    elif kind == "capped":
+        options["max_global_batch"] = batch
+    if data.draw(st.booleans()):
+        options["largest_share"] = data.draw(st.integers(quantum, 400))
+    search, seen = course(bench, bench.problem(**options))
+    for one in seen:
+        layout = one.probe.layout
+        assert all(share % quantum == 0 for share in layout.shares)
+        assert max(layout.shares) <= int(str(options.get("largest_share", 10**9)))
+        assert not (one.probe.stage == "race" and isinstance(one, OutOfMemory))
+        if kind == "capped":
+            assert layout.global_batch <= batch
+        if kind == "fixed" and one.probe.stage == "split":
+            assert layout.global_batch == batch
+    best = search.best()
+    if best is not None and kind == "fixed":
+        assert best.layout.global_batch == batch
+
+
+@settings(max_examples=40, deadline=None)
+@given(benches(fewest=2, most=5))
+def test_never_worse_than_the_even_split_or_one_device(bench: Bench) -> None:
+    """Whatever was measured, the answer is not slower than the rivals it was measured against."""
+    search, _ = course(bench, bench.problem(tolerance=0.0))
+    best, level, lone = search.best(), search.even_split(), search.best_single()
+    assert best is not None
+    for rival in (level, lone):
+        if rival is not None:
+            assert bench.rate(best.layout.shares) >= 0.995 * bench.rate(rival.layout.shares)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), st.integers(1, 4))
+def test_it_ends_whatever_it_is_told(data: st.DataObject, count: int) -> None:
+    """Random outcomes, failures and memory that is never enough all come to an end, with a reason."""
+    search = Search(Problem(count, (None,) * count))
+    for _ in range(400):
+        probes = search.ask()
+        if not probes:
+            break
+        for probe in probes:
+            search.tell(_anything(data, probe))
+    else:
+        raise AssertionError("the search does not end")
+    assert search.why_stopped()
+
+
+def _anything(data: st.DataObject, probe: Probe) -> Observation:
+    active = probe.layout.active
+    outcome = data.draw(st.sampled_from(["timed", "timed", "timed", "full", "failed"]))
+    if outcome == "full":
+        return OutOfMemory(probe, data.draw(st.sampled_from([(), active[:1]])), "full", 1.0)
+    if outcome == "failed":
+        return Failed(probe, "exit", "it ended", data.draw(st.sampled_from([(), active[:1]])), 1.0)
+    step = data.draw(st.floats(1e-4, 10.0))
+    nothing = (None,) * len(probe.layout.shares)
+    return Timed(probe, step, step * 0.9, step * 1.1, 5, nothing, nothing, step, 1.0)
+
+
+def test_out_of_memory_everywhere_names_each_smallest_failure() -> None:
+    """Without any batch that runs there is no answer, and the reason names every device."""
+    bench = Bench(((1.0, 1.0, 0, 0), (1.0, 1.0, 0, 0)))
+    search, _ = course(bench, bench.problem())
+    assert search.best() is None
+    why = search.why_stopped() or ""
+    assert "device 0: out of memory at batch 1" in why
+    assert "device 1: out of memory at batch 1" in why
+
+
+def test_identical_devices_get_the_even_split() -> None:
+    """The negative control: nothing is gained where there is nothing to gain."""
+    bench = Bench(((20.0, 0.5, 0, 700),) * 5, 0.004)
+    for options in ({"global_batch": 512}, {"global_batch": 513}, {"tolerance": 0.0}, {}):
+        search, _ = course(bench, bench.problem(**options))
+        best = search.best()
+        assert best is not None
+        assert max(best.layout.shares) - min(best.layout.shares) <= 1
+
+
+def test_a_device_that_keeps_failing_is_left_out() -> None:
+    """One fresh try, then the others train without it, and the failure is told."""
+    bench = Bench(((20.0, 0.5, 0, 500), (22.0, 0.6, 0, 500), (25.0, 0.7, 0, 500)))
+    search, tries = Search(bench.problem()), 0
+    while probes := search.ask():
+        for probe in probes:
+            if probe.layout.shares[1]:
+                tries += 1
+                search.tell(Failed(probe, "exit", "the child died", (1,), 1.0))
+            else:
+                search.tell(bench.measure([probe])[0])
+    best = search.best()
+    assert tries == 2
+    assert best is not None
+    assert best.layout.active == (0, 2)
+
+
+def test_the_budget_is_kept() -> None:
+    """The sum of what probes cost stays within the budget, and a shorter one asks for shorter probes."""
+    bench = Bench(((20.0, 0.5, 0, 500), (22.0, 0.6, 0, 900)))
+    for budget in (3.0, 6.0, 30.0):
+        search, _ = course(bench, bench.problem(budget_seconds=budget))
+        assert search.spent_seconds() <= budget
+        assert search.best() is not None
+    (probe, *_) = Search(bench.problem(budget_seconds=2.0)).ask()
+    assert probe.seconds <= 1.0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"global_batch": 2},
+        {"global_batch": -5},
+        {"global_batch": 100, "multiple_of": 8},
+        {"multiple_of": 0},
+        {"max_global_batch": 0},
+        {"largest_share": 0},
+        {"tolerance": 1.0},
+        {"tolerance": -0.1},
+        {"tolerance": float("nan")},
+        {"budget_seconds": 0.0},
+        {"budget_seconds": float("inf")},
+        {"memory_bytes": (1,)},
+        {"memory_bytes": (0, 1, 1)},
+        {"devices": 0, "memory_bytes": ()},
+    ],
+)
+def test_bad_requests_are_named(options: dict[str, object]) -> None:
+    """What has no answer is refused before anything is measured, with what to do."""
+    problem = msgspec.structs.replace(Problem(3, (None, None, None)), **options)
+    with pytest.raises(RequestError) as caught:
+        Search(problem)
+    assert caught.value.remedy
