@@ -62,7 +62,16 @@ def state_folder() -> Path:
     """Where this user's state lies (XDG_STATE_HOME is honoured); made if it isn't there, for this user alone."""
     import platformdirs
 
-    folder = Path(platformdirs.user_state_path("evener"))
+    return _trusted(Path(platformdirs.user_state_path("evener")))
+
+
+def runs_folder() -> Path:
+    """Where each run has a folder of its own."""
+    return _trusted(state_folder() / "runs")
+
+
+def _trusted(folder: Path) -> Path:
+    """The folder, made for this user alone; RequestError if, links followed, somebody else has it or may write it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
@@ -77,11 +86,6 @@ def state_folder() -> Path:
             "Set XDG_STATE_HOME to a folder of your own.",
         )
     return folder
-
-
-def runs_folder() -> Path:
-    """Where each run has a folder of its own."""
-    return state_folder() / "runs"
 
 
 def new_id(now: float | None = None) -> str:
@@ -206,7 +210,7 @@ class DeviceLock(_Lock):
 
     def __init__(self, run: str, devices: Iterable[Device]) -> None:
         super().__init__()
-        folder = state_folder() / "locks"
+        folder = _trusted(state_folder() / "locks")
         note: dict[str, object] = {"pid": os.getpid(), "run": run}
         for device in devices:
             for name, unit in _units(device):
