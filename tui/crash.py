@@ -19,9 +19,11 @@ def write_crash_log(error: BaseException) -> Path | None:
     text += "".join(traceback.format_exception(error))
     for folder in (Path(platformdirs.user_state_dir("evener")) / "crashes", Path(tempfile.gettempdir())):
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = folder / name
-            path.write_text(text)
+            # a new file for its user alone: a name in a folder of everybody's may be a link that somebody laid there
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as stream:
+                stream.write(text)
         except OSError:
             continue
         return path

@@ -6,6 +6,7 @@ A torn last line is what a kill leaves and is skipped; a broken line before it, 
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -86,17 +87,28 @@ def _unwritable(path: Path, error: OSError) -> RequestError:
     )
 
 
+def _plain_file(path: Path) -> BinaryIO:
+    """The file open for reading; refuses a pipe, which could hold the reader, and a device, which might never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("it is not a plain file")
+    return os.fdopen(descriptor, "rb")
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
 class Recording:
     """A recording that is read; snapshots are found by position, and only one is in memory at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._stream: BinaryIO = path.open("rb")
-            if path.is_dir() or not path.is_file():
-                raise IsADirectoryError(21, "not a file")
-        except OSError as error:
-            raise RequestError(f"The recording {path} can't be read: {error.strerror or error}.", REMEDY) from None
+            self._stream: BinaryIO = _plain_file(path)
+        except (OSError, ValueError) as error:
+            raise RequestError(f"The recording {path} can't be read: {_reason(error)}.", REMEDY) from None
         try:
             self.header = self._read_header()
             self._starts = self._find_lines()
