@@ -1,0 +1,315 @@
+"""Files that somebody else made, may write, or put in the way: none is believed, none is written through."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import evener
+from balancer import journal, runs
+from balancer.session import Request, Session
+from evener.errors import EvenerError, RequestError
+from evener.live import Reporter, read_trainings
+from evener.live_files import file_name, prepare_folder, replace_file, start_ticks
+from evener.plan import load_plan
+from tui.cli import run
+
+HOME = Path(evener.__file__).parents[1]
+ROOMS = ("evener", "devices", "workloads", "balancer", "tui")
+SOMEBODY = 12345
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of somebody else")
+SIMULATED = Request(devices="sim:gtx1080ti,gtx1080", max_global_batch=128)
+LIVE = {"framework": "torch", "workload": "w", "samples_per_second": 5.0, "step": 1, "updated_at": 1.0, "devices": []}
+
+
+def a_run() -> tuple[str, Path]:
+    """A finished run and its journal."""
+    session = Session(SIMULATED)
+    list(session.events())
+    session.close()
+    return session.run_id, runs.journal_path(session.run_id)
+
+
+def somebodys(path: Path) -> None:
+    """Give it away."""
+    os.chown(path, SOMEBODY, SOMEBODY)
+
+
+def group_writable(path: Path) -> None:
+    """Let the group write it."""
+    path.chmod(stat.S_IMODE(path.stat().st_mode) | 0o020)
+
+
+def world_writable(path: Path) -> None:
+    """Let everybody write it."""
+    path.chmod(stat.S_IMODE(path.stat().st_mode) | 0o002)
+
+
+DISTRUSTED = [pytest.param(somebodys, marks=root_only), group_writable, world_writable]
+
+
+@pytest.mark.parametrize("spoil", DISTRUSTED)
+def test_a_journal_of_somebody_else_is_not_believed(
+    spoil: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is neither shown, resumed nor exported; the list says why, and the others are listed all the same."""
+    name, path = a_run()
+    other, _ = a_run()
+    spoil(path)
+    for arguments in (["runs", "show", name], ["export", name], ["balance", "--resume", name]):
+        assert run(arguments) == 2
+        assert "not trusted" in capsys.readouterr().err
+    assert run(["runs"]) == 0
+    output = capsys.readouterr()
+    assert "not trusted" in output.err
+    assert other in output.out
+
+
+@pytest.mark.parametrize("spoil", DISTRUSTED)
+def test_a_state_folder_of_somebody_else_is_not_used(spoil: Callable[[Path], None]) -> None:
+    """Neither for runs nor for locks."""
+    spoil(runs.state_folder())
+    with pytest.raises(RequestError, match="not trusted"):
+        Session(SIMULATED)
+
+
+@pytest.mark.parametrize("spoil", DISTRUSTED)
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_a_live_file_of_somebody_else_is_passed_over(spoil: Callable[[Path], None], what: str, tmp_path: Path) -> None:
+    """Whether the file or its folder is theirs."""
+    folder = tmp_path / "live"
+    prepare_folder(folder)
+    path = folder / file_name(os.getpid(), start_ticks(os.getpid()) or 0, 1)
+    replace_file(path, json.dumps(LIVE).encode())
+    assert len(read_trainings([folder])) == 1
+    spoil(path if what == "file" else folder)
+    assert read_trainings([folder]) == ()
+    assert path.exists(), "what is not ours is left alone"
+
+
+@root_only
+def test_a_lock_of_somebody_else_can_t_name_its_holder_at_will(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a lock's note says is shown only where it is a number and a run's name."""
+    session = Session(Request(devices="cpu", workload="synthetic"))
+    for path in (runs.state_folder() / "locks").iterdir():
+        path.write_text(json.dumps({"pid": "\x1b[2J1", "run": "\x1b]0;gotcha\x07", "more": "x" * 5000}))
+    assert run(["balance", "--devices", "cpu", "--workload", "synthetic"]) == 3
+    session.close()
+    text = capsys.readouterr().err
+    assert "is being measured by another evener." in text
+    assert "\x1b" not in text
+
+
+def test_what_is_made_is_for_its_user_alone(own_state: Path) -> None:
+    """Folders, journals, locks and live files, whatever the umask says."""
+    before = os.umask(0)
+    try:
+        a_run()
+        reporter = Reporter()
+        os.environ["EVENER_LIVE_DIR"] = str(own_state / "evener" / "live")
+        for _ in range(2):
+            reporter._next_write = 0.0
+            reporter.report(1)
+        made = [own_state / "evener", *(own_state / "evener").rglob("*")]
+        assert any(path.suffix == ".jsonl" for path in made)
+        assert any("live" in path.parts and path.suffix == ".json" for path in made)
+        assert [path for path in made if stat.S_IMODE(path.stat().st_mode) & 0o077] == []
+        reporter.close()
+    finally:
+        os.umask(before)
+        os.environ.pop("EVENER_LIVE_DIR", None)
+
+
+@pytest.mark.parametrize("place", ["runs", "locks", "journal", "live", "live file"])
+def test_a_link_in_the_way_is_not_followed(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody's file is neither written, cut, nor deleted by way of a link that lies where ours should."""
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "kept.json").write_text("precious")
+    live = tmp_path / "live"
+    monkeypatch.setenv("EVENER_LIVE_DIR", str(live))
+    if place == "journal":
+        name, path = a_run()
+        path.unlink()
+        path.symlink_to(victim / "kept.json")
+        with pytest.raises(RequestError):
+            runs.load_run(name)
+        with pytest.raises(RequestError):
+            journal.reopen(path)
+        runs.delete_run(name)
+    elif place.startswith("live"):
+        if place == "live":
+            live.symlink_to(victim, target_is_directory=True)
+        else:
+            prepare_folder(live)
+            for serial in range(4):
+                stem = file_name(os.getpid(), start_ticks(os.getpid()) or 0, Reporter()._serial + serial)
+                (live / stem).with_suffix(".tmp").symlink_to(victim / "kept.json")
+        reporter = Reporter()
+        for _ in range(2):
+            reporter._next_write = 0.0
+            reporter.report(1)
+        reporter.close()
+        assert read_trainings([live]) == ()
+    else:
+        world_writable(victim)
+        (runs.state_folder() / place).symlink_to(victim, target_is_directory=True)
+        with pytest.raises(EvenerError, match="not trusted"):
+            Session(Request(devices="cpu", workload="synthetic"))
+    assert (victim / "kept.json").read_text() == "precious"
+    assert [path.name for path in victim.iterdir()] == ["kept.json"]
+
+
+def test_an_export_through_a_link_replaces_what_it_leads_to_and_makes_nothing_beside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the shell's `>` would; a temporary name that lies there already can't be guessed, nor is it followed."""
+    name, _ = a_run()
+    real = tmp_path / "real"
+    real.mkdir()
+    (tmp_path / "plan.toml").symlink_to(real / "target.toml")
+    assert run(["export", name, "-o", str(tmp_path / "plan.toml")]) == 0
+    assert (tmp_path / "plan.toml").is_symlink()
+    assert load_plan(real / "target.toml").layout.global_batch
+    assert [path.name for path in real.iterdir()] == ["target.toml"]
+
+
+@pytest.mark.parametrize("kind", ["/dev/zero", "fifo", "folder", "large"])
+@pytest.mark.parametrize("what", ["machine", "plan", "recording", "journal"])
+def test_what_is_no_file_of_its_kind_ends_soon_and_in_bounded_memory(kind: str, what: str, tmp_path: Path) -> None:
+    """An endless device, a folder, a sparse file of a terabyte; a pipe only where it can't be meant."""
+    path = tmp_path / "input.toml"
+    if kind == "/dev/zero":
+        path.symlink_to(kind)
+    elif kind == "fifo":
+        if what in ("plan", "machine"):
+            return  # `<(...)` of a shell is a fair way to give these
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with path.open("wb") as stream:
+            stream.truncate(1 << 40)
+        path.chmod(0o600)
+    faults: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            if what == "plan":
+                load_plan(path)
+            elif what == "journal":
+                journal.read(path)
+            elif what == "machine":
+                run_quietly("devices", "--devices", f"sim:{path}")
+            else:
+                run_quietly("monitor", "--once", "--replay", str(path))
+        except EvenerError as fault:
+            faults.append(fault)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), "it hangs"
+    assert faults
+
+
+def run_quietly(*arguments: str) -> None:
+    """The command as a fault instead of an exit code."""
+    from tui.cli import app
+
+    app(args=list(arguments), standalone_mode=False)
+
+
+BANNED_NAMES = {"eval", "exec", "compile", "__import__", "execfile"}
+BANNED_MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "shelve",
+    "marshal",
+    "yaml",
+    "jsonpickle",
+}
+BANNED_CALLS = {("os", "system"), ("os", "popen"), ("torch", "load"), ("numpy", "load"), ("np", "load")}
+
+
+@pytest.mark.parametrize(
+    "path", sorted(p for room in ROOMS for p in (HOME / room).rglob("*.py")), ids=lambda p: str(p.relative_to(HOME))
+)
+def test_nothing_is_unpickled_or_evaluated(path: Path) -> None:
+    """No module that can run what it reads, no call that evaluates text, no shell; read from the syntax tree.
+
+    The user's own workload is run by importlib's loader, in one place, and by nothing else.
+    """
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            assert not {alias.name.partition(".")[0] for alias in node.names} & BANNED_MODULES
+        elif isinstance(node, ast.ImportFrom):
+            assert (node.module or "").partition(".")[0] not in BANNED_MODULES
+        elif isinstance(node, ast.Call):
+            called = node.func
+            if isinstance(called, ast.Name):
+                assert called.id not in BANNED_NAMES
+            if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
+                assert (called.value.id, called.attr) not in BANNED_CALLS
+            if isinstance(called, ast.Attribute) and called.attr == "exec_module":
+                assert path.relative_to(HOME) == Path("workloads/custom.py")
+            assert not [word for word in node.keywords if word.arg == "shell" and _true(word.value)]
+
+
+def _true(node: ast.expr) -> bool:
+    return not (isinstance(node, ast.Constant) and node.value is False)
+
+
+def test_foreign_code_runs_in_children_alone_and_the_help_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Naming `file.py:attr` parses the file in this process; its code is run only by a probe's child."""
+    from balancer.bench import understand
+
+    source = tmp_path / "train.py"
+    source.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef build():\n    return None\n")
+    understand(Request(devices="cpu", workload=f"{source}:build", framework="tensorflow"))
+    assert not (tmp_path / "ran").exists()
+    assert run(["balance", "--help"]) == 0
+    words = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "its code is run" in words
+
+
+def test_a_plan_s_numbers_are_bounded(tmp_path: Path) -> None:
+    """A batch or a count that no training has is an error that names it, not an allocation."""
+    name, _ = a_run()
+    path = tmp_path / "plan.json"
+    assert run(["export", name, "--format", "json", "-o", str(path)]) == 0
+    data = json.loads(path.read_bytes())
+    data["layout"]["global_batch"] = 1 << 80
+    path.write_bytes(json.dumps(data).encode())
+    with pytest.raises(RequestError, match="global_batch"):
+        load_plan(path)
+
+
+def test_a_crash_log_is_written_through_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of everybody's its name may have been guessed."""
+    from tui import crash
+
+    (tmp_path / "kept").write_text("precious")
+    monkeypatch.setattr("time.strftime", lambda *_: "now")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/no/such/folder")
+    (tmp_path / f"crash-now-{os.getpid()}.log").symlink_to(tmp_path / "kept")
+    assert crash.write_crash_log(ValueError("x")) is None
+    assert (tmp_path / "kept").read_text() == "precious"
+    (tmp_path / f"crash-now-{os.getpid()}.log").unlink()
+    written = crash.write_crash_log(ValueError("x"))
+    assert written is not None
+    assert stat.S_IMODE(written.stat().st_mode) == 0o600
