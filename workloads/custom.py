@@ -108,7 +108,9 @@ def explain(error: BaseException, source: Path | None) -> UserCodeError:
 
 def _out_of_memory(error: BaseException) -> bool:
     names = {kind.__name__ for kind in type(error).__mro__}
-    return bool(names & {"ResourceExhaustedError", "OutOfMemoryError"}) or "out of memory" in str(error).lower()
+    return bool(names & {"ResourceExhaustedError", "OutOfMemoryError"}) or any(
+        sign in str(error).lower() for sign in ("out of memory", "can't allocate memory")
+    )
 
 
 def _import(home: str, source: Path | None) -> ModuleType:

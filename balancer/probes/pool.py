@@ -222,8 +222,10 @@ class ChildProber:
             versions = known.versions | {name: facts[name] for name in _VERSIONS if name in facts}
             if self._job.framework in ("tensorflow", "torch") and "version" in facts:
                 versions.setdefault(self._job.framework, facts["version"])
-            parts = [self._job.workload, self._job.settings, facts.get("digest", ""), facts.get("parameters", "")]
-            digest = known.workload_digest or blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
+            # the model's own digest where it has one: it is what a training script compares with its model
+            parts = [self._job.workload, self._job.settings, facts.get("parameters", "")]
+            own = facts.get("digest") or blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
+            digest = known.workload_digest or own
             engine = engine if engine not in ("", "auto") else known.engine
             self._facts = Facts(versions, known.driver, engine, digest)
 
