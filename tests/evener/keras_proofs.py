@@ -1,7 +1,7 @@
 """Run as a script: trains small models on one device and over several, and prints how far they are apart, as JSON.
 
-`keras_proofs.py towers|mirrored` uses logical CPU devices; `keras_proofs.py multiworker` is one process of a group,
-with TF_CONFIG set. Everything is float64.
+`keras_proofs.py towers|mirrored` uses logical CPU devices, `"towers on gpus"` and `"mirrored on gpus"` two GPUs;
+`keras_proofs.py multiworker` is one process of a group, with TF_CONFIG set. Everything is float64.
 """
 
 from __future__ import annotations
@@ -389,6 +389,8 @@ def main(engine: str, folder: str) -> dict[str, Any]:
     keras.config.set_dtype_policy("float64")
     if engine == "multiworker":
         return group_cases()
+    if engine.endswith(" on gpus"):
+        return gpu_cases(engine.partition(" ")[0])
     make_logical_cpus(3)
     if engine == "mirrored":
         return mirrored_cases()
@@ -406,6 +408,22 @@ def main(engine: str, folder: str) -> dict[str, Any]:
     cases["orders"] = lambda: orders(by["3:1"])
     found: dict[str, Any] = {name: case() for name, case in cases.items()}
     return found | {"refusals": refusals(by["3:1"]), "requests": requests()}
+
+
+def gpu_cases(engine: str) -> dict[str, Any]:
+    """Two real GPUs by one engine; where the heavy work lies, and GPU 1 alone."""
+    split = Split(gpus=2, ratios=[3, 1], global_batch=BATCH, engine=engine)
+    make = rules()
+    found: dict[str, Any] = {
+        "adam L2": compare(split, make["adam"], X, Y, validation_data=(X[:40], Y[:40])),
+        "momentum one row": compare(split, make["momentum"], X[:ONE_OVER], Y[:ONE_OVER]),
+    }
+    if engine == "towers":
+        second = Split(gpus=[1], global_batch=BATCH)
+        found["placed"] = placed(split)
+        found["second"] = compare(second, make["sgd"], X, Y)
+        found["engine of one"] = second.engine
+    return found
 
 
 def mirrored_cases() -> dict[str, Any]:
