@@ -59,13 +59,15 @@ class Curve(msgspec.Struct, frozen=True):
     def seconds(self, batch: float) -> float:
         """Predicted step time of `batch` samples."""
         time = self._smooth(batch)
-        return math.ceil(time / self.stair - 1e-6) * self.stair if self.stair else time
+        return max(1, math.ceil(time / self.stair - 1e-6)) * self.stair if self.stair else time
 
     def largest(self, seconds: float, ceiling: int, quantum: int = 1) -> int:
         """The most samples, a multiple of `quantum` up to `ceiling`, that take no longer than `seconds`; 0: none."""
         seconds *= 1 + ROUNDING
         if self.stair:
             seconds = math.floor(seconds / self.stair + 1e-6) * self.stair * (1 + ROUNDING)
+            if seconds < self.stair:
+                return 0
         times = self.times
         i = bisect_right(times, seconds)
         if i == 0:

@@ -55,7 +55,9 @@ def decide(known: Judged, everything: Ledger) -> Decision:
     probes, rule = race.next_probe(view, known.rivals, everything, purse)
     if probes:
         return Decision(probes, f"Races {len(known.rivals)} layouts in turns; this is turn {probes[0].turn + 1}.")
-    return Decision((), "Done.", (rule or Rule.BUDGET).value)
+    if rule is None:
+        rule = Rule.BUDGET if everything.timed(["split"]) or view.lanes_hold_batch else Rule.NO_FIT
+    return Decision((), "Done.", rule.value)
 
 
 def nobody(view: View) -> str:

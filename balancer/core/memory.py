@@ -73,9 +73,10 @@ class Memory(msgspec.Struct, frozen=True):
             return min(above, max(quantum, self._middle(self.failed) // quantum * quantum))
         return min(above, max(quantum, self.ran * GROWTH)) // quantum * quantum
 
-    def room(self, cap: int, quantum: int = 1) -> int:
-        """The largest batch worth trying beside others: the next guess if bytes are known, else what ran."""
-        if self.failures >= PATIENCE or self.limit_bytes is None or self.line is None:
+    def room(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
+        """The largest batch worth trying beside others: the next guess if bytes are known or `bold`, else what ran."""
+        unknown = self.limit_bytes is None or self.line is None
+        if self.failures >= PATIENCE or (unknown and not bold):
             return min(self.ran, cap) // quantum * quantum
         return self.next_guess(cap, quantum)
 

@@ -16,12 +16,13 @@ from balancer.core.view import View, guarded
 from balancer.records import Layout, Probe, solo
 
 MOST_ROUNDS = 4
-PATIENT_ROUNDS = 8  # while a device has not run at all
+PATIENT_ROUNDS = 8  # while a device has not run at all, or grows without known memory
 SMALL, SECOND = 8, 64  # the first two batches, of a free global batch
 RATIO = 8  # between them
 SLACK = 2.0  # the third batch may take so many times the predicted finish time
 FAR = 4  # times the largest batch that ran: the least that the third batch aims at
 ON_SLOPE = 0.55  # of the largest batch: where the fourth point of a curve with a knee lies, beyond most knees
+GROWN = 1.1  # times what ran: a growth worth a round
 TESTED = 0.12  # a batch so near to a measured one, relatively, tells nothing new
 RETREAT = 8  # a first batch that ran out of memory is divided by it
 
@@ -32,7 +33,7 @@ def next_probes(view: View, purse: Purse) -> tuple[Probe, ...]:
     if not live:
         return ()
     turn = min(view.devices[i].rounds for i in live)
-    if not _wanted(view, turn) or (turn and not purse.affords("solo", _longest(view))):
+    if not _wanted(view, purse, turn) or (turn and not purse.affords("solo", _longest(view))):
         return ()
     due = [i for i in live if view.devices[i].rounds == turn]
     batches = {i: _batch(view, purse, i, turn) for i in due}
@@ -41,14 +42,24 @@ def next_probes(view: View, purse: Purse) -> tuple[Probe, ...]:
     return tuple(_probe(view, purse, i, batch, turn) for i, batch in batches.items())
 
 
-def _wanted(view: View, turn: int) -> bool:
+def _wanted(view: View, purse: Purse, turn: int) -> bool:
     """Whether another round tells anything: somebody has not run, or a shape or a memory line is in doubt."""
     live = view.live
     if any(not view.devices[i].alone for i in live):
         return turn < PATIENT_ROUNDS
     if turn < 3:
         return True
-    return turn < MOST_ROUNDS and any(_in_doubt(view, i) for i in live)
+    if turn < MOST_ROUNDS and any(_in_doubt(view, i) for i in live):
+        return True
+    return turn < PATIENT_ROUNDS and any(_growing(view, purse, i) for i in live)
+
+
+def _growing(view: View, purse: Purse, position: int) -> bool:
+    """Whether a device whose memory can't be read may hold a batch that still gains something."""
+    memory = view.devices[position].memory
+    if memory.limit_bytes is not None and memory.line is not None:
+        return False
+    return _largest_that_matters(view, purse, position) > GROWN * memory.ran
 
 
 def _in_doubt(view: View, position: int) -> bool:
@@ -84,6 +95,8 @@ def _batch(view: View, purse: Purse, position: int, turn: int) -> int:
     if memory.failed is not None and (guess := memory.next_guess(cap, quantum)) > memory.ran:
         return guess
     if turn == 2:
+        return _largest_that_matters(view, purse, position)
+    if _growing(view, purse, position):
         return _largest_that_matters(view, purse, position)
     curve = view.alone[position]
     if curve is not None and _flat(curve) and len(device.alone) == 3:

@@ -23,6 +23,7 @@ class Rule(StrEnum):
     TIED = "The leading layouts can't be told apart: every turn was taken and their intervals still overlap."
     ONLY_ONE = "There is one way to train on these devices, and it was measured."
     BUDGET = "The budget is spent."
+    NO_FIT = "No layout of the global batch asked for fits the memory of these devices."
     NO_ROOM = "Every device ran out of memory at the smallest batch it was given"
     ALL_LOST = "Every device failed"
 

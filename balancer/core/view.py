@@ -89,8 +89,9 @@ class View:
     @cached_property
     def rooms(self) -> tuple[int, ...]:
         """Each device's largest share worth trying beside others, by memory alone."""
+        bold = self.problem.global_batch is not None  # a fixed batch has to go somewhere
         own = [
-            self.devices[i].memory.room(self.cap, self.quantum) if i in self._live else 0
+            self.devices[i].memory.room(self.cap, self.quantum, bold) if i in self._live else 0
             for i in range(len(self.devices))
         ]
         for group in self.groups:
@@ -108,6 +109,11 @@ class View:
     def lanes(self) -> tuple[Lane, ...]:
         """The live devices as the fill sees them, with room by memory."""
         return tuple(Lane(i, curve, self.rooms[i]) for i in self.live if (curve := self.beside[i]) and self.rooms[i])
+
+    @cached_property
+    def lanes_hold_batch(self) -> bool:
+        """Whether the devices together have room for the fixed global batch; True for a free one."""
+        return sum(lane.ceiling for lane in self.lanes) >= (self.problem.global_batch or 0)
 
     @cached_property
     def useful_lanes(self) -> tuple[Lane, ...]:
