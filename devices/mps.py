@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +22,7 @@ PROGRAM = "nvidia-cuda-mps-control"
 PROGRAM_FAMILY = b"nvidia-cuda-mps"  # the control program and its servers
 START_SECONDS = 15.0  # for the daemon to listen
 QUIT_SECONDS = 5.0  # for it to end in order
+LOOK_SECONDS = 0.05
 CLOSE_SECONDS = 20.0  # for the guard to have done all of that
 
 
@@ -123,15 +125,26 @@ def _quit(program: str, environment: dict[str, str]) -> None:
 
 
 def _kill_all(folder: str) -> None:
-    """Kill whatever of the daemon still has our folder in its environment."""
+    """Kill whatever of the daemon still has our folder in its environment, until it has gone."""
+    until = time.monotonic() + QUIT_SECONDS
+    while (left := _left(folder)) and time.monotonic() < until:
+        for pid in left:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(LOOK_SECONDS)
+
+
+def _left(folder: str) -> list[int]:
     ours = f"CUDA_MPS_PIPE_DIRECTORY={folder}".encode()
+    found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         with suppress(OSError):
             command = (entry / "cmdline").read_bytes()
             if PROGRAM_FAMILY in command and ours in (entry / "environ").read_bytes().split(b"\0"):
-                os.kill(int(entry.name), signal.SIGKILL)
+                found.append(int(entry.name))
+    return found
 
 
 def _home() -> str:

@@ -19,8 +19,9 @@ import tensorflow as tf
 
 from evener.errors import RequestError
 from workloads.base import Place, Workload
-from workloads.keras_recipe import KerasWorkload, Solo
+from workloads.keras_recipe import KerasWorkload
 from workloads.keras_stages import Pass, Stage, added
+from workloads.keras_ways import Solo
 
 SETTINGS: dict[str, Any] = {
     "vocabulary": 20_000,

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
 
 import msgspec
 
 from balancer.compare.layouts import Candidate
-from balancer.core.stats import paired, pooled, relative_half_width
+from balancer.core.stats import paired, relative_half_width, student
 from balancer.records import Interval, Layout, Timed
 
 TIE = 0.01  # relative; less than that is not worth a change
@@ -72,9 +73,19 @@ def difference(rival: Mapping[int, Timed], leader: Mapping[int, Timed]) -> Inter
 
 
 def throughput(turns: Mapping[int, Timed]) -> Interval:
-    """Samples/s over all turns, each counted alike."""
+    """Samples/s over all turns, each counted alike: as uncertain as the turns are, and as they differ.
+
+    Two turns tell their spread so badly that it is judged with the quantile of three.
+    """
     figures = [_rate(seen) for _, seen in sorted(turns.items())]
-    return pooled(figures, [1.0] * len(figures))
+    count = len(figures)
+    if count == 1:
+        return figures[0]
+    value = fmean(figure.value for figure in figures)
+    within = math.sqrt(fmean(((figure.high - figure.low) / 2) ** 2 for figure in figures))
+    between = student(max(2, count - 1)) * stdev(figure.value for figure in figures)
+    half = math.hypot(within, between) / math.sqrt(count)
+    return Interval(value, max(0.0, value - half), value + half)
 
 
 def is_tie(against: Interval) -> bool:
