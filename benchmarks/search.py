@@ -20,9 +20,9 @@ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")  # one process a core does better than threads for such small matrices
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks" / "search.md"
-SEEDS = 5
+SEEDS = 8
 QUICK_SIZES, QUICK_NOISES = (2, 8), (0.01, 0.03)
-RIVAL_SEEDS = 2  # of every machine
+RIVAL_SEEDS = 3  # of every machine
 PLAIN = ("even split", "by speed at one batch", "by largest batch", "OmniLearn rule", "random")
 
 

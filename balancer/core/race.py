@@ -53,7 +53,9 @@ def contenders(view: View) -> tuple[Layout, ...]:
     wanted: list[Layout] = [*_favourites(view)]
     favourite = wanted[0].global_batch if wanted else None
     level = even_split(view, favourite)
-    if level is not None:
+    if level is not None and wanted and near(level, wanted[0]):
+        wanted[0] = level  # no measurement tells them apart: equal shares are simpler
+    elif level is not None:
         wanted.append(level)
     lone = best_single(view)
     if lone is not None:

@@ -37,7 +37,7 @@ def next_split(view: View) -> Fill | None:
     tried = [seen.probe.layout for seen in known]
     failed = sum(1 for seen in known if isinstance(seen, Failed))
     most = MOST_SPLITS if view.splits else PATIENT_SPLITS
-    if len(view.live) < 2 or len(known) >= most or failed >= MOST_FAILED:
+    if len(view.live) < 2 or sum(1 for _ in view.ledger.of("split")) >= most or failed >= MOST_FAILED:
         return None
     best = view.fastest_split
     hope = view.hopeful_split
