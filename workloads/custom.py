@@ -93,8 +93,8 @@ def guarded(function: Callable[..., Any], source: Path | Callable[[], Path | Non
     return call
 
 
-def explain(error: BaseException, source: Path | None) -> UserCodeError:
-    """One line: the user's file, the line in it where the error passed, the error."""
+def explain(error: BaseException, source: Path | None, remedy: str = "") -> UserCodeError:
+    """One line: the user's file, the line in it where the error passed, the error. A child's listener says the rest."""
     text = " ".join(str(error).split())[:300]
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
@@ -103,7 +103,7 @@ def explain(error: BaseException, source: Path | None) -> UserCodeError:
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if source is not None and Path(frame.filename) == source]
         where = f"{own[-1].filename}:{own[-1].lineno}" if own else str(source or "your code")
-    return UserCodeError(f"{where}: {what}", "Mend that line; the model must build before it can be measured.")
+    return UserCodeError(f"{where}: {what}", remedy)
 
 
 def _out_of_memory(error: BaseException) -> bool:
@@ -157,7 +157,7 @@ def _check_file(path: Path, attribute: str) -> None:
     except OSError as error:
         raise RequestError(f"{path} can't be read: {error.strerror or error}.", "Check the path.") from None
     except (SyntaxError, ValueError) as error:
-        raise explain(error, path) from None
+        raise explain(error, path, "Mend that line.") from None
     names = _top_level_names(tree)
     stars = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body)
     if attribute not in names and not stars:

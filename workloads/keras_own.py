@@ -70,11 +70,19 @@ def noise_for(model: Any, rows: int) -> tuple[Any, Any]:
         raise RequestError(
             "The model doesn't say its input shapes.", "Begin it with keras.Input, or put sample_batch(n) beside it."
         )
-    x = keras.tree.map_structure(lambda each: _input(random, rows, each, model), model.input)
-    outputs = keras.tree.flatten(model.output)
+    inputs, answers = _structures(model)
+    x = keras.tree.map_structure(lambda each: _input(random, rows, each, model), inputs)
+    outputs = keras.tree.flatten(answers)
     losses = _loss_names(model, len(outputs))
     labels = [_label(random, rows, each, loss) for each, loss in zip(outputs, losses, strict=True)]
-    return x, keras.tree.pack_sequence_as(model.output, labels)
+    return x, keras.tree.pack_sequence_as(answers, labels)
+
+
+def _structures(model: Any) -> tuple[Any, Any]:
+    """The symbolic inputs and outputs as the model is called; a Sequential that wasn't called yet only lists them."""
+    if isinstance(model, keras.Sequential):
+        return model.inputs[0], model.outputs[0]
+    return model.input, model.output
 
 
 def _input(random: Any, rows: int, tensor: Any, model: Any) -> Any:

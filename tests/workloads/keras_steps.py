@@ -39,6 +39,12 @@ def plain(units=4):
     return model
 
 
+def stack(units=4):
+    model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(units), keras.layers.Dense(1)])
+    model.compile("adam", "binary_crossentropy")
+    return model
+
+
 def open_shape():
     model = keras.Sequential([keras.layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -162,7 +168,7 @@ def alone(folder: str) -> dict[str, Any]:
         "maxer": count_maxer(),
         "own": {
             name: attempt(own(folder, OWN, name))
-            for name in ("plain", "open_shape", "wrong_build", "uncompiled", "nothing")
+            for name in ("plain", "stack", "open_shape", "wrong_build", "uncompiled", "nothing")
         },
         "own sampled": {name: attempt(own(folder, SAMPLED, name)) for name in ("lazy", "wrong_call", "wrong_loss")},
         "own short": attempt(own(folder, SHORT, "lazy")),

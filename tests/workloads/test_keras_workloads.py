@@ -133,7 +133,7 @@ def test_shares_that_cannot_be_are_refused(seen: Any) -> None:
 def test_the_users_model_is_trained(seen: Any) -> None:
     """With inputs made from its shapes and losses, or by its sample_batch."""
     found = seen("alone")[0]
-    assert found["own"]["plain"] == ""
+    assert found["own"]["plain"] == found["own"]["stack"] == ""
     assert found["own sampled"]["lazy"] == ""
 
 
