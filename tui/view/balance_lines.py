@@ -13,6 +13,8 @@ from tui.view.marks import Marks
 from tui.view.table import Column, column_widths, heading, table_row, window
 from tui.words import duration, percent, rate
 
+DETAILED_SHARES = 8  # devices; with more the legend tells samples alone
+
 
 class _Lane:
     """One device's row: the state, and which device it is."""
@@ -124,7 +126,8 @@ def share_lines(state: BalanceState, width: int, marks: Marks) -> tuple[Line, ..
     legend: list[Line] = []
     row: list[Span] = []
     for device, share in enumerate(shares):
-        text = f"{share} ({percent(share / total, 0)})" if share else "left out"
+        part = f" ({percent(share / total, 0)})" if len(shares) <= DETAILED_SHARES else ""
+        text = f"{share}{part}" if share else "left out"
         item = (
             Span(f" {marks.fills[device % len(marks.fills)]} ", device_tone(device)),
             Span(f"{state.devices[device]} ", "strong"),
@@ -166,7 +169,7 @@ def rival_lines(state: BalanceState, width: int, height: int, marks: Marks) -> t
     return tuple(lines)
 
 
-_RIVAL_CELLS = 70  # of a row without its bar
+_RIVAL_CELLS = 68  # of a row without its bar
 
 
 def _rival_line(each: Rival, best: Rival, width: int, marks: Marks, drawn: tuple[Span, ...], *, first: bool) -> Line:
@@ -175,9 +178,9 @@ def _rival_line(each: Rival, best: Rival, width: int, marks: Marks, drawn: tuple
     spans = (
         Span(f" {each.name:<18}", "strong" if first else "text"),
         Span(f"{rate(each.samples_per_second):>9}", "speed"),
-        Span(f" {marks.plus_minus}{percent(half, 1):<7}", "dim"),
+        Span(f" {marks.plus_minus}{percent(half, 1):<6}", "dim"),
         *drawn,
-        Span(f" {versus:<9}", _versus_tone(versus)),
+        Span(f" {versus:<8}", _versus_tone(versus)),
         Span(cut(each.detail, 22, marks.ellipsis), "dim"),
     )
     return Line(pad(spans, width))

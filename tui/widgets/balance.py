@@ -10,7 +10,7 @@ from textual.containers import Horizontal, Vertical
 from textual.widget import Widget
 
 from tui.view.balance import BalanceState, curves
-from tui.view.balance_lines import lane_lines, rival_lines, search_lines, share_lines
+from tui.view.balance_lines import DETAILED_SHARES, lane_lines, rival_lines, search_lines, share_lines
 from tui.view.cells import clean
 from tui.widgets.curves import CurvePlot
 from tui.widgets.lines import Lines
@@ -18,6 +18,8 @@ from tui.widgets.lists import ListPanel
 
 if TYPE_CHECKING:
     from tui.app import EvenerApp
+
+NARROW = 100  # columns, below which panels stand one under another
 
 
 def _panel(name: str, title: str) -> Lines:
@@ -101,16 +103,17 @@ class BalanceView(Widget):
     def _place_panels(self) -> None:
         """Rows for each part: every device, then the figures, then the search, then the chart."""
         width, height = self.size
-        framed = height >= 26 and width >= 100
+        framed = height >= 26 and width >= NARROW
         self.set_class(not framed, "-bare")
         frame = 2 if framed else 0
-        self.set_class(width < 100, "-narrow")
+        self.set_class(width < NARROW, "-narrow")
         lanes = min(max(1, len(self.state.devices)) + 1 + frame, max(2, height // 3))
         least_search = 4 + frame
         middle = max(0, min(height - lanes - least_search, (height - lanes) * 3 // 5))
         shares = self._share_rows(width) + frame
         rivals = 4 + frame
-        if width < 100:
+        shares = max(1, min(shares, middle - rivals))
+        if width < NARROW:
             chart = max(0, middle - shares - rivals)
             self.query_one("#curves").display = chart >= 8
             self.query_one("#curves").styles.height = chart
@@ -125,9 +128,10 @@ class BalanceView(Widget):
         self.query_one("#search").styles.height = max(0, height - lanes - middle)
 
     def _share_rows(self, width: int) -> int:
-        each = 26
-        room = width if width < 100 else width // 2
-        return 2 + max(1, -(-len(self.state.devices) * each // max(each, room)))
+        """The bar, the global batch, and a legend that is as long as it has to be."""
+        each = 26 if len(self.state.devices) <= DETAILED_SHARES else 15
+        room = width if width < NARROW else width // 2 - 2
+        return 2 + max(1, -(-len(self.state.devices) // max(1, room // each)))
 
     def on_lines_resized(self, event: Lines.Resized) -> None:
         """Fill the new size."""
