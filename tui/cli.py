@@ -221,6 +221,17 @@ def export(
     raise typer.Exit(run_export(run_id, form, output))
 
 
+@app.command()
+def report(
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the start of one, or `last`.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="report.html, .png or .svg.")],
+) -> None:
+    """Write a run as one page with pictures, or as one picture."""
+    from tui.commands.report import run_report
+
+    raise typer.Exit(run_report(run_id, output))
+
+
 @runs_app.callback()
 def runs(context: typer.Context, as_json: JsonOption = False) -> None:
     """List the runs unless a command says otherwise."""

@@ -1,0 +1,148 @@
+"""`evener report`: one page that needs nothing else, or one picture; the same run gives the same file."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tui.cli import run
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are kept in the test's own folder."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def a_run(own_state: None, capsys: pytest.CaptureFixture[str]) -> str:
+    """The id of a balanced run of the seed's two cards."""
+    assert run(["balance", "-d", "sim:gtx1080ti,gtx1080", "--json"]) == 0
+    return str(json.loads(capsys.readouterr().out)["run"])
+
+
+class Checker(HTMLParser):
+    """Collects what a page would fetch, the names that it defines and those that it refers to, and unclosed tags."""
+
+    VOID = ("meta", "link", "img", "br")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.names: list[str] = []
+        self.open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag in ("script", "link", "img", "iframe"):
+            self.fetched.append(tag)
+        self.fetched += [
+            v or "" for k, v in attrs if k in ("src", "href", "xlink:href") and not (v or "").startswith("#")
+        ]
+        self.names += [values["id"] or ""] if "id" in values else []
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_is_whole_and_needs_no_network(a_run: str) -> None:
+    assert run(["report", a_run, "-o", "report.html"]) == 0
+    text = Path("report.html").read_text()
+    page = Checker()
+    page.feed(text)
+    assert page.open == []
+    assert page.fetched == []
+    assert "url(http" not in text
+    assert "@import" not in text
+    assert len(page.names) == len(set(page.names)), "no picture's name stands for another's"
+    for wanted in (
+        "Throughput of each device alone",
+        "Shares of the plan",
+        "Ranking",
+        "Timeline of probes",
+        "even split",
+    ):
+        assert wanted in page.text
+
+
+def test_the_page_follows_the_readers_dark_or_light(a_run: str) -> None:
+    """Ink and lines of the pictures are the page's own colours, which change with the scheme."""
+    run(["report", a_run, "-o", "report.html"])
+    text = Path("report.html").read_text()
+    assert "prefers-color-scheme: dark" in text
+    assert "color-scheme: light dark" in text
+    assert text.count("currentColor") > 20
+    assert not re.search("#010203|#040506", text)
+
+
+def test_the_memory_wall_is_in_the_first_picture(a_run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only where a device did run out of memory."""
+    from tui.report import read_report
+
+    report = read_report(a_run)
+    run(["report", a_run, "-o", "report.html"])
+    walls = [curve for curve in report.curves if curve.wall_batch is not None]
+    assert Path("report.html").read_text().count("out of memory</text>") == len(walls)
+    for curve in report.curves:
+        assert list(curve.points) == sorted(curve.points)
+        assert all(curve.wall_batch is None or batch < curve.wall_batch for batch, _ in curve.points)
+
+
+def test_pictures_are_told_by_their_ending(a_run: str) -> None:
+    assert run(["report", "last", "-o", "report.png"]) == 0
+    assert Path("report.png").read_bytes().startswith(b"\x89PNG")
+    assert run(["report", "last", "-o", "report.svg"]) == 0
+    root = ElementTree.parse("report.svg").getroot()
+    assert root.tag.endswith("svg")
+    assert "prefers-color-scheme:dark" in Path("report.svg").read_text()
+
+
+def test_the_same_run_gives_the_same_file(a_run: str) -> None:
+    run(["report", a_run, "-o", "a.html"])
+    run(["report", a_run, "-o", "b.html"])
+    assert Path("a.html").read_bytes() == Path("b.html").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "output", "words"),
+    [
+        ("last", "report.pdf", ".html"),
+        ("last", "nowhere/report.html", "nowhere"),
+        ("nothing", "report.html", "nothing"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    a_run: str, capsys: pytest.CaptureFixture[str], name: str, output: str, words: str
+) -> None:
+    assert run(["report", name, "-o", output]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_what_a_machine_is_called_can_not_break_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("m.toml").write_text(
+        '[[device]]\nname = "<b>&A</b>"\nmemory_mib = 100\nmemory_base_mib = 1.0\nmemory_per_sample_mib = 1.0\n'
+        "curve = [[1, 1.0], [10, 2.0]]\n"
+    )
+    assert run(["balance", "-d", "sim:m.toml", "--json"]) == 0
+    capsys.readouterr()
+    assert run(["report", "last", "-o", "report.html"]) == 0
+    assert "<b>" not in Path("report.html").read_text()

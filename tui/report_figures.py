@@ -1,0 +1,174 @@
+"""A report's pictures, by matplotlib: for a page that is dark or light, ink and lines take the page's own colours."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from typing import Any
+
+from evener.errors import RequestError
+from tui.report import Report
+
+INK, LINES = "#010203", "#040506"  # stand for the page's colours until the picture is in it
+PAPER_LINES = "#d0d4d9"  # on white
+SERIES = ("#2f81d6", "#d9822b", "#2ca089", "#b05cc4", "#c9484f", "#8a9a1f", "#7a6ff0", "#a0714f")
+STAGES = {"solo": SERIES[0], "split": SERIES[2], "pack": SERIES[3], "race": SERIES[1]}
+FAILED = SERIES[4]
+Axes = Any  # matplotlib is not typed
+Draw = Callable[[Report, Axes], None]
+
+
+def figure_module() -> Any:
+    """matplotlib.figure; RequestError if it isn't installed."""
+    try:
+        import matplotlib
+        import matplotlib.figure
+    except ImportError:
+        raise RequestError("A report needs matplotlib.", "Install it: pip install 'evener[plot]'.") from None
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
+    matplotlib.rcParams["svg.hashsalt"] = "evener"  # the same report is the same file
+    return matplotlib.figure
+
+
+def draw_throughput(report: Report, axes: Axes) -> None:
+    """Samples/s against the batch of each device alone; a dotted line where its memory ended."""
+    for number, curve in enumerate(report.curves):
+        colour = SERIES[number % len(SERIES)]
+        if curve.points:
+            batches, rates = zip(*curve.points, strict=True)
+            axes.plot(batches, rates, marker="o", markersize=4, color=colour, label=curve.label)
+        if curve.wall_batch is not None:
+            axes.axvline(curve.wall_batch, color=colour, linestyle=":", label=f"{curve.label}: out of memory")
+    axes.set_xlabel("batch (samples)")
+    axes.set_ylabel("samples/s")
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+
+
+def draw_shares(report: Report, axes: Axes) -> None:
+    """How the global batch lies on the devices."""
+    shares = report.plan.layout.share
+    rows = range(len(shares))
+    colours = [SERIES[number % len(SERIES)] for number in rows]
+    bars = axes.barh(rows, [share.batch for share in shares], color=colours, height=0.6)
+    words = [f"{share.batch} ({share.ratio:.1%})" if share.batch else "left out" for share in shares]
+    axes.bar_label(bars, words, padding=4, color=INK, fontsize=9)
+    axes.set_yticks(rows, report.labels)
+    axes.invert_yaxis()
+    axes.set_xlabel("samples of each step")
+    axes.margins(x=0.3)
+
+
+def draw_ranking(report: Report, axes: Axes) -> None:
+    """Every layout measured, with its 95 % interval; the plan in the second colour."""
+    figures = [bar.throughput for bar in report.ranking]
+    values = [figure.samples_per_second for figure in figures]
+    low = [figure.samples_per_second - figure.low for figure in figures]
+    high = [figure.high - figure.samples_per_second for figure in figures]
+    colours = [SERIES[1] if bar.chosen else SERIES[0] for bar in report.ranking]
+    rows = range(len(values))
+    axes.barh(rows, values, xerr=(low, high), color=colours, height=0.6, ecolor=INK, capsize=3)
+    axes.set_yticks(rows, [bar.name for bar in report.ranking])
+    axes.invert_yaxis()
+    axes.set_xlabel("samples/s")
+
+
+def draw_timeline(report: Report, axes: Axes) -> None:
+    """When each device was probed, coloured by stage; what did not run is hatched."""
+    seen: set[str] = set()
+    for span in report.spans:
+        failed = span.outcome != "timed"
+        colour = FAILED if failed else STAGES.get(span.stage, SERIES[5])
+        label = span.outcome if failed else span.stage
+        for lane in span.lanes:
+            axes.barh(
+                lane,
+                max(span.stop - span.start, 1e-3),
+                left=span.start,
+                height=0.5,
+                color=colour,
+                edgecolor=INK,
+                linewidth=0.4,
+                hatch="///" if failed else None,
+                label=None if label in seen else label,
+            )
+            seen.add(label)
+    axes.set_yticks(range(len(report.labels)), report.labels)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds of the session")
+    if seen:
+        axes.legend(
+            frameon=False, labelcolor=INK, fontsize=8, ncols=len(seen), loc="upper left", bbox_to_anchor=(0, 1.25)
+        )
+
+
+PICTURES: tuple[tuple[str, Draw], ...] = (
+    ("Throughput of each device alone", draw_throughput),
+    ("Shares of the plan", draw_shares),
+    ("Ranking", draw_ranking),
+    ("Timeline of probes", draw_timeline),
+)
+
+
+def svg_of(report: Report, draw: Draw) -> str:
+    """One picture as an SVG element whose ink is `currentColor` and whose lines are `var(--lines)`."""
+    figure = figure_module().Figure(figsize=(7.2, _height(report, draw)), layout="constrained")
+    _draw(report, draw, figure.subplots())
+    text = _saved(figure, "svg").decode()
+    element = text[text.index("<svg") :]
+    element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.DOTALL)
+    return _page_colours(element)
+
+
+def save_sheet(report: Report, form: str) -> bytes:
+    """All pictures on one sheet: png on white; svg for a dark or a light viewer."""
+    figure = figure_module().Figure(figsize=(13, 8.5), layout="constrained")
+    figure.suptitle(f"evener run {report.run}: {report.workload}", color=INK)
+    for (title, draw), axes in zip(PICTURES, figure.subplots(2, 2).flat, strict=True):
+        _draw(report, draw, axes, LINES if form == "svg" else PAPER_LINES)
+        if draw is not draw_timeline:
+            axes.set_title(title, color=INK, fontsize=10)
+    if form == "png":
+        figure.set_facecolor("white")
+        for each in figure.axes:
+            each.set_facecolor("white")
+        return _saved(figure, "png")
+    style = (
+        "<style>svg{color:#1c2128;--lines:#c4c9cf;background:#fff}"
+        "@media(prefers-color-scheme:dark){svg{color:#e2e6ea;--lines:#49505a;background:#15181c}}</style>"
+    )
+    text = _saved(figure, "svg").decode()
+    start = text.index(">", text.index("<svg")) + 1
+    return (text[:start] + style + _page_colours(text[start:])).encode()
+
+
+def _page_colours(svg: str) -> str:
+    return svg.replace(INK, "currentColor").replace(LINES, "var(--lines)")
+
+
+def _height(report: Report, draw: Draw) -> float:
+    rows = {draw_shares: len(report.labels), draw_ranking: len(report.ranking), draw_timeline: len(report.labels) + 1}
+    return 3.4 if draw not in rows else min(12.0, 1.2 + 0.38 * rows[draw])
+
+
+def _draw(report: Report, draw: Draw, axes: Axes, lines: str = LINES) -> None:
+    axes.set_facecolor("none")
+    draw(report, axes)
+    axes.tick_params(colors=INK, labelsize=9)
+    axes.xaxis.label.set_color(INK)
+    axes.yaxis.label.set_color(INK)
+    axes.grid(axis="x", color=lines, linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(lines)
+
+
+def _saved(figure: Any, form: str) -> bytes:
+    buffer = io.BytesIO()
+    options = {"metadata": {"Date": None}} if form == "svg" else {"dpi": 120}
+    figure.savefig(buffer, format=form, transparent=form == "svg", **options)
+    return buffer.getvalue()

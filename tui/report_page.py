@@ -1,0 +1,101 @@
+"""A report as one page that needs nothing else: inline pictures, no script, no network, dark or light."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from tui.report import Report
+from tui.report_figures import PICTURES, draw_ranking, svg_of
+from tui.words import duration, rate
+
+RANKING = [draw for _, draw in PICTURES].index(draw_ranking)
+STYLE = """
+:root { color-scheme: light dark; --ink: #1c2128; --paper: #ffffff; --lines: #c4c9cf; --soft: #f2f4f6; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e2e6ea; --paper: #15181c; --lines: #49505a; --soft: #20252b; } }
+body { color: var(--ink); background: var(--paper); font: 15px/1.5 system-ui, sans-serif; margin: 0 auto;
+  max-width: 60rem; padding: 1.5rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+.verdict { background: var(--soft); border-left: 4px solid #d9822b; padding: .8rem 1rem; font-size: 1.1rem; }
+figure { margin: 0; overflow-x: auto; } svg { max-width: 100%; height: auto; color: var(--ink); }
+table { border-collapse: collapse; } .wide { overflow-x: auto; }
+th, td { border-bottom: 1px solid var(--lines); padding: .25rem .8rem .25rem 0; text-align: left; }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
+"""
+
+
+def page_of(report: Report) -> str:
+    """The whole page."""
+    title = f"evener run {report.run}"
+    parts = [
+        f"<h1>{escape(title)}: {escape(report.workload)}</h1>",
+        f'<p class="verdict">{escape(report.verdict)}</p>',
+        _shares(report),
+        *(_figure(report, number) for number in range(RANKING + 1)),
+        _ranking(report),
+        *(_figure(report, number) for number in range(RANKING + 1, len(PICTURES))),
+        _facts(report),
+    ]
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    body = "".join(parts)
+    return f'<!doctype html>\n<html lang="en"><head>{head}<style>{STYLE}</style></head>\n<body>{body}</body></html>\n'
+
+
+def _figure(report: Report, number: int) -> str:
+    title, draw = PICTURES[number]
+    svg = svg_of(report, draw).replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
+    return f"<h2>{escape(title)}</h2><figure>{_own_names(svg, number)}</figure>"
+
+
+def _own_names(svg: str, number: int) -> str:
+    """Names inside a picture are the page's: each picture's get a prefix, so that none stands for another's."""
+    for before in ('id="', 'href="#', "url(#"):
+        svg = svg.replace(before, f"{before}p{number}-")
+    return svg
+
+
+def _shares(report: Report) -> str:
+    rows = [
+        (label, name, str(share.batch) if share.batch else "left out", f"{share.ratio:.3f}")
+        for label, name, share in zip(report.labels, report.names, report.plan.layout.share, strict=True)
+    ]
+    layout = report.plan.layout
+    kind = f"{layout.kind}{f', {layout.processes} trainings' if layout.processes > 1 else ''}"
+    kind += f", {layout.placement}" if layout.placement else ""
+    return f"<h2>The plan: {escape(kind)}</h2>{_table(('device', 'name', 'share', 'ratio'), rows, numbers_from=2)}"
+
+
+def _ranking(report: Report) -> str:
+    rows = [
+        (bar.name, rate(bar.throughput.samples_per_second), f"{rate(bar.throughput.low)} – {rate(bar.throughput.high)}")
+        for bar in report.ranking
+    ]
+    return _table(("layout", "samples/s", "95 % interval"), rows, numbers_from=1)
+
+
+def _facts(report: Report) -> str:
+    plan = report.plan
+    rows = [
+        ("made", report.created),
+        ("probes", f"{plan.search.probes}, {plan.search.out_of_memory} out of memory"),
+        ("time", duration(plan.search.seconds)),
+        ("ended", plan.search.why_stopped),
+        ("precision", plan.precision + (", XLA" if plan.xla else "")),
+        *(("devices", words) for words in plan.fingerprint.devices),
+        ("driver", plan.fingerprint.driver or "-"),
+        *sorted(plan.fingerprint.versions.items()),
+        *(("warning", words) for words in plan.warnings),
+    ]
+    return f"<h2>How it was measured</h2>{_table(('', ''), rows, numbers_from=9)}"
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], numbers_from: int) -> str:
+    def cells(tag: str, row: tuple[str, ...]) -> str:
+        texts = (
+            f"<{tag}{' class=number' if column >= numbers_from else ''}>{escape(text)}</{tag}>"
+            for column, text in enumerate(row)
+        )
+        return f"<tr>{''.join(texts)}</tr>"
+
+    first = cells("th", head) if any(head) else ""
+    return f'<div class="wide"><table>{first}{"".join(cells("td", row) for row in rows)}</table></div>'
