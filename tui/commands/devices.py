@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from devices.base import Device, Limit
 from devices.discover import discover
+from devices.reference import over_expected, reference_units
 from tui.documents import json_text
 from tui.words import plain, size
 
@@ -16,14 +18,21 @@ from tui.words import plain, size
 def run_devices(spec: str, as_json: bool) -> int:
     """List the devices in the order that shares will have."""
     found = discover(spec)
+    references = _references(found.devices)
     if as_json:
-        listing = {"devices": [_as_json(device) for device in found.devices], "notes": found.notes}
+        listing = {
+            "devices": [_as_json(device, *pair) for device, pair in zip(found.devices, references, strict=True)],
+            "notes": found.notes,
+        }
         print(json_text(listing))
         return 0
     for note in found.notes:
         print(f"evener: {plain(note)}", file=sys.stderr)
-    rows = [("device", "name", "memory", "limit", "cores", "id")]
+    rows: list[tuple[str, ...]] = [("device", "name", "memory", "limit", "cores", "id")]
     rows += [_row(device) for device in found.devices]
+    if any(units is not None for units, _ in references):
+        added = [("RGU", "measured/expected"), *(_reference_row(*pair) for pair in references)]
+        rows = [(*row[:-1], *more, row[-1]) for row, more in zip(rows, added, strict=True)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -36,6 +45,21 @@ def _row(device: Device) -> tuple[str, str, str, str, str, str]:
     return (device.label, plain(device.name, 40), memory, limit_words(device.limit) or "-", cores, plain(device.id, 80))
 
 
+def _references(devices: Sequence[Device]) -> list[tuple[float | None, float | None]]:
+    """Each device's reference units, and its measured part over the expected one, where they are known."""
+    units = [reference_units(device.name, device.memory_bytes) for device in devices]
+    rates: Sequence[float | None] = [None] * len(units)
+    if sum(unit is not None for unit in units) > 1:
+        from tui.measured import rates_alone
+
+        rates = rates_alone(devices)
+    return list(zip(units, over_expected(units, rates), strict=True))
+
+
+def _reference_row(units: float | None, part: float | None) -> tuple[str, str]:
+    return ("-" if units is None else f"{units:.1f}", "-" if part is None else f"{part:.2f}")
+
+
 def limit_words(limit: Limit) -> str:
     """A limit as it was given: "60%+8 GiB"; empty without one."""
     parts = []
@@ -46,5 +70,11 @@ def limit_words(limit: Limit) -> str:
     return "+".join(parts)
 
 
-def _as_json(device: Device) -> dict[str, Any]:
-    return {**msgspec.to_builtins(device), "label": device.label, "usable_memory_bytes": device.usable_memory_bytes}
+def _as_json(device: Device, units: float | None, part: float | None) -> dict[str, Any]:
+    return {
+        **msgspec.to_builtins(device),
+        "label": device.label,
+        "usable_memory_bytes": device.usable_memory_bytes,
+        "reference_gpu_units": units,
+        "measured_over_expected": part,
+    }
