@@ -119,7 +119,7 @@ def fit(points: Iterable[Point], doubt: float = 0.0, stepped: bool = False) -> C
     smooth = worst <= STRAIGHT
     if smooth and shape.flat == 0:
         return _broken(shape, known, [], True)
-    if found := stairs([(p.batch, p.seconds, p.error) for p in single], stepped or not smooth):
+    if found := stairs(tuple((p.batch, p.seconds, p.error) for p in single), stepped or not smooth):
         return _stepped(found, known, doubt)
     curve = _broken(shape, known, [] if smooth else _bends(known, shape), smooth)
     return _late(curve) if doubt >= 1 and not smooth else curve

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -13,6 +13,7 @@ from balancer.core.memory import Memory
 from balancer.core.stats import student
 from balancer.records import Failed, Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed
 
+STAGES: tuple[Stage, ...] = ("solo", "split", "race")
 TRIES = 2  # of a probe that fails for a reason other than memory
 TYPICAL_BLOCKS = 8  # behind an interval; it turns a half-width into a standard error
 
@@ -37,6 +38,8 @@ class Ledger:
         self._solo: defaultdict[int, list[Probe]] = defaultdict(list)
         self._joint: list[Probe] = []
         self._devices: dict[int, Device] = {}
+        self._settled: dict[Stage, list[Observation]] = {}
+        self._costs: dict[Stage, float] = {}
 
     def add(self, seen: Observation) -> bool:
         """Take an observation; False if it says nothing new.
@@ -50,6 +53,8 @@ class Ledger:
             return False
         if isinstance(seen, Failed):
             self._failures[probe] += 1
+        self._settled.pop(probe.stage, None)
+        self._costs.pop(probe.stage, None)
         known = self._seen.get(probe)
         if known is not None and _rank(known) >= _rank(seen):
             if isinstance(seen, Failed) and isinstance(known, Failed):
@@ -77,12 +82,13 @@ class Ledger:
         seen = self._seen.get(probe)
         return None if isinstance(seen, Failed) and self._failures[probe] < TRIES else seen
 
-    def of(self, stage: Stage) -> Iterator[Observation]:
+    def of(self, stage: Stage) -> Sequence[Observation]:
         """The settled observations of a stage, in order of their probes."""
-        for probe in sorted((p for p in self._seen if p.stage == stage), key=_order):
-            seen = self.probe(probe)
-            if seen is not None:
-                yield seen
+        known = self._settled.get(stage)
+        if known is None:
+            probes = sorted((p for p in self._seen if p.stage == stage), key=_order)
+            known = self._settled[stage] = [seen for p in probes if (seen := self.probe(p)) is not None]
+        return known
 
     def timed(self, stages: Iterable[Stage]) -> dict[Layout, list[Timed]]:
         """Every layout that ran in `stages`, its turns in order."""
@@ -101,18 +107,24 @@ class Ledger:
 
     def spent_seconds(self) -> float:
         """What all probes cost: solo probes of one turn run at the same time, everything else one after another."""
+        return sum(self._cost(stage) for stage in STAGES)
+
+    def _cost(self, stage: Stage) -> float:
+        if stage in self._costs:
+            return self._costs[stage]
         rounds: defaultdict[tuple[int, int], float] = defaultdict(float)
         total = 0.0
-        for probe in sorted(self._seen, key=_order):
+        for probe in sorted((p for p in self._seen if p.stage == stage), key=_order):
             cost = self._seen[probe].elapsed_seconds * max(1, self._failures[probe])
-            if probe.stage == "solo" and probe.layout.kind == "solo":
+            if stage == "solo" and probe.layout.kind == "solo":
                 rounds[probe.turn, probe.layout.active[0]] += cost
             else:
                 total += cost
         longest: defaultdict[int, float] = defaultdict(float)
         for (turn, _), cost in rounds.items():
             longest[turn] = max(longest[turn], cost)
-        return total + sum(longest[turn] for turn in sorted(longest))
+        self._costs[stage] = total + sum(longest[turn] for turn in sorted(longest))
+        return self._costs[stage]
 
     def _forget(self, layout: Layout) -> None:
         if layout.kind == "solo":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import combinations
 
 import msgspec
@@ -52,7 +53,8 @@ class Stairs(msgspec.Struct, frozen=True):
         return knots, max(0.0, doubt * max(slope for _, slope in self.corners) + (1 - doubt) * rise)
 
 
-def stairs(points: Sequence[Seen], convinced: bool) -> Stairs | None:
+@lru_cache(maxsize=8192)  # hope, middle and doubt ask for the same
+def stairs(points: tuple[Seen, ...], convinced: bool) -> Stairs | None:
     """The highest stairs that explain the points; None if none do.
 
     `convinced`: smooth curves were refuted, so only the fit counts; else it must also be no matter of chance.

@@ -70,7 +70,7 @@ def test_stairs_are_found_and_their_edges_bounded() -> None:
         return math.ceil((3.1 + 0.043 * batch) / 5 - 1e-9) * 5 / 1000
 
     points = [(b, truth(b), 0.001) for b in (8, 64, 400, 560, 990)]
-    found = stairs(points, convinced=True)
+    found = stairs(tuple(points), convinced=True)
     assert found is not None
     assert found.height == pytest.approx(0.005, rel=1e-3)
     surest = fit([Point(*p) for p in points], doubt=1.0)
@@ -95,7 +95,7 @@ def test_curves_in_stairs_rise_however_they_are_doubted(
 def test_a_bend_is_not_taken_for_stairs() -> None:
     """A curve that is only bent has no step height."""
     points = [(b, 0.01 + 1.3e-5 * b**1.21, 0.001) for b in (8, 64, 317, 611, 1000)]
-    assert stairs(points, convinced=False) is None
+    assert stairs(tuple(points), convinced=False) is None
 
 
 def test_a_straight_memory_line_is_predicted_to_the_sample_or_nearly() -> None:
