@@ -60,7 +60,7 @@ class Progress:
         words = [f"{self.devices[i]}[{layout.shares[i]}]" for i in layout.active]
         if layout.processes > 1:
             words.insert(0, f"{layout.processes} x")
-        words += [f"({word})" for word in (layout.placement, *layout.knobs) if word]
+        words += [f"({plain(word, 40)})" for word in (layout.placement, *layout.knobs) if word]
         if len(words) > 8:
             words = [*words[:7], f"and {len(words) - 7} more"]
         return " ".join(words)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, cast
 from textual.app import ComposeResult
 from textual.screen import Screen
 from textual.widget import Widget
-from textual.widgets import Footer
 
 from tui.widgets.bars import TopBar
+from tui.widgets.keys import KeysBar
 from tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class PanelScreen(Screen[None]):
         """The bar, the screen's own panels, the keys."""
         yield TopBar(self.NAME)
         yield from self.panels()
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeysBar()
 
     def panels(self) -> Iterable[Widget]:
         """What stands between the bar and the keys."""
