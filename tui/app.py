@@ -277,7 +277,8 @@ def run_app(
     finally:
         app.close_threads()
     if app.crash_log is not None or app.return_code == 1:
-        print(f"evener broke; the traceback is in {app.crash_log}.", file=sys.stderr)
+        kept = f"the traceback is in {app.crash_log}" if app.crash_log else "its traceback could not be written"
+        print(f"evener broke; {kept}.", file=sys.stderr)
         return CRASH_EXIT_CODE
     return result or 0
 
