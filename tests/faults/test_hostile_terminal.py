@@ -1,0 +1,255 @@
+"""Text that would steer a terminal, wherever text comes from outside: it reaches none raw, by no way of printing."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import evener
+from balancer import runs
+from balancer.session import Request, Session
+from evener.live import read_trainings
+from evener.plan import load_plan
+from tui.cli import run
+from tui.words import plain
+
+HOME = Path(evener.__file__).parents[1]
+EVIL = "a\x1b]0;gotcha\x07b\x1b[31mgot\x9b31md\u202ee\r\n\x08\x7f\u2028\u200bf"
+RAW = (b"\x1b]0;gotcha", b"\x1b[31mgot", "\x9b31m".encode(), "\u202e".encode(), b"\x08", b"\x7f", b"\x07")
+MACHINE = """
+[[device]]
+name = {name}
+memory_mib = 4000
+memory_base_mib = 100.0
+memory_per_sample_mib = 4.0
+curve = [[64, 60.0], [512, 400.0]]
+"""
+WORDS = {"entry", "outcome", "kind", "stage", "cause", "code", "state"}  # keys whose texts are of a fixed set
+
+
+def poisoned(data: Any) -> Any:
+    """The same JSON with every text that is free replaced by the evil one."""
+    if isinstance(data, dict):
+        return {key: item if key in WORDS else poisoned(item) for key, item in data.items()}
+    if isinstance(data, list):
+        return [poisoned(item) for item in data]
+    return EVIL if isinstance(data, str) else data
+
+
+def is_harmless(text: str) -> None:
+    """Nothing in it but printable signs and line ends."""
+    for line in text.split("\n"):
+        shown = line.replace("\t", " ")
+        assert shown == plain(shown, len(shown) + 1), repr(line)
+
+
+@pytest.fixture
+def poisoned_run() -> str:
+    """A run whose journal is evil in every text, and has a failed probe in it."""
+    session = Session(Request(devices="sim:gtx1080ti,gtx1080", max_global_batch=128))
+    list(session.events())
+    session.close()
+    path = runs.journal_path(session.run_id)
+    lines = [poisoned(json.loads(line)) for line in path.read_text().splitlines()]
+    failed = next(line for line in lines if line["entry"] == "seen")
+    probe = {**failed["seen"]["probe"], "turn": 7}
+    seen = {"outcome": "failed", "probe": probe, "cause": "raised", "detail": EVIL, "devices": [0]}
+    lines.insert(-1, {**failed, "seen": {**seen, "elapsed_seconds": 1.0}})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return session.run_id
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("runs",),
+        ("runs", "--json"),
+        ("runs", "show", "{}"),
+        ("runs", "show", "{}", "--json"),
+        ("export", "{}"),
+        ("export", "{}", "--format", "json"),
+        ("balance", "--resume", "{}"),
+        ("balance", "--resume", "{}", "--json"),
+    ],
+    ids=" ".join,
+)
+def test_a_journal_is_printed_plain(
+    poisoned_run: str, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a table, as JSON, as TOML, and in the error of resuming it."""
+    run([part.replace("{}", poisoned_run) for part in arguments])
+    output = capsys.readouterr()
+    is_harmless(output.out)
+    is_harmless(output.err)
+    assert output.out or output.err
+
+
+def test_what_is_escaped_still_says_the_same(
+    poisoned_run: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A printed document is the written one, read back: TOML and JSON have escapes for what a terminal must not see."""
+    for form in ("toml", "json"):
+        path = tmp_path / f"plan.{form}"
+        assert run(["export", poisoned_run, "-o", str(path)]) == 0
+        capsys.readouterr()
+        assert run(["export", poisoned_run, "--format", form]) == 0
+        shown = tmp_path / f"shown.{form}"
+        shown.write_text(capsys.readouterr().out)
+        assert load_plan(shown) == load_plan(path)
+        assert load_plan(path).workload == EVIL
+
+
+def test_an_evil_plan_s_faults_are_plain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error of a plan that names its keys and values; a machine file's, a recording's, and any word's."""
+    (tmp_path / "machine.toml").write_text(f"[{json.dumps(EVIL)}]\n")
+    (tmp_path / "recording").write_text(
+        json.dumps({"evener_monitor": 1, EVIL: 1}) + "\n" + json.dumps({EVIL: 2}) + "\n"
+    )
+    (tmp_path / EVIL.replace("/", "")).mkdir()
+    for arguments in (
+        ["devices", "--devices", f"sim:{tmp_path / 'machine.toml'}"],
+        ["monitor", "--once", "--replay", str(tmp_path / "recording")],
+        ["devices", "--devices", EVIL],
+        ["devices", "--devices", f"sim:{tmp_path}/{EVIL}/x.toml"],
+        ["balance", "--devices", "sim:t4", "--workload", EVIL],
+        ["balance", "--devices", "sim:t4", "--workload", f"{EVIL}.py:build"],
+        ["balance", "--devices", "sim:t4", "--set", f"{EVIL}=1"],
+        ["balance", "--devices", "sim:t4", "--set", EVIL],
+        ["balance", "--devices", "sim:t4", "--budget", EVIL],
+        ["balance", "--devices", "sim:t4", "--export", f"{tmp_path}/{EVIL}/{EVIL}/p.toml"],
+        ["runs", "show", EVIL],
+        ["probe", "--devices", "sim:t4", "--gpus", EVIL, "--batches", "8"],
+        ["probe", "--devices", "sim:t4", "--batches", EVIL],
+        [EVIL],
+        [f"--{EVIL}"],
+        ["balance", f"--{EVIL}"],
+    ):
+        for more in ([], ["--json"]):
+            code = run([*arguments, *more])
+            output = capsys.readouterr()
+            assert code == 2, arguments
+            is_harmless(output.out)
+            is_harmless(output.err)
+
+
+def test_a_simulated_device_s_name_is_plain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the list, in the table of a search, in its plan, in the monitor, as text and as JSON."""
+    machine = tmp_path / "machine.toml"
+    machine.write_text(MACHINE.format(name=json.dumps(EVIL)) + MACHINE.format(name='"Plain"'))
+    plan = tmp_path / f"{EVIL}.toml".replace("/", "")
+    for arguments in (
+        ["devices", "--devices", f"sim:{machine}"],
+        ["monitor", "--devices", f"sim:{machine}", "--once"],
+        ["balance", "--devices", f"sim:{machine}", "--max-global-batch", "64", "--export", str(plan)],
+        ["compare", "--devices", f"sim:{machine}", "--max-global-batch", "64"],
+        ["probe", "--devices", f"sim:{machine}", "--batches", "8", "--repeat", "1", "--seconds", "1s"],
+        ["runs", "show", "last"],
+    ):
+        for more in ([], ["--json"]):
+            assert run([*arguments, *more]) == 0
+            output = capsys.readouterr()
+            is_harmless(output.out)
+            is_harmless(output.err)
+
+
+@pytest.fixture
+def evil_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A real process with an evil command line that reports a training with an evil name."""
+    monkeypatch.setenv("EVENER_LIVE_DIR", str(tmp_path / "live"))
+    code = (
+        "import sys, time; sys.path.insert(0, sys.argv[1]); from evener import report\n"
+        "while True: report(8, devices=['cpu-0-of-2'], workload=sys.argv[2], framework=sys.argv[2]); time.sleep(0.05)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(HOME), EVIL])
+    until = time.monotonic() + 30
+    while not read_trainings():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
+def test_process_and_gpu_names_are_plain(
+    evil_process: int, fake_nvml: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A real process's command line, a driver's version and GPU names that no driver should give."""
+    double = fake_nvml(2)
+    double.gpus[0].name = EVIL
+    process = sys.modules[type(double).__module__].FakeProcess(evil_process)
+    double.gpus[0].processes.append(process)
+    for devices in ("cpu", "gpu"):
+        for arguments in (["monitor", "--once"], ["monitor", "--once", "--json"], ["devices"], ["devices", "--json"]):
+            assert run([*arguments, "--devices", devices]) == 0
+            output = capsys.readouterr()
+            is_harmless(output.out)
+            is_harmless(output.err)
+            if arguments[0] == "monitor":
+                assert str(evil_process) in output.out
+
+
+def test_what_a_child_writes_is_plain(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On standard error, and in place of a reply: in the progress lines, in the fault, and in the run that is shown."""
+    wicked = f"import os; os.write(2, {EVIL!r}.encode()); os.write(1, {EVIL.replace(chr(10), ' ')!r}.encode() + b'\\n')"
+    (tmp_path / "sitecustomize.py").write_text(wicked)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert run(["balance", "--devices", "cpu", "--workload", "synthetic", "--budget", "4s"]) == 1
+    assert run(["runs", "show", "last"]) == 0
+    assert run(["runs", "show", "last", "--json"]) == 0
+    output = capsys.readouterr()
+    is_harmless(output.out)
+    is_harmless(output.err)
+    assert "gotcha" in output.err
+
+
+@pytest.mark.slow
+def test_the_app_draws_nothing_raw(poisoned_run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a real terminal: an evil recording on the monitor screen, evil runs on theirs, with their details open."""
+    recording = tmp_path / "recording"
+    assert run(["monitor", "--devices", "sim:t4,t4", "--once", "--record", str(recording)]) == 0
+    capsys.readouterr()
+    header, *rows = recording.read_text().splitlines()
+    row = json.loads(rows[0])
+    row["processes"] = [
+        {"pid": 1, "start_time": 1.0, "user": "", "device_id": "", "device_label": "", "command": ""} for _ in range(3)
+    ]
+    for sample in row["devices"]:
+        sample |= {"throttle_reasons": [""], "events": [""], "note": ""}
+    recording.write_text("\n".join([header, *([json.dumps(poisoned(row))] * 3)]) + "\n")
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(HOME)}
+    command = [sys.executable, "-m", "evener", "--replay", str(recording)]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        drawn = read_for(ours, 4.0)
+        for key in (b"\x1b[B", b"\r", b"\x1b", b"3", b"\r", b"\x1b[B", b"\x1b", b"?", b"\x1b", b"1", b"q"):
+            os.write(ours, key)
+            drawn += read_for(ours, 0.8)
+        process.wait(20)
+    os.close(ours)
+    assert b"got" in drawn, "the evil text is shown at all"
+    for raw in RAW[:5]:
+        assert raw not in drawn, raw
+
+
+def read_for(terminal: int, seconds: float) -> bytes:
+    """What is drawn within so many seconds."""
+    drawn, until = b"", time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0 and select.select([terminal], [], [], left)[0]:
+        try:
+            drawn += os.read(terminal, 1 << 16)
+        except OSError:
+            break
+    return drawn
