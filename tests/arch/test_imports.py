@@ -51,6 +51,7 @@ def test_a_headless_balance_loads_no_screen_and_no_framework(tmp_path: Path) -> 
         ("runs",),
         ("monitor", "--once", "--devices", "cpu"),
         ("monitor", "--json", "--devices", "sim:gtx1080ti"),
+        ("compare", "--devices", "sim:gtx1080ti,gtx1080", "--json"),
     ],
     ids=" ".join,
 )
