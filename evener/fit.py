@@ -23,6 +23,7 @@ def check_fit(
     `devices` are the ids that are present, `world` the processes that take part, `global_batch` the samples per step
     if not the plan's own, `framework` what trains; None: unknown, unchecked. With `strict`, a warning is an error too.
     """
+    _check_kind(plan)
     _check_world(plan, world)
     check_global_batch(global_batch if global_batch is not None else plan.layout.global_batch, len(plan.layout.active))
     warnings = [
@@ -49,6 +50,15 @@ def check_global_batch(global_batch: int, devices: int) -> None:
 def describe(share: Share) -> str:
     """A device for people: its product name and id."""
     return f"{share.name} ({share.device})" if share.name and share.name != share.device else share.device
+
+
+def _check_kind(plan: Plan) -> None:
+    """A pack's plan is each training's own; one that places a model's parts says nothing of batches."""
+    if plan.layout.kind == "place":
+        raise PlanError(
+            f"The plan places a model's parts ({plan.layout.placement}); it doesn't split a batch.",
+            "Place them in the script, or make a plan that splits with evener balance.",
+        )
 
 
 def _check_world(plan: Plan, world: int | None) -> None:

@@ -1,0 +1,40 @@
+"""Which kinds of plan a training script can apply."""
+
+from __future__ import annotations
+
+import pytest
+
+from evener.errors import PlanError
+from evener.fit import check_fit
+from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
+
+
+def plan(kind: str, batches: tuple[int, ...], **layout: object) -> Plan:
+    """A plan of a kind on as many devices as there are batches."""
+    shares = tuple(Share(f"gpu-{i}", i, "A", 0, 0.0) for i in range(len(batches)))
+    return Plan(
+        created="2026-01-01T00:00:00Z",
+        workload="keras_towers",
+        framework="tensorflow",
+        precision="float32",
+        xla=False,
+        layout=make_layout(kind, shares, batches, **layout),  # type: ignore[arg-type]
+        throughput=Throughput(1.0, 1.0, 1.0),
+        evidence=(),
+        search=SearchSummary(1, 0, 1.0, 0, ""),
+        fingerprint=Fingerprint((), "", {}, ""),
+    )
+
+
+def fit(of: Plan) -> tuple[str, ...]:
+    """What the check says, with nothing else known."""
+    return check_fit(of, devices=None, world=None, workload_digest=None, strict=False)
+
+
+def test_a_plan_that_places_parts_is_refused_with_its_placement() -> None:
+    with pytest.raises(PlanError, match="towers"):
+        fit(plan("place", (16, 16), placement="towers"))
+
+
+def test_each_training_of_a_pack_can_apply_the_packs_plan() -> None:
+    assert fit(plan("pack", (32, 0), processes=3)) == ()
