@@ -81,7 +81,7 @@ def targets(outcomes: Sequence[Outcome]) -> str:
         _most("out of memory on one device, bent line", bent, lambda o: o.out_of_memory, 3),
         _most("out of memory in the race", outcomes, lambda o: o.race_out_of_memory, 0),
         ("95 % interval holds the true throughput", "90 – 99 %", percent(held, 1) + " %", _mark(0.9 <= held <= 0.99)),
-        ("identical devices get the even split", "all", f"{sum(o.even for o in identical)} of {len(identical)}",
+        ("identical devices get equal shares", "all", f"{sum(o.even for o in identical)} of {len(identical)}",
          _mark(all(o.even for o in identical))),
         ("CPU of ask and tell, 16 devices, most", "< 1 s", f"{cpu:.2f} s", _mark(cpu < 1)),
         _rival_row(outcomes),

@@ -49,7 +49,7 @@ class Outcome(msgspec.Struct, frozen=True):
     race_out_of_memory: int
     virtual_seconds: float
     cpu_seconds: float  # of ask and tell
-    even: bool  # the answer is the even split
+    even: bool  # equal shares for all that take part
     course: tuple[float, ...]  # regret of the best layout after each probe; 1 before any
     rivals: dict[str, tuple[float, ...]]  # the same for each rival
     why: str
@@ -166,7 +166,7 @@ def _outcome(
         race_out_of_memory=sum(isinstance(s, OutOfMemory) and s.probe.stage == "race" for s in watched.seen),
         virtual_seconds=watched.seconds,
         cpu_seconds=cpu,
-        even=max(result.layout.shares) - min(result.layout.shares) <= 1,
+        even=max(result.layout.shares) - min(s for s in result.layout.shares if s) <= 1,
         course=course,
         rivals=rivals,
         why=search.why_stopped() or "",

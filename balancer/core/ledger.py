@@ -150,7 +150,8 @@ class Ledger:
         failed, failures = None, 0
         for seen in (*solo, *joint):
             share = seen.probe.layout.shares[position]
-            if isinstance(seen, OutOfMemory) and position in self._short(seen):
+            short = isinstance(seen, OutOfMemory) and position in self._short(seen)
+            if short or (isinstance(seen, Failed) and self._too_large(position, seen)):
                 failed, failures = share if failed is None else min(failed, share), failures + 1
             elif isinstance(seen, Timed):
                 sizes.append(share)
@@ -178,11 +179,22 @@ class Ledger:
         )
 
     def _lost(self, position: int, seen: list[Observation]) -> str:
+        """Why the device is left out: it failed, at a size where nothing smaller ran, and not for want of its only mate."""
         for one in seen:
-            named = isinstance(one, Failed) and (one.devices == (position,) or one.probe.layout.active == (position,))
-            if named and isinstance(one, Failed) and self._failures[one.probe] >= TRIES:
+            if not isinstance(one, Failed) or self._failures[one.probe] < TRIES:
+                continue
+            active = one.probe.layout.active
+            named = one.devices == (position,) or active == (position,)
+            if named and len(active) != 2 and not self._too_large(position, one):
                 return one.detail
         return ""
+
+    def _too_large(self, position: int, seen: Failed) -> bool:
+        """Whether a device failed alone, twice, at more samples than it ran: some kernels end there, as memory does."""
+        layout = seen.probe.layout
+        ran = self._largest_alone(position)
+        alone = layout.active == (position,)
+        return alone and self._failures[seen.probe] >= TRIES and ran >= 1 and layout.shares[position] > ran
 
 
 def relative_error(seen: Timed) -> float:

@@ -50,12 +50,10 @@ def contenders(view: View) -> tuple[Layout, ...]:
     """Who races, the favourite first: measured splits, a newer prediction, the even split, the best single device."""
     if not view.live:
         return ()
-    wanted: list[Layout] = [*_favourites(view)]
+    wanted = [_levelled(view, layout) for layout in _favourites(view)]
     favourite = wanted[0].global_batch if wanted else None
     level = even_split(view, favourite)
-    if level is not None and wanted and near(level, wanted[0]):
-        wanted[0] = level  # no measurement tells them apart: equal shares are simpler
-    elif level is not None:
+    if level is not None:
         wanted.append(level)
     lone = best_single(view)
     if lone is not None:
@@ -143,6 +141,14 @@ def _favourites(view: View) -> list[Layout]:
     if problem.tolerance and problem.global_batch is None:
         layouts.append(max(found, key=lambda r: r.throughput.value).layout)
     return layouts
+
+
+def _levelled(view: View, layout: Layout) -> Layout:
+    """Equal shares for the same devices, where no measurement tells them from the layout and they surely fit."""
+    parts = even(layout.global_batch // view.quantum, len(layout.active))
+    shares = dict(zip(layout.active, (part * view.quantum for part in parts), strict=True))
+    level = layout_of(tuple(shares.get(i, 0) for i in range(view.problem.devices)))
+    return level if near(level, layout) and _surely_fits(view, level) else layout
 
 
 def _surely_fits(view: View, layout: Layout) -> bool:
