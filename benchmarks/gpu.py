@@ -42,11 +42,18 @@ def slowed(percent: int) -> str:
 class Bench:
     """Runs commands, each with its own time limit, and keeps their answers by name."""
 
-    def __init__(self, out: Path, framework: str, match: str = "") -> None:
+    def __init__(self, out: Path, framework: str, match: str = "", train_seconds: float = 60.0) -> None:
         self.out, self.framework, self.match = out, framework, match
+        self.train_seconds = train_seconds
         self.answers: dict[str, Any] = {}
         self.state = out / f"state-{framework}"
-        self.environment = {**os.environ, "XDG_STATE_HOME": str(self.state), "NCCL_NVLS_ENABLE": "0"}
+        path = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH", ""))))
+        self.environment = {
+            **os.environ,
+            "XDG_STATE_HOME": str(self.state),
+            "NCCL_NVLS_ENABLE": "0",
+            "PYTHONPATH": path,
+        }
 
     def run(self, name: str, *arguments: str, seconds: float = 200.0, env: dict[str, str] | None = None) -> Any:
         """One evener command: its JSON answer, or what went wrong, kept under `name`, if the name is wanted."""
@@ -85,7 +92,7 @@ class Bench:
             for journal in sorted(self.state.glob("evener/runs/*/journal.jsonl")):
                 archive.add(journal, journal.relative_to(self.state / "evener" / "runs"))
 
-    def balance(self, name: str, devices: str, workload: str, *more: str, budget: str = "40s", **options: Any) -> Any:
+    def balance(self, name: str, devices: str, workload: str, *more: str, budget: str = "45s", **options: Any) -> Any:
         """`evener balance --json` with a time for probing."""
         return self.run(
             name,
@@ -219,11 +226,21 @@ def training(bench: Bench) -> None:
     start = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if bench.framework == "torch" else []
     rows = ("--rows", "409600") if bench.framework == "torch" else ("--rows", "81920")
     many = ("--epochs", "100000") if bench.framework == "torch" else ()
-    command = [sys.executable, *start, script, "--plan", str(plan), "--seconds", "45", *rows, *many]
+    command = [
+        sys.executable,
+        *start,
+        script,
+        "--plan",
+        str(plan),
+        "--seconds",
+        f"{bench.train_seconds:g}",
+        *rows,
+        *many,
+    ]
     child = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=bench.environment
     )
-    time.sleep(30)
+    time.sleep(bench.train_seconds / 2)
     live = bench.run("training live", "monitor", "--devices", "gpu", "--json")
     out, _ = child.communicate(timeout=120)
     bench.answers["training"] = {"command": command[1:], "exit_code": child.returncode, "output": out[-6000:]}
@@ -294,9 +311,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--framework", choices=list(WORKLOADS), required=True)
     parser.add_argument("--match", default="", help="only cases whose name holds this")
+    parser.add_argument("--train-seconds", type=float, default=60.0, help="how long the example scripts train")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    bench = Bench(arguments.out, arguments.framework, arguments.match)
+    bench = Bench(arguments.out, arguments.framework, arguments.match, arguments.train_seconds)
     chosen = list(SECTIONS) if "all" in arguments.sections else arguments.sections
     try:
         for section in chosen:

@@ -15,7 +15,7 @@ from devices.base import UNSUPPORTED, Device, DeviceSample, Reading, State, valu
 from devices.nvml_calls import Counter, Fields, Metric, first_known, scaled
 from devices.nvml_library import Handle, Library, memory
 
-SLOW_SECONDS = 5.0  # limits that rarely change, the fan
+SLOW_SECONDS = 5.0  # limits that rarely change, the fan; the energy counter, 3.4 ms
 ONCE_SECONDS = 3600.0
 CALM_SECONDS = 1.9  # every other second: heat, 0.4 ms; counters of throttling, which miss nothing in between
 SHORTEST_WINDOW_SECONDS = 0.4  # for rates: the energy counter moves in steps of about a tenth of a second
@@ -69,10 +69,10 @@ class GpuReader:
         self.nvml, self.handle, self.device, self.is_mig = nvml, handle, device, parent is not None
         self._activity = gpm.Activity(nvml, handle if parent is None else parent, instance)
         links = [(LINK_SEND_KIB, ALL_LINKS), (LINK_RECEIVE_KIB, ALL_LINKS)]
-        self._fields = Fields(nvml, handle, [ENERGY, POWER_AVERAGE])
+        self._fields = Fields(nvml, handle, [POWER_AVERAGE])
         self._throttle_fields = Fields(nvml, handle, list(THROTTLING), CALM_SECONDS)
         self._traffic_fields = Fields(nvml, handle, [PCIE_SEND_BYTES, PCIE_RECEIVE_BYTES, *links])
-        self._slow_fields = Fields(nvml, handle, [POWER_LIMIT, RECOVERY_ACTION, ECC_UNCORRECTED], SLOW_SECONDS)
+        self._slow_fields = Fields(nvml, handle, [POWER_LIMIT, RECOVERY_ACTION, ECC_UNCORRECTED, ENERGY], SLOW_SECONDS)
         self._counters = {field: Counter(SHORTEST_WINDOW_SECONDS) for field in (ENERGY, *THROTTLING, *_TRAFFIC)}
         self.first_joules: float | None = None  # the energy counter when the sampler started
         self._metrics = {name: Metric(nvml, call, period) for name, call, period in self._calls()}
@@ -81,7 +81,7 @@ class GpuReader:
         """Every metric at `now` (monotonic seconds)."""
         read = {name: metric.read(now) for name, metric in self._metrics.items() if name not in _FALLBACKS}
         activity = self._activity.read(now)
-        fields, slow = self._fields.read(now), self._slow_fields.read(now)
+        slow = self._slow_fields.read(now)
         throttled, reasons = self._throttling(now)
         return DeviceSample(
             device=self.device,
@@ -94,9 +94,9 @@ class GpuReader:
             memory_total_bytes=UNSUPPORTED if self.device.memory_bytes is None else value(self.device.memory_bytes),
             temperature_celsius=read["temperature"],
             temperature_limit_celsius=read["temperature_limit"],
-            power_watts=self._power(fields, now),
+            power_watts=self._power(slow[ENERGY], now),
             power_limit_watts=self._power_limit(slow, now),
-            energy_joules=self._energy(fields[ENERGY]),
+            energy_joules=self._energy(slow[ENERGY]),
             clock_mhz=read["clock"],
             clock_max_mhz=read["clock_max"],
             throttled_percent=throttled,
@@ -137,13 +137,15 @@ class GpuReader:
             raise self.nvml.NVMLError(self.nvml.NVML_ERROR_NOT_SUPPORTED)
         return used
 
-    def _power(self, fields: Mapping[int, Reading], now: float) -> Reading:
-        """Mean over the tick from the energy counter; else the driver's own mean over a second; else the plain call."""
-        mean = scaled(self._counters[ENERGY].rate(fields[ENERGY], now), 1e-3)
+    def _power(self, energy: Reading, now: float) -> Reading:
+        """The driver's own mean over a second; else a mean from the energy counter; else the plain call."""
+        told = scaled(self._fields.read(now)[POWER_AVERAGE], 1e-3)
+        mean = scaled(self._counters[ENERGY].rate(energy, now), 1e-3)
+        if told.current is not None:
+            return told
         if mean.current:  # a counter that stands still is broken: no card draws nothing
             return mean
-        told = scaled(fields[POWER_AVERAGE], 1e-3)
-        return told if told.current is not None else first_known(self._metrics["power"].read(now), mean, told)
+        return first_known(self._metrics["power"].read(now), mean, told)
 
     def _power_limit(self, slow: Mapping[int, Reading], now: float) -> Reading:
         told = scaled(slow[POWER_LIMIT], 1e-3)

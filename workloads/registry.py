@@ -21,6 +21,7 @@ FRAMEWORKS: tuple[Framework, ...] = ("tensorflow", "torch", "none")
 _MAXER = "jinkos/multi-gpus, gpu_maxing_model.py: an MNIST network with far more layers than it needs"
 _MNIST = "a small convolutional network on 28 x 28 images made in code; nothing is downloaded"
 _GRU = "the multi-GPU recurrent demo: 4 x GRU 512 and Dense 128, on sequences made in code"
+LARGEST_MNIST = 16384  # more than a quarter of such a data set in one step is no training
 _GRU_SETTINGS: dict[str, Any] = {"steps": 64, "features": 32, "units": 512, "layers": 4, "dense": 128, "classes": 10}
 
 _TABLE = (
@@ -39,6 +40,7 @@ _TABLE = (
         "a small convolutional network, for CPUs",
         _MNIST,
         {"filters": 16, "dense": 64, "learning_rate": 0.001},
+        largest_share=LARGEST_MNIST,
     ),
     Entry(
         "keras_gru",
@@ -88,6 +90,7 @@ _TABLE = (
         "keras_mnist's twin in PyTorch",
         _MNIST,
         {"filters": 16, "dense": 64, "learning_rate": 0.001},
+        largest_share=LARGEST_MNIST,
     ),
     Entry(
         "torch_gru",

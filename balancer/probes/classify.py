@@ -69,6 +69,10 @@ def end_in_words(code: int) -> tuple[Cause, str]:
     return "signal", f"its process was ended by {name}"
 
 
+_HEADINGS = ("in user code:", "Graph execution error:")  # of TensorFlow's; where it was and what it was stand behind
+_PLACES = ("[[", "File ", "Detected at", "Node:", "<stack traces unavailable>")
+
+
 def gpu_named(text: str) -> int | None:
     """The framework's number of the GPU that an error names; None if it names none, or several."""
     found = {int(number) for number in _GPU.findall(text)}
@@ -76,9 +80,12 @@ def gpu_named(text: str) -> int | None:
 
 
 def one_line(text: str, longest: int = 300) -> str:
-    """The first line that says something, without control characters; behind "in user code:" the last one."""
+    """The first line that says something, without control characters; behind a heading of TensorFlow's the last one."""
     lines = [re.sub(r"[^\x20-\x7e\u00a0-\uffff]+", " ", line).strip() for line in text.splitlines()]
     telling = [line for line in lines if line]
     if not telling:
         return ""
-    return (telling[-1] if telling[0] == "in user code:" else telling[0])[:longest]
+    if telling[0] in _HEADINGS:
+        telling = [line for line in telling if not line.startswith(_PLACES)] or telling
+        return telling[-1][:longest]
+    return telling[0][:longest]

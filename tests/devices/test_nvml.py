@@ -61,7 +61,7 @@ def states(sample: DeviceSample) -> dict[str, State]:
 def test_every_metric_of_a_healthy_gpu_has_its_value(rig: Rig) -> None:
     rig.nvml.gpus[0].fan_percent = 30
     rig.nvml.gpus[0].throttled = {74: 0.25, 270: 0.1}
-    sample = rig.tick(times=3).devices[0]
+    sample = rig.tick(times=6).devices[0]  # the energy counter is looked at every five seconds
     expected = {
         "utilization_percent": 95,
         "sm_percent": 80,
@@ -74,7 +74,7 @@ def test_every_metric_of_a_healthy_gpu_has_its_value(rig: Rig) -> None:
         "temperature_limit_celsius": 90,
         "power_watts": 300,
         "power_limit_watts": 700,
-        "energy_joules": 600,
+        "energy_joules": 1500,
         "clock_mhz": 1500,
         "clock_max_mhz": 1980,
         "throttled_percent": 25,
@@ -193,8 +193,6 @@ def test_power_over_a_short_tick_is_not_taken_from_the_coarse_energy_counter(rig
     for gpu in rig.nvml.gpus:
         gpu.counters[83] += 100_000
     assert rig.tick(0.15).devices[0].power_watts.current == 300
-    rig.tick(times=2)
-    assert rig.tick(0.1).devices[0].power_watts == Reading(State.VALUE, 300.0, pytest.approx(0.1))
 
 
 def test_an_energy_counter_that_stands_still_is_not_a_card_without_power(rig: Rig) -> None:
@@ -238,9 +236,9 @@ def test_a_gpu_lost_for_a_minute_is_looked_for_by_a_new_init(rig: Rig) -> None:
     assert rig.nvml.calls["nvmlInit"] == inits
     rig.tick(10.0, times=4)
     assert rig.nvml.calls["nvmlInit"] == inits + 1
-    healthy = rig.tick().devices[1]
+    healthy = rig.tick(10.0).devices[1]
     assert healthy.temperature_celsius.current == 40
-    assert healthy.energy_joules.current == 300 * (50 + 40 + 1)  # counted on across the new init
+    assert healthy.energy_joules.current == 300 * (50 + 40 + 10)  # counted on across the new init
 
 
 def test_a_gpu_that_needs_a_reset_says_so(rig: Rig) -> None:
