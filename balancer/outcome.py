@@ -45,11 +45,12 @@ class Findings(msgspec.Struct, frozen=True):
 def plan_of(found: Findings, notes: Sequence[str] = ()) -> Outcome:
     """The chosen layout with the evidence for it; the same findings give the same plan."""
     header, chosen = found.header, found.chosen
-    rivals = words.Rivals(found.even, found.single, _fastest_split(found.results), found.sync_seconds)
+    larger = _larger(found)
+    rivals = words.Rivals(_even(found), found.single, _fastest_split(found.results), found.sync_seconds, larger)
     doubts = words.doubts_of(found.seen, chosen.layout)
     sentence = words.doubtful(words.verdict(chosen, rivals, header.devices), doubts)
     doubts_in_words = words.warnings(doubts, header.devices)
-    warnings = (*notes, *doubts_in_words, *words.left_out(found.seen, header.devices))
+    warnings = (*notes, *doubts_in_words, *words.left_out(found.seen, header.devices, chosen.layout))
     summary = summary_of(header, found.seen, found.why_stopped, found.seconds)
     return Outcome(assemble(header, chosen, _evidence(found), summary, found.facts, warnings), sentence)
 
@@ -106,9 +107,13 @@ def layout_of_plan(layout: Layout, devices: Sequence[Device], engine: str) -> pl
 
 
 def _evidence(found: Findings) -> tuple[Evidence, ...]:
-    """The even split, the best single device, and each device alone at its fastest."""
+    """The even split, a faster one with more samples, the best single device, each device alone at its fastest."""
     devices = found.header.devices
-    named = [("even split", found.even), ("best single device", found.single)]
+    named = [
+        ("even split", _even(found)),
+        ("larger global batch", _larger(found)),
+        ("best single device", found.single),
+    ]
     named += [(f"solo {device.label}", result) for device, result in zip(devices, found.solos, strict=True)]
     return tuple(
         Evidence(
@@ -117,6 +122,18 @@ def _evidence(found: Findings) -> tuple[Evidence, ...]:
         for name, result in named
         if result is not None
     )
+
+
+def _even(found: Findings) -> Result | None:
+    """The even split as a rival; None where the chosen layout is one itself."""
+    return None if words.is_even(found.chosen.layout) else found.even
+
+
+def _larger(found: Findings) -> Result | None:
+    """The fastest layout that was measured, where the tolerance chose one with fewer samples."""
+    fastest = max(found.results, key=lambda result: result.throughput.value, default=found.chosen)
+    more = fastest.layout.global_batch > found.chosen.layout.global_batch and fastest.layout.kind == "split"
+    return fastest if more and fastest.throughput.value > found.chosen.throughput.value else None
 
 
 def _fastest_split(results: Sequence[Result]) -> Result | None:

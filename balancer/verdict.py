@@ -19,6 +19,7 @@ class Rivals(msgspec.Struct, frozen=True):
     single: Result | None = None  # the best device alone
     split: Result | None = None  # the fastest split
     sync_seconds: float | None = None  # the exposed cost of keeping replicas in step
+    larger: Result | None = None  # faster, but with more samples than the tolerance allows for
 
 
 def verdict(chosen: Result, rivals: Rivals, devices: Sequence[Device]) -> str:
@@ -30,12 +31,25 @@ def verdict(chosen: Result, rivals: Rivals, devices: Sequence[Device]) -> str:
             reasons.append(_against("the even split", chosen, rivals.even))
         if rivals.single is not None:
             reasons.append(_against(f"{_names(rivals.single.layout, devices)} alone", chosen, rivals.single))
-        return f"{begin}{_reasons(reasons)}."
+        return f"{begin}{_reasons(reasons)}{_more(chosen, rivals.larger)}."
     if len(devices) == 1:
         return f"{begin}."
     if rivals.split is None:
         return f"{begin}; no split over several devices was measured."
     return f"{begin}; {_why_not(chosen, rivals.split, devices, rivals.sync_seconds)}."
+
+
+def is_even(layout: Layout) -> bool:
+    """Whether all devices of the request have the same share, as far as whole samples go."""
+    return layout.kind == "split" and min(layout.shares) > 0 and max(layout.shares) - min(layout.shares) <= 1
+
+
+def _more(chosen: Result, larger: Result | None) -> str:
+    """What a larger global batch would add, within the tolerance."""
+    if larger is None or ties(chosen, larger):
+        return ""
+    gain = larger.throughput.value / chosen.throughput.value - 1
+    return f"; {larger.layout.global_batch} samples a step would add {gain:.1%}"
 
 
 def _why_not(chosen: Result, split: Result, devices: Sequence[Device], sync_seconds: float | None) -> str:
@@ -149,14 +163,21 @@ def _doubt(doubt: Warned, devices: Sequence[Device]) -> str:
     )
 
 
-def left_out(seen: Sequence[Observation], devices: Sequence[Device]) -> tuple[str, ...]:
-    """Devices on which nothing ran, and why."""
-    ran = {i for one in seen if isinstance(one, Timed) for i in one.probe.layout.active}
-    why: dict[int, str] = {}
+def left_out(seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout) -> tuple[str, ...]:
+    """Devices on which nothing ran, and those that ran at first, failed to the last, and have no part; with the why."""
+    words: dict[int, str] = {}
+    ran: set[int] = set()
     for one in seen:
-        if not isinstance(one, Timed):
-            why |= {i: one.detail for i in one.devices or one.probe.layout.active if i not in ran}
-    return tuple(f"{devices[i].label} was left out, as nothing ran on it: {why[i]}." for i in sorted(why))
+        if isinstance(one, Timed):
+            ran |= set(one.probe.layout.active)
+            words = {i: why for i, why in words.items() if i not in one.probe.layout.active}
+            continue
+        for i in one.devices or one.probe.layout.active:
+            if i not in ran:
+                words[i] = f"was left out, as nothing ran on it: {one.detail}."
+            elif isinstance(one, Failed) and one.devices == (i,) and not chosen.shares[i]:
+                words[i] = f"ran at first and then failed to the last, so it was left out: {one.detail}."
+    return tuple(f"{devices[i].label} {words[i]}" for i in sorted(words))
 
 
 def nothing_ran(seen: Sequence[Observation], devices: Sequence[Device]) -> str:

@@ -9,6 +9,7 @@ from tui.words import percent, plain, rate
 
 EVEN = "even split"
 BEST_SINGLE = "best single device"
+LARGER = "larger global batch"
 SOLO = "solo "  # and the device's label
 
 
@@ -56,7 +57,7 @@ def interval(throughput: Throughput) -> str:
 def rival_lines(plan: Plan) -> list[str]:
     """What the plan gains over the even split and the best single device, and its part of the sum of solos."""
     lines = []
-    for name in (EVEN, BEST_SINGLE):
+    for name in (EVEN, BEST_SINGLE, LARGER):
         rival = next((rival for rival in plan.evidence if rival.name == name), None)
         if rival is not None and rival.layout.batches != plan.layout.batches:
             gain = plan.throughput.samples_per_second / rival.throughput.samples_per_second - 1

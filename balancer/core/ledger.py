@@ -179,7 +179,7 @@ class Ledger:
         )
 
     def _lost(self, position: int, seen: list[Observation]) -> str:
-        """Why the device is left out: it failed, at a size where nothing smaller ran, and not for want of its only mate."""
+        """Why the device is left out: it failed where nothing smaller ran, and not only with its one mate."""
         for one in seen:
             if not isinstance(one, Failed) or self._failures[one.probe] < TRIES:
                 continue

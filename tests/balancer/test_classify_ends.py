@@ -89,3 +89,12 @@ def test_a_traced_error_is_told_by_its_last_line() -> None:
     """TensorFlow's "in user code:" is not what a person needs."""
     text = "in user code:\n\n    File x.py, line 3\n\n    ValueError: 3 != 4\n"
     assert classify.one_line(text) == "ValueError: 3 != 4"
+
+
+def test_a_heading_of_tensorflow_s_gives_way_to_what_went_wrong() -> None:
+    """Its graph errors begin with where they were; the cause stands last, before the node's name."""
+    text = "Graph execution error:\n\nDetected at node conv defined at (most recent call last):\n"
+    text += '  File "train.py", line 3, in step\n\nCUDNN_STATUS_BAD_PARAM in cudnnSetTensorNdDescriptor'
+    text += "\n\t [[{{node conv}}]]"
+    assert classify.one_line(text) == "CUDNN_STATUS_BAD_PARAM in cudnnSetTensorNdDescriptor"
+    assert classify.one_line("Graph execution error:") == "Graph execution error:"

@@ -1,0 +1,59 @@
+"""A failure is told from a loss: kernels that end at some size, and pairs that can't step together."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from machines import Bench
+
+from balancer.core.search import Search
+from balancer.records import Failed, Layout, Observation, Probe, Problem
+
+PAIR = Bench(((10.0, 0.05, 0, 20_000), (10.0, 0.1, 0, 20_000)), 0.002)
+
+
+def searched(breaks: Callable[[Layout], tuple[int, ...]]) -> Search:
+    """A whole search over the pair, in which `breaks` names the devices that fail in a layout."""
+    search = Search(Problem(devices=2, memory_bytes=(None, None)))
+    while probes := search.ask():
+        for probe in probes:
+            search.tell(_seen(probe, breaks(probe.layout)))
+    return search
+
+
+def _seen(probe: Probe, broken: tuple[int, ...]) -> Observation:
+    if broken:
+        return Failed(probe, "raised", "UnknownError", broken, 1.0)
+    (seen,) = PAIR.measure([probe])
+    return seen
+
+
+@pytest.mark.parametrize("largest", [100, 900, 5000])
+def test_a_kernel_that_ends_at_a_size_is_a_ceiling_and_no_loss(largest: int) -> None:
+    """Above `largest` samples the first device fails every time; it still has its part of the plan."""
+    search = searched(lambda layout: (0,) if layout.shares[0] > largest else ())
+    best = search.best()
+    assert best is not None
+    assert 0 < best.layout.shares[0] <= largest
+    assert best.layout.shares[1] > 0
+
+
+def test_a_pair_that_can_not_step_together_still_has_its_devices() -> None:
+    """Whichever device the failure of a split names, the faster one alone is the answer."""
+    for named in (0, 1):
+        best = searched(lambda layout, named=named: (named,) if layout.kind == "split" else ()).best()  # type: ignore[misc]
+        assert best is not None
+        assert best.layout.active == (0,)
+
+
+def test_a_device_that_fails_at_its_first_batch_is_left_out() -> None:
+    """Nothing ran on it, so there is no size to retreat to."""
+    search = searched(lambda layout: (1,) if layout.shares[1] else ())
+    best = search.best()
+    assert best is not None
+    assert best.layout.active == (0,)
