@@ -1,7 +1,8 @@
 """When a step's time is known well enough: a small machine that says how many steps to run next.
 
 Pure: it sees blocks of steps and decides; whoever runs the steps owns the clock. It warms up until two windows agree,
-then times blocks of equal length until the 95 % interval of the mean step is within `TIGHT`, or the time is spent.
+then times blocks of equal length until the 95 % interval of the mean step is within `TIGHT`, or the time is spent. What
+drifted or throttled meanwhile is timed once more, and said all the same.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ STALLED = 3.0  # a block that took so many times the median
 DISTURBED = 0.95  # CPU time / wall time of a process that never waits
 DISTURBED_SHARE = 0.2  # of the blocks
 TOO_SHORT_SECONDS = 0.05
+UNSTEADY = ("drift", "throttled")  # seen in a first round, it is measured again,
+AGAIN_SHARE = 0.5  # for this part of its time
 
 
 class Block(msgspec.Struct, frozen=True):
@@ -73,6 +76,7 @@ class Timing:
         self._blocks: list[Block] = []
         self._steps = 0  # of each measured block; 0 while warming up
         self._slow_start = 0.0
+        self._unsteady: tuple[Warned, ...] | None = None  # what made the first round be measured again
 
     @property
     def phase(self) -> str:
@@ -83,7 +87,7 @@ class Timing:
         """Steps to run as the next block; 0 when the measurement is over."""
         if not self._steps:
             return self._sized(self._windows[-1]) if self._windows else 1
-        return 0 if self._over() else self._steps
+        return 0 if self._over() and not self._again() else self._steps
 
     def add(self, block: Block) -> None:
         """Take the block that `next_steps` asked for."""
@@ -128,6 +132,16 @@ class Timing:
             self._slow_start = gap
         return over
 
+    def _again(self) -> bool:
+        """Once, where speed drifted or was held back: a round of half the time follows, and its figure counts."""
+        measured = self.result()
+        if self._unsteady is not None or measured is None:
+            return False
+        self._unsteady = tuple(doubt for doubt in measured.warnings if doubt.code in UNSTEADY)
+        if self._unsteady:
+            self._blocks, self._seconds = [], self._seconds * AGAIN_SHARE
+        return bool(self._unsteady)
+
     def _over(self) -> bool:
         blocks = self._blocks
         if len(blocks) < FEWEST_BLOCKS:
@@ -163,9 +177,13 @@ class Timing:
             "stalled": (max(means) / middle, max(means) / middle > STALLED),
             "disturbed": (disturbed, disturbed > DISTURBED_SHARE),
         }
-        return tuple(
-            msgspec.convert({"code": code, "value": value}, Warned) for code, (value, holds) in seen.items() if holds
-        )
+        found = {
+            code: msgspec.convert({"code": code, "value": value}, Warned)
+            for code, (value, holds) in seen.items()
+            if holds
+        }
+        before = (doubt for doubt in self._unsteady or () if doubt.code not in found)
+        return (*found.values(), *before)
 
 
 def _interval(blocks: Sequence[Block]) -> Interval:

@@ -67,6 +67,27 @@ def test_drift_is_said_with_its_sign() -> None:
     assert drift > 0.02
 
 
+def test_a_clock_that_drops_midway_is_measured_again_and_still_said() -> None:
+    """Heat takes 20 % of the speed after a second: the figure is that of the slow clock, and the doubt stays."""
+    draw = random.Random(3)
+    measured = timed(4.0, lambda i: 0.05 * (1.25 if i > 8 else 1.0) * draw.gauss(1, 0.02))
+    assert {"drift", "throttled"} & codes(measured)
+    assert abs(measured.step.value / 0.0625 - 1) < 0.03
+
+
+def test_a_device_that_holds_itself_back_for_a_while_is_measured_again_and_still_said() -> None:
+    """Throttled for a while only: the second round is of the full clock, and what was seen is said."""
+    timing, count = Timing(4.0), 0
+    while steps := timing.next_steps():
+        held = 2 < count < 12
+        timing.add(Block(steps, steps * (0.08 if held else 0.05), slowed=0.4 if held else 0.0))
+        count += 1
+    measured = timing.result()
+    assert measured is not None
+    assert "throttled" in codes(measured)
+    assert measured.step.value == 0.05
+
+
 def test_disturbed_blocks_are_set_aside_and_measured_again() -> None:
     """Blocks in which others took the cores do not enter the figure while undisturbed ones can be had."""
     measured = timed(4.0, lambda i: 0.02 if i % 3 == 0 else 0.01, lambda i: 0.5 if i % 3 == 0 else 1.0)

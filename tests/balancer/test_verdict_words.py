@@ -108,6 +108,15 @@ def test_a_device_on_which_nothing_ran_is_said_to_be_left_out() -> None:
     """One that ran somewhere is not, whatever else failed on it."""
     lost = Failed(Probe(solo(2, 1, 8), "solo", 1.0), "exit", "GPU:1, building: gone", (1,), 1.0)
     alone = Timed(Probe(solo(2, 0, 8), "solo", 1.0), 1.0, 1.0, 1.0, 5, (1, None), (1.0, None), 1.0, 5.0)
-    (said,) = left_out([alone, lost], DEVICES)
+    (said,) = left_out([alone, lost], DEVICES, alone.probe.layout)
     assert said.startswith("GPU:1 was left out")
-    assert not left_out([timed(), lost], DEVICES)
+    assert not left_out([timed(), lost], DEVICES, timed().probe.layout)
+
+
+def test_a_device_that_ran_and_then_failed_to_the_last_is_said_to_be_left_out() -> None:
+    """Unless something ran on it again, or it has a part all the same."""
+    lost = Failed(Probe(solo(2, 1, 8), "solo", 1.0), "signal", "GPU:1, building: SIGABRT", (1,), 1.0)
+    (said,) = left_out([timed(), lost], DEVICES, solo(2, 0, 8))
+    assert said.startswith("GPU:1 ran at first and then failed")
+    assert "SIGABRT" in said
+    assert not left_out([timed(), lost, timed()], DEVICES, solo(2, 0, 8))
