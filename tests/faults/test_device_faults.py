@@ -1,0 +1,244 @@
+"""Devices that go, hang, fill up or slow down in the middle: shown as such, measured again, left out, and said."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from balancer.events import Event, Finished, Observed, ProbeStarted
+from balancer.probes.pool import ChildProber, Job
+from balancer.records import Probe, Timed, layout_of
+from balancer.session import Request, Session
+from devices.base import Snapshot, State
+from devices.nvml import NvmlSource
+from devices.sampler import Sampler
+from tui.app import EvenerApp
+from tui.feed import SampledFeed
+
+LOST = """
+import os, threading, time
+def watch():
+    while not os.path.exists({flag!r}):
+        time.sleep(0.01)
+    os.write(2, b"CUDA error: GPU is lost\\n")
+    os.abort()
+if os.environ.get("CUDA_VISIBLE_DEVICES") == {gpu!r}:
+    threading.Thread(target=watch, daemon=True).start()
+"""
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+    """What it gives once that is something."""
+    until = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < until, "it never came"
+        time.sleep(0.01)
+    return found
+
+
+def drive(session: Session, see: Callable[[Event], None] = lambda _: None) -> Finished:
+    """To its end, which is a plan and no child."""
+    last: Event | None = None
+    for last in session.events():
+        see(last)
+    session.close()
+    assert isinstance(last, Finished)
+    assert not psutil.Process().children()
+    return last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["solo", "split"])
+def test_a_gpu_that_is_lost_midway_is_left_out_and_said(
+    fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stage: str
+) -> None:
+    """Its processes are aborted, as the driver does, and none that is started there lives; the other GPU goes on."""
+    double = fake_nvml(2)
+    flag = tmp_path / "lost"
+    (tmp_path / "sitecustomize.py").write_text(LOST.format(flag=str(flag), gpu=double.gpus[1].uuid))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def lose(event: Event) -> None:
+        if isinstance(event, Observed) and event.seen.probe.stage == stage and not flag.exists():
+            double.lose(1)
+            flag.touch()
+
+    request = Request(devices="gpu", workload="synthetic", budget_seconds=20.0, max_global_batch=64)
+    session = Session(request)
+    finished = drive(session, lose)
+    assert finished.plan.layout.batches[0] > 0
+    assert finished.plan.layout.batches[1] == 0
+    (said,) = [warning for warning in finished.plan.warnings if "GPU:1" in warning]
+    assert "left out" in said
+    assert "SIGABRT" in said
+
+
+class Rig:
+    """A sampler over a scripted driver, fast enough for a test."""
+
+    def __init__(self, nvml: Any) -> None:
+        self.nvml = nvml
+        self.sampler = Sampler(NvmlSource(library=nvml), 0.1)
+
+    def latest(self, state: State, gpu: int = 0) -> Snapshot | None:
+        """The newest snapshot if the GPU's temperature is in that state."""
+        snapshot = self.sampler.latest()
+        right = snapshot is not None and snapshot.devices[gpu].temperature_celsius.state is state
+        return snapshot if right else None
+
+
+@pytest.fixture
+def rig(fake_nvml: Callable[..., Any]) -> Iterator[Rig]:
+    """Two GPUs, sampled."""
+    made = Rig(fake_nvml(2))
+    with made.sampler:
+        wait_for(lambda: made.latest(State.VALUE))
+        yield made
+        made.nvml.release()
+
+
+def test_a_gpu_that_falls_off_the_bus_is_lost_and_the_other_is_read_on(rig: Rig) -> None:
+    """Lost, with a sentence; never a zero."""
+    rig.nvml.lose(1)
+    seen = wait_for(lambda: rig.latest(State.LOST, 1))
+    assert "lost" in seen.devices[1].note
+    assert seen.devices[1].memory_used_bytes.value is None
+    assert seen.devices[0].temperature_celsius.current is not None
+
+
+def test_a_driver_that_goes_away_is_said_and_found_again(rig: Rig) -> None:
+    """Unloaded and loaded, by itself."""
+    rig.nvml.unload()
+    seen = wait_for(lambda: rig.latest(State.LOST))
+    assert seen.notes
+    rig.nvml.reload()
+    wait_for(lambda: rig.latest(State.VALUE))
+
+
+CALLS = ("nvmlDeviceGetTemperature", "nvmlDeviceGetFieldValues")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_hangs_holds_up_nobody(rig: Rig, call: str) -> None:
+    """Readers get the last values at once, as stale, for as long as it hangs, and current ones after."""
+    rig.nvml.hang(call)
+    seen = wait_for(lambda: rig.latest(State.STALE))
+    assert "does not answer" in seen.devices[0].note
+    slowest = 0.0
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until:
+        began = time.monotonic()
+        assert rig.sampler.latest() is not None
+        rig.sampler.history(seen.devices[0].device.id, "temperature_celsius")
+        slowest = max(slowest, time.monotonic() - began)
+        time.sleep(0.005)
+    assert slowest < 0.5
+    rig.nvml.release()
+    wait_for(lambda: rig.latest(State.VALUE))
+
+
+async def test_the_app_obeys_its_keys_while_the_driver_hangs_and_ends_in_time(fake_nvml: Callable[..., Any]) -> None:
+    """A call that doesn't come back holds the sampling thread only; it says so, and leaves when asked to."""
+    nvml = fake_nvml(2)
+    source = NvmlSource(library=nvml)
+    app = EvenerApp(SampledFeed(source, 0.1), devices="gpu", known_devices=source.devices())
+    try:
+        async with app.run_test(size=(120, 30)) as pilot:
+            while app.snapshot is None:
+                await pilot.pause(0.05)
+            nvml.hang("nvmlDeviceGetTemperature")
+            until = time.monotonic() + 15
+            while app.snapshot.devices[0].temperature_celsius.state is not State.STALE:
+                assert time.monotonic() < until
+                await pilot.pause(0.05)
+            assert "does not answer" in app.snapshot.notes[-1]
+            began = time.monotonic()
+            for key, mode in (("2", "balance"), ("3", "runs"), ("1", "monitor")):
+                await pilot.press(key)
+                assert app.current_mode == mode
+            assert time.monotonic() - began < 8
+            began = time.monotonic()
+            await pilot.press("q")
+        assert time.monotonic() - began < 8
+    finally:
+        nvml.release()
+
+
+@pytest.mark.slow
+def test_memory_that_another_process_takes_midway_is_measured_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A largest batch that ran alone no longer fits: the next probes run out, the retreat follows, the plan fits.
+
+    The other process is real in its effect: each child that allocates finds that much less, by a limit of its own.
+    """
+    flag = tmp_path / "taken"
+    code = (
+        "import os\n"
+        "if os.environ.get('EVENER_TAKEN') and os.path.exists(os.environ['EVENER_TAKEN']):\n"
+        "    import resource; resource.setrlimit(resource.RLIMIT_AS, (400 << 20, 400 << 20))\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("EVENER_TAKEN", str(flag))
+    settings = {"memory_per_sample_mib": 2.0, "base_ms": 20.0}
+    request = Request(devices="cpu", workload="synthetic", settings=settings, budget_seconds=25.0, max_global_batch=600)
+    session = Session(request)
+    taken_at: list[int] = []
+
+    def take(event: Event) -> None:
+        if isinstance(event, Observed):
+            largest = max(event.seen.probe.layout.shares)
+            if event.seen.probe.stage == "solo" and largest > 200 and not taken_at:
+                taken_at.append(event.probes)
+                flag.touch()
+                for child in psutil.Process().children():
+                    child.kill()  # whoever held memory there is gone; new children find less
+
+    finished = drive(session, take)
+    assert taken_at
+    assert finished.plan.search.out_of_memory >= 1
+    assert max(finished.plan.layout.batches) * 2 < 400
+    prober = ChildProber(Job(session.discovery.devices, "synthetic", "none", settings))
+    layout = layout_of(finished.plan.layout.batches)
+    probe = Probe(layout, "solo" if layout.kind == "solo" else "split", 0.3)
+    (again,) = prober.measure((probe,), lambda _: None, threading.Event())
+    prober.close()
+    assert isinstance(again, Timed), "the plan does not fit what is left"
+
+
+@pytest.mark.slow
+def test_devices_that_are_held_back_while_they_are_measured_are_doubted_in_the_verdict() -> None:
+    """For real: every child is stopped for half of the time from the first race on, as a throttled device would be."""
+    session = Session(Request(devices="cpu", workload="synthetic", budget_seconds=12.0, max_global_batch=64))
+    racing, over = threading.Event(), threading.Event()
+
+    def hold_back() -> None:
+        while not over.is_set():
+            children = psutil.Process().children() if racing.is_set() else []
+            for act in ("suspend", "resume"):
+                for child in children:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        getattr(child, act)()
+                time.sleep(0.01)
+
+    thread = threading.Thread(target=hold_back)
+    thread.start()
+    try:
+        finished = drive(session, lambda event: racing.set() if _in_race(event) else None)
+    finally:
+        over.set()
+        thread.join()
+    assert "measure again to be sure" in finished.verdict
+    assert any("Other work" in warning or "held back" in warning for warning in finished.plan.warnings)
+
+
+def _in_race(event: Event) -> bool:
+    return isinstance(event, ProbeStarted) and event.probe.stage == "race"
