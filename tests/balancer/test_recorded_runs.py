@@ -1,0 +1,52 @@
+"""Runs on real GPUs, replayed: the same observations give the plan and the verdict that they gave there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from balancer import journal, replay
+from balancer.records import OutOfMemory, Timed
+from evener.plan import parse_plan, to_toml
+
+RECORDED = sorted((Path(__file__).parents[1] / "recorded").glob("*.jsonl"))
+
+
+def test_there_are_recordings() -> None:
+    """A folder that is empty would make the tests below say nothing."""
+    assert len(RECORDED) >= 5
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_a_recorded_run_replays_to_its_plan(path: Path) -> None:
+    """Layout, throughput and what the search took, from the observations alone."""
+    record = journal.read(path)
+    assert record.ended is not None
+    found = replay.recover(record)
+    assert found.plan.layout == record.ended.plan.layout
+    assert found.plan.throughput == record.ended.plan.throughput
+    assert found.plan.search.probes == record.ended.plan.search.probes
+    assert found.plan.search.out_of_memory == record.ended.plan.search.out_of_memory
+    assert found.verdict.partition(":")[0] == record.ended.verdict.partition(":")[0]
+    assert parse_plan(to_toml(found.plan)) == found.plan
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_the_chosen_layout_is_within_the_tolerance_of_all_that_was_measured(path: Path) -> None:
+    """The winner's curse aside, nothing that ran was clearly faster than what was chosen."""
+    record = journal.read(path)
+    assert record.ended is not None
+    chosen = record.ended.plan.throughput.samples_per_second
+    fastest = max(seen.seen.samples_per_second for seen in record.seen if isinstance(seen.seen, Timed))
+    assert chosen >= fastest * (1 - record.header.request.tolerance - 0.02)
+
+
+def test_memory_caps_ended_in_real_out_of_memory() -> None:
+    """8 GiB and 5 GiB: each device ran out once alone, and the plan fits both."""
+    (path,) = [path for path in RECORDED if "8GiB-5GiB" in path.stem]
+    record = journal.read(path)
+    full = [seen.seen for seen in record.seen if isinstance(seen.seen, OutOfMemory)]
+    alone = [seen.devices for seen in full if seen.probe.stage == "solo"]
+    assert sorted(alone) == [(0,), (1,)]
+    assert not [seen for seen in full if seen.probe.stage == "race"]
