@@ -134,6 +134,9 @@ def compare(
     knobs: Annotated[
         str | None, typer.Option("--try", help="xla,mixed: measure the winner with XLA, with mixed precision.")
     ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Then show what moves between devices, and how long.")
+    ] = False,
     global_batch: GlobalBatchOption = None,
     max_global_batch: MaxGlobalBatchOption = None,
     multiple_of: MultipleOption = 1,
@@ -170,7 +173,7 @@ def compare(
         pace=pace,
         share=share,
     )
-    code = run_compare(request, layouts=layouts, mps=mps, knobs=knobs, export=export, as_json=as_json)
+    code = run_compare(request, layouts=layouts, mps=mps, knobs=knobs, profile=profile, export=export, as_json=as_json)
     raise typer.Exit(code)
 
 

@@ -96,7 +96,8 @@ def model(
         ends.append(flow)
     rating = keras.layers.Dot(axes=1, dtype="float32", name="rating")(ends)
     network = keras.Model(inputs, rating, name="towers")
-    network.compile(keras.optimizers.Adam(learning_rate), "mean_squared_error", jit_compile=False)
+    optimizer = keras.optimizers.Adam if devices is None else AdamAtHome
+    network.compile(optimizer(learning_rate), "mean_squared_error", jit_compile=False)
     return network
 
 
@@ -110,6 +111,16 @@ def make_tower(name: str, table: Any, filters: int, kernel: int, dense: int) -> 
         layers.Flatten(name=f"{name}_flat"),
         layers.Dense(dense, activation="relu", name=f"{name}_dense"),
     ]
+
+
+class AdamAtHome(keras.optimizers.Adam):  # type: ignore[misc]  # keras is not followed
+    """Adam whose arithmetic is done where each weight lies, so that neither it nor its moments travel."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Keras' own step, on the device of the weight, which comes as a variable of TensorFlow's or of Keras'."""
+        weight = variable if isinstance(variable, tf.Variable) else variable.value
+        with tf.device(weight.device):
+            super().update_step(gradient, variable, learning_rate)
 
 
 class Placed(Solo):

@@ -20,10 +20,10 @@ from balancer.probes.child import Child, Inbox
 from balancer.probes.orders import Groups, Job, Key, engine_of, groups_of, key_of, one_child, orders_of, stand_of
 from balancer.probes.party import BrokenError, Mishap, Party, StoppedError
 from balancer.probes.prober import Facts, Report
-from balancer.probes.protocol import Built, Ready
+from balancer.probes.protocol import Built, Prepare, Prepared, Profile, Profiled, Ready
 from balancer.probes.room import Room
 from balancer.probes.trial import Limits, Stand, Trial, Watch
-from balancer.records import Failed, Observation, OutOfMemory, Probe, Timed
+from balancer.records import Failed, Layout, Observation, OutOfMemory, Probe, Timed
 from devices.base import Device
 from devices.environment import ChildEnvironment, child_environment
 from devices.mps import MpsDaemon
@@ -86,6 +86,26 @@ class ChildProber:
                 yield seen
         if faults:
             raise faults[0]
+
+    def profile(self, layout: Layout, steps: int, stop: threading.Event) -> Profiled | str:
+        """What moves between devices in steps of a layout, as its first process sees it; or why it can't be told."""
+        probe = Probe(layout, "race", 0.0)
+        watch = Watch(probe, lambda _: None, self.now)
+        self._make_room((probe,))
+        try:
+            standing = self._start(key_of(layout), watch, stop)
+            try:
+                shares = tuple(layout.shares[i] for i in dict.fromkeys(standing.stand.positions))
+                for _ in range(2):  # TensorFlow traces twice
+                    standing.party.order(lambda _: Prepare(shares), Prepared, self._limits.prepare, stop)
+                told = standing.party.order(lambda _: Profile(steps), Profiled, self._limits.prepare, stop)
+                return cast(Profiled, told[0])
+            finally:
+                self._end(standing)
+        except StoppedError:
+            return "it was stopped"
+        except BrokenError as broken:
+            return broken.first.detail
 
     def now(self) -> float:
         """Wall seconds since the session began."""

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from workloads.base import Place
+from workloads.transfers import Transfer
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
@@ -52,7 +53,13 @@ class Run(msgspec.Struct, frozen=True, tag=True):
     seconds: float = 0.0
 
 
-Order = Begin | Build | Prepare | Run
+class Profile(msgspec.Struct, frozen=True, tag=True):
+    """Run so many steps, then as many under the framework's profiler."""
+
+    steps: int
+
+
+Order = Begin | Build | Prepare | Run | Profile
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -83,6 +90,14 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     memory_bytes: Annotated[tuple[Bytes | None, ...], Devices]  # peak of each own device
 
 
+class Profiled(msgspec.Struct, frozen=True, tag=True):
+    """What moved between devices in the profiled steps, and how long as many took without the profiler."""
+
+    steps: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    seconds: Seconds
+    transfers: Annotated[tuple[Transfer, ...], msgspec.Meta(max_length=1000)]
+
+
 class Trouble(msgspec.Struct, frozen=True, tag=True):
     """An exception ended the order. `types` are its class names, most special first."""
 
@@ -91,7 +106,7 @@ class Trouble(msgspec.Struct, frozen=True, tag=True):
     where: str = ""  # "file.py:12" in the user's own file
 
 
-Reply = Ready | Built | Prepared | Ran | Trouble
+Reply = Ready | Built | Prepared | Ran | Profiled | Trouble
 
 orders: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
 replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)

@@ -28,6 +28,8 @@ from balancer.probes.protocol import (
     Order,
     Prepare,
     Prepared,
+    Profile,
+    Profiled,
     Ran,
     Ready,
     Reply,
@@ -79,6 +81,8 @@ class Worker:
                 return self._prepare(order)
             case Run():
                 return self._run(order)
+            case Profile():
+                return self._profile(order.steps)
             case _:
                 raise ValueError(f"no such order: {order}")
 
@@ -127,6 +131,22 @@ class Worker:
         gc.enable()
         gc.collect()
         return Ran(steps, wall, max(0.0, cpu - spun), spun, tuple(workload.peak_memory_bytes()) or (None,))
+
+    def _profile(self, steps: int) -> Profiled:
+        """Once without the profiler, which slows what it looks at, and once with it."""
+        from workloads import transfers
+
+        workload, build = self._built()
+
+        def run() -> None:
+            for _ in range(steps):
+                workload.step()
+            workload.synchronize()
+
+        started = time.perf_counter()
+        run()
+        seconds = time.perf_counter() - started
+        return Profiled(steps, seconds, transfers.profile(build.framework, run))
 
     def _steps(self, count: int, workload: Workload, build: Build) -> float:
         """Run steps until the devices are done with them; gives the time spun."""

@@ -154,7 +154,7 @@ def test_what_can_not_be_had_is_told_and_the_others_run(capsys: pytest.CaptureFi
 @pytest.mark.slow
 def test_real_children_are_packed_and_split(capsys: pytest.CaptureFixture[str]) -> None:
     """The synthetic workload spins the CPU: two trainings on one slice can't be faster together."""
-    code, answer = ask(capsys, "-d", "cpu/2", *QUICK, "--layouts", "solo,even,pack", "--budget", "25s")
+    code, answer = ask(capsys, "-d", "cpu/2", *QUICK, "--layouts", "solo,even,pack", "--budget", "14s")
     assert code == 0
     kinds = {layout["kind"] for layout in answer["layouts"]}
     assert "solo" in kinds
@@ -171,7 +171,7 @@ def test_an_interrupt_leaves_no_child(number: signal.Signals, code: int) -> None
     """While packing; the plan so far is still told."""
     command = [sys.executable, "-m", "evener", "compare", "-d", "cpu/2", *QUICK, "--layouts", "solo,pack", "--json"]
     process = subprocess.Popen(
-        [*command, "--budget", "300s"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+        [*command, "--budget", "20s"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
     )
     assert process.stderr is not None
     for line in process.stderr:
@@ -184,3 +184,26 @@ def test_an_interrupt_leaves_no_child(number: signal.Signals, code: int) -> None
     assert json.loads(out)["interrupted"]
     time.sleep(0.5)
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.slow
+def test_the_profile_shows_what_a_placement_sends(capsys: pytest.CaptureFixture[str]) -> None:
+    """Alternating at each operation sends more often than one tower on each device; one device sends nothing."""
+    pytest.importorskip("tensorflow")
+    small = ["vocabulary=500", "words=40", "dense=8", "filters=4", "embedding=8"]
+    settings = [word for pair in small for word in ("--set", pair)]
+    code, answer = ask(
+        capsys, "-d", "cpu/2", "-w", "keras_towers", *settings, "--global-batch", "8", "--layouts", "solo,place",
+        "--budget", "25s", "--profile",
+    )  # fmt: skip
+    assert code == 0
+    sent = {table["name"]: sum(row["calls"] for row in table["transfers"]) for table in answer["profile"]}
+    assert sent["best single device"] == 0
+    assert 0 < sent["place towers"] < sent["place alternate"]
+    assert not psutil.Process().children(recursive=True)
+
+
+def test_simulated_devices_have_no_profiler(capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = ask(capsys, "-d", machine(), "--global-batch", "256", "--layouts", "solo,even", "--profile")
+    assert code == 0
+    assert "no framework" in answer["profile"][0]["trouble"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,15 +15,23 @@ from balancer.events import Finished
 from balancer.request import Request
 from balancer.session import Session
 from evener.errors import RequestError
-from tui.commands.balance import check_target, see_through
+from tui.commands.balance import check_target, see_through, stopped_by_signals
 from tui.documents import json_text
 from tui.progress import Progress
 from tui.rankings import packing_lines, ranking_json, ranking_lines, scaling_lines
+from tui.transfers import Table, profile_layouts, transfer_json, transfer_lines
 from tui.words import plain
 
 
 def run_compare(
-    request: Request, *, layouts: str | None, mps: bool, knobs: str | None, export: Path | None, as_json: bool
+    request: Request,
+    *,
+    layouts: str | None,
+    mps: bool,
+    knobs: str | None,
+    profile: bool,
+    export: Path | None,
+    as_json: bool,
 ) -> int:
     """Run a comparison to its verdict; the exit code says whether it was interrupted, and how."""
     if export is not None:
@@ -35,12 +44,22 @@ def run_compare(
         if export is not None:
             finished.plan.save(export)
         assert isinstance(session.search, Comparison), "a comparison was asked for"
+        found, labels = session.search, progress.devices
+        tables = _profiled(wanted, found, len(labels)) if profile and not finished.interrupted else []
         if as_json:
-            print(json_text(_as_json(finished, session.search, progress.devices)), flush=True)
+            profiles = {"profile": transfer_json(tables)} if profile else {}
+            print(json_text({**_as_json(finished, found, labels), **profiles}), flush=True)
         else:
-            _print(finished, session.search, progress.devices, export)
+            _print(finished, found, labels, transfer_lines(tables), export)
 
     return see_through(session, progress, conclude, "stopping; the ranking so far is kept", as_json)
+
+
+def _profiled(request: Request, found: Comparison, devices: int) -> list[Table]:
+    """The profiler's tables; a signal ends them early, and what was measured is told all the same."""
+    stop = threading.Event()
+    with stopped_by_signals(stop.set, "stopping the profile"):
+        return profile_layouts(request, found, devices, stop)
 
 
 def words_of(text: str | None) -> list[str] | None:
@@ -58,8 +77,10 @@ def _as_json(finished: Finished, found: Comparison, labels: Sequence[str]) -> di
     return {**head, **ranking_json(found, labels), **msgspec.to_builtins(finished.plan)}
 
 
-def _print(finished: Finished, found: Comparison, labels: Sequence[str], export: Path | None) -> None:
-    lines = [*ranking_lines(found, labels), "", *scaling_lines(found), *packing_lines(found)]
+def _print(
+    finished: Finished, found: Comparison, labels: Sequence[str], profiles: Sequence[str], export: Path | None
+) -> None:
+    lines = [*ranking_lines(found, labels), "", *scaling_lines(found), *packing_lines(found), *profiles]
     lines += [f"warning: {plain(warning)}" for warning in finished.plan.warnings]
     lines += ["", plain(finished.verdict, 1000)]
     print("\n".join(lines), flush=True)

@@ -1,0 +1,51 @@
+"""Where a step's time goes between devices: the copies and exchanges that a framework's profiler saw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib import import_module
+
+import msgspec
+
+from evener.errors import RequestError
+
+_PROFILERS = {"tensorflow": "workloads.keras_profile", "torch": "workloads.torch_profile"}
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """One kind of copy or exchange, over all profiled steps. `moved_bytes` is None where the profiler doesn't say."""
+
+    name: str
+    calls: int
+    seconds: float
+    shortest_seconds: float
+    longest_seconds: float
+    moved_bytes: int | None = None
+
+
+Event = tuple[str, float, int | None]  # name, seconds, bytes
+
+
+def profile(framework: str, run: Callable[[], None]) -> tuple[Transfer, ...]:
+    """What moved between devices while `run` ran, the dearest first; RequestError without a profiler for it."""
+    home = _PROFILERS.get(framework)
+    if home is None:
+        raise RequestError(f"There is no profiler for framework {framework!r}.", "Profile tensorflow or torch.")
+    events: Iterable[Event] = import_module(home).transfers(run)
+    return gathered(events)
+
+
+def gathered(events: Iterable[Event]) -> tuple[Transfer, ...]:
+    """Events of one name as one row."""
+    by_name: dict[str, list[Event]] = {}
+    for event in events:
+        by_name.setdefault(event[0], []).append(event)
+    rows = [_row(name, same) for name, same in by_name.items()]
+    return tuple(sorted(rows, key=lambda row: (-row.seconds, row.name)))
+
+
+def _row(name: str, events: list[Event]) -> Transfer:
+    times = [seconds for _, seconds, _ in events]
+    sizes = [size for _, _, size in events if size is not None]
+    moved = sum(sizes) if len(sizes) == len(events) else None
+    return Transfer(name, len(events), sum(times), min(times), max(times), moved)
