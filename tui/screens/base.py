@@ -10,7 +10,7 @@ from textual.screen import Screen
 from textual.widget import Widget
 
 from tui.widgets.bars import TopBar
-from tui.widgets.keys import KeysBar
+from tui.widgets.keys import KeysBar, forget_drawn
 from tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
@@ -47,5 +47,6 @@ class PanelScreen(Screen[None]):
         self.call_after_refresh(self.redraw)
 
     async def on_screen_resume(self) -> None:
-        """Show what happened while another screen was in front."""
+        """Show what happened while another screen was in front, and let go of what that had drawn."""
+        forget_drawn()
         self.redraw()

@@ -1,7 +1,8 @@
-"""The line of keys below every screen."""
+"""The line of keys below every screen, and what Textual keeps of widgets that are gone."""
 
 from __future__ import annotations
 
+from textual._styles_cache import StylesCache
 from textual.widgets import Footer
 
 
@@ -18,3 +19,11 @@ class KeysBar(Footer):
         """
         await super().recompose()
         self.mutate_reactive(Footer.compact)
+        forget_drawn()
+
+
+def forget_drawn() -> None:
+    """Let go of the lines of closed widgets: a cache of Textual's holds on to a thousand of them."""
+    clear = getattr(StylesCache.get_inner_outer, "cache_clear", None)
+    if clear is not None:
+        clear()
