@@ -17,6 +17,7 @@ from workloads import keras_resnet50 as resnet50
 from workloads.base import Place
 from workloads.keras_stages import added
 from workloads.keras_towers import Placed, build, model, reviews
+from workloads.transfers import profile
 
 SMALL = {"vocabulary": 200, "words": 40, "embedding": 8, "filters": 4, "kernel": 3, "dense": 16, "learning_rate": 0.01}
 TWO = ("CPU:0", "CPU:1")
@@ -31,6 +32,7 @@ def main() -> None:
         start = [np.array(weight) for weight in workload.model.get_weights()]
         answer[placement] = {"gradients": gradients(workload, start), "weights": trained(workload, start)}
         answer[placement]["devices"] = devices_of(workload.way)
+        answer[placement]["sent"] = sent(workload)
     answer["resnet50"] = resnet50.model().count_params()
     print(json.dumps(answer))
 
@@ -69,6 +71,16 @@ def trained(workload: Any, start: list[Any]) -> float:
     after = workload.model.get_weights()
     assert all(difference(one, other) > 0 for one, other in zip(after, start, strict=True)), "every weight has learnt"
     return max(difference(one, other) for one, other in zip(after, plain.get_weights(), strict=True))
+
+
+def sent(workload: Any) -> int:
+    """How often a step sends something between the devices, by TensorFlow's profiler."""
+
+    def run() -> None:
+        workload.step()
+        workload.synchronize()
+
+    return sum(row.calls for row in profile("tensorflow", run) if row.name == "send between devices")
 
 
 def devices_of(way: Placed) -> dict[str, list[str]]:
