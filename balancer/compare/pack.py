@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 GAIN = 0.01  # relative; less than that is no gain
 PATIENCE = 2  # sizes in a row without a gain, before growing ends
-REFINEMENTS = 3  # sizes tried between neighbours, once growing has ended
+REFINEMENTS = 5  # sizes tried between neighbours, once growing has ended
 MOST_PROCESSES = 89
 
 Rates = Mapping[int, float | None]  # trainings -> combined samples/s; None: did not run

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.compare.pack import GAIN, MOST_PROCESSES, best_size, next_size
+from balancer.compare.pack import MOST_PROCESSES, best_size, next_size
 
 
 def grow(rate: Callable[[int], float | None], most: int = MOST_PROCESSES) -> dict[int, float | None]:
@@ -61,14 +61,14 @@ def test_nothing_that_ran_is_no_best() -> None:
     peak=st.integers(1, 40), rise=st.floats(0.02, 0.5), fall=st.floats(0.0, 0.05), most=st.integers(1, MOST_PROCESSES)
 )
 def test_growth_ends_soon_and_near_the_peak(peak: int, rise: float, fall: float, most: int) -> None:
-    """On any curve with one peak, at most 14 sizes are tried, and the best is within 5 % of what `most` allows."""
+    """On any curve with one peak, at most 15 sizes are tried, and the best is within 7 % of what `most` allows."""
 
     def rate(n: int) -> float:
         return 100.0 * (1 + rise * (min(n, peak) - 1)) * (1 - fall) ** max(0, n - peak)
 
     tried = grow(rate, most)
-    assert len(tried) <= 14
+    assert len(tried) <= 15
     best = best_size(tried)
     assert best is not None
     top = max(rate(n) for n in range(1, most + 1))
-    assert (tried[best] or 0) >= top * (1 - GAIN) * 0.95
+    assert (tried[best] or 0) >= top * 0.93
