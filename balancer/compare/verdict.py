@@ -76,7 +76,7 @@ def _subject(winner: Standing, labels: Sequence[str]) -> str:
 def _gains(winner: Standing, others: Sequence[Standing]) -> list[str]:
     """What a winner that is not one device alone gains over it, and a split over an even one."""
     reasons = []
-    plain = [one for one in others if not one.candidate.layout.knobs]
+    plain = [one for one in others if not one.candidate.layout.knobs and not _same_but_knobs(one, winner)]
     single = next((one for one in plain if one.candidate.family == "solo"), None)
     if single is not None and not single.tie and single.against is not None:
         reasons.append(f"{_percent(1 / (1 + single.against.value) - 1)} more than one alone")
