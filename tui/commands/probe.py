@@ -72,7 +72,7 @@ def _chosen(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...]
     """
     if gpus is None:
         return spec, None
-    if not all(gpu.isdigit() for gpu in gpus) or len(set(gpus)) != len(gpus):
+    if not all(gpu.isascii() and gpu.isdigit() and len(gpu) < 7 for gpu in gpus) or len(set(gpus)) != len(gpus):
         raise RequestError(f"--gpus {' '.join(gpus)} are not different indices.", "Write it like --gpus 0 1.")
     if spec != "auto":
         return spec, tuple(int(gpu) for gpu in gpus)
