@@ -130,7 +130,7 @@ def test_a_signal_ends_with_the_best_plan_so_far(
     start: Start, state: Path, tmp_path: Path, number: signal.Signals, stage: str
 ) -> None:
     """Its exit code says which; the plan is printed and exported, it is what was measured, and nothing stays behind."""
-    process = start(*BALANCE, "--budget", "20s", "--export", "plan.toml", "--json")
+    process = start(*BALANCE, "--budget", "12s", "--export", "plan.toml", "--json")
     wait_for(lambda: measured(state, stage))
     children = children_of(process)
     assert children

@@ -70,7 +70,7 @@ def test_a_gpu_that_is_lost_midway_is_left_out_and_said(
             double.lose(1)
             flag.touch()
 
-    request = Request(devices="gpu", workload="synthetic", budget_seconds=20.0, max_global_batch=64)
+    request = Request(devices="gpu", workload="synthetic", budget_seconds=9.0, max_global_batch=64)
     session = Session(request)
     finished = drive(session, lose)
     assert finished.plan.layout.batches[0] > 0
@@ -189,7 +189,7 @@ def test_memory_that_another_process_takes_midway_is_measured_anew(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("EVENER_TAKEN", str(flag))
     settings = {"memory_per_sample_mib": 2.0, "base_ms": 20.0}
-    request = Request(devices="cpu", workload="synthetic", settings=settings, budget_seconds=25.0, max_global_batch=600)
+    request = Request(devices="cpu", workload="synthetic", settings=settings, budget_seconds=14.0, max_global_batch=600)
     session = Session(request)
     taken_at: list[int] = []
 
@@ -217,7 +217,7 @@ def test_memory_that_another_process_takes_midway_is_measured_anew(
 @pytest.mark.slow
 def test_devices_that_are_held_back_while_they_are_measured_are_doubted_in_the_verdict() -> None:
     """For real: every child is stopped for half of the time from the first race on, as a throttled device would be."""
-    session = Session(Request(devices="cpu", workload="synthetic", budget_seconds=12.0, max_global_batch=64))
+    session = Session(Request(devices="cpu", workload="synthetic", budget_seconds=7.0, max_global_batch=64))
     racing, over = threading.Event(), threading.Event()
 
     def hold_back() -> None:
