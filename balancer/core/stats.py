@@ -77,7 +77,8 @@ def is_steady(window_a: Sequence[float], window_b: Sequence[float], within: floa
 def pooled(intervals: Sequence[Interval], weights: Sequence[float]) -> Interval:
     """One interval from independent ones of the same quantity: the weighted mean.
 
-    Where they differ by more than their widths allow, the interval is widened by the Birge ratio, sqrt(chi² / freedom).
+    Where they differ by more than their widths allow, the interval is widened by the Birge ratio, sqrt(chi² / freedom),
+    but to no more than they lie apart: one that was timed with no spread at all would widen it beyond reason.
     """
     total = math.fsum(weights)
     value = math.fsum(weight * one.value for weight, one in zip(weights, intervals, strict=True)) / total
@@ -86,7 +87,8 @@ def pooled(intervals: Sequence[Interval], weights: Sequence[float]) -> Interval:
     if len(intervals) > 1:
         errors = [max(own / student(9), 1e-12 * abs(value)) for own in halves]
         chi2 = math.fsum(((one.value - value) / error) ** 2 for one, error in zip(intervals, errors, strict=True))
-        half *= max(1.0, math.sqrt(chi2 / (len(intervals) - 1)))
+        values = [one.value for one in intervals]
+        half = max(half, min(half * math.sqrt(chi2 / (len(intervals) - 1)), max(values) - min(values)))
     return Interval(value, max(0.0, value - half), value + half)
 
 

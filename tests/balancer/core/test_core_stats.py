@@ -9,6 +9,7 @@ import statistics
 import pytest
 
 from balancer.core import stats
+from balancer.records import Interval
 
 
 def test_student_meets_the_normal_and_the_table() -> None:
@@ -84,3 +85,11 @@ def test_pooling_tightens_agreeing_turns_and_widens_disagreeing_ones() -> None:
     apart = stats.pooled([stats.Interval(0.9, 0.89, 0.91), stats.Interval(1.1, 1.09, 1.11)], [1.0, 1.0])
     assert apart.low < 0.9
     assert apart.high > 1.1
+
+
+def test_a_turn_without_any_spread_does_not_widen_the_rest_beyond_reason() -> None:
+    """Two turns 2 % apart, one of them timed without noise: the interval holds both and is no wider than that."""
+    joined = stats.pooled([Interval(1.0, 1.0, 1.0), Interval(1.02, 1.019, 1.021)], [1.0, 1.0])
+    assert joined.low <= 1.0
+    assert joined.high >= 1.02
+    assert (joined.high - joined.low) / 2 <= 0.02 * 1.001
