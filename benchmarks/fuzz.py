@@ -3,7 +3,8 @@
     python -m benchmarks.fuzz [--minutes 5] [--target plan] [--output fuzz.md]
 
 Coverage-guided by atheris where that is installed (`pip install atheris`), each target in a process of its own; else
-hypothesis mutates the same seeds. What is found is written to fuzz-TARGET-*.bin, to be given to `--replay`.
+hypothesis mutates the same seeds. What atheris finds it writes to fuzz-TARGET-*;
+`--target TARGET --replay FILE` runs that again.
 """
 
 from __future__ import annotations
