@@ -266,7 +266,7 @@ def test_what_is_wrong_with_the_users_module_is_one_sentence(own: Path, name: st
     with pytest.raises(EvenerError) as caught:
         run()
     assert named in caught.value.message
-    assert caught.value.remedy
+    assert caught.value.remedy or isinstance(caught.value, UserCodeError)  # a line of theirs says what to mend
 
 
 @pytest.mark.parametrize("result", [None, 3, (1, 2), torch.nn.Linear(1, 1), {"modul": 1}, (None, None, None)])
