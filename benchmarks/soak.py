@@ -229,7 +229,7 @@ def _resize(terminal: int, rows: int, columns: int) -> None:
 def report(parts: Sequence[Part], sessions: int) -> str:
     """The table as Markdown, with what it was measured on."""
     lines = [
-        "# Soak: nothing grows",
+        "# Soak: what grows",
         "",
         f"`python -m benchmarks.soak --sessions {sessions} --minutes {max(p.seconds for p in parts) / 60:.0f}`, "
         f"Python {platform.python_version()}, {os.cpu_count()} logical CPUs, {platform.system()}.",
