@@ -16,6 +16,7 @@ import torch
 from evener.errors import EvenerError, RequestError
 from workloads import registry, torch_gru, torch_maxer, torch_mnist
 from workloads.base import Place
+from workloads.custom import UserCodeError
 from workloads.torch_batches import Batches
 from workloads.torch_own import from_user
 from workloads.torch_recipe import Recipe, TorchWorkload
