@@ -13,7 +13,7 @@ STEPS_A_PROBE = 12  # what a probe of slow steps should have time for
 LONGEST_PROBE_SECONDS = 60.0
 SHORTEST_PROBE_SECONDS = 0.2
 FEWEST_STEPS = 5  # below it a probe is not worth its start
-BY_STAGE: dict[Stage, float] = {"solo": 0.5, "split": 0.75, "race": 1.0}  # of the budget, spent at the end of a stage
+BY_STAGE: dict[Stage, float] = {"solo": 0.5, "split": 0.6, "race": 1.0}  # of the budget, spent at the end of a stage
 
 
 class Rule(StrEnum):
