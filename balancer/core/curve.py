@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 
 import msgspec
 
-from balancer.core.stairs import Stairs, stairs
+from balancer.core.stairs import Seen, Stairs, stairs
 
 SAME_BATCH = 0.02  # points nearer than this, relatively, are one point
 LEAST_ERROR = 0.0005  # relative; no timing is believed to be better
 STRAIGHT = 2.5  # a fit stands if no point is further off than so many of its errors (of 95 % of small fits none is)
+MOST_KEPT = 8192  # fits of one search: of 1024 devices in a few kinds of doubt
 ROUNDING = 1e-9  # relative slack where a time is compared with its own inverse
 
 
@@ -105,11 +107,15 @@ class Curve(msgspec.Struct, frozen=True):
         return times[i - 1] + (times[i] - times[i - 1]) * (batch - left) / (batches[i] - left)
 
 
-def fit(points: Iterable[Point], doubt: float = 0.0, stepped: bool = False) -> Curve | None:
+FindStairs = Callable[[tuple[Seen, ...], bool], Stairs | None]
+Fit = Callable[[tuple[Point, ...], float, bool], Curve | None]
+
+
+def fit(points: Iterable[Point], doubt: float = 0.0, stepped: bool = False, find: FindStairs = stairs) -> Curve | None:
     """The curve that explains the points; None without any.
 
     `doubt`: where stairs or bends leave doubt, 0 takes the middle and 1 the slowest that may be. `stepped`: devices
-    like this one show stairs, so they need less evidence here.
+    like this one show stairs, so they need less evidence here. `find` finds these.
     """
     single = merged(points, 0.0)
     if not single:
@@ -119,10 +125,16 @@ def fit(points: Iterable[Point], doubt: float = 0.0, stepped: bool = False) -> C
     smooth = worst <= STRAIGHT
     if smooth and shape.flat == 0:
         return _broken(shape, known, [], True)
-    if found := stairs(tuple((p.batch, p.seconds, p.error) for p in single), stepped or not smooth):
+    if found := find(tuple((p.batch, p.seconds, p.error) for p in single), stepped or not smooth):
         return _stepped(found, known, doubt)
     curve = _broken(shape, known, [] if smooth else _bends(known, shape), smooth)
     return _late(curve) if doubt >= 1 and not smooth else curve
+
+
+def remembered() -> Fit:
+    """`fit` for the length of one search: what was fitted once is not fitted again, and goes when the search does."""
+    find = lru_cache(MOST_KEPT)(stairs)  # hope, middle and doubt ask for the same
+    return lru_cache(MOST_KEPT)(partial(fit, find=find))
 
 
 def _late(curve: Curve) -> Curve:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from balancer.core import race
 from balancer.core.check import check
+from balancer.core.curve import remembered
 from balancer.core.decide import Decision, Judged, decide, judged
 from balancer.core.ledger import Ledger
 from balancer.core.view import View
@@ -26,6 +27,7 @@ class Search:
         self.problem = problem
         self._all = Ledger(problem)
         self._before_race = Ledger(problem)  # the race is planned by what was known when it began
+        self._fit = remembered()
         self._judged: Judged | None = None
         self._decided: Decision | None = None
 
@@ -97,7 +99,7 @@ class Search:
 
     def _known(self) -> Judged:
         if self._judged is None:
-            self._judged = judged(View(self.problem, self._before_race))
+            self._judged = judged(View(self.problem, self._before_race, self._fit))
         return self._judged
 
     def _decision(self) -> Decision:

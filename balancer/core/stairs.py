@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import combinations
 
 import msgspec
@@ -53,7 +52,6 @@ class Stairs(msgspec.Struct, frozen=True):
         return knots, max(0.0, doubt * max(slope for _, slope in self.corners) + (1 - doubt) * rise)
 
 
-@lru_cache(maxsize=8192)  # hope, middle and doubt ask for the same
 def stairs(points: tuple[Seen, ...], convinced: bool) -> Stairs | None:
     """The highest stairs that explain the points; None if none do.
 

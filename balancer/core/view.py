@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from balancer.core import fill
 from balancer.core.alike import classes
-from balancer.core.curve import LEAST_ERROR, Curve, Point, fit
+from balancer.core.curve import LEAST_ERROR, Curve, Fit, Point, fit
 from balancer.core.fill import Fill, Lane
 from balancer.core.ledger import Device, Ledger, relative_error
 from balancer.core.sync import costs
@@ -30,9 +30,10 @@ MORE_THAN_ANY = 1 << 30  # samples
 class View:
     """A reading of one ledger; everything is computed once, when it is first asked for."""
 
-    def __init__(self, problem: Problem, ledger: Ledger) -> None:
+    def __init__(self, problem: Problem, ledger: Ledger, fitted: Fit = fit) -> None:
         self.problem = problem
         self.ledger = ledger
+        self._fit = fitted
         self.quantum = problem.multiple_of
         self.devices: tuple[Device, ...] = tuple(ledger.device(i) for i in range(problem.devices))
 
@@ -257,9 +258,9 @@ class View:
 
     def _shared(self, points: Callable[[int], Iterable[Point]], doubt: float = 0.0) -> tuple[Curve | None, ...]:
         known = [tuple(p for i in group for p in points(i)) for group in self.groups]
-        fits = [_fit(one, doubt, False) for one in known]
+        fits = [self._fit(one, doubt, False) for one in known]
         if sum(1 for curve in fits if curve and curve.stair) * STEPPED_SHARE >= len(fits):
-            fits = [_fit(one, doubt, True) for one in known]
+            fits = [self._fit(one, doubt, True) for one in known]
         curves: list[Curve | None] = [None] * len(self.devices)
         for group, curve in zip(self.groups, fits, strict=True):
             for i in group:
@@ -289,11 +290,6 @@ def near(one: Layout, other: Layout) -> bool:
     """Whether two layouts are the same for all that can be measured."""
     pairs = list(zip(one.shares, other.shares, strict=True))
     return all((a > 0) == (b > 0) and abs(a - b) <= max(SAME_SHARE * max(a, b), 0) for a, b in pairs)
-
-
-@lru_cache(maxsize=8192)
-def _fit(points: tuple[Point, ...], doubt: float, stepped: bool) -> Curve | None:
-    return fit(points, doubt, stepped)
 
 
 def _known_at(batch: int, batches: list[int], alone: Curve) -> bool:

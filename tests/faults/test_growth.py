@@ -1,0 +1,24 @@
+"""What a long-lived process keeps of the sessions that it ran: nothing."""
+
+from __future__ import annotations
+
+import gc
+
+from balancer.session import Request, Session
+
+
+def live_objects(sessions: range) -> int:
+    """Python's objects after these sessions on simulated devices, which differ by their noise."""
+    for seed in sessions:
+        session = Session(Request(devices="sim:gtx1080ti,gtx1080,t4,t4", seed=seed, max_global_batch=512))
+        list(session.events())
+        session.close()
+    gc.collect()
+    return len(gc.get_objects())
+
+
+def test_sessions_leave_no_objects_behind() -> None:
+    """Fits, events and evidence go with the session that made them; what is loaded once stays, and was before."""
+    before = live_objects(range(4))
+    grown = live_objects(range(4, 24)) - before
+    assert grown < 200
