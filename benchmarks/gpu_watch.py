@@ -1,0 +1,105 @@
+"""Monitors side by side on loaded GPUs, in one run: what each costs, and whether evener's figures are nvidia-smi's.
+
+Each monitor is drawn on a pseudo-terminal of its own at its own default of about a reading a second. CPU is user plus
+system time of the process, over a window that begins after all have come up.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from benchmarks.monitor import SETTLE_SECONDS, Screen
+
+LOAD = """
+import sys, time, torch
+size = 8192
+a = torch.randn(size, size, device="cuda:" + sys.argv[1], dtype=torch.bfloat16)
+end = time.monotonic() + float(sys.argv[2])
+while time.monotonic() < end:
+    for _ in range(20):
+        a @ a
+    torch.cuda.synchronize()
+"""
+SCREENS = {
+    "evener": "import sys; from tui.app import run_app; sys.exit(run_app('gpu'))",
+    "nvitop": "from nvitop.cli import main; main()",
+    "gpustat": "import sys; sys.argv = ['gpustat', '-i', '1']; from gpustat.cli import main; main()",
+    "nvtop": "import os; os.execvp('nvtop', ['nvtop'])",
+}
+EVENER_JSON = (sys.executable, "-m", "evener", "monitor", "--devices", "gpu", "--json", "-i", "1")
+SMI = (
+    "nvidia-smi",
+    "--query-gpu=index,utilization.gpu,memory.used,power.draw,temperature.gpu,clocks.sm,clocks.mem",
+    "--format=csv,noheader,nounits",
+)
+
+
+@contextmanager
+def loaded(gpus: Sequence[int], seconds: float) -> Iterator[None]:
+    """Matrix products on each GPU, by processes of our own."""
+    loads = [subprocess.Popen([sys.executable, "-c", LOAD, str(gpu), str(seconds)]) for gpu in gpus]
+    try:
+        yield
+    finally:
+        for load in loads:
+            load.terminate()
+            load.wait(timeout=60)
+
+
+def installed() -> list[str]:
+    """The monitors that can be started here."""
+    modules = [name for name in ("nvitop", "gpustat") if importlib.util.find_spec(name)]
+    return ["evener", *modules, *(["nvtop"] if shutil.which("nvtop") else [])]
+
+
+def beside(seconds: float, environment: dict[str, str]) -> dict[str, Any]:
+    """CPU, memory and writing of all monitors over the same seconds, and evener's readings as JSON."""
+    with ExitStack() as stack:
+        screens = {name: Screen(SCREENS[name]) for name in installed()}
+        for screen in screens.values():
+            stack.callback(screen.close)
+        reader = subprocess.Popen(EVENER_JSON, stdout=subprocess.PIPE, text=True, env=environment)
+        time.sleep(2 * SETTLE_SECONDS)
+        alive = {name: screen for name, screen in screens.items() if screen.process.is_running()}
+        before = {name: _spent(screen) for name, screen in alive.items()}
+        began = time.perf_counter()
+        smi = []
+        while time.perf_counter() - began < seconds:
+            smi.append({"at": time.time(), "rows": _smi()})
+            time.sleep(5.0)
+        took = time.perf_counter() - began
+        costs = {name: _cost(before[name], screen, took) for name, screen in alive.items()}
+        reader.terminate()
+        out, _ = reader.communicate(timeout=10)
+    readings = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    missing = {
+        name: bytes(screens[name].seen[-300:]).decode(errors="replace") for name in screens.keys() - alive.keys()
+    }
+    return {"seconds": took, "costs": costs, "did_not_run": missing, "nvidia_smi": smi, "readings": readings}
+
+
+def _smi() -> list[list[str]]:
+    done = subprocess.run(SMI, capture_output=True, text=True, timeout=20)
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+
+
+def _spent(screen: Screen) -> tuple[float, int]:
+    times = screen.process.cpu_times()
+    return times.user + times.system, screen.written_bytes
+
+
+def _cost(before: tuple[float, int], screen: Screen, seconds: float) -> dict[str, float]:
+    cpu, written = _spent(screen)
+    return {
+        "cpu_percent": 100 * (cpu - before[0]) / seconds,
+        "memory_mib": screen.process.memory_info().rss / 2**20,
+        "written_kib_per_second": (written - before[1]) / 1024 / seconds,
+    }

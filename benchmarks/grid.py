@@ -1,0 +1,140 @@
+"""Whether a plan is really the best near it: `python -m benchmarks.grid PLAN --devices D [--workload W]`.
+
+A grid of shares is timed in turns by the children that probe, and its winner measured again beside the plan. A grid's
+winner is the luckiest of many, so the regret comes from that second, paired measurement alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from balancer.bench import make_prober, understand
+from balancer.probes.prober import Prober
+from balancer.records import Layout, OutOfMemory, Probe, Timed, layout_of, solo
+from balancer.request import Request
+from evener.plan import Plan, load_plan
+
+
+class Grid:
+    """Layouts around a plan with the rates seen of each; what did not run is kept too."""
+
+    def __init__(self, prober: Prober, seconds: float) -> None:
+        self.prober, self.seconds = prober, seconds
+        self.rates: dict[Layout, list[float]] = defaultdict(list)
+        self.memory: dict[Layout, tuple[int | None, ...]] = {}
+        self.failed: dict[Layout, str] = {}
+        self._turn = 0
+
+    def measure(self, layout: Layout) -> float | None:
+        """Samples/s of one measurement; None if it ran out of memory or failed, which is kept."""
+        self._turn += 1
+        probe = Probe(layout, "race", self.seconds, self._turn)
+        for seen in self.prober.measure((probe,), lambda _: None, threading.Event()):
+            if isinstance(seen, Timed):
+                self.rates[layout].append(seen.samples_per_second)
+                self.memory[layout] = seen.memory_bytes
+                return seen.samples_per_second
+            self.failed[layout] = "out of memory" if isinstance(seen, OutOfMemory) else seen.detail
+        return None
+
+    def all_in_turns(self, layouts: Sequence[Layout], turns: int) -> None:
+        """Each layout once a turn; every second turn backwards, so that a drift hits all alike."""
+        for turn in range(turns):
+            for layout in layouts if turn % 2 == 0 else reversed(layouts):
+                if layout not in self.failed:
+                    self.measure(layout)
+
+    def winner(self) -> Layout:
+        """The layout of the highest median."""
+        return max(self.rates, key=lambda layout: statistics.median(self.rates[layout]))
+
+    def paired(self, one: Layout, other: Layout, pairs: int) -> list[float]:
+        """Rates of `one` / `other`, measured next to each other, the order turned every time."""
+        ratios = []
+        for pair in range(pairs):
+            first, second = (one, other) if pair % 2 == 0 else (other, one)
+            rates = {first: self.measure(first), second: self.measure(second)}
+            mine, theirs = rates[one], rates[other]
+            if mine and theirs:
+                ratios.append(mine / theirs)
+        return ratios
+
+
+def around(plan: Plan, steps: int, width: float) -> list[Layout]:
+    """The plan's layout, shares moved both ways by `width` of the global batch a step, the even split, and solos."""
+    batches, total = plan.batches, plan.layout.global_batch
+    first, second = _largest_two(batches)
+    layouts = [layout_of(batches)]
+    for step in range(-steps, steps + 1):
+        moved = list(batches)
+        change = round(step * width * total)
+        moved[first], moved[second] = moved[first] + change, moved[second] - change
+        if step and min(moved[first], moved[second]) > 0:
+            layouts.append(layout_of(tuple(moved)))
+    even = tuple(total * (i + 1) // len(batches) - total * i // len(batches) for i in range(len(batches)))
+    layouts += [layout_of(even), *(solo(len(batches), i, total) for i in range(len(batches)))]
+    return list(dict.fromkeys(layouts))
+
+
+def _largest_two(batches: Sequence[int]) -> tuple[int, int]:
+    """Positions between which samples are moved; a device without a share may get some."""
+    first, second = sorted(range(len(batches)), key=lambda i: -batches[i])[:2]
+    return first, second
+
+
+def run(plan: Plan, request: Request, options: argparse.Namespace) -> dict[str, Any]:
+    """The whole grid, as one JSON document."""
+    prober = make_prober(understand(request))
+    try:
+        grid = Grid(prober, options.seconds)
+        chosen = layout_of(plan.batches)
+        grid.all_in_turns(around(plan, options.steps, options.width), options.turns)
+        winner = grid.winner()
+        ratios = [1.0] if winner == chosen else grid.paired(chosen, winner, options.pairs)
+    finally:
+        prober.close()
+    return {
+        "plan": {"batches": plan.batches, "samples_per_second": plan.throughput.samples_per_second},
+        "grid": [
+            {"batches": layout.shares, "median": statistics.median(rates), "rates": rates}
+            for layout, rates in grid.rates.items()
+        ],
+        "failed": [{"batches": layout.shares, "why": why} for layout, why in grid.failed.items()],
+        "winner": winner.shares,
+        "plan_over_winner": statistics.median(ratios) if ratios else None,
+        "pairs": ratios,
+        "memory_bytes": grid.memory.get(chosen),
+    }
+
+
+def main() -> None:
+    """Measure, and print the document; a summary goes to stderr."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--devices", required=True)
+    parser.add_argument("--workload")
+    parser.add_argument("--framework", default="tensorflow")
+    parser.add_argument("--steps", type=int, default=4, help="each way")
+    parser.add_argument("--width", type=float, default=0.02, help="of the global batch, a step")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=4, help="of the plan and the grid's winner")
+    parser.add_argument("--seconds", type=float, default=1.0, help="a measurement")
+    options = parser.parse_args()
+    request = Request(devices=options.devices, workload=options.workload, framework=options.framework)
+    found = run(load_plan(options.plan), request, options)
+    print(json.dumps(found))
+    for row in sorted(found["grid"], key=lambda row: -row["median"]):
+        print(f"{' + '.join(map(str, row['batches'])):>24}  {row['median']:14,.0f} samples/s", file=sys.stderr)
+    print(f"the plan / the grid's winner, measured again: {found['plan_over_winner']:.4f}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
