@@ -16,7 +16,7 @@ from typing import BinaryIO
 import msgspec
 
 from balancer.probes.prober import Facts
-from balancer.records import Layout, Observation, Probe, Result, Timed
+from balancer.records import Failed, Layout, Observation, Probe, Result, Timed
 from balancer.request import Request
 from devices.base import Device
 from evener.errors import RequestError
@@ -241,6 +241,9 @@ def _layout_sound(layout: Layout, header: Header) -> bool:
 
 
 def _observation_sound(seen: Observation) -> bool:
+    short = () if isinstance(seen, Failed) else seen.short_bytes
+    if short and (len(short) != len(seen.probe.layout.shares) or not _sane(short)):
+        return False
     if not isinstance(seen, Timed):
         return _sane((seen.elapsed_seconds,)) and all(0 <= i < MOST_DEVICES for i in seen.devices)
     known = [size for size in (*seen.memory_bytes, *seen.device_seconds) if size is not None]

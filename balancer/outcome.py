@@ -48,9 +48,14 @@ def plan_of(found: Findings, notes: Sequence[str] = ()) -> Outcome:
     larger = _larger(found)
     rivals = words.Rivals(_even(found), found.single, _fastest_split(found.results), found.sync_seconds, larger)
     doubts = words.doubts_of(found.seen, chosen.layout)
-    sentence = words.doubtful(words.verdict(chosen, rivals, header.devices), doubts)
+    plain = words.verdict(chosen, rivals, header.devices)
+    sentence = words.doubtful(words.room_left(plain, found.seen, header.devices), doubts)
     doubts_in_words = words.warnings(doubts, header.devices)
-    warnings = (*notes, *doubts_in_words, *words.left_out(found.seen, header.devices, chosen.layout))
+    of_devices = (
+        *words.crowded(found.seen, header.devices),
+        *words.left_out(found.seen, header.devices, chosen.layout),
+    )
+    warnings = (*notes, *doubts_in_words, *of_devices)
     summary = summary_of(header, found.seen, found.why_stopped, found.seconds)
     return Outcome(assemble(header, chosen, _evidence(found), summary, found.facts, warnings), sentence)
 

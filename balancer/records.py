@@ -11,7 +11,9 @@ import msgspec
 
 Kind = Literal["solo", "split", "pack", "place"]
 Stage = Literal["solo", "split", "pack", "race"]
-Cause = Literal["signal", "exit", "timeout", "protocol", "raised", "unsupported"]
+Cause = Literal[
+    "signal", "exit", "timeout", "protocol", "raised", "unsupported", "device"
+]  # device: it or its driver has gone
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -56,7 +58,7 @@ class Probe(msgspec.Struct, frozen=True):
 class Warned(msgspec.Struct, frozen=True):
     """A doubt about a measurement, as a value; its text and remedy are made at the edge (`balancer.session`)."""
 
-    code: Literal["slow_start", "drift", "noisy", "too_short", "throttled", "disturbed", "stalled"]
+    code: Literal["slow_start", "drift", "noisy", "too_short", "throttled", "capped", "disturbed", "stalled"]
     value: float = 0.0  # what was seen: a relative size, or a share of time
     device: int = -1  # position, -1: the whole step
 
@@ -75,6 +77,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     elapsed_seconds: float  # what the probe cost, start and warm-up counted
     warnings: tuple[Warned, ...] = ()
     start_seconds: float = 0.0  # part of it: starting and building new children, which later probes are spared
+    short_bytes: tuple[int, ...] = ()  # of each device's memory, what others held as it began; empty: nothing
 
     @property
     def samples_per_second(self) -> float:
@@ -89,6 +92,7 @@ class OutOfMemory(msgspec.Struct, frozen=True, tag="out_of_memory", tag_field="o
     devices: tuple[int, ...]
     detail: str
     elapsed_seconds: float
+    short_bytes: tuple[int, ...] = ()  # of each device's memory, what others held then; empty: nothing
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="outcome"):

@@ -19,10 +19,10 @@ from balancer.core.search import Search
 from balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
 from balancer.journal import Asked, Ended, Header, Journal, Known, Record, Seen
 from balancer.probes.prober import Facts, Prober
-from balancer.records import Observation, OutOfMemory, Probe
+from balancer.records import Failed, Observation, OutOfMemory, Probe
 from balancer.request import Request
 from evener import __version__
-from evener.errors import NoLayoutError, RequestError
+from evener.errors import DeviceError, NoLayoutError, RequestError
 
 __all__ = ["Request", "Session"]
 
@@ -113,6 +113,7 @@ class Session:
             run, created, request, found.devices, found.workload, found.framework, __version__, found.largest_share,
             found.notes,
         )  # fmt: skip
+        replay.search_of(header, ())  # a request that no search can meet leaves no run behind
         try:
             self._locks.append(runs.RunLock(run))
             self._journal = journal.create(runs.journal_path(run), header)
@@ -270,8 +271,10 @@ class Session:
             return done
         return "the budget was spent" if self._late and not self._interrupted else "interrupted"
 
-    def _nothing(self) -> NoLayoutError:
+    def _nothing(self) -> NoLayoutError | DeviceError:
         failed = verdict.nothing_ran(self._seen, self._header.devices)
+        if failed and all(isinstance(seen, Failed) and seen.cause == "device" for seen in self._seen):
+            return DeviceError(f"No device could be measured: {failed}.", "Look at nvidia-smi and dmesg.")
         if failed:
             return NoLayoutError(f"No layout could be measured: {failed}.", _REMEDY)
         if self._interrupted:

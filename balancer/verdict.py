@@ -9,7 +9,8 @@ import msgspec
 from balancer.records import Failed, Interval, Layout, Observation, OutOfMemory, Result, Timed, Warned
 from devices.base import Device
 
-ORDER = ("disturbed", "throttled", "drift", "noisy", "slow_start", "stalled", "too_short")
+GIB = 1 << 30
+ORDER = ("disturbed", "throttled", "capped", "drift", "noisy", "slow_start", "stalled", "too_short")
 
 
 class Rivals(msgspec.Struct, frozen=True):
@@ -153,6 +154,7 @@ def _doubt(doubt: Warned, devices: Sequence[Device]) -> str:
             "disturbed": f"Other work took CPU time in {size:.0%} of the blocks; stop it and measure again.",
             "throttled": f"Some steps were held back (by {size:.0%}), as by heat, power or other work; let it cool,"
             " look at evener monitor, and measure again.",
+            "capped": f"A device was at its power limit in {size:.0%} of the time: the figure is that of this limit.",
             "drift": f"Steps became {abs(size):.1%} {'slower' if size > 0 else 'faster'} while they were timed; measure"
             " again with a longer --budget.",
             "noisy": f"The step time is known to within ± {size:.1%} only; measure again with a longer --budget.",
@@ -161,6 +163,32 @@ def _doubt(doubt: Warned, devices: Sequence[Device]) -> str:
             "too_short": f"Only {size:.2f} s were timed; give a longer --budget.",
         }[doubt.code]
     )
+
+
+def crowded(seen: Iterable[Observation], devices: Sequence[Device]) -> tuple[str, ...]:
+    """A sentence for each device of whose memory others were seen to hold a part that the request counted on."""
+    return tuple(
+        f"{devices[i].label}: others hold {size / GIB:.1f} GiB of its memory; the batches here leave it to them."
+        for i, size in sorted(_short(seen).items())
+    )
+
+
+def room_left(sentence: str, seen: Iterable[Observation], devices: Sequence[Device]) -> str:
+    """The verdict, with whose memory was taken by others where that bounds what fits."""
+    names = [devices[i].label for i in sorted(_short(seen))]
+    if not names:
+        return sentence
+    return f"{sentence.removesuffix('.')}; others hold memory of {' and '.join(names)}, which is left to them."
+
+
+def _short(seen: Iterable[Observation]) -> dict[int, int]:
+    """The most that others were seen to hold, by position."""
+    most: dict[int, int] = {}
+    for one in seen:
+        for i, size in enumerate(() if isinstance(one, Failed) else one.short_bytes):
+            if size > most.get(i, 0):
+                most[i] = size
+    return most
 
 
 def left_out(seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout) -> tuple[str, ...]:
@@ -175,8 +203,11 @@ def left_out(seen: Sequence[Observation], devices: Sequence[Device], chosen: Lay
         for i in one.devices or one.probe.layout.active:
             if i not in ran:
                 words[i] = f"was left out, as nothing ran on it: {one.detail}."
-            elif isinstance(one, Failed) and one.devices == (i,) and not chosen.shares[i]:
-                words[i] = f"ran at first and then failed to the last, so it was left out: {one.detail}."
+            elif isinstance(one, Failed) and one.devices == (i,):
+                if not chosen.shares[i]:
+                    words[i] = f"ran at first and then failed to the last, so it was left out: {one.detail}."
+                elif one.cause == "device":
+                    words[i] = f"ran at first and can't be used now: {one.detail}."
     return tuple(f"{devices[i].label} {words[i]}" for i in sorted(words))
 
 

@@ -13,8 +13,7 @@ from devices.nvml_calls import DriverGoneError, GpuGoneError
 from devices.nvml_events import EventWatch
 from devices.nvml_gpu import GpuReader
 from devices.nvml_library import (
-    GPU_IS_LOST,
-    RESET_REQUIRED,
+    GONE_WORDS,
     Handle,
     Library,
     code_of,
@@ -30,10 +29,6 @@ from evener.errors import DeviceError
 RETRY_GPU_SECONDS = 5.0
 RETRY_DRIVER_SECONDS = 2.0
 REOPEN_FOR_LOST_SECONDS = 60.0  # a GPU that was reset is listed again only after a new init
-GONE_WORDS = {
-    GPU_IS_LOST: "The GPU is lost: it fell off the bus, or was detached.",
-    RESET_REQUIRED: "The GPU needs a reset.",
-}
 DENIED_WORDS = "This user may not read this GPU; check the rights on /dev/nvidia*."
 SILENT_WORDS = "The driver answers, but tells nothing of this GPU; in a container, its rights may have been taken."
 

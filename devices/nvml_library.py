@@ -22,6 +22,10 @@ UNKNOWN = 999
 
 _NEVER = frozenset({INVALID_ARGUMENT, NOT_SUPPORTED, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED})
 GPU_GONE = frozenset({GPU_IS_LOST, RESET_REQUIRED, GPU_NOT_FOUND})
+GONE_WORDS = {
+    GPU_IS_LOST: "The GPU is lost: it fell off the bus, or was detached.",
+    RESET_REQUIRED: "The GPU needs a reset.",
+}
 DRIVER_GONE = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, VERSION_MISMATCH})
 
 
@@ -136,6 +140,25 @@ def mig_instances(nvml: Library, handle: Handle) -> tuple[Handle, ...] | None:
         except nvml.NVMLError:
             continue  # an empty slot
     return tuple(handles)
+
+
+def find_handle(nvml: Library, uuid: str) -> Handle | None:
+    """The handle of a GPU, or of a MIG instance; None if the driver lists none, or it doesn't answer.
+
+    By number and not by UUID, as a lost GPU is then told from a missing one by its own error.
+    """
+    gone: Exception | None = None
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            for each in (handle, *(mig_instances(nvml, handle) or ())):
+                if str(nvml.nvmlDeviceGetUUID(each)) == uuid:
+                    return each
+        except nvml.NVMLError as error:
+            gone = error
+    if gone is not None:
+        raise gone
+    return None
 
 
 def describe(nvml: Library, handle: Handle, index: int) -> Device:

@@ -38,6 +38,10 @@ class Ledger:
         self._solo: defaultdict[int, list[Probe]] = defaultdict(list)
         self._joint: list[Probe] = []
         self._devices: dict[int, Device] = {}
+        self._places: defaultdict[tuple[str, tuple[int, ...]], list[Probe]] = defaultdict(list)
+        self._taken: dict[int, int] = {}  # position -> bytes that others were seen to hold, at most
+        self._gone: set[int] = set()  # positions of devices that are no longer there
+        self._refuted: dict[tuple[str, tuple[int, ...]], frozenset[Layout]] = {}
         self._settled: dict[Stage, list[Observation]] = {}
         self._costs: dict[Stage, float] = {}
 
@@ -53,6 +57,10 @@ class Ledger:
             return False
         if isinstance(seen, Failed):
             self._failures[probe] += 1
+            if seen.cause == "device" and self._failures[probe] >= TRIES:
+                self._gone.update(seen.devices)
+        else:
+            self.shrink(seen.short_bytes)
         self._settled.pop(probe.stage, None)
         self._costs.pop(probe.stage, None)
         known = self._seen.get(probe)
@@ -64,8 +72,20 @@ class Ledger:
         self._seen[probe] = seen
         if known is None:
             (self._solo[layout.active[0]] if layout.kind == "solo" else self._joint).append(probe)
+            self._places[layout.kind, layout.active].append(probe)
+        self._refuted.pop((layout.kind, layout.active), None)
         self._forget(layout)
         return True
+
+    def shrink(self, short_bytes: tuple[int, ...]) -> bool:
+        """Others hold memory: the most that was seen counts, as it may be held again. Whether that is news."""
+        news = {i: size for i, size in enumerate(short_bytes) if size > self._taken.get(i, 0)}
+        for position in news:
+            self._devices.pop(position, None)
+        self._taken.update(news)
+        if news:
+            self._refuted.clear()
+        return bool(news)
 
     def __len__(self) -> int:
         return len(self._seen) + sum(count - 1 for count in self._failures.values())
@@ -98,6 +118,44 @@ class Ledger:
                 if isinstance(seen, Timed):
                     layouts.setdefault(seen.probe.layout, []).append(seen)
         return layouts
+
+    def standing(self, timed: dict[Layout, list[Timed]]) -> dict[Layout, list[Timed]]:
+        """Those of the layouts that ran which may still run.
+
+        A layout is refuted by one on the same devices that ran out of memory with no more on any of them, by memory
+        that others were seen to hold, and by a device that has gone.
+        """
+        return {layout: turns for layout, turns in timed.items() if self._stands(layout)}
+
+    def _stands(self, layout: Layout) -> bool:
+        place = layout.kind, layout.active
+        if self._gone.intersection(place[1]):
+            return False
+        if place not in self._refuted:
+            self._refuted[place] = self._refute(place)
+        return layout not in self._refuted[place]
+
+    def _refute(self, place: tuple[str, tuple[int, ...]]) -> frozenset[Layout]:
+        seen = [self._seen[probe] for probe in self._places[place]]
+        full = [one.probe.layout.shares for one in seen if isinstance(one, OutOfMemory)]
+        return frozenset(
+            one.probe.layout
+            for one in seen
+            if isinstance(one, Timed)
+            and (
+                any(all(a <= b for a, b in zip(shares, one.probe.layout.shares, strict=True)) for shares in full)
+                or any(not self._holds(i, one) for i in place[1])
+            )
+        )
+
+    def _holds(self, position: int, seen: Timed) -> bool:
+        """Whether the device can still give what the layout held there."""
+        used, limit = seen.memory_bytes[position], self._limit(position)
+        return position not in self._taken or used is None or limit is None or used <= limit
+
+    def _limit(self, position: int) -> int | None:
+        limit = self._problem.memory_bytes[position]
+        return None if limit is None else max(1, limit - self._taken.get(position, 0))
 
     def open_failures(self) -> list[Probe]:
         """Probes that failed once and are worth another try."""
@@ -154,12 +212,13 @@ class Ledger:
             if short or (isinstance(seen, Failed) and self._too_large(position, seen)):
                 failed, failures = share if failed is None else min(failed, share), failures + 1
             elif isinstance(seen, Timed):
-                sizes.append(share)
                 used = seen.memory_bytes[position]
+                if self._holds(position, seen):
+                    sizes.append(share)
                 if used is not None:
                     points[share] = max(used, points.get(share, 0))
         ran = max((share for share in sizes if failed is None or share < failed), default=0)
-        return Memory(self._problem.memory_bytes[position], tuple(sorted(points.items())), ran, failed, failures)
+        return Memory(self._limit(position), tuple(sorted(points.items())), ran, failed, failures)
 
     def _short(self, seen: OutOfMemory) -> tuple[int, ...]:
         """The devices that ran out: those it names, else the one nearest to the largest batch it ran."""
@@ -185,6 +244,8 @@ class Ledger:
                 continue
             active = one.probe.layout.active
             named = one.devices == (position,) or active == (position,)
+            if named and one.cause == "device":
+                return one.detail
             if named and len(active) != 2 and not self._too_large(position, one):
                 return one.detail
         return ""
@@ -193,7 +254,7 @@ class Ledger:
         """Whether a device failed alone, twice, at more samples than it ran: some kernels end there, as memory does."""
         layout = seen.probe.layout
         ran = self._largest_alone(position)
-        alone = layout.active == (position,)
+        alone = layout.active == (position,) and seen.cause != "device"
         return alone and self._failures[seen.probe] >= TRIES and ran >= 1 and layout.shares[position] > ran
 
 

@@ -124,11 +124,12 @@ def still_running(rivals: Iterable[Layout], ledger: Ledger, turn: int) -> list[L
 
 def _favourites(view: View) -> list[Layout]:
     """The measured layout that is preferred, a prediction that should beat it, and the fastest measured."""
-    found = results(view.ledger.timed(["split"]))
+    found = results(view.ledger.standing(view.ledger.timed(["split"])))
     problem = view.problem
     chosen = preferred(found, problem.tolerance, problem.global_batch)
     if chosen is None:
-        return []
+        surest = view.surest_split if view.splits else None  # what was measured has no room any more
+        return [view.layout(surest)] if surest and _surely_fits(view, view.layout(surest)) else []
     layouts = [chosen.layout]
     for wanted in (view.tolerable, view.surest_split, view.fastest_split):
         if wanted is None or not _surely_fits(view, view.layout(wanted)):

@@ -10,7 +10,7 @@ from balancer.core.curve import remembered
 from balancer.core.decide import Decision, Judged, decide, judged
 from balancer.core.ledger import Ledger
 from balancer.core.view import View
-from balancer.records import Belief, CurveSketch, Layout, Observation, Probe, Problem, Result
+from balancer.records import Belief, CurveSketch, Failed, Layout, Observation, Probe, Problem, Result
 
 SKETCHED = 24  # points of a curve for drawing
 
@@ -42,6 +42,8 @@ class Search:
         if seen.probe.stage != "race":
             self._before_race.add(seen)
             self._judged = None
+        elif not isinstance(seen, Failed) and self._before_race.shrink(seen.short_bytes):
+            self._judged = None  # who raced may not fit any more
         self._decided = None
 
     def best(self) -> Result | None:
@@ -94,8 +96,10 @@ class Search:
         return tuple(best.get(i) for i in range(self.problem.devices))
 
     def _eligible(self) -> tuple[Result, ...]:
-        raced = self._all.timed(["race"])
-        return race.results(raced) if raced else self.results()
+        """What raced and still fits; else what was measured before and does; else all, as nothing fits any more."""
+        raced, earlier = self._all.timed(["race"]), self._all.timed(["solo", "split"])
+        fits = self._all.standing
+        return race.results(fits(raced) or fits(earlier) or raced or earlier)
 
     def _known(self) -> Judged:
         if self._judged is None:

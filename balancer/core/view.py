@@ -193,7 +193,7 @@ class View:
     def rested(self) -> dict[int, Timed]:
         """Devices measured alone while the others were at rest: the best of each."""
         best: dict[int, Timed] = {}
-        for turns in self.ledger.timed(["split"]).values():
+        for turns in self.ledger.standing(self.ledger.timed(["split"])).values():
             for seen in turns:
                 if seen.probe.layout.kind == "solo":
                     (i,) = seen.probe.layout.active

@@ -33,7 +33,7 @@ class Mishap(msgspec.Struct, frozen=True):
     out_of_memory: bool
     cause: Cause
     detail: str
-    gpu: int | None = None  # the framework's number of the GPU that ran out, if it says
+    gpu: int | None = None  # the framework's number of the GPU that ran out or has gone, if that is known
 
 
 class BrokenError(Exception):
@@ -46,7 +46,9 @@ class BrokenError(Exception):
     @property
     def first(self) -> Mishap:
         """The likely cause: memory before errors, errors before ends, ends before silence."""
-        order: dict[Cause, int] = {"raised": 1, "signal": 2, "exit": 3, "protocol": 4, "unsupported": 5, "timeout": 6}
+        order: dict[Cause, int] = {
+            "device": 0, "raised": 1, "signal": 2, "exit": 3, "protocol": 4, "unsupported": 5, "timeout": 6,
+        }  # fmt: skip
         return min(self.mishaps, key=lambda m: (not m.out_of_memory, _bystander(m), order[m.cause], m.rank))
 
 

@@ -17,6 +17,7 @@ from typing import cast
 import msgspec
 
 from balancer.probes.child import Child, Inbox
+from balancer.probes.guard import Guard
 from balancer.probes.orders import Groups, Job, Key, engine_of, groups_of, key_of, one_child, orders_of, stand_of
 from balancer.probes.party import BrokenError, Mishap, Party, StoppedError
 from balancer.probes.prober import Facts, Report
@@ -54,6 +55,7 @@ class ChildProber:
         self._idle: dict[Key, _Standing] = {}
         self._parties: set[Party] = set()
         self._room = Room(job.devices)
+        self._guard = Guard(job.devices)
         self._busy_cores: dict[int, float] = {}  # position -> cores that a step alone keeps busy
         self._facts = Facts(driver=job.driver)
         self._lock = threading.Lock()
@@ -122,6 +124,7 @@ class ChildProber:
         for party in list(self._parties):
             party.end()
         self._idle.clear()
+        self._guard.close()
         with self._lock:
             self._mps.close()
 
@@ -144,15 +147,17 @@ class ChildProber:
 
     def _attempt(self, probe: Probe, watch: Watch, stop: threading.Event, started: float) -> Timed:
         key = key_of(probe.layout)
+        self._guard.admit(key.positions, stop)
         with self._lock:
             standing = self._idle.pop(key, None)
         if standing is not None and not standing.party.usable:
             self._end(standing)
             standing = None
+        short = self._short_bytes(key, standing is None)
         if standing is None:
             standing = self._start(key, watch, stop)
         try:
-            trial = Trial(probe, standing.party, standing.stand, self._limits, watch)
+            trial = Trial(probe, standing.party, standing.stand, self._limits, watch, self._guard)
             seen = trial.run(self._other_shares(probe, standing), stop, started)
         except BaseException:
             self._end(standing)
@@ -168,7 +173,21 @@ class ChildProber:
             for i, size in held.items():
                 self._room.learn(i, probe.layout.shares[i], size // probe.layout.processes)
             self._idle[key] = standing
-        return seen
+        return msgspec.structs.replace(seen, short_bytes=short)
+
+    def _short_bytes(self, key: Key, clean: bool) -> tuple[int, ...]:
+        """What others hold of each device's memory; empty for nothing. `clean`: no child of this layout lives."""
+        if key.kind == "pack":
+            return ()  # under MPS, memory is in the daemon's name
+        with self._lock:
+            taken = {position for other in self._idle for position in other.positions}
+        own = {child.pid for party in list(self._parties) for child in party.children}
+        alone = set(key.positions) - taken if clean else set()
+        short = self._guard.short_bytes(key.positions, own, alone)
+        with self._lock:
+            for position, size in short.items():
+                self._room.shrink(position, size)
+        return tuple(short.get(i, 0) for i in range(len(self._job.devices))) if short else ()
 
     def _other_shares(self, probe: Probe, standing: _Standing) -> tuple[int, ...] | None:
         """TensorFlow traces the first size for itself and the second for all sizes, so a new child sees two."""
@@ -257,7 +276,7 @@ class ChildProber:
         elif len(key.positions) > 1:
             devices = () if mishap.gpu is None else key.positions[mishap.gpu : mishap.gpu + 1]
         if mishap.out_of_memory:
-            return OutOfMemory(probe, devices, mishap.detail, elapsed_seconds)
+            return OutOfMemory(probe, devices, mishap.detail, elapsed_seconds, self._short_bytes(key, True))
         labels = ", ".join(self._job.devices[i].label for i in devices or key.positions)
         detail = f"{labels}, {phase}: {mishap.detail}"
         return Failed(probe, mishap.cause, detail, devices or key.positions, elapsed_seconds)

@@ -25,14 +25,15 @@ class Room:
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
         self._peaks: dict[int, dict[int, int]] = {}
+        self._short: dict[int, int] = {}
 
     def learn(self, position: int, share: int, held_bytes: int) -> None:
         """A process held so much for such a share."""
         self._peaks.setdefault(position, {})[share] = held_bytes
 
-    def forget(self) -> None:
-        """Somebody else may have taken memory: what is known no longer says what fits."""
-        self._peaks.clear()
+    def shrink(self, position: int, short_bytes: int) -> None:
+        """Others hold so much of what the device was said to have."""
+        self._short[position] = short_bytes
 
     def too_many(self, probes: Sequence[Probe], idle: Held) -> list[Key]:
         """Idle children that have to go before these probes start; the ones that will run them stay."""
@@ -69,4 +70,4 @@ class Room:
         held = {key: sizes[position] for key, sizes in idle.items() if position in sizes}
         own = max((size for key, size in held.items() if key in wanted), default=0)
         others = sum(size + CONTEXT_BYTES for key, size in held.items() if key not in wanted)
-        return max(need, own) + others > USED * usable
+        return max(need, own) + others > USED * (usable - self._short.get(position, 0))

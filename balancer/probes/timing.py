@@ -28,7 +28,8 @@ SHORTEST_BLOCK_SECONDS, LONGEST_BLOCK_SECONDS = 0.02, 0.5  # within these
 NOISY = 0.03  # half-width / mean
 DRIFT = 0.02  # between the halves' means, and DRIFT_ERRORS standard errors
 DRIFT_ERRORS = 4.0
-THROTTLED = 0.05  # gap between the mean and the median block
+THROTTLED = 0.05  # gap between the mean and the median block, or share of the time in which a device was held back
+CAPPED = 0.2  # share of the time at the power limit that is worth a word
 STALLED = 3.0  # a block that took so many times the median
 DISTURBED = 0.95  # CPU time / wall time of a process that never waits
 DISTURBED_SHARE = 0.2  # of the blocks
@@ -44,7 +45,9 @@ class Block(msgspec.Struct, frozen=True):
     wall_seconds: float
     cpu_share: float | None = None  # CPU time / wall time of a process that owns its cores and never waits
     own_seconds: tuple[float | None, ...] = ()
-    slowed: float = 0.0  # share of the block in which the device held itself back (heat, power)
+    slowed: float = 0.0  # share of the block in which a device held itself back (heat, a power brake, a fault)
+    capped: float = 0.0  # share of it in which one was at its power limit
+    slowest: int = -1  # position of the device that was slowed most; -1: none, or unknown
 
     @property
     def step_seconds(self) -> float:
@@ -163,22 +166,26 @@ class Timing:
         means = [block.step_seconds for block in clean]
         middle = median(means)
         disturbed = sum(block.disturbed for block in self._blocks) / len(self._blocks)
-        slowed = sum(block.slowed * block.wall_seconds for block in clean) / sum(b.wall_seconds for b in clean)
+        spent = sum(block.wall_seconds for block in clean)
+        slowed = sum(block.slowed * block.wall_seconds for block in clean) / spent
+        capped = sum(block.capped * block.wall_seconds for block in clean) / spent
         gap = abs(step.value - middle) / middle
         seen = {
             "slow_start": (self._slow_start, self._slow_start > 0),
             "too_short": (
-                sum(block.wall_seconds for block in clean),
-                len(clean) < FEWEST_BLOCKS or sum(block.wall_seconds for block in clean) < TOO_SHORT_SECONDS,
+                spent,
+                len(clean) < FEWEST_BLOCKS or spent < TOO_SHORT_SECONDS,
             ),
             "noisy": (relative_half_width(step), relative_half_width(step) > NOISY),
             "drift": _drift(means),
             "throttled": (max(slowed, gap), slowed > THROTTLED or (gap > THROTTLED and len(means) >= ENOUGH_BLOCKS)),
+            "capped": (capped, capped > CAPPED),
             "stalled": (max(means) / middle, max(means) / middle > STALLED),
             "disturbed": (disturbed, disturbed > DISTURBED_SHARE),
         }
+        who = {"throttled": max(clean, key=lambda block: block.slowed).slowest} if slowed > THROTTLED else {}
         found = {
-            code: msgspec.convert({"code": code, "value": value}, Warned)
+            code: msgspec.convert({"code": code, "value": value, "device": who.get(code, -1)}, Warned)
             for code, (value, holds) in seen.items()
             if holds
         }

@@ -11,6 +11,7 @@ import msgspec
 
 from balancer.core.stats import relative_half_width
 from balancer.events import ProbeProgress
+from balancer.probes.guard import Guard, Lookout
 from balancer.probes.party import BrokenError, Mishap, Party
 from balancer.probes.prober import Report
 from balancer.probes.protocol import Prepare, Prepared, Ran, Run
@@ -67,9 +68,11 @@ class Watch:
 class Trial:
     """The measurement of one probe: `run` gives what was timed; BrokenError and StoppedError come out of the party."""
 
-    def __init__(self, probe: Probe, party: Party, stand: Stand, limits: Limits, watch: Watch) -> None:
+    def __init__(
+        self, probe: Probe, party: Party, stand: Stand, limits: Limits, watch: Watch, guard: Guard | None = None
+    ) -> None:
         self._probe, self._party, self._stand = probe, party, stand
-        self._limits, self._watch = limits, watch
+        self._limits, self._watch, self._guard = limits, watch, guard
         self.memory: tuple[int | None, ...] = ()  # peak by position in the stand
         self._cpu_seconds, self._work_seconds = 0.0, 0.0  # alone on its own cores: of all blocks, without spinning
         self.prepared = 0.0  # when the first step was done, by the monotonic clock
@@ -114,6 +117,7 @@ class Trial:
     def _time(self, first_step_seconds: float, stop: threading.Event) -> Measured:
         timing = Timing(self._probe.seconds)
         step_seconds = first_step_seconds
+        lookout = Lookout(self._guard, self._stand.positions)
         while steps := timing.next_steps():
             limit = max(self._limits.block, BLOCK_SLACK * steps * step_seconds)
             run = self._run_order(steps, step_seconds)
@@ -121,7 +125,7 @@ class Trial:
             ran = [cast(Ran, reply) for reply in replies]
             if self._probe.layout.processes == 1 and any(reply.steps != steps for reply in ran):
                 raise BrokenError((Mishap(0, False, "protocol", "it ran another number of steps than it was told"),))
-            block = self._block(ran)
+            block = lookout.judged(self._block(ran))
             timing.add(block)
             step_seconds = block.step_seconds
             self._tell(timing)

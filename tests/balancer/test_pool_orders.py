@@ -12,7 +12,7 @@ import pytest
 from balancer.probes.orders import Job, Key, engine_of, free_ports, groups_of, key_of, one_child, orders_of, stand_of
 from balancer.probes.pool import ChildProber
 from balancer.probes.protocol import Build
-from balancer.probes.room import CONTEXT_BYTES
+from balancer.probes.room import CONTEXT_BYTES, Room
 from balancer.records import Layout, Probe, Timed, layout_of, solo
 from devices.base import Device, Limit
 from devices.environment import ChildEnvironment, child_environment
@@ -141,12 +141,22 @@ def test_idle_children_stay_where_all_fit_and_go_where_they_would_not(crowd: Chi
 
 
 def test_with_nothing_known_idle_children_go(crowd: ChildProber) -> None:
-    """A first split may need everything."""
-    measure(crowd, solo(2, 0, 1))
-    before = pids()
-    crowd._room.forget()
-    measure(crowd, layout_of((1, 1)))
-    assert not before & pids()
+    """A first split over a device that never ran may need everything of it."""
+    room, split, alone = Room(crowd._job.devices), Probe(layout_of((1, 1)), "split", 0.1), key_of(solo(2, 0, 1))
+    room.learn(0, 1, 4 * MIB)
+    assert room.too_many((split,), {alone: {0: 4 * MIB}}) == []
+    other = key_of(solo(2, 1, 1))
+    assert room.too_many((split,), {alone: {0: 4 * MIB}, other: {1: 4 * MIB}}) == [other]
+
+
+def test_idle_children_go_where_others_hold_the_memory(crowd: ChildProber) -> None:
+    """What would fit beside them on an empty device does not on one that is half taken."""
+    room, key = Room(crowd._job.devices), key_of(layout_of((1, 1)))
+    room.learn(0, 100, 400 * MIB)
+    probe, idle = Probe(solo(2, 0, 100), "solo", 0.1), {key: {0: 400 * MIB, 1: MIB}}
+    assert room.too_many((probe,), idle) == []
+    room.shrink(0, 500 * MIB)
+    assert room.too_many((probe,), idle) == [key]
 
 
 def test_a_slowed_rank_and_its_own_work_go_by_the_cores_that_its_step_kept_busy_alone() -> None:

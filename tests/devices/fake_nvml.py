@@ -83,7 +83,7 @@ class FakeNvml:
         self.open = 0
         self._generation = 0
         self._failures: dict[tuple[str, int | None], list[int]] = {}
-        self._hanging: set[str] = set()
+        self._hanging: set[tuple[str, int | None]] = set()
         self._samples: list[Any] = []
         self._handles: dict[tuple[str, int], _Handle] = {}
 
@@ -102,9 +102,10 @@ class FakeNvml:
         """Let `call` succeed again."""
         self._failures.pop((call, gpu), None)
 
-    def hang(self, call: str) -> None:
-        """Let `call` block until `release`."""
-        self._hanging.add(call)
+    def hang(self, call: str, gpu: int | None = None) -> None:
+        """Let `call` block until `release`, on one GPU or on all."""
+        self.released.clear()
+        self._hanging.add((call, gpu))
 
     def release(self) -> None:
         """Let all hanging calls go on."""
@@ -153,10 +154,11 @@ class FakeNvml:
 
     def _enter(self, call: str, handle: _Handle | None = None) -> FakeGpu | None:
         self.calls[call] += 1
-        if call in self._hanging:
-            self.released.wait(30)
         gpu = handle.gpu if handle is not None else None
-        for key in ((call, self.gpus.index(gpu) if gpu in self.gpus else None), (call, None)):
+        keys = ((call, self.gpus.index(gpu) if gpu in self.gpus else None), (call, None))
+        if self._hanging.intersection(keys):
+            self.released.wait(30)
+        for key in keys:
             scripted = self._failures.get(key)
             if scripted and scripted[1] != 0:
                 scripted[1] -= 1

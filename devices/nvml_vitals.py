@@ -1,0 +1,188 @@
+"""What can spoil a measurement on one GPU: it holds itself back, others take its memory, or its driver goes silent.
+
+Asked between two timed blocks, on a thread of its own: a driver that hangs holds up that thread and nobody else.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+import msgspec
+
+from devices.base import State
+from devices.nvml_calls import DriverGoneError, Fields, GpuGoneError, Metric
+from devices.nvml_gpu import HARDWARE_HEAT, POWER_BRAKE, POWER_CAP, SOFTWARE_HEAT
+from devices.nvml_library import (
+    GONE_WORDS,
+    Handle,
+    Library,
+    code_of,
+    driver_fault,
+    find_handle,
+    load,
+    memory,
+)
+from devices.nvml_processes import GpuProcesses
+
+HELD_FIELDS = (SOFTWARE_HEAT, HARDWARE_HEAT, POWER_BRAKE)
+HELD_BITS, CAPPED_BITS = 0x08 | 0x20 | 0x40 | 0x80, 0x04  # of the reasons' mask, for chips without the counters
+LEAVE_SECONDS = 0.2
+
+
+class Vitals(msgspec.Struct, frozen=True):
+    """One look at a GPU; None for what it doesn't tell. Seconds are counted up since the driver or the watch began."""
+
+    at_seconds: float = 0.0  # monotonic
+    held_seconds: float | None = None  # by heat, a power brake or a fault: the longest of these
+    capped_seconds: float | None = None  # by its power limit
+    used_bytes: int | None = None  # by everybody; asked in full looks only, and so the next
+    processes: Mapping[int, int] = {}  # pid -> bytes, as far as the driver tells
+    trouble: str = ""  # why the GPU can't be used now, as a sentence
+
+
+class GpuVitals:
+    """The watch over one GPU, by its UUID. A driver that was never there is no trouble: then nothing is known."""
+
+    def __init__(self, uuid: str, library: Library | None = None) -> None:
+        self._uuid = uuid
+        self._nvml = load() if library is None else library
+        self._reader: _Reader | None = None
+        self._ever = False  # it has answered before: from then on silence is trouble
+        self._change = threading.Condition()
+        self._asked = self._answered = 0
+        self._asked_at = 0.0
+        self._full = self._closed = False
+        self._last = Vitals()
+        self._thread = threading.Thread(target=self._run, name="evener-vitals", daemon=True)
+        self._thread.start()
+
+    def ask(self, full: bool = False) -> bool:
+        """Have it look once more; False if it still looks since it was asked before."""
+        with self._change:
+            if self._asked > self._answered:
+                return False
+            self._asked, self._asked_at, self._full = self._asked + 1, time.monotonic(), full
+            self._change.notify_all()
+            return True
+
+    def answer(self, wait_seconds: float) -> Vitals:
+        """What the last look told, once it has ended, or what one before it told if it takes longer."""
+        with self._change:
+            self._change.wait_for(lambda: self._answered >= self._asked or self._closed, wait_seconds)
+            return self._last
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long the look that goes on has taken; 0 if none does."""
+        with self._change:
+            return time.monotonic() - self._asked_at if self._asked > self._answered else 0.0
+
+    def close(self) -> None:
+        """End the watch; a thread that the driver holds ends when it lets go."""
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+        self._thread.join(LEAVE_SECONDS)
+
+    def _run(self) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._asked > self._answered or self._closed)
+                if self._closed:
+                    break
+                full = self._full
+            seen = self._look(full)
+            with self._change:
+                self._last, self._answered = seen, self._asked
+                self._change.notify_all()
+        self._leave()
+
+    def _look(self, full: bool) -> Vitals:
+        """Never raises for what the driver does."""
+        nvml = self._nvml
+        try:
+            if self._reader is None:
+                self._reader = self._open()
+            return self._reader.read(full)
+        except GpuGoneError as gone:
+            words = GONE_WORDS.get(gone.code, "The driver no longer lists this GPU.")
+        except DriverGoneError:
+            words = "The NVIDIA driver was unloaded or replaced."
+        except nvml.NVMLError as error:
+            words = GONE_WORDS.get(code_of(error)) or driver_fault(error).message
+        self._leave()
+        return Vitals(time.monotonic(), trouble=words if self._ever else "")
+
+    def _open(self) -> _Reader:
+        nvml = self._nvml
+        nvml.nvmlInit()
+        try:
+            handle = find_handle(nvml, self._uuid)
+            if handle is None:
+                raise GpuGoneError(0)
+            reader = _Reader(nvml, handle)
+            reader.read(False)
+        except BaseException:
+            with suppress(nvml.NVMLError):
+                nvml.nvmlShutdown()
+            raise
+        self._ever = True
+        return reader
+
+    def _leave(self) -> None:
+        if self._reader is not None:
+            self._reader = None
+            with suppress(self._nvml.NVMLError):
+                self._nvml.nvmlShutdown()
+
+
+class _Reader:
+    """The calls behind a look: one batch of counters, and in a full look memory and processes."""
+
+    def __init__(self, nvml: Library, handle: Handle) -> None:
+        self._nvml, self._handle = nvml, handle
+        self._fields = Fields(nvml, handle, [*HELD_FIELDS, POWER_CAP])
+        self._reasons = Metric(nvml, lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+        self._mask, self._mask_at = 0, time.monotonic()
+        self._held = self._capped = 0.0
+        self._memory: tuple[int | None, Mapping[int, int]] = (None, {})
+
+    def read(self, full: bool) -> Vitals:
+        """A look; GpuGoneError or DriverGoneError if there is nobody to ask."""
+        now = time.monotonic()
+        held, capped = self._slowed(now)
+        if full:
+            self._memory = self._holders(now)
+        used, processes = self._memory
+        return Vitals(now, held, capped, used, processes)
+
+    def _slowed(self, now: float) -> tuple[float | None, float | None]:
+        """Seconds counted by the driver in nanoseconds, else what the mask said at each look, for the time between."""
+        found = self._fields.read(now)
+        counts = {field: reading.current / 1e9 for field, reading in found.items() if reading.current is not None}
+        if counts:
+            held = [counts[field] for field in HELD_FIELDS if field in counts]
+            return (max(held) if held else None), counts.get(POWER_CAP)
+        if any(reading.state is not State.UNSUPPORTED for reading in found.values()):
+            return None, None  # it has the counters, and doesn't tell just now
+        told = self._reasons.read(now).current
+        if told is None:
+            return None, None
+        mask, elapsed = int(told), now - self._mask_at
+        self._held += elapsed * (bool(mask & HELD_BITS) + bool(self._mask & HELD_BITS)) / 2
+        self._capped += elapsed * (bool(mask & CAPPED_BITS) + bool(self._mask & CAPPED_BITS)) / 2
+        self._mask, self._mask_at = mask, now
+        return self._held, self._capped
+
+    def _holders(self, now: float) -> tuple[int | None, Mapping[int, int]]:
+        """Bytes in use by everybody, and by each process that the driver names."""
+        nvml = self._nvml
+        try:
+            _, used = memory(nvml, self._handle)
+        except nvml.NVMLError:
+            return None, {}
+        named = GpuProcesses(nvml, self._handle, False).read(now)
+        return used, {one.pid: int(one.memory_bytes.current) for one in named if one.memory_bytes.current is not None}

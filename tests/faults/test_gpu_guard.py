@@ -1,0 +1,210 @@
+"""Probes on GPUs that are held back, shared, lost or silent: a scripted driver, real children that need no GPU."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pynvml
+import pytest
+
+from balancer import verdict
+from balancer.probes.guard import Guard, Lookout
+from balancer.probes.orders import Job
+from balancer.probes.pool import ChildProber
+from balancer.probes.timing import Block
+from balancer.records import Failed, Layout, Observation, OutOfMemory, Probe, Timed, layout_of, solo
+from devices.discover import discover
+from devices.nvml_gpu import HARDWARE_HEAT, POWER_CAP
+
+MIB = 1 << 20
+COUNTERS = [f"field {field}" for field in (POWER_CAP, HARDWARE_HEAT, 269, 271)]
+
+
+class Bench:
+    """Two scripted GPUs and a prober over them."""
+
+    def __init__(self, nvml: Any, **settings: Any) -> None:
+        self.nvml = nvml
+        self.devices = discover("gpu").devices
+        self.prober = ChildProber(Job(self.devices, "synthetic", "none", {"base_ms": 5.0, **settings}))
+        self._over = threading.Event()
+        self._clock = threading.Thread(target=self._tick)
+
+    def _tick(self) -> None:
+        """The driver's counters run on as time does."""
+        last = time.monotonic()
+        while not self._over.wait(0.01):
+            now = time.monotonic()
+            self.nvml.advance(now - last)
+            last = now
+
+    def probe(self, layout: Layout, seconds: float = 0.6) -> Observation:
+        """What comes of it."""
+        stage = "solo" if layout.kind == "solo" else "split"
+        (seen,) = self.prober.measure((Probe(layout, stage, seconds),), lambda _: None, threading.Event())
+        return seen
+
+    def __enter__(self) -> Bench:
+        self._clock.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._clock.join()
+        self.nvml.release()
+        self.prober.close()
+
+
+@pytest.fixture
+def nvml(fake_nvml: Callable[..., Any]) -> Iterator[Any]:
+    """Two GPUs of 600 MiB that nobody uses."""
+    double = fake_nvml(2)
+    for gpu in double.gpus:
+        gpu.total_bytes, gpu.reserved_bytes, gpu.used_bytes = 600 * MIB, 0, 0
+    yield double
+    double.release()
+
+
+def doubts(seen: Observation) -> dict[str, tuple[float, int]]:
+    """By name: how much, and of which device."""
+    assert isinstance(seen, Timed), seen
+    return {doubt.code: (doubt.value, doubt.device) for doubt in seen.warnings}
+
+
+def test_a_gpu_that_is_held_back_is_named_measured_again_and_doubted(nvml: Any) -> None:
+    """Hot for a third of the time by the driver's own counters: a second round follows; the cool GPU is not blamed."""
+    nvml.gpus[1].throttled = {HARDWARE_HEAT: 0.35}
+    with Bench(nvml) as bench:
+        cool, hot = bench.probe(solo(2, 0, 8)), bench.probe(solo(2, 1, 8))
+        both = bench.probe(layout_of((8, 8)))
+    assert doubts(cool).get("throttled", (0.0, -1))[1] == -1
+    for seen in (hot, both):
+        share, device = doubts(seen)["throttled"]
+        assert 0.1 < share < 0.7
+        assert device == 1
+    assert isinstance(hot, Timed)
+    (sentence,) = [one for one in verdict.warnings(hot.warnings, bench.devices) if "held back" in one]
+    assert sentence.startswith("GPU:1: ")
+    assert "held back while it was measured" in verdict.doubtful("Use GPU:1.", hot.warnings)
+
+
+def test_a_chip_without_counters_is_judged_by_the_reasons_of_the_moment(nvml: Any) -> None:
+    """The driver's mask says a hardware slowdown at every look: all of the time was slow."""
+    for call in COUNTERS:
+        nvml.fail(call, pynvml.NVML_ERROR_NOT_SUPPORTED)
+    nvml.gpus[0].event_reasons = 0x08
+    with Bench(nvml) as bench:
+        share, device = doubts(bench.probe(solo(2, 0, 8)))["throttled"]
+    assert share > 0.9
+    assert device == 0
+
+
+def test_a_power_limit_is_said_and_no_doubt(nvml: Any) -> None:
+    """A training will meet it as well, so the figure holds."""
+    nvml.gpus[0].throttled = {POWER_CAP: 0.8}
+    with Bench(nvml) as bench:
+        seen = bench.probe(solo(2, 0, 8))
+    assert doubts(seen)["capped"][0] > 0.4
+    assert doubts(seen).get("throttled", (0.0, -1))[1] == -1
+    assert isinstance(seen, Timed)
+    assert verdict.doubtful("Use GPU:0.", [one for one in seen.warnings if one.code == "capped"]) == "Use GPU:0."
+
+
+def test_a_look_costs_no_more_than_a_block_can_bear_and_is_not_within_it(nvml: Any) -> None:
+    """One batch of counters for each GPU between two blocks; a driver that hangs is waited for once, and briefly."""
+    guard = Guard(discover("gpu").devices)
+    guard.admit((0, 1), threading.Event())
+    lookout = Lookout(guard, (0, 1))
+    before = nvml.calls.copy()
+    for _ in range(100):
+        lookout.judged(Block(1, 0.01))
+    asked = nvml.calls - before
+    assert asked == {"nvmlDeviceGetFieldValues": 200}
+    nvml.hang("nvmlDeviceGetFieldValues", 1)
+    began = time.monotonic()
+    for _ in range(20):
+        lookout.judged(Block(1, 0.01))
+    assert time.monotonic() - began < 1.0
+    nvml.release()
+    guard.close()
+
+
+@pytest.mark.parametrize("how", ["lost", "unloaded"])
+def test_a_gpu_that_the_driver_no_longer_has_fails_its_probe_and_is_named(nvml: Any, how: str) -> None:
+    """In the middle of a probe whose child goes on, and before one is started; it is measured again once it is back."""
+    with Bench(nvml) as bench:
+        assert isinstance(bench.probe(solo(2, 1, 8)), Timed)
+        act = (lambda: nvml.lose(1)) if how == "lost" else nvml.unload
+        threading.Timer(0.4, act).start()
+        midway, after = bench.probe(solo(2, 1, 8), 5.0), bench.probe(layout_of((8, 8)))
+        nvml.restore(1)
+        nvml.reload()
+        again = bench.probe(solo(2, 1, 8))
+    for seen in (midway, after):
+        assert isinstance(seen, Failed)
+        assert seen.cause == "device"
+        assert seen.devices == (1,)
+        assert ("the GPU is lost" if how == "lost" else "driver") in seen.detail
+    assert isinstance(again, Timed)
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_silent_for_ten_seconds_fails_the_probe_after_five(nvml: Any) -> None:
+    """A call that really blocks so long, on one GPU: the other is measured meanwhile, a stop is obeyed at once."""
+    with Bench(nvml) as bench:
+        assert isinstance(bench.probe(solo(2, 1, 8)), Timed)
+        nvml.hang("nvmlDeviceGetFieldValues", 1)
+        began = time.monotonic()
+        release = threading.Timer(10.0, nvml.release)
+        release.start()
+        silent = bench.probe(solo(2, 1, 8))
+        assert 4.5 < time.monotonic() - began < 9.5
+        assert isinstance(silent, Failed)
+        assert silent.cause == "device"
+        assert "has not answered for 5 s" in silent.detail
+        assert isinstance(bench.probe(solo(2, 0, 8)), Timed)
+        assert time.monotonic() - began < 10
+        release.join()
+        assert isinstance(bench.probe(solo(2, 1, 8)), Timed), "it is tried again once it answers"
+        nvml.hang("nvmlDeviceGetFieldValues", 1)
+        stop = threading.Event()
+        threading.Timer(0.3, stop.set).start()
+        began = time.monotonic()
+        assert not list(bench.prober.measure((Probe(solo(2, 1, 8), "solo", 1.0),), lambda _: None, stop))
+        assert time.monotonic() - began < 2.0
+
+
+def test_memory_that_others_hold_is_told_as_a_probe_begins_and_as_it_runs_out(
+    nvml: Any,
+) -> None:
+    """Only what is not the session's own, by the pids that the driver names; without these, only of an empty GPU."""
+    fake_process = sys.modules[type(nvml).__module__].FakeProcess
+    with Bench(nvml, memory_per_sample_mib=1.0, fail="memory", at_share=100) as bench:
+        free = bench.probe(solo(2, 0, 8))
+        assert isinstance(free, Timed)
+        assert free.short_bytes == ()
+        nvml.gpus[0].used_bytes = 300 * MIB  # whose it is can't be told while an own child lives there
+        hidden = bench.probe(solo(2, 0, 8))
+        nvml.gpus[0].processes = [fake_process(pid, 250 * MIB) for pid in _pids()]
+        own = bench.probe(solo(2, 0, 8))
+        nvml.gpus[0].processes[0].used_bytes = 50 * MIB
+        others = bench.probe(solo(2, 0, 8))
+        nvml.gpus[0].processes = []
+        full = bench.probe(solo(2, 0, 200))
+    for seen in (hidden, own):
+        assert isinstance(seen, Timed)
+        assert seen.short_bytes == ()
+    assert isinstance(others, Timed)
+    assert 250 * MIB <= others.short_bytes[0] <= 257 * MIB
+    assert isinstance(full, OutOfMemory)
+    assert 300 * MIB <= full.short_bytes[0] <= 306 * MIB
+    assert full.short_bytes[1] == 0
+
+
+def _pids() -> list[int]:
+    return [child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
