@@ -17,7 +17,7 @@ from textual.reactive import var
 from textual.screen import Screen
 
 from balancer.request import Request
-from devices.base import Device, Snapshot
+from devices.base import Device, DeviceSample, Snapshot
 from devices.discover import discover, open_source
 from devices.visible import visible_gpus
 from evener.errors import RequestError
@@ -71,7 +71,6 @@ class EvenerApp(App[int]):
         "balance": _balance,
         "runs": _runs,
     }
-    DEFAULT_MODE = "monitor"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("1", "show('monitor')", "Monitor", show=False),
         Binding("2", "show('balance')", "Balance", show=False),
@@ -118,8 +117,10 @@ class EvenerApp(App[int]):
         """The colours with a meaning, for themes that know nothing of them."""
         return DARK_MEANINGS
 
-    def on_mount(self) -> None:
-        """Start sampling, and end in good order when asked to from outside."""
+    async def on_mount(self) -> None:
+        """Open the Monitor, start sampling, and end in good order when asked to from outside."""
+        # not by DEFAULT_MODE: from Python 3.12 on its widgets are mounted before any screen is on the stack
+        await self.switch_mode("monitor")
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP):
             try:
@@ -193,6 +194,11 @@ class EvenerApp(App[int]):
                     share = running.probe.layout.shares[position]
                     loads[self._session_devices[position].id] = Load(own_speed(running, position), share)
         self.feed.follow(loads)
+
+    def session_samples(self) -> tuple[DeviceSample | None, ...]:
+        """The newest sample of each device of the session, None where the monitor doesn't see it."""
+        seen = {sample.device.id: sample for sample in self.snapshot.devices} if self.snapshot is not None else {}
+        return tuple(seen.get(device.id) for device in self._session_devices)
 
     def say(self, text: str, *, severity: Literal["information", "warning", "error"] = "information") -> None:
         """A message that goes away by itself; whatever is in the text, it is shown as plain text."""

@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -40,7 +41,8 @@ class Check(msgspec.Struct, frozen=True):
 def check_machine() -> tuple[Check, ...]:
     """Look at everything; never raises. A framework that hangs is reported after two minutes."""
     driver, gpus = _check_driver()
-    frameworks = [_check_framework(name, gpus) for name in _ASK]
+    with ThreadPoolExecutor() as pool:
+        frameworks = list(pool.map(lambda name: _check_framework(name, gpus), _ASK))
     usable = any(check.level != "problem" for check in frameworks)
     if usable:
         frameworks = [

@@ -69,7 +69,7 @@ def start(
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         from tui.monitor import run_monitor
 
-        raise typer.Exit(run_monitor(devices, once=True, json=False, interval_seconds=None, replay=replay))
+        raise typer.Exit(run_monitor(devices, once=True, replay=replay, ascii=ascii_only))
     from tui.app import run_app
 
     raise typer.Exit(run_app(devices, readonly=readonly, ascii=ascii_only, theme=theme, replay=replay))
@@ -320,6 +320,7 @@ def monitor(
             only_visible=only_visible,
             record=record,
             replay=replay,
+            ascii=ascii_only,
         )
     )
 

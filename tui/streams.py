@@ -6,10 +6,13 @@ ends by `ReaderGoneError`, once, wherever it was.
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import sys
 from typing import TextIO
+
+from tui.view.marks import to_ascii
 
 
 class ReaderGoneError(Exception):
@@ -50,8 +53,15 @@ def guard_streams() -> None:
     sys.stderr = _outlasting(2, sys.stderr)
 
 
+def _near(error: UnicodeError) -> tuple[str, int]:
+    """A sign that the stream's encoding has, near the one that it lacks: a terminal may know ASCII alone."""
+    assert isinstance(error, UnicodeEncodeError)
+    return to_ascii(error.object[error.start : error.end].replace("±", "+-")), error.end
+
+
 def _outlasting(descriptor: int, before: TextIO | None) -> io.TextIOWrapper:
     raw = _Outlasting(descriptor, raises=descriptor == 1)
     encoding = before.encoding if before is not None else "utf-8"
-    errors = "backslashreplace" if descriptor == 2 else (before.errors if before is not None else None)
+    codecs.register_error("evener.near", _near)
+    errors = "evener.near" if descriptor == 2 or before is None or before.errors == "strict" else before.errors
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=descriptor == 2 or raw.isatty())

@@ -15,7 +15,7 @@ SOLO = "solo "  # and the device's label
 
 def summary_lines(plan: Plan, labels: Sequence[str], verdict: str = "") -> list[str]:
     """The table, the rivals and the verdict; `labels` are the devices' short names, in the plan's order."""
-    lines = [*share_table(plan, labels), "", *rival_lines(plan)]
+    lines = [*share_table(plan, labels), "", *rival_lines(plan, labels)]
     lines += [f"warning: {plain(warning)}" for warning in plan.warnings]
     return [*lines, "", plain(verdict)] if verdict else lines
 
@@ -54,7 +54,7 @@ def interval(throughput: Throughput) -> str:
     return f"± {percent(half / throughput.samples_per_second, 1)}" if throughput.samples_per_second else ""
 
 
-def rival_lines(plan: Plan) -> list[str]:
+def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
     """What the plan gains over the even split and the best single device, and its part of the sum of solos."""
     lines = []
     for name in (EVEN, BEST_SINGLE, LARGER):
@@ -62,7 +62,7 @@ def rival_lines(plan: Plan) -> list[str]:
         if rival is not None and rival.layout.batches != plan.layout.batches:
             gain = plan.throughput.samples_per_second / rival.throughput.samples_per_second - 1
             lines.append(
-                f"{name}: {rate(rival.throughput.samples_per_second)} samples/s at {batches_words(rival.layout)}"
+                f"{name}: {rate(rival.throughput.samples_per_second)} samples/s {_where(rival.layout, labels)}"
                 f"; the plan {'gains' if gain >= 0 else 'loses'} {percent(abs(gain), 1)}"
             )
     solos = [rival for rival in plan.evidence if rival.name.startswith(SOLO)]
@@ -71,6 +71,13 @@ def rival_lines(plan: Plan) -> list[str]:
         part = plan.throughput.samples_per_second / total
         lines.append(f"sum of solos: {rate(total)} samples/s; the plan reaches {percent(part, 1)} of it")
     return lines
+
+
+def _where(layout: Layout, labels: Sequence[str]) -> str:
+    """The shares, or the one device of several that computes, with its batch."""
+    active = [label for label, batch in zip(labels, layout.batches, strict=True) if batch]
+    who = f"on {active[0]} " if len(active) == 1 < len(labels) else ""
+    return f"{who}at {batches_words(layout)}"
 
 
 def batches_words(layout: Layout) -> str:

@@ -13,7 +13,7 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from devices.base import LOST
+from devices.base import LOST, value
 from evener.plan import load_plan
 from tui.messages import Sampled
 from tui.screens.details import DetailsDialog
@@ -366,3 +366,34 @@ async def test_ascii_draws_nothing_else(app_of: Any) -> None:
             rows = [row for strip in app.screen._compositor.render_strips() for row in [strip.text]]
             beyond = {sign for row in rows for sign in row if not sign.isascii()}
             assert not beyond, f"screen {mode} draws {beyond}"
+
+
+async def test_a_search_shows_how_its_devices_are(app_of: Any, events: Any, session_of: Any, script: Any) -> None:
+    """Utilisation and temperature of each device beside what is measured on it, tick by tick."""
+    app = app_of(session_maker=lambda _: session_of(events, hold=True))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _ready(pilot)
+        await pilot.press("2", "ctrl+s")
+        await _until(pilot, lambda: "61°C" in _text(app, "#lanes"), "the devices' readings")
+        hot = script.sample(0, temperature_celsius=value(83), utilization_percent=value(7))
+        app.feed.push(script.snapshot(devices=(hot, script.sample(1))))
+        await _until(pilot, lambda: "83°C" in _text(app, "#lanes"), "the next tick")
+        assert "7 %" in _text(app, "#lanes")
+
+
+async def test_the_form_says_what_its_fields_mean(app_of: Any) -> None:
+    """The row or field in focus is told whole, and a complaint stays until the form is sent again."""
+    app = app_of()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await _ready(pilot)
+        await pilot.press("2")
+        await _until(pilot, lambda: "[x] GPU:1" in _text(app, "#pick-devices"), "the devices")
+        assert "↓" in _text(app, "#pick-workload"), "more workloads than rows, and it says so"
+        app.screen.query_one("#tolerance", Input).focus()
+        await _until(pilot, lambda: "smallest global batch" in _text(app, "#problem"), "what a tolerance is")
+        app.screen.query_one("#tolerance", Input).value = "much"
+        await pilot.press("ctrl+s")
+        await _until(pilot, lambda: "is not a number" in _text(app, "#problem"), "the complaint")
+        app.screen.query_one("#pick-workload").focus()
+        await pilot.press("down")
+        assert "is not a number" in _text(app, "#problem")

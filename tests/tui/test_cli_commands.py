@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,67 @@ def test_a_probe_speaks_the_seed_s_format(capsys: pytest.CaptureFixture[str]) ->
     assert total.startswith("\t Total:[1388]")
     assert abs(float(total.split()[1].removesuffix("sps")) / 2158 - 1) < 0.03
     assert lines[-1] == "Done!"
+
+
+def test_a_probe_says_what_gpu_stands_for_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    """The seed's word stays in the answer; beside it, which devices they are."""
+    assert run(["probe", "--devices", PAIR, "--gpus", "0", "1", "--batches", "8", "8", "--repeat", "1"]) == 0
+    output = capsys.readouterr()
+    assert "GPU:0 is SIM:0, GPU:1 is SIM:1" in output.err
+    assert "SIM:0" not in output.out
+
+
+def test_a_request_that_cannot_be_met_leaves_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """One sample for two devices: refused, and nothing stands in the list."""
+    assert run(["balance", "--devices", PAIR, "--global-batch", "1"]) == 2
+    capsys.readouterr()
+    assert ask(capsys, "runs", "--json") == (0, {"runs": []})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (["--devices", "sim:t4"], "--devices"),
+        (["--tolerance", "0.5"], "--tolerance"),
+        (["--set", "seed=1"], "--set"),
+        (["--workload", "keras_mnist"], "--workload"),
+    ],
+)
+def test_resuming_with_another_request_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], option: str
+) -> None:
+    """What was measured would not fit it; the same options again, and a new budget, are fine."""
+    assert run(["balance", "--devices", PAIR]) == 0
+    capsys.readouterr()
+    assert run(["balance", "--resume", "last", *arguments]) == 2
+    assert f"{option} is not as it was then" in capsys.readouterr().err
+    same = ["--devices", PAIR, "--workload", "keras_maxer", "--budget", "5m"]
+    assert run(["balance", "--resume", "last", *same]) == 0
+
+
+def test_a_format_that_the_file_s_name_denies_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A TOML plan called plan.json could never be read again."""
+    assert run(["balance", "--devices", PAIR]) == 0
+    assert run(["export", "last", "-o", "plan.json", "--format", "toml"]) == 2
+    assert not (tmp_path / "plan.json").exists()
+    assert run(["export", "last", "-o", "plan.json", "--format", "json"]) == 0
+    assert load_plan(tmp_path / "plan.json").batches
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_terminal_that_knows_fewer_signs_gets_near_ones(encoding: str, tmp_path: Path) -> None:
+    """No command ends because the locale has no plus-minus sign."""
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "XDG_STATE_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "evener", "balance", "--devices", PAIR, "--budget", "30s"]
+    ran = subprocess.run(command, capture_output=True, env=environment, check=True)
+    shown = ran.stdout.decode(encoding)
+    assert ("+-" if encoding == "ascii" else "±") in shown
+
+
+def test_the_monitor_draws_plain_ascii_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--ascii` holds without the app too."""
+    assert run(["monitor", "--once", "--ascii", "--devices", PAIR]) == 0
+    assert capsys.readouterr().out.isascii()
 
 
 def test_a_probe_without_gpus_takes_the_default_device(capsys: pytest.CaptureFixture[str]) -> None:

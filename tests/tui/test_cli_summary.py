@@ -54,7 +54,7 @@ def test_the_rivals_are_compared() -> None:
     """The gain over the even split and the best single device, and the part of the sum of solos."""
     text = "\n".join(summary_lines(PLAN, LABELS))
     assert "even split: 1 810 samples/s at 512+512; the plan gains 17.3 %" in text
-    assert "best single device: 1 345 samples/s at 1024; the plan gains 57.8 %" in text
+    assert "best single device: 1 345 samples/s on GPU:0 at 1024; the plan gains 57.8 %" in text
     assert "sum of solos: 2 220 samples/s; the plan reaches 95.6 % of it" in text
     assert "warning: readings drifted" in text
 

@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from balancer.events import Paused
-from balancer.records import Failed, Probe, Result, solo
+from balancer.events import Paused, ProbeStarted
+from balancer.records import Failed, Probe, Result, layout_of, solo
 from tui.view.balance import BalanceState, advance, best_solo, curves, memory_wall, own_speed, rivals, seconds_left
-from tui.view.balance_lines import chosen_shares, lane_lines, rival_lines, search_lines, share_lines
+from tui.view.balance_lines import chosen_shares, rival_lines, search_lines, share_lines, warning_lines
 from tui.view.cells import span_cells
+from tui.view.lanes import lane_lines
 from tui.view.marks import ASCII, UNICODE
 
 
@@ -57,7 +58,7 @@ def test_nothing_is_claimed_before_it_was_measured(events: Any) -> None:
     assert curves(start) == ()
     assert chosen_shares(start) is None
     assert "Nothing has been measured yet." in _text(rival_lines(start, 80, 10, UNICODE))
-    assert "No layout has been measured yet." in _text(share_lines(start, 80, UNICODE))
+    assert "No layout has been measured yet." in _text(share_lines(start, 80, 9, UNICODE))
 
 
 def test_the_best_solo_and_the_memory_wall_are_seen(events: Any) -> None:
@@ -87,11 +88,11 @@ def test_pausing_shows_and_a_new_probe_ends_it(events: Any) -> None:
 
 def test_the_shares_bar_is_split_by_shares_in_whole_cells(events: Any) -> None:
     for marks in (UNICODE, ASCII):
-        bar = share_lines(_after(events), 80, marks)[0]
+        bar = share_lines(_after(events), 80, 9, marks)[0]
         assert span_cells(bar.spans) == 79
         assert [len(span.text) for span in bar.spans[1:]] == [46, 32]
         assert bar.spans[1].text[0] != bar.spans[2].text[0], "told apart without colour"
-    legend = _text(share_lines(_after(events), 80, UNICODE))
+    legend = _text(share_lines(_after(events), 80, 9, UNICODE))
     assert "SIM:0 820 (59 %)" in legend
     assert "global batch 1388" in legend
 
@@ -99,7 +100,7 @@ def test_the_shares_bar_is_split_by_shares_in_whole_cells(events: Any) -> None:
 def test_a_device_that_is_left_out_is_said(events: Any) -> None:
     state = _after(events, -1)
     alone = msgspec.structs.replace(state, best=Result(solo(2, 0, 1024), state.best.throughput, 1))  # type: ignore[union-attr]
-    assert "SIM:1 left out" in _text(share_lines(alone, 80, UNICODE))
+    assert "SIM:1 left out" in _text(share_lines(alone, 80, 9, UNICODE))
 
 
 def test_the_search_says_what_it_does_then_its_verdict(events: Any) -> None:
@@ -131,7 +132,31 @@ def test_every_panel_keeps_to_its_width(events: Any, width: int, height: int) ->
         for lines in (
             rival_lines(state, width, height, UNICODE),
             search_lines(state, width, height, UNICODE),
-            share_lines(state, max(40, width), UNICODE),
+            share_lines(state, max(40, width), 9, UNICODE),
         ):
             for line in lines:
                 assert span_cells(line.spans) <= max(width, 50), line.text
+
+
+def test_a_warning_that_is_cut_says_so(events: Any) -> None:
+    long = ("Measured on simulated devices, whose speeds are written down, not on hardware.",)
+    assert _text(warning_lines(long, 40, UNICODE, 1)).endswith("…")
+    assert "…" not in _text(warning_lines(long, 40, UNICODE, 3))
+    assert warning_lines(long, 40, UNICODE, 0) == ()
+
+
+def test_the_newest_measurements_stand_before_warnings(events: Any) -> None:
+    state = msgspec.structs.replace(_after(events, -1), notes=("a warning", "another", "a third"))
+    text = _text(search_lines(state, 100, 5, UNICODE))
+    assert text.count("samples/s") == 2
+
+
+def test_a_split_that_is_measured_shows_beside_the_best(events: Any) -> None:
+    state = _after(events, -1)
+    probe = Probe(layout_of((700, 300)), "split", 1.0)
+    trying = advance(state, ProbeStarted(probe, 30.0))
+    narrow, wide = share_lines(trying, 80, 3, UNICODE), share_lines(trying, 80, 4, UNICODE)
+    assert "now 700 + 300 = 1000" in _text(narrow)
+    assert len(wide) == len(narrow) + 1
+    assert [len(span.text) for span in wide[1].spans[1:]] == [55, 23]
+    assert "now" not in _text(share_lines(state, 80, 4, UNICODE))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from balancer import runs
 from balancer.events import Finished
 from balancer.session import Request, Session
 from evener.errors import NoLayoutError, RequestError
@@ -27,6 +28,8 @@ from tui.words import plain
 if TYPE_CHECKING:
     from rich.live import Live
 
+_GIVEN_ANEW = ("budget_seconds", "pace", "share", "compare")  # they change nothing that was measured
+_OPTIONS = {"settings": "--set"}
 _STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
@@ -34,6 +37,8 @@ def run_balance(request: Request, *, resume: str | None, export: Path | None, as
     """Run a session to its plan; the exit code says whether it was interrupted, and how."""
     if export is not None:
         check_target(export)
+    if resume is not None:
+        _check_resumed(request, resume)
     session = Session(request, resume=resume)
     progress = Progress()
 
@@ -43,6 +48,20 @@ def run_balance(request: Request, *, resume: str | None, export: Path | None, as
         _print_result(finished, progress, export, as_json)
 
     return see_through(session, progress, conclude, "stopping; the best plan so far is kept", as_json)
+
+
+def _check_resumed(request: Request, resume: str) -> None:
+    """RequestError if an option asks for something else than the run did: its measurements would not fit."""
+    header, unsaid = runs.load_run(resume).header, Request()
+    kept = msgspec.structs.replace(header.request, workload=header.workload)
+    for field in Request.__struct_fields__:
+        given = getattr(request, field)
+        if field not in _GIVEN_ANEW and given not in (getattr(kept, field), getattr(unsaid, field)):
+            option = _OPTIONS.get(field, f"--{field.replace('_', '-')}")
+            raise RequestError(
+                f"--resume goes on with the run's own request, and {option} is not as it was then.",
+                f"Leave {option} out, or begin a new run.",
+            )
 
 
 def see_through(

@@ -6,6 +6,7 @@ simulated devices); elsewhere each device is timed alone at its share, and the l
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 
@@ -45,6 +46,7 @@ def run_probe(
     layout = _layout(len(found.devices), positions, batches)
     prober = make_prober(found)
     stop = threading.Event()
+    _say_devices(found.notes, found.devices, as_json)
     if not as_json:
         print(f"Each of the {repeat} training runs should take about {seconds:.0f} seconds...", flush=True)
     try:
@@ -63,6 +65,15 @@ def run_probe(
     else:
         print("Done!")
     return 0
+
+
+def _say_devices(notes: Sequence[str], devices: Sequence[Device], as_json: bool) -> None:
+    """Notes, and what the seed's word GPU stands for where there is none; beside the answer, not in it."""
+    if as_json:
+        return
+    others = [f"GPU:{device.index} is {device.label}" for device in devices if device.kind != "gpu"]
+    for line in (*notes, *([f"In the lines below {', '.join(others)}."] if others else ())):
+        print(f"evener: {plain(line)}", file=sys.stderr, flush=True)
 
 
 def _chosen(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...] | None]:

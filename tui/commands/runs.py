@@ -97,6 +97,12 @@ def run_export(name: str, form: str | None, output: Path | None) -> int:
     """Write a run's plan to a file, or to standard output."""
     if form is not None and form not in FORMATS:
         raise RequestError(f"--format {form!r} is not known.", "Choose toml or json.")
+    if (
+        output is not None
+        and form not in (None, output.suffix.removeprefix("."))
+        and output.suffix in (".toml", ".json")
+    ):
+        raise RequestError(f"--format {form} and -o {output} differ.", "Give one of them; the name's ending is enough.")
     run = runs.load_run(name)
     if run.plan is None:
         raise RequestError(

@@ -15,7 +15,7 @@ from tui.screens.dialogs import ConfirmDialog
 from tui.screens.export import ExportDialog
 from tui.screens.setup import Setup
 from tui.view.balance import BalanceState
-from tui.widgets.balance import BalanceView
+from tui.widgets.balance import BalanceView, LanePanel
 from tui.widgets.choices import Ticks
 
 
@@ -39,6 +39,7 @@ class BalanceScreen(PanelScreen):
     def on_mount(self) -> None:
         """Follow the session."""
         self.watch(self.app, "balance", self._followed)
+        self.watch(self.app, "snapshot", self._sensed, init=False)
         if self.evener.balance == BalanceState():
             self.query_one("#pick-devices", Ticks).focus()
 
@@ -50,15 +51,22 @@ class BalanceScreen(PanelScreen):
             switch.current = wanted
             self.refresh_bindings()
             if shows_search:
-                self.set_focus(None)
+                self.query_one(LanePanel).focus()
+                self._sensed()
         if shows_search and self.is_current:
             self.query_one(BalanceView).take(state)
         self.refresh_bindings()
+
+    def _sensed(self) -> None:
+        """What the devices tell goes into their rows, and nothing else is drawn again."""
+        if self.is_current and self.evener.balance != BalanceState():
+            self.query_one(LanePanel).sense(self.evener.session_samples())
 
     def redraw(self) -> None:
         """Draw the session as it is now."""
         width, height = self.app.size
         self.set_class(width < 100 or height < 30, "-bare")
+        self._sensed()
         self.query_one(BalanceView).take(self.evener.balance)
         self.query_one(Setup).redraw()
 

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, ClassVar, cast
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.events import DescendantFocus
 from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Button, Input
 
 from balancer.request import INPUTS, OBJECTIVES, PRECISIONS, Request
 from evener.errors import EvenerError
-from tui.view.cells import Span, line
+from tui.view.cells import Span, clean, cut, line
 from tui.view.devices import short_name
 from tui.view.setup import request_fields, subset
 from tui.widgets.choices import OneOf, Ticks
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
 
 _OWN = "your own"
 _CHOICES = {"objective": OBJECTIVES, "precision": PRECISIONS, "input": INPUTS}
+_TOLD = {
+    "objective": "what the search makes as large as it can",
+    "precision": "what the training computes in",
+    "input": "host: batches come from host memory, as in training; device: they don't",
+    "own": "measured in place of a workload of the list, if the last one there is ticked",
+}
 _FIELDS = {
     "budget": ("120s", "time for probing, like 120s or 5m; none: until sure"),
     "global_batch": ("", "fixed samples per step; empty: free"),
@@ -35,13 +42,14 @@ _FIELDS = {
     "tolerance": ("0.02", "within it of the best, the smallest global batch wins"),
     "settings": ("", "the workload's parameters: key=value key=value"),
 }
-_PACE = ("pace", "0.2", "simulated devices: 1 takes real time, 0 none")
+_PACE = {"pace": ("0.2", "simulated devices: 1 takes real time, 0 none")}
 
 
 class Setup(VerticalScroll):
     """Posts `Wanted` when the form is sent; a wrong field is said and nothing starts."""
 
     can_focus = False
+    _complaint = ""
     BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+s", "send", "Start", key_display="^s")]
 
     class Wanted(Message):
@@ -73,9 +81,7 @@ class Setup(VerticalScroll):
         for name, words in _CHOICES.items():
             yield self._row(name, OneOf(words, id=name))
         yield self._row("own", Input(self._own_workload(), "file.py:build", id="own", compact=True))
-        fields = dict(_FIELDS)
-        if self._simulated:
-            fields[_PACE[0]] = _PACE[1:]
+        fields = _FIELDS | _PACE if self._simulated else _FIELDS
         for name, (default, hint) in fields.items():
             yield self._row(name, Input(default, hint, id=name, compact=True))
 
@@ -96,7 +102,7 @@ class Setup(VerticalScroll):
     def on_mount(self) -> None:
         """Offer what this machine and the registry have."""
         devices = self.evener.known_devices
-        rows = [(each.label, f"{short_name(each.name)}  {_memory(each)}") for each in devices]
+        rows = [(each.label, f"{_memory(each)}  {short_name(each.name)}".lstrip()) for each in devices]
         self.query_one("#pick-devices", Ticks).offer(rows, frozenset(range(len(rows))))
         entries = [registry.find(name) for name in registry.names()]
         kind = devices[0].kind if devices else "gpu"
@@ -142,8 +148,26 @@ class Setup(VerticalScroll):
         self.post_message(self.Wanted(request, devices))
 
     def complain(self, text: str) -> None:
-        """Say what is wrong with the form."""
+        """Say what is wrong with the form, until it is sent again."""
+        self._complaint = text
         self.query_one("#problem", Lines).show([line(Span(f" {text}", "bad"))] if text else [])
+
+    def on_descendant_focus(self, event: DescendantFocus) -> None:
+        """Say what the field is for."""
+        self._hint(event.widget)
+
+    def on_list_panel_moved(self) -> None:
+        """Say what the row stands for, whole."""
+        self._hint(self.screen.focused)
+
+    def _hint(self, field: Widget | None) -> None:
+        """What this field or the row under its cursor means, unless there is something to complain about."""
+        told = {**_TOLD, **{name: hint for name, (_, hint) in (_FIELDS | _PACE).items()}}
+        text = field.note if isinstance(field, Ticks) else told.get(getattr(field, "id", None) or "", "")
+        problem = self.query_one("#problem", Lines)
+        if not self._complaint:
+            shown = cut(clean(text), max(1, problem.size.width - 2), self.evener.marks.ellipsis)
+            problem.show([line(Span(f" {shown}", "dim"))])
 
     def _read(self) -> tuple[Request, tuple[Device, ...]]:
         from tui.commands.options import make_request

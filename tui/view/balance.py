@@ -159,12 +159,13 @@ def _rival(name: str, each: Timed) -> Rival:
 def rivals(state: BalanceState) -> tuple[Rival, ...]:
     """The chosen layout so far, the even split, the best single device, the sum of solos: those that were measured."""
     if state.finished is not None:
-        return _rivals_of_plan(state.finished)
+        return _rivals_of_plan(state.finished, state.devices)
     found: list[Rival] = []
     if state.best is not None:
         figure, layout = state.best.throughput, state.best.layout
         shares = "+".join(str(share) for share in layout.shares if share)
-        found.append(Rival("best so far", figure.value, figure.low, figure.high, shares))
+        alone = f"{state.devices[layout.active[0]]} at " if len(layout.active) == 1 and len(state.devices) > 1 else ""
+        found.append(Rival("best so far", figure.value, figure.low, figure.high, alone + shares))
     evens = [each for each in timed(state) if _even(each.probe.layout.shares)]
     if evens:
         found.append(_rival(EVEN, max(evens, key=lambda each: each.samples_per_second)))
@@ -189,11 +190,13 @@ def _sum(solos: list[Rival]) -> Rival:
     )
 
 
-def _rivals_of_plan(finished: Finished) -> tuple[Rival, ...]:
+def _rivals_of_plan(finished: Finished, labels: tuple[str, ...]) -> tuple[Rival, ...]:
     plan = finished.plan
 
     def rival(name: str, throughput: Throughput, batches: tuple[int, ...]) -> Rival:
         detail = "+".join(str(batch) for batch in batches if batch)
+        active = [label for label, batch in zip(labels, batches, strict=False) if batch]
+        detail = f"{active[0]} at {detail}" if len(active) == 1 and len(labels) > 1 else detail
         return Rival(name, throughput.samples_per_second, throughput.low, throughput.high, detail)
 
     found = [rival("the plan", plan.throughput, plan.layout.batches)]

@@ -1,4 +1,4 @@
-"""The Balance screen's panels as lines: devices and their probes, shares, throughput, and what the search is doing."""
+"""The Balance screen's panels as lines: shares, throughput, and what the search is doing."""
 
 from __future__ import annotations
 
@@ -6,139 +6,71 @@ from collections.abc import Sequence
 
 from balancer.records import Failed, Layout, Observation, OutOfMemory, Timed
 from evener.shares import apportion
-from tui.view.balance import BalanceState, Rival, best_solo, memory_wall, own_speed, rivals, seconds_left
-from tui.view.cells import Line, Span, Tone, cells, clean, cut, device_tone, line, pad, wrap
+from tui.view.balance import BalanceState, Rival, rivals, seconds_left
+from tui.view.cells import Line, Span, Tone, clean, cut, device_tone, line, pad, span_cells, wrap
 from tui.view.charts import bar
 from tui.view.marks import Marks
-from tui.view.table import Column, column_widths, heading, table_row, window
 from tui.words import duration, percent, rate
 
 DETAILED_SHARES = 8  # devices; with more the legend tells samples alone
 
 
-class _Lane:
-    """One device's row: the state, and which device it is."""
+def share_lines(state: BalanceState, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
+    """The best layout's shares as one bar, each device in its colour and filling, and a legend under it.
 
-    def __init__(self, state: BalanceState, device: int) -> None:
-        self.state = state
-        self.device = device
-        self.running = next((each for each in state.running if each.probe.layout.shares[device]), None)
-
-
-def _lane_name(lane: _Lane, width: int, marks: Marks) -> tuple[Span, ...]:
-    label = lane.state.devices[lane.device]
-    name = lane.state.names[lane.device] if lane.device < len(lane.state.names) else ""
-    fill = marks.fills[lane.device % len(marks.fills)]
-    room = width - cells(label) - 3
-    return (
-        Span(f"{fill} ", device_tone(lane.device)),
-        Span(label, "strong"),
-        Span(f" {cut(clean(name), max(0, room), marks.ellipsis)}" if room > 3 else "", "dim"),
-    )
-
-
-def _lane_doing(lane: _Lane, width: int, marks: Marks) -> tuple[Span, ...]:
-    running = lane.running
-    if running is None:
-        done = lane.state.ended or lane.state.finished is not None
-        return (Span(f"{marks.done} done" if done else f"{marks.waiting} waits", "dim"),)
-    words = f"{running.probe.stage}: {running.phase}"
-    return Span(f"{marks.running} ", "speed"), Span(cut(words, width - 2, marks.ellipsis))
-
-
-def _lane_batch(lane: _Lane, _width: int, _marks: Marks) -> tuple[Span, ...]:
-    if lane.running is None:
-        return (Span(""),)
-    return (Span(str(lane.running.probe.layout.shares[lane.device])),)
-
-
-def _lane_speed(lane: _Lane, _width: int, _marks: Marks) -> tuple[Span, ...]:
-    running = lane.running
-    if running is None or running.samples_per_second is None:
-        return (Span(""),)
-    return (Span(rate(own_speed(running, lane.device)), "speed"),)
-
-
-def _lane_interval(lane: _Lane, _width: int, marks: Marks) -> tuple[Span, ...]:
-    running = lane.running
-    if running is None or running.relative_interval is None:
-        return (Span(""),)
-    settled: Tone = "good" if running.relative_interval <= 0.01 else "text"
-    return (Span(f"{marks.plus_minus}{percent(running.relative_interval, 1)}", settled),)
-
-
-def _lane_alone(lane: _Lane, _width: int, marks: Marks) -> tuple[Span, ...]:
-    solo = best_solo(lane.state, lane.device)
-    if solo is None:
-        return (Span(marks.none, "dim"),)
-    return Span(rate(solo.samples_per_second), "strong"), Span(f" at {solo.probe.layout.global_batch}", "dim")
-
-
-def _lane_fits(lane: _Lane, _width: int, marks: Marks) -> tuple[Span, ...]:
-    wall = memory_wall(lane.state, lane.device)
-    belief = lane.state.belief
-    sketch = next((each for each in belief.curves if each.device == lane.device), None) if belief else None
-    largest = sketch.largest_batch if sketch is not None else None
-    if wall is not None:
-        return Span(f"{largest} fits, " if largest is not None else "", "text"), Span(f"{wall} not", "bad")
-    if largest is not None:
-        return (Span(f"{largest} fits"),)
-    return (Span(marks.none, "dim"),)
-
-
-LANE_COLUMNS: tuple[Column[_Lane], ...] = (
-    Column("device", ("device",), 9, _lane_name, "left"),
-    Column("doing", ("doing",), 10, _lane_doing, "left"),
-    Column("batch", ("batch",), 6, _lane_batch),
-    Column("speed", ("samples/s",), 9, _lane_speed),
-    Column("interval", ("interval",), 8, _lane_interval),
-    Column("alone", ("best alone", "alone"), 14, _lane_alone),
-    Column("fits", ("memory",), 12, _lane_fits),
-)
-
-
-def lane_lines(
-    state: BalanceState, width: int, height: int, marks: Marks, *, cursor: int = 0, top: int = 0, active: bool = False
-) -> tuple[tuple[Line, ...], int]:
-    """A row for each device: what is measured on it now, its best alone, where its memory ends; the first row shown."""
-    growth = (("doing", 20), ("fits", 22), ("device", 22), ("doing", 26))
-    widths = column_widths(LANE_COLUMNS, growth, {"device": 34}, width - 1)
-    lanes = [_Lane(state, device) for device in range(len(state.devices))]
-    room = max(0, height - 1)
-    first = window(len(lanes), cursor, room, top)
-    rows = [
-        table_row(LANE_COLUMNS, widths, lane, marks, cursor=active and lane.device == cursor)
-        for lane in lanes[first : first + room]
-    ]
-    return (heading(LANE_COLUMNS, widths, marks), *rows), first
-
-
-def share_lines(state: BalanceState, width: int, marks: Marks) -> tuple[Line, ...]:
-    """The best layout's shares as one bar, each device in its colour and filling, and a legend under it."""
+    While another split is measured, its shares are told too: as a second bar where a row is left for it.
+    """
     shares = chosen_shares(state)
     if shares is None or not sum(shares) or width < 4:
         return (line(Span(" No layout has been measured yet.", "dim")),)
-    total = sum(shares)
+    legend = _legend(state, shares, width, marks)
+    total = line(Span(f" global batch {sum(shares)}", "dim"))
+    tried = tried_shares(state)
+    if tried is None:
+        return (_shares_bar(shares, width, marks), *legend, total)
+    words = f"now {' + '.join(str(share) for share in tried if share)} = {sum(tried)}"
+    facts = line(*total.spans, Span(f"{marks.dot:^3}", "dim"), Span(f"{marks.running} ", "speed"), Span(words))
+    bars = [_shares_bar(shares, width, marks), _shares_bar(tried, width, marks)]
+    return (*bars[: max(1, min(2, height - len(legend) - 1))], *legend, Line(pad(facts.spans, width)))
+
+
+def _shares_bar(shares: Sequence[int], width: int, marks: Marks) -> Line:
     parts = apportion(width - 2, [float(share) for share in shares])
-    spans = [
-        Span(marks.fills[device % len(marks.fills)] * part, device_tone(device)) for device, part in enumerate(parts)
-    ]
+    fills = marks.fills
+    spans = (Span(fills[device % len(fills)] * part, device_tone(device)) for device, part in enumerate(parts))
+    return Line((Span(" "), *spans))
+
+
+def _legend(state: BalanceState, shares: Sequence[int], width: int, marks: Marks) -> list[Line]:
+    """What each device computes; of many devices those that are left out are only counted."""
+    detailed = len(shares) <= DETAILED_SHARES
+    items = [_share_item(state, shares, device, marks) for device, share in enumerate(shares) if share or detailed]
+    if not detailed and 0 in shares:
+        items.append((Span(f" {shares.count(0)} left out ", "dim"),))
     legend: list[Line] = []
-    row: list[Span] = []
-    for device, share in enumerate(shares):
-        part = f" ({percent(share / total, 0)})" if len(shares) <= DETAILED_SHARES else ""
-        text = f"{share}{part}" if share else "left out"
-        item = (
-            Span(f" {marks.fills[device % len(marks.fills)]} ", device_tone(device)),
-            Span(f"{state.devices[device]} ", "strong"),
-            Span(f"{text} ", "text" if share else "dim"),
-        )
-        if sum(cells(span.text) for span in (*row, *item)) > width and row:
-            legend.append(Line(tuple(row)))
-            row = []
+    row: tuple[Span, ...] = ()
+    for item in items:
+        if row and span_cells((*row, *item)) > width:
+            legend.append(Line(row))
+            row = ()
         row += item
-    legend.append(Line(tuple(row)))
-    return (Line((Span(" "), *spans)), *legend, line(Span(f" global batch {total}", "dim")))
+    return [*legend, Line(row)]
+
+
+def _share_item(state: BalanceState, shares: Sequence[int], device: int, marks: Marks) -> tuple[Span, ...]:
+    share = shares[device]
+    part = f" ({percent(share / sum(shares), 0)})" if len(shares) <= DETAILED_SHARES else ""
+    return (
+        Span(f" {marks.fills[device % len(marks.fills)]} ", device_tone(device)),
+        Span(f"{state.devices[device]} ", "strong"),
+        Span(f"{share}{part} " if share else "left out ", "text" if share else "dim"),
+    )
+
+
+def tried_shares(state: BalanceState) -> tuple[int, ...] | None:
+    """Of the split that is measured now, if it is another than the one that is shown."""
+    splits = (each.probe.layout.shares for each in state.running if len(each.probe.layout.active) > 1)
+    return next((shares for shares in splits if shares != chosen_shares(state)), None)
 
 
 def chosen_shares(state: BalanceState) -> tuple[int, ...] | None:
@@ -198,10 +130,14 @@ def _versus_tone(text: str) -> Tone:
 
 
 def search_lines(state: BalanceState, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
-    """What the search does and why, how far it is, and the newest measurements."""
+    """What the search does and why, how far it is, and the newest measurements.
+
+    While it runs, at least the two newest measurements stand before any warning.
+    """
     said = state.finished.plan.warnings if state.finished is not None else state.notes
-    warnings = warning_lines(said, width, marks)[: max(0, height // 3)]
-    head = [*_doing_lines(state, width), _progress_line(state, width, marks), *warnings]
+    head = [*_doing_lines(state, width), *_progress_lines(state, width, marks)]
+    room = height - len(head)
+    head += warning_lines(said, width, marks, max(0, min(room - (0 if state.ended else 2), height // 3)))
     room = max(0, height - len(head))
     newest = state.seen[-room:] if room else ()
     rows = [_seen_line(state, seen.observation, seen.at_seconds, width, marks) for seen in reversed(newest)]
@@ -223,16 +159,18 @@ def _doing_lines(state: BalanceState, width: int) -> list[Line]:
     return [line(Span(f" {row}", tones[tone])) for row in wrap(clean(text), max(4, width - 2), 3)]
 
 
-def _progress_line(state: BalanceState, width: int, marks: Marks) -> Line:
+def _progress_lines(state: BalanceState, width: int, marks: Marks) -> list[Line]:
+    """How much was measured, and the budget that is left; at the end, why it ended."""
     left = seconds_left(state)
-    facts = f" {state.probes} probes, {state.out_of_memory} out of memory, {duration(state.at_seconds)}"
-    spans: tuple[Span, ...] = (Span(facts, "dim"),)
+    facts = f"{state.probes} probes, {state.out_of_memory} out of memory, {duration(state.at_seconds)}"
+    if state.finished is not None:
+        words = f"{facts}. {clean(state.finished.plan.search.why_stopped)}"
+        return [line(Span(f" {row}", "dim")) for row in wrap(words, max(4, width - 2), 2)]
+    spans: tuple[Span, ...] = (Span(f" {facts}", "dim"),)
     if left is not None and state.budget_seconds:
         used = state.at_seconds / state.budget_seconds
         spans = (*spans, Span(f", at most {duration(left)} left ", "dim"), *bar(used, 16, marks))
-    if state.finished is not None:
-        spans = (*spans, Span(f"  {clean(state.finished.plan.search.why_stopped)}", "dim"))
-    return Line(pad(spans, width))
+    return [Line(pad(spans, width))]
 
 
 def layout_text(state: BalanceState, layout: Layout) -> str:
@@ -269,10 +207,16 @@ def _outcome(state: BalanceState, seen: Observation, marks: Marks) -> tuple[str,
     return marks.failed, "bad", f"failed: {clean(seen.detail, 200)}"
 
 
-def warning_lines(warnings: Sequence[str], width: int, marks: Marks) -> tuple[Line, ...]:
-    """A plan's warnings, each wrapped."""
-    return tuple(
-        line(Span(f" {marks.alarm if not place else ' '} ", "warn"), Span(row, "warn"))
+def warning_lines(warnings: Sequence[str], width: int, marks: Marks, most: int | None = None) -> tuple[Line, ...]:
+    """A plan's warnings, each wrapped; where more than `most` rows would be, the last one shown says so."""
+    rows = [
+        (marks.alarm if not place else " ", row)
         for warning in warnings
         for place, row in enumerate(wrap(clean(warning), max(4, width - 4), 3))
-    )
+    ]
+    if most is not None and len(rows) > most:
+        rows = rows[: max(0, most)]
+        rows[-1:] = [
+            (sign, cut(f"{row} {marks.ellipsis}", max(4, width - 4), marks.ellipsis)) for sign, row in rows[-1:]
+        ]
+    return tuple(line(Span(f" {sign} ", "warn"), Span(row, "warn")) for sign, row in rows)

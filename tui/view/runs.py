@@ -34,12 +34,20 @@ def _run(row: _RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
 
 
 def _created(row: _RunRow, width: int, _marks: Marks) -> tuple[Span, ...]:
-    shown = clean(row.summary.created.replace("T", " ").removesuffix("Z"))
-    return (Span(shown[:width] if width >= 16 else shown[5:16], "dim"),)
+    return (Span(clean(row.summary.created.replace("T", " ").removesuffix("Z"))[:width], "dim"),)
 
 
 def _devices(row: _RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
-    return (Span(cut(clean(", ".join(row.summary.devices)), width, marks.ellipsis)),)
+    listed = clean(", ".join(row.summary.devices))
+    return (Span(listed if len(listed) <= width else cut(brief_devices(row.summary.devices), width, marks.ellipsis)),)
+
+
+def brief_devices(labels: Sequence[str]) -> str:
+    """Labels of one kind with the kind told once: GPU:0, GPU:1 is GPU:0,1."""
+    kinds = {label.partition(":")[0] for label in labels}
+    if len(kinds) != 1 or not all(":" in label for label in labels):
+        return clean(", ".join(labels))
+    return clean(f"{kinds.pop()}:{','.join(label.partition(':')[2] for label in labels)}")
 
 
 def _workload(row: _RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
@@ -62,43 +70,43 @@ def _speed(row: _RunRow, _width: int, marks: Marks) -> tuple[Span, ...]:
 
 def _ratios(row: _RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
     text = " : ".join(f"{ratio:.3f}" for ratio in row.summary.ratios)
+    if len(text) > width:
+        text = ":".join(f"{ratio:.2f}" for ratio in row.summary.ratios)
     return (Span(cut(text, width, marks.ellipsis)),)
 
 
-RUN_COLUMNS: tuple[Column[_RunRow], ...] = (
+_RUN_COLUMNS: tuple[Column[_RunRow], ...] = (
     Column("taken", ("",), 1, _taken, "left"),
-    Column("run", ("run",), 15, _run, "left"),
-    Column("created", ("created, UTC", "created"), 11, _created, "left"),
-    Column("devices", ("devices",), 11, _devices, "left"),
-    Column("workload", ("workload",), 10, _workload, "left"),
-    Column("state", ("state",), 6, _state, "left"),
+    Column("run", ("run",), 20, _run, "left"),
+    Column("created", ("created, UTC",), 19, _created, "left"),
+    Column("devices", ("devices",), 8, _devices, "left"),
+    Column("workload", ("workload",), 11, _workload, "left"),
+    Column("state", ("state",), 10, _state, "left"),
     Column("probes", ("probes", "n"), 3, _probes),
     Column("speed", ("samples/s", "smp/s"), 7, _speed),
-    Column("ratios", ("ratios",), 5, _ratios, "left"),
+    Column("ratios", ("ratios",), 9, _ratios, "left"),
 )
-_GROWTH = (
-    ("ratios", 13),
-    ("run", 20),
-    ("state", 11),
-    ("speed", 9),
-    ("created", 19),
-    ("probes", 6),
-    ("workload", 16),
-)
+_GROWTH = (("ratios", 13), ("devices", 12), ("state", 11), ("speed", 9), ("probes", 6), ("workload", 16))
+_DATED = 110  # columns, from which the date stands beside the run, whose id begins with it
+
+
+def _columns(width: int) -> tuple[Column[_RunRow], ...]:
+    return tuple(column for column in _RUN_COLUMNS if width >= _DATED or column.key != "created")
 
 
 def run_lines(
     runs: Sequence[RunSummary], taken: str, width: int, height: int, marks: Marks, cursor: int, top: int
 ) -> tuple[tuple[Line, ...], int]:
     """The heading and as many runs as fit in `height`, and the first one shown."""
-    widths = column_widths(RUN_COLUMNS, _GROWTH, {"devices": 40, "ratios": 40, "workload": 60}, width - 1)
-    head = heading(RUN_COLUMNS, widths, marks)
+    columns = _columns(width)
+    widths = column_widths(columns, _GROWTH, {"devices": 40, "ratios": 40, "workload": 60}, width - 1)
+    head = heading(columns, widths, marks)
     if not runs:
         return (head, line(Span(" No runs yet: make one on the Balance screen, key 2.", "dim"))), 0
     room = max(0, height - 1)
     first = window(len(runs), cursor, room, top)
     rows = tuple(
-        table_row(RUN_COLUMNS, widths, _RunRow(each, each.run == taken), marks, cursor=first + place == cursor)
+        table_row(columns, widths, _RunRow(each, each.run == taken), marks, cursor=first + place == cursor)
         for place, each in enumerate(runs[first : first + room])
     )
     return (head, *rows), first
@@ -132,7 +140,7 @@ def plan_lines(run: Run, width: int, marks: Marks) -> tuple[Line, ...]:
         head,
         line(Span(f" {clean(facts)}; {effort}", "dim")),
         Line(),
-        *share_lines(state, width, marks),
+        *share_lines(state, width, 3, marks),
         Line(),
         *rival_lines(state, width, 2 * MOST_RIVALS, marks),
         Line(),

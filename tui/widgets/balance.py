@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from textual.app import ComposeResult
@@ -10,16 +10,20 @@ from textual.containers import Horizontal, Vertical
 from textual.widget import Widget
 
 from tui.view.balance import BalanceState, curves
-from tui.view.balance_lines import DETAILED_SHARES, lane_lines, rival_lines, search_lines, share_lines
+from tui.view.balance_lines import DETAILED_SHARES, rival_lines, search_lines, share_lines
 from tui.view.cells import clean
+from tui.view.lanes import lane_lines
 from tui.widgets.curves import CurvePlot
 from tui.widgets.lines import Lines
 from tui.widgets.lists import ListPanel
 
 if TYPE_CHECKING:
+    from devices.base import DeviceSample
     from tui.app import EvenerApp
 
 NARROW = 100  # columns, below which panels stand one under another
+LEAST_CHART = 7  # rows, in which a curve can still be read
+LEAST_SEARCH = 5  # rows beside it: what the search does, how far it is, the newest measurements
 
 
 def _panel(name: str, title: str) -> Lines:
@@ -34,6 +38,7 @@ class LanePanel(ListPanel):
     def __init__(self) -> None:
         super().__init__(id="lanes")
         self.state = BalanceState()
+        self.samples: tuple[DeviceSample | None, ...] = ()
 
     @property
     def count(self) -> int:
@@ -45,11 +50,23 @@ class LanePanel(ListPanel):
         self.state = state
         self.redraw()
 
+    def sense(self, samples: Sequence[DeviceSample | None]) -> None:
+        """Show these readings, one for each device."""
+        self.samples = tuple(samples)
+        self.redraw()
+
     def redraw(self) -> None:
         """Work the rows out again."""
         state, (width, height) = self.state, self.size
         lines, self.top = lane_lines(
-            state, width, height, self.evener.marks, cursor=self.cursor, top=self.top, active=self.has_focus
+            state,
+            width,
+            height,
+            self.evener.marks,
+            samples=self.samples,
+            cursor=self.cursor,
+            top=self.top,
+            active=self.has_focus,
         )
         self.entitle(clean(state.workload, 60) or "Devices", f"run {clean(state.run)}" if state.run else "")
         self.show(lines)
@@ -93,45 +110,44 @@ class BalanceView(Widget):
             self._place_panels()
             self.query_one(LanePanel).take(state)
             shares = self.query_one("#shares", Lines)
-            shares.show(share_lines(state, shares.size.width, marks))
+            shares.show(share_lines(state, *shares.size, marks))
             rivals = self.query_one("#rivals", Lines)
-            rivals.show(rival_lines(state, rivals.size.width, rivals.size.height, marks))
+            rivals.show(rival_lines(state, *rivals.size, marks))
             search = self.query_one("#search", Lines)
-            search.show(search_lines(state, search.size.width, search.size.height, marks))
+            search.show(search_lines(state, *search.size, marks))
             self.query_one(CurvePlot).take(curves(state))
 
     def _place_panels(self) -> None:
-        """Rows for each part: every device, then the figures, then the search, then the chart."""
+        """Rows for each part: every device, then the figures, then the chart, then the search."""
         width, height = self.size
         framed = height >= 26 and width >= NARROW
-        self.set_class(not framed, "-bare")
         frame = 2 if framed else 0
+        self.set_class(not framed, "-bare")
         self.set_class(width < NARROW, "-narrow")
         lanes = min(max(1, len(self.state.devices)) + 1 + frame, max(2, height // 3))
-        least_search = 4 + frame
-        middle = max(0, min(height - lanes - least_search, (height - lanes) * 3 // 5))
-        shares = self._share_rows(width) + frame
         rivals = 4 + frame
-        shares = max(1, min(shares, middle - rivals))
+        middle = max(0, min(height - lanes - 4 - frame, (height - lanes) * 3 // 5))
+        shares = max(1, min(self._share_rows(width) + frame, middle - rivals))
+        chart = middle
         if width < NARROW:
-            chart = max(0, middle - shares - rivals)
-            self.query_one("#curves").display = chart >= 8
-            self.query_one("#curves").styles.height = chart
-            middle = shares + rivals + (chart if chart >= 8 else 0)
-            middle = max(0, min(middle, height - lanes - 2))
-        else:
-            self.query_one("#curves").display = middle >= 6
-            self.query_one("#curves").styles.height = "1fr"
+            spare = height - lanes - shares - rivals - LEAST_SEARCH
+            chart = max(middle - shares - rivals, min(spare, LEAST_CHART))
+            chart = chart if chart >= LEAST_CHART else 0
+            middle = max(0, min(shares + rivals + chart, height - lanes - 2))
+        curves = self.query_one("#curves")
+        curves.display = chart >= 6
+        curves.styles.height = chart if width < NARROW else "1fr"
         self.query_one("#lanes").styles.height = lanes
         self.query_one("#middle").styles.height = middle
         self.query_one("#shares").styles.height = shares
         self.query_one("#search").styles.height = max(0, height - lanes - middle)
 
     def _share_rows(self, width: int) -> int:
-        """The bar, the global batch, and a legend that is as long as it has to be."""
+        """The bar, the global batch, a legend that is as long as it has to be, and what is tried where it is wide."""
         each = 26 if len(self.state.devices) <= DETAILED_SHARES else 15
         room = width if width < NARROW else width // 2 - 2
-        return 2 + max(1, -(-len(self.state.devices) // max(1, room // each)))
+        legend = max(1, -(-len(self.state.devices) // max(1, room // each)))
+        return legend + (2 if width < NARROW else 3)
 
     def on_lines_resized(self, event: Lines.Resized) -> None:
         """Fill the new size."""

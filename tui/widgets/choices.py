@@ -8,7 +8,7 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
-from tui.view.cells import Line, Span, clean, cut, line
+from tui.view.cells import Line, Span, clean, cut, line, pad, span_cells
 from tui.view.table import window
 from tui.widgets.lines import Lines
 from tui.widgets.lists import ListPanel
@@ -39,6 +39,11 @@ class Ticks(ListPanel):
         """How many entries there are."""
         return len(self.entries)
 
+    @property
+    def note(self) -> str:
+        """Of the entry under the cursor."""
+        return self.entries[self.cursor][1] if self.entries else ""
+
     def offer(self, entries: Sequence[tuple[str, str]], ticked: frozenset[int]) -> None:
         """Name and note of each entry, and which are ticked at first."""
         self.entries, self.ticked = tuple(entries), ticked
@@ -46,29 +51,37 @@ class Ticks(ListPanel):
         self.redraw()
 
     def redraw(self) -> None:
-        """Work the rows out again."""
+        """Work the rows out again; the first and the last one tell how many more there are beyond them."""
         width, height = self.size
         self.top = window(self.count, self.cursor, height, self.top)
+        shown = range(self.top, min(self.count, self.top + height))
         marks = self.evener.marks
-        rows: list[Line] = []
-        longest = max((len(name) for name, _ in self.entries), default=0)
-        for place in range(self.top, min(self.count, self.top + height)):
-            name, note = self.entries[place]
-            inside = ("o" if self._single else "x") if place in self.ticked else " "
-            box = f"({inside})" if self._single else f"[{inside}]"
-            pointer = marks.cursor if self.has_focus and place == self.cursor else " "
-            shown = clean(name).ljust(min(longest, 28))
-            rest = cut(clean(note), max(0, width - len(shown) - 8), marks.ellipsis)
-            rows.append(
-                line(
-                    Span(pointer, "strong"),
-                    Span(f"{box} ", "speed" if place in self.ticked else "dim"),
-                    Span(f"{shown}  ", "text"),
-                    Span(rest, "dim"),
-                    cursor=self.has_focus and place == self.cursor,
-                )
-            )
+        hidden = (
+            {shown.start: (marks.up, self.top), shown.stop - 1: (marks.down, self.count - shown.stop)} if shown else {}
+        )
+        rows = []
+        for place in shown:
+            sign, more = hidden.get(place, ("", 0))
+            rows.append(self._row(place, width, f" {sign}{more}" if more > 0 else ""))
         self.show(rows)
+
+    def _row(self, place: int, width: int, more: str) -> Line:
+        marks, (name, note) = self.evener.marks, self.entries[place]
+        here = self.has_focus and place == self.cursor
+        inside = ("o" if self._single else "x") if place in self.ticked else " "
+        box = f"({inside})" if self._single else f"[{inside}]"
+        spans = (
+            Span(marks.cursor if here else " ", "strong"),
+            Span(f"{box} ", "speed" if place in self.ticked else "dim"),
+            Span(f"{clean(name):<{min(self._longest, 28)}}  ", "text"),
+        )
+        room = max(0, width - span_cells(spans) - len(more))
+        rest = cut(clean(note), room, marks.ellipsis)
+        return Line((*spans, *pad((Span(rest, "dim"),), room), Span(more, "key")), here)
+
+    @property
+    def _longest(self) -> int:
+        return max((len(name) for name, _ in self.entries), default=0)
 
     def action_tick(self) -> None:
         """Tick the entry under the cursor; where several may be, again unticks it."""

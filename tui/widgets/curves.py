@@ -18,16 +18,18 @@ if TYPE_CHECKING:
     from tui.app import EvenerApp
 
 TICKS = 5
+FRAMED = 10  # rows, below which only the two axes are drawn
 
 
 class CurvePlot(PlotextPlot):  # type: ignore[misc] # the library has no types
     """Each device in its colour; its measured points carry its number, so that they are told apart without colour."""
 
+    TITLE = "Samples/s against batch"
     can_focus = False
 
     def __init__(self) -> None:
         super().__init__(id="curves", classes="panel")
-        self.border_title = "Samples/s against batch"
+        self.border_title = self.TITLE
         self._curves: tuple[CurvePoints, ...] = ()
 
     @property
@@ -81,7 +83,10 @@ class CurvePlot(PlotextPlot):  # type: ignore[misc] # the library has no types
         speeds, batches = axis_ticks(top, TICKS), axis_ticks(last, TICKS)
         self.plt.yticks(speeds, [short(tick) for tick in speeds])
         self.plt.xticks(batches, [f"{tick:.0f}" for tick in batches])
-        self.plt.xlabel("batch")
+        framed = self.size.height >= FRAMED
+        self.plt.xaxes(lower=True, upper=framed)
+        self.plt.yaxes(left=True, right=framed)
+        self.plt.xlabel("batch" if not self.screen.has_class("-bare") else self.TITLE)
 
     def _colours(self) -> list[tuple[int, int, int]]:
         from textual.color import Color

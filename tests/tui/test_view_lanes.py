@@ -1,0 +1,69 @@
+"""A device's row in a search: its readings, its probe, and figures that are shortened but never cut."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+import pytest
+
+from balancer.events import ProbeProgress
+from balancer.records import Belief, CurveSketch, OutOfMemory, Probe, solo
+from devices.base import UNSUPPORTED
+from tui.view.balance import BalanceState, Seen, advance
+from tui.view.cells import span_cells
+from tui.view.lanes import lane_lines
+from tui.view.marks import ASCII, UNICODE
+
+
+def _rows(state: BalanceState, width: int, samples: Any = (), marks: Any = UNICODE) -> list[str]:
+    lines, _ = lane_lines(state, width, 9, marks, samples=samples)
+    assert all(span_cells(line.spans) <= width for line in lines)
+    return [line.text for line in lines]
+
+
+def _full(events: Any) -> BalanceState:
+    """Two fast devices with walls at large batches, both measured."""
+    state = BalanceState()
+    for event in events[:4]:
+        state = advance(state, event)
+    probe = Probe(solo(2, 0, 20480), "solo", 1.0)
+    fast = msgspec.structs.replace(
+        events[3].seen, probe=Probe(solo(2, 0, 16384), "solo", 1.0), step_seconds=16384 / 158_012
+    )
+    belief = Belief((CurveSketch(0, (), (), 16384, 20480),), None, None, None, "Bisects.")
+    seen = (Seen(fast, 1.0), Seen(OutOfMemory(probe, (0,), "CUDA out of memory", 1.0), 2.0))
+    return msgspec.structs.replace(state, seen=seen, belief=belief)
+
+
+@pytest.mark.parametrize("width", [79, 80, 99, 100, 118, 200])
+def test_utilisation_and_temperature_stand_beside_the_probe(events: Any, script: Any, width: int) -> None:
+    state = advance(_full(events), ProbeProgress(Probe(solo(2, 1, 512), "solo", 1.0), "measuring", 910.0, 0.004, 3.0))
+    head, first, second = _rows(state, width, (script.sample(0), script.sample(1)))
+    assert "util" in head
+    assert re.search(r"98( %)? +61", first)
+    assert re.search(r"92( %)? +62", second)
+    assert re.search(r"solo.* 512 +910.0 +±0.4 %", second)
+
+
+def test_a_metric_that_is_not_told_is_no_zero(events: Any, script: Any) -> None:
+    blind = script.sample(0, utilization_percent=UNSUPPORTED, temperature_celsius=UNSUPPORTED)
+    _, first, second = _rows(_full(events), 80, (blind, None))
+    assert first.count("–") == 2
+    assert second.count("–") >= 2
+
+
+def test_a_replay_has_no_columns_for_what_nobody_samples(events: Any) -> None:
+    assert "util" not in _rows(_full(events), 118)[0]
+
+
+@pytest.mark.parametrize("marks", [UNICODE, ASCII])
+@pytest.mark.parametrize("width", range(40, 220, 7))
+def test_no_figure_is_ever_cut(events: Any, script: Any, width: int, marks: Any) -> None:
+    """Each number is whole or left out; the wall itself is always told."""
+    _, first, _ = _rows(_full(events), width, (script.sample(0), script.sample(1)), marks)
+    numbers = set(re.findall(r"\d{3,}", first.replace("158 012", "158012")))
+    assert numbers <= {"158012", "16384", "20480", "140", "1080"}
+    if width >= 80:
+        assert {"158012", "16384", "20480"} <= numbers
