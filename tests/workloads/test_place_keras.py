@@ -32,6 +32,11 @@ def test_a_placement_has_one_devices_outputs_and_gradients(proof: Any, placement
     assert proof[placement]["weights"] <= 1e-5
 
 
+def test_a_word_that_comes_often_moves_its_row_as_adam_has_it(proof: Any) -> None:
+    """What a group of processes learns from the summed gradient, and Keras' sparse step does not."""
+    assert proof["dense"] <= 1e-3
+
+
 def test_towers_lie_one_on_each_device(proof: Any) -> None:
     where = proof["towers"]["devices"]
     assert where["user_conv_1"] == where["user_dense_1"] == ["CPU:0"]
