@@ -12,13 +12,14 @@ from typing import Any
 import psutil
 import pytest
 
-from balancer.events import Event, Finished, Observed, ProbeStarted
+from balancer.events import Event, Finished, Observed, ProbeProgress, ProbeStarted
 from balancer.probes.pool import ChildProber, Job
 from balancer.records import Probe, Timed, layout_of
 from balancer.session import Request, Session
 from devices.base import Snapshot, State
 from devices.nvml import NvmlSource
 from devices.sampler import Sampler
+from evener.errors import DeviceError
 from tui.app import EvenerApp
 from tui.feed import SampledFeed
 
@@ -31,6 +32,13 @@ def watch():
     os.abort()
 if os.environ.get("CUDA_VISIBLE_DEVICES") == {gpu!r}:
     threading.Thread(target=watch, daemon=True).start()
+"""
+MIB = 1 << 20
+TAKEN = """
+import os
+if os.path.exists({flag!r}):
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (470 << 20, 470 << 20))
 """
 
 
@@ -55,29 +63,104 @@ def drive(session: Session, see: Callable[[Event], None] = lambda _: None) -> Fi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["solo", "split"])
+@pytest.mark.parametrize(("stage", "by"), [("solo", "SIGABRT"), ("split", "the GPU is lost"), ("race", "driver has")])
 def test_a_gpu_that_is_lost_midway_is_left_out_and_said(
-    fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stage: str
+    fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stage: str, by: str
 ) -> None:
-    """Its processes are aborted, as the driver does, and none that is started there lives; the other GPU goes on."""
+    """By its processes, which are aborted; by the driver's word alone; by a call that blocks for 10 s in the race.
+
+    The other GPU goes on, and has the plan, though a split over both was measured before.
+    """
     double = fake_nvml(2)
+    double.gpus[0].used_bytes = double.gpus[1].used_bytes = 0
     flag = tmp_path / "lost"
-    (tmp_path / "sitecustomize.py").write_text(LOST.format(flag=str(flag), gpu=double.gpus[1].uuid))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    if by == "SIGABRT":
+        (tmp_path / "sitecustomize.py").write_text(LOST.format(flag=str(flag), gpu=double.gpus[1].uuid))
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def lose(event: Event) -> None:
         if isinstance(event, Observed) and event.seen.probe.stage == stage and not flag.exists():
-            double.lose(1)
             flag.touch()
+            if by == "the GPU is lost":
+                double.lose(1)
+            elif by == "driver has":
+                double.hang("nvmlDeviceGetFieldValues", 1)
+                threading.Timer(10.0, double.release).start()
 
     request = Request(devices="gpu", workload="synthetic", budget_seconds=9.0, max_global_batch=64)
     session = Session(request)
     finished = drive(session, lose)
+    assert flag.exists()
     assert finished.plan.layout.batches[0] > 0
     assert finished.plan.layout.batches[1] == 0
     (said,) = [warning for warning in finished.plan.warnings if "GPU:1" in warning]
     assert "left out" in said
-    assert "SIGABRT" in said
+    assert by in said
+
+
+@pytest.mark.slow
+def test_a_driver_that_goes_away_midway_ends_with_the_plan_so_far_or_says_that_it_has_gone(
+    fake_nvml: Callable[..., Any],
+) -> None:
+    """Unloaded in the split stage: the best that was measured, with a word for each GPU; before anything: exit 3."""
+    double = fake_nvml(2)
+    request = Request(devices="gpu", workload="synthetic", budget_seconds=6.0, max_global_batch=64)
+    unloaded = threading.Event()
+
+    def unload(event: Event) -> None:
+        if isinstance(event, Observed) and event.seen.probe.stage == "split" and not unloaded.is_set():
+            unloaded.set()
+            double.unload()
+
+    finished = drive(Session(request), unload)
+    assert unloaded.is_set()
+    assert finished.plan.layout.global_batch
+    for label in ("GPU:0", "GPU:1"):
+        assert any(one.startswith(label) and "driver" in one for one in finished.plan.warnings)
+    double.reload()
+    session = Session(request)
+    events = session.events()
+    while not (isinstance(event := next(events), ProbeProgress) and event.phase == "building"):
+        pass
+    double.unload()
+    with pytest.raises(DeviceError, match=r"GPU:0 failed .* driver .*; GPU:1 failed") as fault:
+        list(events)
+    session.close()
+    assert fault.value.exit_code == 3
+    assert not psutil.Process().children()
+
+
+@pytest.mark.slow
+def test_gpu_memory_that_others_take_midway_lowers_the_line_and_the_plan_fits(
+    fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Once the largest batch has run, 300 of 600 MiB are taken: by the driver's account, and by allocations that fail.
+
+    One probe runs out, the next ones fit at once, and both the warnings and the verdict say why.
+    """
+    double = fake_nvml(2)
+    for gpu in double.gpus:
+        gpu.total_bytes, gpu.reserved_bytes, gpu.used_bytes = 600 * MIB, 0, 0
+    flag = tmp_path / "taken"
+    (tmp_path / "sitecustomize.py").write_text(TAKEN.format(flag=str(flag)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    settings = {"memory_base_mib": 0.0, "memory_per_sample_mib": 2.0, "base_ms": 20.0}
+    request = Request(devices="gpu", workload="synthetic", settings=settings, budget_seconds=8.0, max_global_batch=900)
+
+    def take(event: Event) -> None:
+        if isinstance(event, Observed) and max(event.seen.probe.layout.shares) > 200 and not flag.exists():
+            flag.touch()
+            for gpu in double.gpus:
+                gpu.used_bytes = 300 * MIB
+            for child in psutil.Process().children():
+                child.kill()  # new children find less
+
+    finished = drive(Session(request), take)
+    assert flag.exists()
+    assert max(finished.plan.layout.batches) * 2 <= 300
+    assert finished.plan.search.out_of_memory <= 2
+    assert any("others hold 0.3 GiB of its memory" in one for one in finished.plan.warnings)
+    assert "which is left to them" in finished.verdict
 
 
 class Rig:
@@ -145,7 +228,10 @@ def test_a_call_that_hangs_holds_up_nobody(rig: Rig, call: str) -> None:
 
 
 async def test_the_app_obeys_its_keys_while_the_driver_hangs_and_ends_in_time(fake_nvml: Callable[..., Any]) -> None:
-    """A call that doesn't come back holds the sampling thread only; it says so, and leaves when asked to."""
+    """A call that blocks for 10 s holds the sampling thread only: it says so, and is read on after.
+
+    One that never comes back doesn't keep the app from leaving.
+    """
     nvml = fake_nvml(2)
     source = NvmlSource(library=nvml)
     app = EvenerApp(SampledFeed(source, 0.1), devices="gpu", known_devices=source.devices())
@@ -159,11 +245,20 @@ async def test_the_app_obeys_its_keys_while_the_driver_hangs_and_ends_in_time(fa
                 assert time.monotonic() < until
                 await pilot.pause(0.05)
             assert "does not answer" in app.snapshot.notes[-1]
-            began = time.monotonic()
-            for key, mode in (("2", "balance"), ("3", "runs"), ("1", "monitor")):
-                await pilot.press(key)
-                assert app.current_mode == mode
-            assert time.monotonic() - began < 8
+            threading.Timer(10.0, nvml.release).start()
+            while not nvml.released.is_set():
+                for key, mode in (("2", "balance"), ("3", "runs"), ("1", "monitor")):
+                    began = time.monotonic()
+                    await pilot.press(key)
+                    assert app.current_mode == mode
+                    assert time.monotonic() - began < 4
+                await pilot.pause(0.5)
+            until = time.monotonic() + 15
+            while app.snapshot.devices[0].temperature_celsius.state is not State.VALUE:
+                assert time.monotonic() < until
+                await pilot.pause(0.05)
+            nvml.hang("nvmlDeviceGetTemperature")
+            await pilot.pause(0.5)
             began = time.monotonic()
             await pilot.press("q")
         assert time.monotonic() - began < 8

@@ -153,27 +153,23 @@ def test_a_gpu_that_the_driver_no_longer_has_fails_its_probe_and_is_named(nvml: 
     assert isinstance(again, Timed)
 
 
-@pytest.mark.slow
-def test_a_driver_that_is_silent_for_ten_seconds_fails_the_probe_after_five(nvml: Any) -> None:
-    """A call that really blocks so long, on one GPU: the other is measured meanwhile, a stop is obeyed at once."""
+def test_a_driver_that_is_silent_fails_the_probe_of_its_gpu_alone(nvml: Any) -> None:
+    """The other GPU is measured meanwhile, a stop is obeyed at once, and it is tried again once it answers."""
     with Bench(nvml) as bench:
+        bench.prober._guard = Guard(bench.devices, silent_seconds=1.0)
         assert isinstance(bench.probe(solo(2, 1, 8)), Timed)
         nvml.hang("nvmlDeviceGetFieldValues", 1)
-        began = time.monotonic()
-        release = threading.Timer(10.0, nvml.release)
-        release.start()
-        silent = bench.probe(solo(2, 1, 8))
-        assert 4.5 < time.monotonic() - began < 9.5
+        silent, other = bench.probe(solo(2, 1, 8)), bench.probe(solo(2, 0, 8))
         assert isinstance(silent, Failed)
         assert silent.cause == "device"
-        assert "has not answered for 5 s" in silent.detail
-        assert isinstance(bench.probe(solo(2, 0, 8)), Timed)
-        assert time.monotonic() - began < 10
-        release.join()
-        assert isinstance(bench.probe(solo(2, 1, 8)), Timed), "it is tried again once it answers"
+        assert "has not answered for 1 s" in silent.detail
+        assert isinstance(other, Timed)
+        nvml.release()
+        assert isinstance(bench.probe(solo(2, 1, 8)), Timed)
         nvml.hang("nvmlDeviceGetFieldValues", 1)
+        bench.prober._guard = Guard(bench.devices, silent_seconds=60.0)
         stop = threading.Event()
-        threading.Timer(0.3, stop.set).start()
+        threading.Timer(0.2, stop.set).start()
         began = time.monotonic()
         assert not list(bench.prober.measure((Probe(solo(2, 1, 8), "solo", 1.0),), lambda _: None, stop))
         assert time.monotonic() - began < 2.0

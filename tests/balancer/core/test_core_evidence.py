@@ -1,0 +1,95 @@
+"""What is refuted later: memory that others take and devices that go leave no plan that counts on them."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+from machines import Bench, benches
+
+from balancer.core.search import Search
+from balancer.records import Failed, Observation, OutOfMemory, Probe, Timed
+
+MOST_ASKS = 80
+
+
+def shrunk(bench: Bench, room: tuple[int, ...]) -> Bench:
+    """The same devices with room for so many samples."""
+    devices = tuple((*device[:3], most) for device, most in zip(bench.devices, room, strict=True))
+    return Bench(devices, bench.sync_seconds)
+
+
+def course(bench: Bench, room: tuple[int, ...], after: int) -> tuple[Search, list[Observation]]:
+    """A whole search in which others take memory after so many observations; every later one tells of it."""
+    search, seen, less = Search(bench.problem()), [], shrunk(bench, room)
+    short = tuple(10 * (had[3] - has) for had, has in zip(bench.devices, room, strict=True))
+    for _ in range(MOST_ASKS):
+        probes = search.ask()
+        if not probes:
+            return search, seen
+        for one in less.measure(probes) if len(seen) >= after else bench.measure(probes):
+            told = msgspec.structs.replace(one, short_bytes=short) if len(seen) >= after else one
+            seen.append(told)
+            search.tell(told)
+    raise AssertionError("the search does not end")
+
+
+@settings(max_examples=40, deadline=None)
+@given(benches(fewest=2, most=3), st.data())
+def test_a_plan_fits_what_others_leave(bench: Bench, data: st.DataObject) -> None:
+    """Wherever it is taken, and whatever was measured before; told in any order, it is the same plan."""
+    room = tuple(data.draw(st.integers(max(1, most // 3), most)) for *_, most in bench.devices)
+    search, seen = course(bench, room, data.draw(st.integers(1, 12)))
+    best = search.best()
+    assert best is not None
+    if any(one.short_bytes for one in seen if not isinstance(one, Failed)):
+        ran_since = {one.probe.layout for one in seen if isinstance(one, Timed) and one.short_bytes}
+        fits = all(share <= most for share, most in zip(best.layout.shares, room, strict=True))
+        assert fits or not ran_since
+    shuffled = random.Random(0).sample(seen, len(seen))
+    other = Search(bench.problem())
+    for one in shuffled:
+        other.tell(one)
+    assert other.best() == best
+    assert other.ask() == search.ask() == ()
+
+
+def test_a_layout_that_ran_and_no_longer_fits_is_not_the_best() -> None:
+    """The same layout, or less on the same devices, out of memory: another one counts, though it was slower."""
+    bench = Bench(((1.0, 1.0, 0, 500), (1.0, 1.0, 0, 500)), 0.002)
+    search = Search(bench.problem())
+    seen: list[Observation] = []
+    while probes := search.ask():
+        for one in bench.measure(probes):
+            search.tell(one)
+            seen.append(one)
+    best = search.best()
+    assert best is not None
+    probe = Probe(best.layout, "race", 1.0, 7)
+    search.tell(OutOfMemory(probe, (0,), "full", 1.0))
+    after = search.best()
+    assert after is not None
+    assert after.layout != best.layout
+
+
+def test_a_device_that_has_gone_takes_its_layouts_with_it() -> None:
+    """Twice, as once may pass; however fast its splits were."""
+    bench = Bench(((1.0, 1.0, 0, 500), (1.0, 1.0, 0, 500)), 0.002)
+    search = Search(bench.problem())
+    while probes := search.ask():
+        for one in bench.measure(probes):
+            search.tell(one)
+    best = search.best()
+    assert best is not None
+    assert len(best.layout.active) == 2
+    for seconds in (1.0, 2.0):
+        search.tell(Failed(Probe(best.layout, "race", 1.0, 7), "device", "GPU:1 is lost", (1,), seconds))
+    after = search.best()
+    assert after is not None
+    assert after.layout.active == (0,)
