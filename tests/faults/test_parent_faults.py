@@ -16,8 +16,10 @@ import psutil
 import pytest
 
 import balancer
-from balancer import journal, runs
+from balancer import journal, replay, runs
 from balancer.events import Event, Finished, Observed, Started
+from balancer.journal import Asked, Record, Seen
+from balancer.records import Failed
 from balancer.session import Request, Session
 
 KILLS = int(os.environ.get("EVENER_KILLS", "12"))  # random moments; 200 and more by hand
@@ -85,6 +87,21 @@ def wait_gone(pids: list[int], seconds: float) -> None:
     raise AssertionError(f"still there: {[pid for pid in pids if _runs(pid)]}")
 
 
+def asked_as_replayed(run: str) -> Record:
+    """The journal, if at each asking the search knew what a replay up to there knows: each line once, none twice.
+
+    A failure counts each time that it is told, so a line that was told twice, or was lost, would ask for other probes.
+    """
+    record = journal.read(runs.journal_path(run))
+    search = replay.search_of(record.header, ())
+    for entry in record.entries:
+        if isinstance(entry, Asked):
+            assert entry.probes == search.ask()
+        elif isinstance(entry, Seen):
+            search.tell(entry.seen)
+    return record
+
+
 def _runs(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -112,6 +129,7 @@ def test_killed_at_random_moments_a_simulated_run_comes_to_the_undisturbed_plan(
         assert len(probes) >= measured, "a measurement was lost"
         measured = len(probes)
         if record.ended is not None:
+            asked_as_replayed(run)
             assert record.ended.plan.throughput == undisturbed.plan.throughput
             run, measured = "", 0
     final, _ = finish(Request(), run or None) if run else finish(msgspec.structs.replace(SIMULATED, pace=0.0))
@@ -138,7 +156,9 @@ def test_kill_of_a_child_then_of_the_parent_then_resume(started: list[subprocess
     assert isinstance(events[0], Started)
     assert events[0].replayed == len(before)
     again = [event.seen for event in events if isinstance(event, Observed)]
-    timed = [entry.seen.probe for entry in journal.read(runs.journal_path(run)).seen]
+    record = asked_as_replayed(run)
+    timed = [entry.seen.probe for entry in record.seen]
+    assert any(isinstance(entry.seen, Failed) for entry in record.seen)
     assert len(timed) == len(before) + len(again)
     assert finished.plan.search.probes == len(timed)
     assert not psutil.Process().children()
@@ -205,7 +225,7 @@ def test_a_child_killed_once_costs_one_probe_and_the_search_goes_on() -> None:
     last = events[-1]
     assert isinstance(last, Finished)
     assert last.plan.layout.global_batch > 0
-    outcomes = [type(seen).__name__ for seen in runs.load_run("last").observations]
+    outcomes = [type(entry.seen).__name__ for entry in asked_as_replayed(session.run_id).seen]
     assert outcomes.count("Failed") == 1
     assert outcomes.count("Timed") >= 4
 
