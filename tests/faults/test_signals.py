@@ -1,0 +1,229 @@
+"""Signals, lost terminals and lost readers at random moments of every stage of `evener balance`, for real.
+
+`EVENER_SIGNALS` is how many moments; some in the suite, hundreds by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import random
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import balancer
+from balancer import journal
+from balancer.journal import Asked
+from balancer.records import Timed
+from evener.plan import load_plan
+
+HOME = Path(balancer.__file__).parents[1]
+MOMENTS = int(os.environ.get("EVENER_SIGNALS", "12"))
+SEED = os.environ.get("EVENER_SEED", "1")
+STAGES = ("start", "import", "build", "warm-up", "measure", "race", "export")
+BLOWS = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129, "terminal": 129, "pipe": 141}
+CPU = ("--devices", "cpu", "--workload", "synthetic", "--set", "base_ms=60", "--max-global-batch", "64")
+SIMULATED = ("--devices", "sim:gtx1080ti,gtx1080", "--max-global-batch", "256")
+SITE = """
+import os, pathlib, sys, time
+def tell(stage):
+    (pathlib.Path({folder!r}) / stage).touch()
+    time.sleep(0.3)
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "workloads.synthetic":
+            sys.meta_path.remove(Finder)
+            tell("build")
+if "worker" in " ".join(sys.orig_argv):
+    tell("import")
+    sys.meta_path.insert(0, Finder)
+"""
+GONE_SECONDS = 4.0  # 2 on a machine of one's own
+END_SECONDS = 20.0
+OWN_START = ("<frozen ", "/runpy.py", "/site.py", "sitecustomize.py", "/encodings/")  # Python's own, before any of ours
+
+
+class Struck:
+    """A started `evener balance` with an export, on a terminal or on pipes, and what strikes it."""
+
+    def __init__(self, folder: Path, stage: str, on_terminal: bool) -> None:
+        self.folder, self.stage = folder, stage
+        for name in ("site", "tmp", "work", "marks", "state"):
+            (folder / name).mkdir()
+        (folder / "site" / "sitecustomize.py").write_text(SITE.format(folder=str(folder / "marks")))
+        what = SIMULATED if stage == "export" else (*CPU, "--budget", "5s")
+        self.terminal, theirs = pty.openpty() if on_terminal else (-1, -1)
+        self.modes = termios.tcgetattr(theirs) if on_terminal else None
+        self.reader, writing = os.pipe()
+        self.errors = (folder / "errors").open("w+b")
+        ends: dict[str, Any] = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "preexec_fn": _own_terminal}
+        if not on_terminal:
+            ends = {"stdin": subprocess.DEVNULL, "stdout": writing, "stderr": self.errors, "start_new_session": True}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join((str(folder / "site"), str(HOME))),
+            "XDG_STATE_HOME": str(folder / "state"),
+            "TMPDIR": str(folder / "tmp"),
+        }
+        command = [sys.executable, "-m", "evener", "balance", *what, "--export", "plan.toml"]
+        self.process = subprocess.Popen(command, cwd=folder / "work", env=environment, **ends)
+        os.close(writing)
+        self.theirs = theirs
+        self.drawn = b""
+        self.children: list[psutil.Process] = []
+
+    def wait(self, draw: random.Random) -> None:
+        """Until a random moment of the stage."""
+        mark = {"import": "import", "build": "build", "warm-up": "build", "measure": "build"}.get(self.stage)
+        until = time.monotonic() + 60
+        while mark and not (self.folder / "marks" / mark).exists() and self.process.poll() is None:
+            self.drain()
+            assert time.monotonic() < until
+        while self.stage == "race" and not self._races() and self.process.poll() is None:
+            self.drain()
+            assert time.monotonic() < until
+        low, high = {"warm-up": (0.3, 0.7), "measure": (0.7, 2.0), "export": (0.3, 1.2)}.get(self.stage, (0.0, 0.4))
+        until = time.monotonic() + draw.uniform(low, high)
+        while time.monotonic() < until:
+            self.drain()
+
+    def strike(self, blow: str) -> None:
+        """For real."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.children = psutil.Process(self.process.pid).children(recursive=True)
+        if blow == "terminal":
+            os.close(self.theirs)
+            os.close(self.terminal)
+            self.terminal = -1
+        elif blow == "pipe":
+            os.close(self.reader)
+            self.reader = -1
+        else:
+            self.process.send_signal(getattr(signal, blow))
+
+    def ended(self) -> int:
+        """Its exit code; its children go with it."""
+        until = time.monotonic() + END_SECONDS
+        while self.process.poll() is None:
+            self.drain()
+            assert time.monotonic() < until, f"{self.stage}: it doesn't end"
+        until = time.monotonic() + GONE_SECONDS
+        while any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in self.children):
+            assert time.monotonic() < until, f"{self.stage}: children outlive it"
+            time.sleep(0.02)
+        self.drain()
+        return self.process.returncode
+
+    def drain(self) -> None:
+        """Read what was drawn."""
+        if self.terminal < 0:
+            time.sleep(0.01)
+            return
+        while select.select([self.terminal], [], [], 0.01)[0]:
+            self.drawn += os.read(self.terminal, 1 << 16)
+
+    def words(self) -> str:
+        """What it said, on whatever."""
+        self.errors.seek(0)
+        return (self.errors.read() + self.drawn).decode(errors="replace")
+
+    def record(self) -> journal.Record | None:
+        """Its journal."""
+        paths = list((self.folder / "state").glob("evener/runs/*/journal.jsonl"))
+        return journal.read(paths[0]) if paths and paths[0].stat().st_size else None
+
+    def close(self) -> None:
+        """Leave nothing of it."""
+        self.process.kill()
+        self.process.wait()
+        for child in self.children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        self.errors.close()
+        for descriptor in (self.terminal, self.reader, self.theirs if self.terminal >= 0 else -1):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def _races(self) -> bool:
+        record = self.record()
+        asked = [entry for entry in record.entries if isinstance(entry, Asked)] if record else []
+        return any(probe.stage == "race" for entry in asked for probe in entry.probes)
+
+
+def _own_terminal() -> None:
+    import fcntl
+
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def moments() -> Iterator[tuple[int, str, str]]:
+    """Every stage and every blow in turn, in an order of the seed's."""
+    pairs = [(stage, blow) for stage in STAGES for blow in BLOWS]
+    draw = random.Random(SEED)
+    chosen: list[tuple[str, str]] = []
+    while len(chosen) < MOMENTS:
+        stages, blows = draw.sample(STAGES, len(STAGES)), draw.sample(list(BLOWS), len(BLOWS))
+        chosen += zip(stages, (blows * 2)[: len(stages)], strict=True)
+    assert set(chosen) <= set(pairs)
+    for number, (stage, blow) in enumerate(chosen[:MOMENTS]):
+        yield number, stage, blow
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "stage", "blow"), moments(), ids=lambda part: str(part))
+def test_struck_at_any_moment_it_ends_clean_with_the_best_plan_so_far(
+    tmp_path: Path, number: int, stage: str, blow: str
+) -> None:
+    """The blow's own exit code, or 0 where it had ended; no child, no temporary file, no traceback; a whole plan.
+
+    A terminal is as it was, and shows its cursor.
+    """
+    draw = random.Random(f"{SEED} {number}")
+    on_terminal = blow == "terminal" or (blow in ("SIGINT", "SIGTERM") and draw.random() < 0.5)
+    struck = Struck(tmp_path, stage, on_terminal)
+    try:
+        struck.wait(draw)
+        struck.strike(blow)
+        code = struck.ended()
+        said = struck.words()
+        told = code if code >= 0 else 128 - code  # before Python listens, the signal itself ends it
+        assert told in {BLOWS[blow], 0} | ({1} if stage == "start" else set()), said
+        assert _sound(said), said
+        _check_plan(struck, code)
+        if struck.terminal >= 0 and code >= 0:
+            assert struck.drawn.count(b"\x1b[?25l") == struck.drawn.count(b"\x1b[?25h")
+            assert termios.tcgetattr(struck.theirs) == struck.modes
+    finally:
+        struck.close()
+
+
+def _sound(said: str) -> bool:
+    """No traceback, unless it is Python's own, from before a line of ours ran."""
+    files = [line for line in said.splitlines() if line.strip().startswith("File ")]
+    return "Traceback" not in said or all(any(own in line for own in OWN_START) for line in files)
+
+
+def _check_plan(struck: Struck, code: int) -> None:
+    """What was measured is in the plan; nothing half stays beside it."""
+    record = struck.record()
+    path = struck.folder / "work" / "plan.toml"
+    assert {one.name for one in path.parent.iterdir()} <= {"plan.toml"}
+    assert not list((struck.folder / "tmp").iterdir())
+    if path.exists():
+        assert load_plan(path).layout.global_batch
+    if record is not None and code >= 0 and any(isinstance(entry.seen, Timed) for entry in record.seen):
+        assert record.ended is not None
+        assert path.exists()
+        assert load_plan(path) == record.ended.plan
