@@ -167,7 +167,8 @@ def _gpus(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
 
 
 def _slices(terms: Sequence[Term]) -> Discovery:
-    from devices.cpu import allowed_cpus, slices
+    from devices.cpu import slices
+    from evener.cores import allowed_cpus
 
     counts = {term.slices for term in terms}
     if len(counts) > 1:

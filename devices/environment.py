@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from devices.base import Device
-from devices.cpu import physical_cores
+from evener.cores import physical_cores
 from evener.errors import DeviceError
 
 MIB = 1 << 20

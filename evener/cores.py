@@ -1,17 +1,76 @@
-"""Which CPUs a CPU slice of a plan owns, so that a training runs where it was measured.
+"""How the CPU is cut into slices, so that a training runs on the very cores where it was measured.
 
-The cut is that of `--devices cpu`: equal sets, hardware threads of one core together while there are cores enough.
+Equal sets of cores, hardware threads of one core together while there are cores enough, from those that this process
+may use.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from evener.container import container_cpus
+from evener.errors import RequestError
+
 TOPOLOGY = Path("/sys/devices/system/cpu")
 _SLICE = re.compile(r"cpu-(\d{1,6})-of-(\d{1,6})")
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def allowed_cpus() -> tuple[int, ...]:
+    """The logical CPUs that this process may run on, no more of them than its container gives time for."""
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    quota = container_cpus()
+    if quota is None or quota >= len(cpus):
+        return cpus
+    whole_cores = [cpu for group in core_groups(cpus) for cpu in group]
+    return tuple(sorted(whole_cores[: max(1, int(quota))]))
+
+
+def core_groups(cpus: Iterable[int], topology: Path = TOPOLOGY) -> Groups:
+    """The CPUs by physical core; each alone where the topology is unknown."""
+    wanted = sorted(set(cpus))
+    groups: dict[tuple[int, ...], None] = {}
+    for cpu in wanted:
+        siblings = [cpu]
+        with suppress(OSError, ValueError):
+            text = (topology / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text()
+            siblings = [each for each in parse_cpu_list(text) if each in wanted]
+        groups[tuple(sorted({*siblings, cpu}))] = None
+    return tuple(groups)
+
+
+def parse_cpu_list(text: str) -> tuple[int, ...]:
+    """The kernel's way to write CPUs: `0-3,8` is 0, 1, 2, 3, 8; ValueError for anything else."""
+    cpus: list[int] = []
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        cpus.extend(range(int(first), int(last or first) + 1))
+    return tuple(cpus)
+
+
+def cut(groups: Groups, count: int) -> Groups:
+    """`count` equal core sets; hardware threads of one core stay together while there are cores enough.
+
+    What doesn't divide is left out, from the end. RequestError if there are fewer CPUs than slices.
+    """
+    cpus = tuple(cpu for group in groups for cpu in group)
+    if count > len(cpus):
+        raise RequestError(
+            f"The CPU can't be cut into {count} slices: this process may use {len(cpus)} logical CPUs.",
+            f"Ask for cpu/{len(cpus)} or fewer.",
+        )
+    if len(groups) >= count:
+        each = len(groups) // count
+        sets = [tuple(cpu for group in groups[i * each : (i + 1) * each] for cpu in group) for i in range(count)]
+        if len({len(cores) for cores in sets}) == 1:
+            return tuple(tuple(sorted(cores)) for cores in sets)
+    each = len(cpus) // count
+    return tuple(tuple(sorted(cpus[i * each : (i + 1) * each])) for i in range(count))
 
 
 def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
@@ -20,40 +79,12 @@ def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
     if named is None:
         return ()
     position, count = int(named[1]), int(named[2])
-    groups = _core_groups(sorted(set(allowed)))
-    cpus = [cpu for group in groups for cpu in group]
-    if not 0 <= position < count <= len(cpus):
+    groups = core_groups(allowed)
+    if not 0 <= position < count <= sum(len(group) for group in groups):
         return ()
-    if len(groups) >= count:
-        each = len(groups) // count
-        sets = [[cpu for group in groups[i * each : (i + 1) * each] for cpu in group] for i in range(count)]
-        if len({len(cores) for cores in sets}) == 1:
-            return tuple(sorted(sets[position]))
-    each = len(cpus) // count
-    return tuple(sorted(cpus[position * each : (position + 1) * each]))
+    return cut(groups, count)[position]
 
 
 def physical_cores(cpus: Iterable[int]) -> int:
     """How many physical cores stand behind these logical CPUs."""
-    return len(_core_groups(sorted(set(cpus))))
-
-
-def _core_groups(cpus: list[int]) -> tuple[tuple[int, ...], ...]:
-    """The CPUs by physical core; each alone where the topology is unknown."""
-    groups: dict[tuple[int, ...], None] = {}
-    for cpu in cpus:
-        siblings = {cpu}
-        with suppress(OSError, ValueError):
-            text = (TOPOLOGY / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text()
-            siblings |= _parse_cpu_list(text) & set(cpus)
-        groups[tuple(sorted(siblings))] = None
-    return tuple(groups)
-
-
-def _parse_cpu_list(text: str) -> set[int]:
-    """The kernel's way to write CPUs: `0-3,8` is 0, 1, 2, 3, 8; ValueError for anything else."""
-    cpus: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return cpus
+    return len(core_groups(cpus))

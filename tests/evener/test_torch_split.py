@@ -77,17 +77,6 @@ def test_a_slice_of_the_cpu_is_where_it_was_measured() -> None:
     assert os.sched_getaffinity(0) != allowed
 
 
-def test_slices_are_those_that_the_devices_room_cuts() -> None:
-    from devices.cpu import core_groups, cut
-
-    allowed = os.sched_getaffinity(0)
-    for count in range(1, len(allowed) + 1):
-        expected = cut(core_groups(allowed), count)
-        assert tuple(slice_cores(f"cpu-{i}-of-{count}", allowed) for i in range(count)) == expected
-    assert slice_cores(f"cpu-0-of-{len(allowed) + 1}", allowed) == ()
-    assert slice_cores("GPU-0", allowed) == slice_cores("cpu-2-of-2", allowed) == ()
-
-
 GPUS = {"GPU-a": 0, "GPU-b": 1}
 
 
