@@ -155,3 +155,4 @@ class Problem(msgspec.Struct, frozen=True):
     tolerance: float = 0.02  # within it of the best, the smallest global batch wins
     budget_seconds: float | None = None  # of probing; None: until the evidence is enough
     largest_share: int | None = None  # the workload can't make a larger batch for one device
+    longest_step_seconds: float | None = None  # a free batch whose step takes longer on a device is not tried there

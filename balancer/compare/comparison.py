@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from balancer.compare.layouts import Candidate, Knob, PackMode, Wanted, placed
+from balancer.compare.entrants import Entrants
+from balancer.compare.layouts import Candidate, Knob, PackMode, Wanted
 from balancer.compare.packing import Packing
 from balancer.compare.purse import Part, Purse
 from balancer.compare.rank import ENOUGH_TURNS, MOST_TURNS, Standing, contenders, ranked
 from balancer.compare.scout import Scout
-from balancer.compare.told import Told
-from balancer.records import Belief, Layout, Observation, Probe, Problem, Result, Timed
+from balancer.compare.told import FIRST, Told
+from balancer.records import Belief, Layout, Observation, Probe, Problem, Result, Stage, Timed
 
 BEFORE = -1  # the turn of what was measured before the race
 KNOB_TURNS = 1000  # turns of the race from here on are about knobs
@@ -37,7 +38,7 @@ class Comparison:
         """What to measure now, at the same time; empty when the comparison is over. Asking changes nothing."""
         if probes := self._scout.ask():
             return probes
-        for stage in (self._grow, self._race, self._try_knobs):
+        for stage in (self._measure_once, self._grow, self._race, self._try_knobs):
             probe = stage()
             if probe is not None:
                 return (probe,)
@@ -92,23 +93,11 @@ class Comparison:
 
     def candidates(self) -> tuple[Candidate, ...]:
         """Every layout that takes part in the race, in the order of a turn; the same layout never twice."""
-        families, scout = self.wanted.families, self._scout
-        single = scout.single()
-        found: list[Candidate] = []
-        if "solo" in families and single:
-            found.append(single)
-        if "even" in families:
-            found += scout.evens()
-        if "split" in families:
-            found += scout.splits()
-        if "place" in families:
-            found += self._placed()
-        if "pack" in families and single:
-            found += self._packed()
-        kept: dict[Layout, Candidate] = {}
-        for candidate in found:
-            kept.setdefault(candidate.layout, candidate)
-        return tuple(kept.values())
+        return self._entrants.all()
+
+    def retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:
+        """Each layout that ran out of memory in the race, with the smaller one in its place."""
+        return self._entrants.retreats()
 
     def solos(self) -> tuple[Result | None, ...]:
         """Each device alone at its fastest, as the scout saw it; None for one that never ran."""
@@ -123,6 +112,10 @@ class Comparison:
         turns = self._with_earlier(self._race_turns())
         return tuple(one for one in self._runners() if not turns[one.layout])
 
+    def enough_seconds(self) -> float:
+        """A budget that should have sufficed to measure every layout once."""
+        return self._told.spent_seconds() + self._purse().costs.total(one.layout for one in self.unmeasured())
+
     def broken(self) -> tuple[tuple[Candidate, Observation], ...]:
         """The layouts of the race that did not run, and what came instead."""
         pairs = [(candidate, self._told.broken(candidate.layout)) for candidate in self.candidates()]
@@ -136,45 +129,49 @@ class Comparison:
         """Every turn that a layout took in the race, to say where its time went."""
         return tuple(self._told.turns(layout).values())
 
-    # ------------------------------------------------------------------ grow
+    # ------------------------------------------------------------------ first and grow
+
+    def _measure_once(self) -> Probe | None:
+        """The first turn: of those without one, the cheapest; what a short budget can't pay is left out last."""
+        turns = self._race_turns()
+        left = [one.layout for one in self._runners() if not turns[one.layout]]
+        if not left:
+            return None
+        purse = self._purse(self._knobs_to_come())
+        layout = min(left, key=purse.costs.least)
+        if not purse.affords("first", layout):
+            return None
+        stage: Stage = "pack" if layout.kind == "pack" and layout.placement != "logical" else "race"
+        probes = len(left) + (ENOUGH_TURNS - 1) * len(turns)
+        others = purse.costs.total(other for other in left if other != layout)
+        seconds = self._purse(self._knobs_to_come() + others).seconds("first", layout, probes)
+        return Probe(layout, stage, seconds, FIRST)
 
     def _grow(self) -> Probe | None:
-        for _, packing in self._packings():
-            layout = packing.next_layout()
-            reserve = self._purse.turn_seconds(one.layout for one in self.candidates())
-            if layout is not None and self._purse.affords("grow", layout, reserve):
-                return Probe(layout, "pack", self._purse.seconds("grow", layout, 6))
+        """Larger packs, while another turn of every layout can be paid as well."""
+        wanted = [layout for _, packing in self._packings() if (layout := packing.next_layout()) is not None]
+        if not wanted or self._raced():
+            return None
+        costs = self._purse().costs
+        turn = costs.total(one.layout for one in self._runners())
+        purse = self._purse(turn + self._knobs_to_come())
+        for layout in wanted:
+            if purse.affords("grow", layout):
+                return Probe(layout, "pack", purse.seconds("grow", layout, 6))
         return None
 
     def _packings(self) -> list[tuple[PackMode, Packing]]:
-        """Packing in each mode that has a growth of its own."""
-        single = self._scout.single()
-        if single is None or "pack" not in self.wanted.families:
-            return []
-        known = [result for result in self._scout.results() if result.layout.active == single.layout.active]
-        alone = max((result.throughput.value for result in known), default=0.0)
-        modes = [mode for mode in self.wanted.pack_modes if mode != "logical"]
-        return [(mode, Packing(self.problem, single.layout, alone, mode, self._told)) for mode in modes]
+        return self._entrants.packings()
 
-    def _packed(self) -> list[Candidate]:
-        """The best number of trainings in each mode; equal parts of the memory are tried at that of plain processes."""
-        best = {mode: packing.best_layout() for mode, packing in self._packings()}
-        plain = best.get("")
-        if "logical" in self.wanted.pack_modes and plain is not None:
-            best["logical"] = msgspec.structs.replace(plain, placement="logical")
-        return [Candidate("pack", layout) for layout in best.values() if layout is not None]
-
-    def _placed(self) -> list[Candidate]:
-        batch = self._scout.common_batch()
-        if batch is None:
-            return []
-        found = [placed(self.problem.devices, placement, batch) for placement in self.wanted.placements]
-        return [one for one in found if one is not None]
+    def _raced(self) -> bool:
+        """Whether the turns after the first have begun: under a budget that is not left again for a larger pack."""
+        later = (turn for taken in self._race_turns().values() for turn in taken if turn > FIRST)
+        return self.problem.budget_seconds is not None and any(later)
 
     # ------------------------------------------------------------------ race
 
     def _race(self) -> Probe | None:
-        return self._next_turn("race", self._runners(), self._race_turns(), 0)
+        return self._next_turn("race", self._runners(), self._race_turns(), FIRST)
 
     def _try_knobs(self) -> Probe | None:
         main = ranked(self._runners(), self._race_turns())
@@ -192,10 +189,11 @@ class Comparison:
         if not running:
             now += 1
             running = list(_running(rivals, turns, now, first))
+        purse = self._purse(self._knobs_to_come() if part == "race" else 0.0)
         for candidate in running:
-            if self._purse.affords(part, candidate.layout):
+            if purse.affords(part, candidate.layout):
                 left = len(running) + max(0, ENOUGH_TURNS - 1 - (now - first)) * len(rivals)
-                return Probe(candidate.layout, "race", self._purse.seconds(part, candidate.layout, left), now)
+                return Probe(candidate.layout, "race", purse.seconds(part, candidate.layout, left), now)
             break
         return None
 
@@ -229,9 +227,27 @@ class Comparison:
 
         return (winner, *(turned(knob) for knob in self.wanted.knobs))
 
+    def _knobs_to_come(self) -> float:
+        """What one turn of the winner with each knob should cost at the least."""
+        main = self._leader()
+        if main is None or not self.wanted.knobs:
+            return 0.0
+        rivals = self._unbroken(self._knob_candidates(main))
+        return self._purse().costs.total(one.layout for one in rivals)
+
+    def _leader(self) -> Candidate | None:
+        main = ranked(self._runners(), self._race_turns())
+        return main[0].candidate if main else None
+
+    def _purse(self, reserved_seconds: float = 0.0) -> Purse:
+        return Purse(self.problem.budget_seconds, self._told, reserved_seconds)
+
     @property
-    def _purse(self) -> Purse:
-        return Purse(self.problem.budget_seconds, self._told, bool(self.wanted.knobs))
+    def _entrants(self) -> Entrants:
+        def affords(layout: Layout) -> bool:
+            return self._purse().affords("first", layout)
+
+        return Entrants(self.problem, self.wanted, self._scout, self._told, affords)
 
     def _doing(self) -> str:
         probes = self.ask()

@@ -13,6 +13,7 @@ Family = Literal["solo", "even", "split", "pack", "place"]
 FAMILIES: tuple[Family, ...] = ("solo", "even", "split", "pack", "place")
 PackMode = Literal["", "logical", "mps"]
 Knob = Literal["xla", "mixed"]
+RETREAT = 0.7  # of a batch that ran out of memory in the race
 SIMPLEST_FIRST: tuple[Family, ...] = ("solo", "even", "split", "place", "pack")
 
 
@@ -86,3 +87,11 @@ def placed(devices: int, placement: Placement, batch: int) -> Candidate | None:
         return None
     shares = (*even(batch, used), *[0] * (devices - used))
     return Candidate("place", Layout("place", shares, placement=placement.name))
+
+
+def smaller(layout: Layout, quantum: int = 1) -> Layout | None:
+    """The layout with a smaller batch everywhere, after it ran out of memory; None if it can't shrink."""
+    shares = tuple(int(share * RETREAT) // quantum * quantum for share in layout.shares)
+    if any(before and not now for before, now in zip(layout.shares, shares, strict=True)):
+        return None
+    return msgspec.structs.replace(layout, shares=shares)

@@ -30,6 +30,11 @@ class Packing:
         size = next_size(self._rates(), self._most())
         return None if size is None or size < 2 else packed(self._single, size, self._mode, self._batch(size)).layout
 
+    def first_layout(self) -> Layout | None:
+        """What is to be measured first, while nothing of more than one training ran; None once it did, or can't."""
+        layout = None if any(isinstance(seen, Timed) for seen in self.seen) else self.next_layout()
+        return layout if layout is not None and layout.global_batch else None
+
     def best_layout(self) -> Layout | None:
         """The best measured of more than one training; None if none ran."""
         ran = {

@@ -10,12 +10,11 @@ import math
 from bisect import bisect_left
 from itertools import pairwise
 
-import msgspec
-
+from balancer.compare.costs import solo_start
 from balancer.compare.layouts import Candidate, Wanted, alone, device_counts, evenly
-from balancer.compare.purse import SCOUT_SHARE, SCOUT_SHARE_SOLO
+from balancer.compare.ration import within
 from balancer.core.search import Search
-from balancer.records import Belief, CurveSketch, Observation, OutOfMemory, Probe, Problem, Result
+from balancer.records import Belief, CurveSketch, Observation, OutOfMemory, Probe, Problem, Result, Timed
 
 BETTER = 0.005  # relative: a predicted split joins the race if it should beat the measured ones by more
 
@@ -24,13 +23,13 @@ class Scout:
     """The embedded search, and what is read from it."""
 
     def __init__(self, problem: Problem, wanted: Wanted) -> None:
+        self._asked_for, self._wanted = problem, wanted
         splits = "split" in wanted.families and problem.devices > 1
-        share = SCOUT_SHARE if splits else SCOUT_SHARE_SOLO
-        budget = problem.budget_seconds
-        self._problem = msgspec.structs.replace(problem, budget_seconds=budget and budget * share)
-        self._search = Search(self._problem)
         self._stages = ("solo", "split") if splits else ("solo",)
         self._failed: list[int] = []  # batches that ran out of memory alone
+        self._told: list[Observation] = []
+        self._problem = within(problem, wanted, 0.0)
+        self._search = Search(self._problem)
 
     def ask(self) -> tuple[Probe, ...]:
         """The search's probes; empty when it has come to its race, or to its end."""
@@ -38,10 +37,17 @@ class Scout:
         return probes if all(probe.stage in self._stages for probe in probes) else ()
 
     def tell(self, seen: Observation) -> None:
-        """Take what the search asked for."""
+        """Take what the search asked for; how long children take to start says how much the search may spend."""
+        self._told.append(seen)
         self._search.tell(seen)
         if isinstance(seen, OutOfMemory) and seen.probe.layout.kind == "solo":
             self._failed.append(seen.probe.layout.global_batch)
+        start = solo_start(one for one in self._told if isinstance(one, Timed))
+        problem = within(self._asked_for, self._wanted, start)
+        if problem != self._problem:
+            self._problem, self._search = problem, Search(problem)
+            for one in self._told:
+                self._search.tell(one)
 
     def best(self) -> Result | None:
         """The best layout so far."""
@@ -96,7 +102,8 @@ class Scout:
         predicted, rate = belief.predicted, belief.predicted_samples_per_second or 0.0
         measured = {result.layout for result in found}
         better = rate > found[0].throughput.value * (1 + BETTER)
-        if better and predicted is not None and predicted.kind == "split" and predicted not in measured:
+        fits = predicted is not None and predicted.kind == "split" and self._search.surely_fits(predicted)
+        if better and predicted is not None and fits and predicted not in measured:
             candidates.append(Candidate("split", predicted))
         return tuple(candidates)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from balancer.core.stats import median
 from balancer.records import Layout, Observation, Probe, Stage, Timed
 
 Slot = tuple[Stage, int, Layout]
+FIRST = 0  # the turn in which every layout is measured once
 
 
 class Told:
@@ -35,12 +35,15 @@ class Told:
         return [seen for (own, _, _), seen in self._seen.items() if own == stage]
 
     def turns(self, layout: Layout, wanted: Callable[[int], bool] = lambda _: True) -> dict[int, Timed]:
-        """The turns that a layout took in the race."""
+        """The turns that a layout took; a split or a pack that was measured by itself before has had its first."""
         found = {
             turn: seen
             for (stage, turn, other), seen in self._seen.items()
             if stage == "race" and other == layout and wanted(turn) and isinstance(seen, Timed)
         }
+        if FIRST not in found and wanted(FIRST) and layout.kind in ("split", "pack"):
+            before = self.before(layout)
+            found |= {} if before is None else {FIRST: before}
         return dict(sorted(found.items()))
 
     def before(self, layout: Layout) -> Timed | None:
@@ -72,24 +75,9 @@ class Told:
                 total += seen.elapsed_seconds
         return total + sum(together.values())
 
-    def overhead_seconds(self, layout: Layout) -> float:
-        """What a probe of this layout should cost beside its timed steps: little where its children stand already."""
-        own = [_overhead(seen) for seen in self.timed() if seen.probe.layout == layout]
-        if own:
-            return min(own)
-        packs = [_overhead(seen) / seen.probe.layout.processes for seen in self.timed() if seen.probe.stage == "pack"]
-        if layout.processes > 1 and packs:
-            return median(packs) * layout.processes  # each training is a child to start
-        known = [_overhead(seen) for seen in self.timed()]
-        return median(known) * (1.5 if layout.processes > 1 else 1.0) if known else 0.0
-
 
 def _slot(probe: Probe) -> Slot:
     return (probe.stage, probe.turn, probe.layout)
-
-
-def _overhead(seen: Timed) -> float:
-    return max(0.0, seen.elapsed_seconds - seen.steps * seen.step_seconds)
 
 
 def _rank(seen: Observation) -> tuple[int, float]:

@@ -95,6 +95,10 @@ class Search:
                 best.setdefault(result.layout.active[0], result)
         return tuple(best.get(i) for i in range(self.problem.devices))
 
+    def surely_fits(self, layout: Layout) -> bool:
+        """Whether every device ran the layout's share, or has memory to spare for it by its line."""
+        return race.surely_fits(self._known().view, layout)
+
     def _eligible(self) -> tuple[Result, ...]:
         """What raced and still fits; else what was measured before and does; else all, as nothing fits any more."""
         raced, earlier = self._all.timed(["race"]), self._all.timed(["solo", "split"])

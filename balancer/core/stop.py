@@ -33,6 +33,7 @@ class Purse:
 
     def __init__(self, problem: Problem, ledger: Ledger) -> None:
         self.budget = problem.budget_seconds
+        self._longest_step = problem.longest_step_seconds
         self.spent = ledger.spent_seconds()
         self._ledger = ledger
 
@@ -56,7 +57,8 @@ class Purse:
         longest = LONGEST_PROBE_SECONDS
         if self.budget is not None:
             longest = min(longest, max(SHORTEST_PROBE_SECONDS, 0.2 * (self.budget - self.spent) - self.overhead))
-        return longest / FEWEST_STEPS
+        step = longest / FEWEST_STEPS
+        return step if self._longest_step is None else min(step, self._longest_step)
 
     @property
     def overhead(self) -> float:

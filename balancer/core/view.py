@@ -148,6 +148,7 @@ class View:
 
     def useful(self, lane: Lane) -> int:
         """The largest batch whose gain can be seen: fixed costs / (slope * batch) falls below what is measurable."""
+        lane = self._quick(lane)
         gain = max(UNMEASURABLE, MATTERS_OF_TOLERANCE * self.problem.tolerance)
         slope = (lane.curve.seconds(lane.ceiling) - lane.curve.seconds(self.quantum)) / max(
             1, lane.ceiling - self.quantum
@@ -157,6 +158,14 @@ class View:
         overhead = lane.curve.seconds(self.quantum) + (self.sync_seconds or 0.0)
         enough = math.ceil(overhead / slope / gain / self.quantum) * self.quantum
         return max(self.quantum, min(lane.ceiling, enough))
+
+    def _quick(self, lane: Lane) -> Lane:
+        """The lane, cut where a step takes longer than the problem allows, though not below what ran."""
+        longest = self.problem.longest_step_seconds
+        if longest is None:
+            return lane
+        quick = max(self.devices[lane.device].memory.ran, lane.curve.largest(longest, lane.ceiling, self.quantum))
+        return Lane(lane.device, lane.curve, max(self.quantum, min(lane.ceiling, quick)))
 
     @cached_property
     def fastest_split(self) -> Fill | None:
