@@ -18,6 +18,7 @@ from balancer.compare.comparison import Comparison
 from balancer.core.search import Search
 from balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
 from balancer.journal import Asked, Ended, Header, Journal, Known, Record, Seen
+from balancer.machine_lock import MachineLock
 from balancer.probes.prober import Facts, Prober
 from balancer.records import Failed, Observation, OutOfMemory, Probe
 from balancer.request import Request
@@ -45,7 +46,7 @@ class Session:
         self._thread: threading.Thread | None = None
         self._seen: list[Observation] = []
         self._journal: Journal | None = None
-        self._locks: list[runs.DeviceLock | runs.RunLock] = []
+        self._locks: list[runs.DeviceLock | runs.RunLock | MachineLock] = []
         try:
             self._record, self._bench = self._begin(request) if resume is None else self._reopen(request, resume)
         except BaseException:
@@ -107,7 +108,7 @@ class Session:
         found = bench.understand(request)
         run = runs.new_id()
         if not request.share:
-            self._locks.append(runs.DeviceLock(run, found.devices))
+            self._lock_devices(run, found)
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         header = Header(
             run, created, request, found.devices, found.workload, found.framework, __version__, found.largest_share,
@@ -139,10 +140,15 @@ class Session:
                 "Resume it where it began, or begin a new run.",
             )
         if not request.share:
-            self._locks.append(runs.DeviceLock(run, found.devices))
+            self._lock_devices(run, found)
         header = msgspec.structs.replace(record.header, request=wanted)
         found = msgspec.structs.replace(found, devices=header.devices)
         return Record(header, record.entries, record.whole_bytes), found
+
+    def _lock_devices(self, run: str, found: bench.Bench) -> None:
+        """Against one's own sessions, which are named by their runs, and against those of other users."""
+        self._locks.append(runs.DeviceLock(run, found.devices))
+        self._locks.append(MachineLock(found.devices))
 
     def _drive(self) -> None:
         try:

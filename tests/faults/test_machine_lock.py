@@ -1,0 +1,103 @@
+"""Two users on one device: the kernel's own file of it is locked, and the second is told by whom."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from balancer import machine_lock
+from balancer.machine_lock import MachineLock, kernel_files
+from balancer.session import Request, Session
+from devices.base import Device
+from devices.cpu import slices
+from devices.discover import discover
+from evener.errors import DeviceError
+
+SOMEBODY = 12345
+
+
+@pytest.fixture
+def somebody() -> Iterator[Callable[[tuple[Device, ...]], int]]:
+    """Forks a process of another user that takes the lock and holds it."""
+    if os.geteuid():
+        pytest.skip("only root can be somebody else")
+    born: list[int] = []
+
+    def hold(devices: tuple[Device, ...]) -> int:
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if not pid:  # the other user
+            os.setuid(SOMEBODY)
+            MachineLock(devices)
+            os.write(writing, b"held")
+            signal.pause()
+            os._exit(0)
+        born.append(pid)
+        assert os.read(reading, 4) == b"held"
+        os.close(reading)
+        os.close(writing)
+        return pid
+
+    yield hold
+    for pid in born:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+needs_sysfs = pytest.mark.skipif(not all(path.exists() for path in kernel_files(slices(1)[0])), reason="no sysfs here")
+
+
+@needs_sysfs
+def test_a_core_that_somebody_else_measures_on_is_not_taken(somebody: Callable[[tuple[Device, ...]], int]) -> None:
+    """The process is named; another core is free, all are with --share, and once it has ended."""
+    first, *others = slices()
+    pid = somebody((first,))
+    with pytest.raises(
+        DeviceError, match=rf"CPU:0 is being measured by another user's evener \(process {pid}\)"
+    ) as fault:
+        Session(Request(devices="cpu", workload="synthetic"))
+    assert "--share" in fault.value.remedy
+    MachineLock(others).release()
+    Session(Request(devices="cpu", workload="synthetic", share=True)).close()
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    Session(Request(devices="cpu", workload="synthetic")).close()
+
+
+def test_a_gpu_is_known_by_its_place_on_the_bus(
+    fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever its number or UUID; what the driver doesn't tell, or sysfs doesn't have, is not locked."""
+    double = fake_nvml(2)
+    gpus = discover("gpu").devices
+    monkeypatch.setattr(machine_lock, "SYS", tmp_path)
+    assert kernel_files(gpus[0]) == []
+    double.nvmlDeviceGetPciInfo = lambda handle: SimpleNamespace(
+        busId=f"0000000{double.gpus.index(handle.gpu)}:3B:00.0"
+    )
+    (path,) = kernel_files(gpus[1])
+    assert path == tmp_path / "bus/pci/devices/0001:3b:00.0/vendor"
+    MachineLock(gpus).release()
+    path.parent.mkdir(parents=True)
+    path.write_text("0x10de")
+    held = MachineLock(gpus)
+    MachineLock(gpus).release()  # one's own are told apart by their runs
+    me, uid = pwd.getpwuid(os.getuid()).pw_name, os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    with pytest.raises(DeviceError, match=rf"GPU:1 .* \(process {os.getpid()} of {me}\)"):
+        MachineLock(gpus)
+    held.release()
+    held.release()
+    MachineLock(gpus).release()
+
+
+def test_simulated_devices_are_nobodys() -> None:
+    """Any number of sessions at once."""
+    assert [kernel_files(device) for device in discover("sim:t4,t4").devices] == [[], []]
