@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
 import select
+import struct
 import subprocess
 import sys
+import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,15 @@ from tui.cli import run
 from tui.words import plain
 
 HOME = Path(evener.__file__).parents[1]
-EVIL = "a\x1b]0;gotcha\x07b\x1b[31mgot\x9b31md\u202ee\r\n\x08\x7f\u2028\u200bf"
+EVIL = (
+    "a\x1b]0;gotcha\x07b\x1b[31mgot\x9b31md\u202ee\u2066\r\n\x08\x7f\u2028\u200bf"
+    "\x1b]52;c;ZXZpbA==\x07\x1bPq#0\x1b\\\x1bc\x9d0;x\x9c"
+)
 RAW = (b"\x1b]0;gotcha", b"\x1b[31mgot", "\x9b31m".encode(), "\u202e".encode(), b"\x08", b"\x7f", b"\x07")
+ON_TERMINAL = (  # what a terminal must never get, whatever else draws on it
+    *(b"\x1b]0;gotcha", b"\x1b]52;c;ZXZpbA", b"\x1b[31mgot", b"\x1bPq#0", b"\x1bc", "\x9b31m".encode(), b"\x9b31m"),
+    *("\x9d0;x".encode(), b"\x9d0;x", "\u202e".encode(), "\u2066".encode(), "\u2028".encode(), "\u200b".encode()),
+)
 MACHINE = """
 [[device]]
 name = {name}
@@ -228,19 +238,71 @@ def test_the_app_draws_nothing_raw(poisoned_run: str, tmp_path: Path, capsys: py
     for sample in row["devices"]:
         sample |= {"throttle_reasons": [""], "events": [""], "note": ""}
     recording.write_text("\n".join([header, *([json.dumps(poisoned(row))] * 3)]) + "\n")
+    keys = (b"\x1b[B", b"\r", b"\x1b", b"3", b"\r", b"\x1b[B", b"\x1b", b"?", b"\x1b", b"1", b"q")
+    shown_harmless(drawn_by(["--replay", str(recording)], keys))
+
+
+@pytest.mark.slow
+def test_live_processes_are_drawn_plain(evil_process: int) -> None:
+    """On the monitor screen: a real process whose command line and training are evil, with its details open."""
+    drawn = drawn_by(["--devices", "cpu"], (b"\t", b"\r", b"\x1b", b"\x1b[B", b"q"))
+    assert str(evil_process).encode() in drawn
+    shown_harmless(drawn)
+
+
+@pytest.mark.slow
+def test_a_search_on_evil_devices_is_drawn_plain(tmp_path: Path) -> None:
+    """On the form, on the balance screen while and after it searches, and among the runs that it leaves."""
+    machine = tmp_path / "machine.toml"
+    machine.write_text(MACHINE.format(name=json.dumps(EVIL)) + MACHINE.format(name='"Plain"'))
+    drawn = drawn_by(["--devices", f"sim:{machine}"], (b"2", b"\x13", b"\t", b"3", b"\r", b"\x1b", b"q"))
+    assert b"samples/s" in drawn, "it searched"
+    shown_harmless(drawn)
+
+
+@pytest.mark.slow
+def test_what_a_child_writes_is_drawn_plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By `evener balance` on a terminal: garbage in place of a reply, on both streams of every child."""
+    wicked = f"import os; os.write(2, {EVIL!r}.encode()); os.write(1, {EVIL.replace(chr(10), ' ')!r}.encode() + b'\\n')"
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        f"import sys\nif 'worker' in ' '.join(sys.orig_argv):\n    {wicked}\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    shown_harmless(drawn_by(["balance", "--devices", "cpu", "--workload", "synthetic", "--budget", "3s"], ()))
+
+
+def drawn_by(arguments: list[str], keys: Sequence[bytes]) -> bytes:
+    """Every byte that `evener` writes to a terminal of its own while these keys are pressed, to its end."""
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(HOME)}
-    command = [sys.executable, "-m", "evener", "--replay", str(recording)]
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 180, 0, 0))
+    paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(HOME))))
+    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": paths}
+    command = [sys.executable, "-m", "evener", *arguments]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
         os.close(theirs)
-        drawn = read_for(ours, 4.0)
-        for key in (b"\x1b[B", b"\r", b"\x1b", b"3", b"\r", b"\x1b[B", b"\x1b", b"?", b"\x1b", b"1", b"q"):
+        drawn, until = b"", time.monotonic() + 60
+        while keys and b"\x1b[?1049h" not in drawn and time.monotonic() < until:
+            drawn += read_for(ours, 0.2)
+        drawn += read_for(ours, 2.5 if keys else 0.0)
+        for key in keys:
             os.write(ours, key)
-            drawn += read_for(ours, 0.8)
-        process.wait(20)
+            drawn += read_for(ours, 0.7)
+        while process.poll() is None and time.monotonic() < until:
+            for key in (b"\x1b", b"q") if keys else ():
+                os.write(ours, key)
+                drawn += read_for(ours, 0.5)
+            drawn += read_for(ours, 0.1)
+        process.kill()
+    drawn += read_for(ours, 0.1)
     os.close(ours)
+    return drawn
+
+
+def shown_harmless(drawn: bytes) -> None:
+    """The evil text is shown, and nothing of what makes it evil."""
     assert b"got" in drawn, "the evil text is shown at all"
-    for raw in RAW[:5]:
+    for raw in ON_TERMINAL:
         assert raw not in drawn, raw
 
 
