@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+import torch
+from torch.utils.data import IterableDataset
 
 from evener.errors import RequestError
+from evener.torch_fetch import Fetch
+from evener.torch_prefetch import DEPTH, Prefetcher
 from evener.torch_sampler import UnevenBatchSampler
 
 _TAKEN = ("batch_size", "sampler", "batch_sampler")
@@ -17,7 +20,8 @@ class Loader:
     """Batches of this rank's rows, in step with the other ranks. Use each batch before the next one is taken.
 
     Every pass is a new epoch in a new order, unless `set_epoch` or `load_state_dict` says which. `begin` is told the
-    rows of all ranks as each step begins, `done` this rank's rows as it ends.
+    rows of all ranks as each step begins, `done` this rank's rows as it ends. With a `prefetch` of 1 or more, so many
+    batches are fetched ahead and sent to `device`; with 0, each is fetched when it is asked for and stays on the host.
     """
 
     def __init__(
@@ -27,18 +31,21 @@ class Loader:
         begin: Callable[[Sequence[int]], None],
         done: Callable[[int], None],
         options: dict[str, Any],
+        device: torch.device | None = None,
+        prefetch: int | None = None,
     ) -> None:
-        self.dataloader = DataLoader(dataset, batch_sampler=sampler, **options)
+        self.dataset = dataset
         self.sampler = sampler
+        self.device = device or torch.device("cpu")
+        self.prefetch = check_prefetch(prefetch, self.device)
+        on_gpu = self.device.type == "cuda"
+        pinned = bool(self.prefetch or options.get("pin_memory")) and on_gpu
+        self._fetch = Fetch(dataset, sampler, options, pinned)
         self._begin = begin
         self._done = done
         self._steps = 0  # of this pass, begun
         self._fresh = True  # the next pass is the epoch that the sampler says
-
-    @property
-    def dataset(self) -> Any:
-        """The data set."""
-        return self.dataloader.dataset
+        self._ahead: Prefetcher | None = None  # of the pass that runs
 
     def __len__(self) -> int:
         """Steps of a pass."""
@@ -52,12 +59,24 @@ class Loader:
         return self._walk()
 
     def _walk(self) -> Iterator[Any]:
-        for step, batch in enumerate(self.dataloader):
-            sizes = self.sampler.sizes(step)
-            self._begin(sizes)
-            self._steps = step + 1
-            yield batch
-            self._done(sizes[self.sampler.rank])
+        batches = iter(self._fetch)
+        ahead = Prefetcher(batches, self.device, self.prefetch) if self.prefetch else None
+        self._ahead = ahead
+        try:
+            for step, batch in enumerate(ahead or batches):
+                sizes = self.sampler.sizes(step)
+                self._begin(sizes)
+                self._steps = step + 1
+                yield batch
+                self._done(sizes[self.sampler.rank])
+        finally:
+            if ahead is not None:
+                ahead.close()
+
+    def wait_until_full(self) -> None:
+        """Return when all that is fetched ahead is there; at once where nothing is."""
+        if self._ahead is not None:
+            self._ahead.wait_until_full()
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass this epoch, from its first row."""
@@ -88,6 +107,15 @@ def count_rows(dataset: Any) -> int:
         f"The length of a {kind} is not known, so its rows can't be shared out exactly.",
         "Give a data set with len() and numbered rows, or collect the stream into one.",
     )
+
+
+def check_prefetch(prefetch: int | None, device: torch.device) -> int:
+    """Batches to fetch ahead; unless said two for a GPU, none on a CPU, which computes. RequestError for no count."""
+    if prefetch is None:
+        return DEPTH if device.type == "cuda" else 0
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise RequestError(f"prefetch={prefetch!r} is no number of batches.", "Give 0 or more, or leave it out.")
+    return prefetch
 
 
 def check_options(options: dict[str, Any]) -> None:

@@ -64,20 +64,25 @@ class UnevenBatchSampler:
         return self.shares if rows == self.global_batch else apportion(rows, self.shares)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._batches(self._order(), self.position, len(self))
+        return (rows.tolist() for rows in self.batches())
 
-    def _batches(self, order: Any, position: int, steps: int) -> Iterator[list[int]]:
+    def batches(self) -> Iterator[torch.Tensor]:
+        """The same as tensors (rows,) of int64, from the epoch and position of now."""
+        return self._slices(self._order(), self.position, len(self))
+
+    def _slices(self, order: torch.Tensor, position: int, steps: int) -> Iterator[torch.Tensor]:
+        full = bounds(self.shares)[self.rank]
         for step in range(steps):
             first = position + step * self.global_batch
-            start, stop = bounds(self.sizes(step))[self.rank]
+            short = first + self.global_batch > self.length
+            start, stop = bounds(self.sizes(step))[self.rank] if short else full
             if start == stop:
                 start, stop = 0, 1
-            rows = order[first + start : first + stop]
-            yield list(rows) if isinstance(rows, range) else rows.tolist()
+            yield order[first + start : first + stop]
 
-    def _order(self) -> Any:
+    def _order(self) -> torch.Tensor:
         if not self.shuffle:
-            return range(self.length)
+            return torch.arange(self.length)
         generator = torch.Generator()
         generator.manual_seed((self.seed * 1_000_003 + self.epoch) % (1 << 63))
         return torch.randperm(self.length, generator=generator)

@@ -105,18 +105,21 @@ class Split:
         seed: int = 0,
         drop_last: bool = False,
         training: bool = True,
+        prefetch: int | None = None,
         **options: Any,
     ) -> Loader:
         """Batches of this rank's rows of `dataset`, each row once per epoch over all ranks; `options` are DataLoader's.
 
-        With `training=False` (validation) steps are not reported to the monitor. RequestError for a data set without
-        a length, and for options that the plan decides.
+        On a GPU, batches are fetched `prefetch` ahead (2 unless said) and come on the device. With `training=False`
+        (validation) steps are not reported to the monitor. RequestError for a data set without a length, and for
+        options that the plan decides.
         """
         check_options(options)
         sampler = UnevenBatchSampler(
             count_rows(dataset), self.shares, self.rank, shuffle=shuffle, seed=seed, drop_last=drop_last
         )
-        return Loader(dataset, sampler, self.begin, self.report if training else _ignore, options)
+        done = self.report if training else _ignore
+        return Loader(dataset, sampler, self.begin, done, options, self.device, prefetch)
 
     def wrap(self, model: Any, **options: Any) -> Any:
         """The model on this process's device, in DistributedDataParallel (`options` are its own), gradients weighted.

@@ -15,27 +15,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from evener.torch_split import Split
 
 SIZE = 28
 CLASSES = 10
+ROWS = 16_384
 
 
-class Pictures(torch.utils.data.Dataset):
-    """Ten patterns under noise, made here; whole batches are fetched at once, which is much faster than row by row."""
-
-    def __init__(self, rows: int, seed: int) -> None:
-        patterns = torch.rand(CLASSES, 1, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
-        generator = torch.Generator().manual_seed(seed)
-        self.labels = torch.randint(0, CLASSES, (rows,), generator=generator)
-        self.images = patterns[self.labels] + 1.5 * torch.randn(rows, 1, SIZE, SIZE, generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitems__(self, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.images[rows], self.labels[rows]
+def pictures(rows: int, seed: int) -> TensorDataset:
+    """Ten patterns under noise, made here. The rows of a TensorDataset are fetched a batch at once, not one by one."""
+    patterns = torch.rand(CLASSES, 1, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, CLASSES, (rows,), generator=generator)
+    noise = torch.randn(rows, 1, SIZE, SIZE, generator=generator)
+    return TensorDataset(noise.mul_(1.5).add_(patterns[labels]), labels)
 
 
 def network() -> nn.Module:
@@ -54,29 +49,20 @@ def network() -> nn.Module:
     )
 
 
-def build() -> tuple[nn.Module, torch.optim.Optimizer, nn.Module]:
-    """What `--workload examples/torch_train.py:build` measures: the same network, optimizer and loss."""
+def build(rows: int = ROWS) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, TensorDataset]:
+    """What `--workload examples/torch_train.py:build` measures: the same network, optimizer, loss and data set."""
     model = network()
-    return model, torch.optim.Adam(model.parameters()), nn.CrossEntropyLoss()
+    return model, torch.optim.Adam(model.parameters()), nn.CrossEntropyLoss(), pictures(rows, seed=1)
 
 
-def sample_batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows for a measurement, of the shapes of the training's."""
-    data = Pictures(rows, seed=1)
-    return data.images, data.labels
-
-
-def train_epoch(split: Split, model: Any, loader: Any, optimizer: torch.optim.Optimizer, until: float) -> float:
-    """One pass, or until the clock says `until`; the mean loss of the last global batch."""
+def train_epoch(split: Split, model: Any, loader: Any, optimizer: torch.optim.Optimizer) -> float:
+    """One pass; the mean loss of the last global batch."""
     criterion = nn.CrossEntropyLoss()
-    loss = torch.tensor(float("nan"))
     for images, labels in loader:
         loss = criterion(model(images.to(split.device)), labels.to(split.device))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if until and split.total(time.monotonic() > until):  # every rank must stop at the same step
-            break
     return split.mean(loss)
 
 
@@ -85,8 +71,8 @@ def accuracy(split: Split, model: Any, loader: Any) -> float:
     right = rows = 0
     with torch.no_grad():
         for images, labels in loader:
-            found = model(images.to(split.device)).argmax(dim=1).cpu()
-            right += int((found == labels)[: split.rows].sum())
+            found = model(images.to(split.device)).argmax(dim=1) == labels.to(split.device)
+            right += int(found[: split.rows].sum())
             rows += split.rows
     return split.total(right) / split.total(rows)
 
@@ -97,32 +83,38 @@ def main() -> None:
     parser.add_argument("--plan", help="what evener balance --export wrote")
     parser.add_argument("--global-batch", type=int, help="samples per step, if not the plan's")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=16384)
-    parser.add_argument("--seconds", type=float, default=0.0, help="stop after so long")
+    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--seconds", type=float, default=0.0, help="epochs for so long instead")
     parser.add_argument("--strict", action="store_true", help="refuse a plan of other devices or another model")
     options = parser.parse_args()
 
     split = Split(options.plan, global_batch=options.global_batch, strict=options.strict)  # 1
-    whole = {"collate_fn": lambda batch: batch}  # fetched whole already
-    loader = split.loader(Pictures(options.rows, seed=1), seed=0, **whole)  # 2
-    held_out = split.loader(Pictures(2048, seed=2), shuffle=False, training=False, **whole)
+    loader = split.loader(pictures(options.rows, seed=1), seed=0)  # 2
+    held_out = split.loader(pictures(2048, seed=2), shuffle=False, training=False)
     torch.manual_seed(0)
     model = split.wrap(network())  # 3
     optimizer = torch.optim.Adam(model.parameters())
 
-    started = time.monotonic()
-    until = started + options.seconds if options.seconds else 0.0
-    for epoch in range(options.epochs):
+    rates: list[float] = []
+    until = time.monotonic() + options.seconds
+    while split.total(time.monotonic() < until) if options.seconds else len(rates) < options.epochs:
         began = time.monotonic()
-        loss = train_epoch(split, model, loader, optimizer, until)
-        seconds = time.monotonic() - began
-        rows = loader.state_dict()["position"]
+        loss = train_epoch(split, model, loader, optimizer)
+        rates.append(options.rows / (time.monotonic() - began))
         right = accuracy(split, model, held_out)
         if split.rank == 0:
-            print(f"epoch {epoch}: loss {loss:.4f}, accuracy {right:.3f}, {rows / seconds:,.0f} samples/s", flush=True)
-        if until and split.total(time.monotonic() > until):
-            break
+            print(f"epoch {len(rates)}: loss {loss:.4f}, accuracy {right:.3f}, {rates[-1]:,.0f} samples/s", flush=True)
+    if split.rank == 0:
+        print(summary(rates, split))
     split.close()
+
+
+def summary(rates: list[float], split: Split) -> str:
+    """Samples/s over all epochs but the first, in which memory and kernels are still being chosen."""
+    steady = rates[1:] or rates
+    rate = len(steady) / sum(1 / each for each in steady)
+    said = f"; the plan says {split.plan.throughput.samples_per_second:,.0f}" if split.plan else ""
+    return f"{rate:,.0f} samples/s over {len(steady)} epochs{said}"
 
 
 if __name__ == "__main__":

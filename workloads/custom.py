@@ -30,13 +30,19 @@ class UserCodeError(EvenerError):
 
 
 class Own:
-    """What the user's module gives: the result of the named function, and `sample_batch` if it stands beside it."""
+    """What the user's module gives: the result of the named function, and what stands beside it to feed it."""
 
-    def __init__(self, name: str, result: Any, sample_batch: Callable[[int], Any] | None, source: Path | None) -> None:
+    def __init__(self, name: str, result: Any, module: ModuleType, source: Path | None) -> None:
         self.name = name
         self.result = result
-        self.sample_batch = None if sample_batch is None else guarded(sample_batch, source)
+        self.sample_batch = _beside(module, "sample_batch", source)
+        self.training_data = _beside(module, "training_data", source)
         self.source = source
+
+
+def _beside(module: ModuleType, name: str, source: Path | None) -> Callable[..., Any] | None:
+    function = getattr(module, name, None)
+    return guarded(function, source) if callable(function) else None
 
 
 def entry(name: str, framework: str) -> Entry:
@@ -71,7 +77,7 @@ def load(name: str, settings: Mapping[str, Any]) -> Own:
     if not callable(function):
         raise RequestError(f"{home} has no function {attribute!r}.", f"Known: {_functions(module)}.")
     result = guarded(function, origin)(**_arguments(name, function, settings))
-    return Own(name, result, getattr(module, "sample_batch", None), origin)
+    return Own(name, result, module, origin)
 
 
 def guarded(function: Callable[..., Any], source: Path | Callable[[], Path | None] | None) -> Callable[..., Any]:

@@ -1,53 +1,162 @@
-"""Batches for a PyTorch workload: made once on the host, a fresh slice for each step, sent to the device on the way."""
+"""What a PyTorch workload trains on: its data, fed by the loader that a training uses, so that a step costs the same.
+
+Data that have rows of their own keep them, with epochs and reshuffling; what only makes batches is asked for a pool of
+rows, larger than a processor's cache where that is no burden, which goes round.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from itertools import chain, count, repeat
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 
 from evener.errors import RequestError
+from evener.shares import bounds
+from evener.torch_fetch import select
+from evener.torch_loader import Loader, check_options, count_rows
+from evener.torch_sampler import UnevenBatchSampler
 
 SampleBatch = Callable[[int], Any]  # n -> (inputs, targets), tensors of n rows each, on the host
-SPARE_ROWS = 4096  # at most so many more rows than a batch are held
+Begin = Callable[[Sequence[int]], None]
+TRIAL_ROWS = 8  # that say how large a row is
+POOL_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # by the device that is fed
+POOL_ROWS = 1 << 16  # at most
+SLOW_ROW_SECONDS = 2e-4  # to make; of slower ones a pool has
+SLOW_POOL_ROWS = 1024
+ENDLESS_STEPS = 1 << 40
+
+
+class Data:
+    """A data set, and the options that the training gives to `Split.loader` with it."""
+
+    def __init__(self, dataset: Any, options: Mapping[str, Any] | None = None) -> None:
+        self.dataset = dataset
+        self.options = dict(options or {})
+        self.prefetch = self.options.pop("prefetch", None)
+        check_options(self.options)
+        self.rows = count_rows(dataset)
+
+    def sampler(self, sizes: Sequence[int], rank: int) -> UnevenBatchSampler:
+        """Full batches of whole epochs; of fewer rows than a batch, rows in turn."""
+        if sum(sizes) > self.rows:
+            return EndlessSampler(self.rows, sizes, rank)
+        return UnevenBatchSampler(self.rows, sizes, rank, drop_last=True)
+
+
+class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
+    """Rows that `sample_batch` made, fetched at once. RequestError if it gives something else."""
+
+    def __init__(self, sample_batch: SampleBatch, device: str) -> None:
+        trial = _checked(sample_batch, TRIAL_ROWS)
+        started = time.perf_counter()
+        _checked(sample_batch, TRIAL_ROWS)
+        slow = time.perf_counter() - started > TRIAL_ROWS * SLOW_ROW_SECONDS
+        sizes: list[int] = []
+        each(lambda tensor: sizes.append(tensor.numel() * tensor.element_size()), trial)
+        fitting = POOL_BYTES[device] * TRIAL_ROWS // max(1, sum(sizes))
+        self._rows = max(TRIAL_ROWS, min(SLOW_POOL_ROWS if slow else POOL_ROWS, fitting))
+        self._batch = _checked(sample_batch, self._rows)
+        self._pinned = device == "cuda"
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitems__(self, rows: torch.Tensor) -> Any:
+        return each(lambda tensor: select(tensor, rows, self._pinned), self._batch)
+
+
+class PoolData(Data):
+    """What has no rows of its own: steps without end over a pool."""
+
+    def __init__(self, sample_batch: SampleBatch, device: str) -> None:
+        super().__init__(Pool(sample_batch, device))
+
+    def sampler(self, sizes: Sequence[int], rank: int) -> UnevenBatchSampler:
+        """Rows in turn, however many a batch has."""
+        return EndlessSampler(self.rows, sizes, rank)
+
+
+class EndlessSampler(UnevenBatchSampler):
+    """Steps without end, each on the next rows of one order that goes round."""
+
+    def __init__(self, rows: int, sizes: Sequence[int], rank: int) -> None:
+        super().__init__(ENDLESS_STEPS * sum(sizes), sizes, rank)
+        self._rows = rows
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        """This rank's part of each step; it may hold a row twice if a batch is larger than the pool."""
+        once = torch.randperm(self._rows, generator=torch.Generator().manual_seed(self.seed))
+        order = once.repeat(2 + self.global_batch // self._rows)
+        start, stop = bounds(self.shares)[self.rank]
+        firsts = (step * self.global_batch % self._rows for step in range(len(self)))
+        return (order[first + start : first + stop] for first in firsts)
 
 
 class Batches:
-    """Batches of one size, in turn. From the host each step, or from the device's own memory with `on_device`."""
+    """The batches of this rank's share, epoch after epoch; or one, held in the device's own memory, with `on_device`.
 
-    def __init__(self, sample_batch: SampleBatch, device: torch.device, on_device: bool) -> None:
-        self._sample = sample_batch
+    `begin` is told the rows of all ranks as a batch is taken, as in a training.
+    """
+
+    def __init__(self, data: Data, device: torch.device, on_device: bool, begin: Begin) -> None:
+        self._data = data
         self._device = device
         self._on_device = on_device
-        self._batches: list[Any] = []
-        self._position = 0
+        self._begin = begin
+        self._loader: Loader | None = None
+        self._steps: Iterator[Any] = iter(())
         self.rows = 0
 
     def drop(self) -> None:
-        """Let go of every batch."""
-        self._batches = []
-        self.rows = 0
+        """Let go of every batch, also of those fetched ahead."""
+        if isinstance(self._steps, Generator):
+            self._steps.close()
+        self._loader, self._steps, self.rows = None, iter(()), 0
 
-    def make(self, rows: int) -> None:
-        """Make batches of so many rows; RequestError if `sample_batch` gives something else."""
-        spare = 0 if self._on_device else min(rows, SPARE_ROWS)
-        pool = as_pair(self._sample(rows + spare))
-        check_rows(pool, rows + spare)
+    def make(self, sizes: Sequence[int], rank: int = 0) -> None:
+        """Feed so many rows a step to each rank, this one among them; RequestError if the data give something else."""
+        prefetch = 0 if self._on_device else self._data.prefetch
+        sampler = self._data.sampler(sizes, rank)
+        loader = Loader(self._data.dataset, sampler, self._begin, _nothing, self._data.options, self._device, prefetch)
+        self.rows = sizes[rank]
         if self._on_device:
-            pool = send(pool, self._device)
-        elif self._device.type == "cuda":
-            pool = each(lambda tensor: tensor.pin_memory(), pool)
-        starts = sorted({0, spare // 4, spare // 2, spare})
-        self._batches = [each(lambda tensor, at=start: tensor[at : at + rows], pool) for start in starts]
-        self._position = 0
-        self.rows = rows
+            self._steps = repeat(self._checked(next(iter(loader))))
+        else:
+            self._loader, self._steps = loader, self._walk(loader)
 
     def take(self) -> Any:
         """The next batch, on the device."""
-        batch = self._batches[self._position % len(self._batches)]
-        self._position += 1
-        return send(batch, self._device)
+        return next(self._steps)
+
+    def settle(self) -> None:
+        """Wait for what is fetched ahead, so that steps that were timed have fetched as many batches as they took."""
+        if self._loader is not None:
+            self._loader.wait_until_full()
+
+    def _walk(self, loader: Loader) -> Iterator[Any]:
+        batches = chain.from_iterable(loader for _ in count())
+        yield self._checked(next(batches))
+        for batch in batches:
+            yield as_pair(send(batch, self._device))
+
+    def _checked(self, batch: Any) -> tuple[Any, Any]:
+        pair = as_pair(send(batch, self._device))
+        check_rows(pair, self.rows)
+        return pair
+
+
+def _nothing(rows: int) -> None:
+    pass
+
+
+def _checked(sample_batch: SampleBatch, rows: int) -> tuple[Any, Any]:
+    pair = as_pair(sample_batch(rows))
+    check_rows(pair, rows)
+    return pair
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:
@@ -57,7 +166,7 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, torch.Tensor | Mapping):
         return batch, None
     raise RequestError(
-        f"sample_batch gives a {type(batch).__name__}, no pair.",
+        f"A batch is a {type(batch).__name__}, no pair.",
         "Return (inputs, targets), or the inputs alone for a module that returns its loss.",
     )
 
@@ -69,7 +178,7 @@ def check_rows(batch: Any, rows: int) -> None:
     counts = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
     if counts != {rows}:
         raise RequestError(
-            f"sample_batch({rows}) gives tensors of {sorted(counts)} rows.", f"Each tensor needs {rows} rows."
+            f"A batch of {rows} has tensors of {sorted(counts)} rows.", f"Each tensor needs {rows} rows."
         )
 
 

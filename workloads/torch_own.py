@@ -2,9 +2,12 @@
 
 def build():
     module = Net()
-    return module, torch.optim.Adam(module.parameters()), torch.nn.CrossEntropyLoss(), sample_batch
+    return module, torch.optim.Adam(module.parameters()), torch.nn.CrossEntropyLoss(), training_data()
 
-def sample_batch(n):                  # in the module, or fourth in what `build` returns
+def training_data():                  # fourth in what `build` returns, or beside it:
+    return dataset                    # what the training gives to `split.loader`; (dataset, {"num_workers": 4}) also
+
+def sample_batch(n):                  # where there is no data set, fourth or beside it too
     return inputs, targets            # n rows each, on the host
 """
 
@@ -13,21 +16,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import torch
+from torch.utils.data import DataLoader
 
 from evener.errors import RequestError
+from evener.torch_loader import Loader
 from workloads import custom
 from workloads.base import Place, Workload
+from workloads.torch_batches import Data
 from workloads.torch_recipe import Recipe, TorchWorkload
 
-_FORM = "Return (module, optimizer, loss) or (module, optimizer, loss, sample_batch), or a dict with these keys."
-_KEYS = ("module", "optimizer", "loss", "sample_batch")
+_FORM = "Return (module, optimizer, loss), with the training data or sample_batch fourth, or a dict with these keys."
+_KEYS = ("module", "optimizer", "loss", "sample_batch", "training_data")
 
 
 def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
     """The workload of `file.py:attribute` or `package.module:attribute`; what the user's lines raise names them."""
     own = OwnRecipe(name, settings)
     workload = TorchWorkload(place, own.build_recipe, own.sample_batch)
+    workload.prepare = custom.guarded(workload.prepare, own.source)  # type: ignore[method-assign]
     workload.step = custom.guarded(workload.step, own.source)  # type: ignore[method-assign]
     return workload
 
@@ -46,11 +54,13 @@ class OwnRecipe:
         own = custom.load(self._name, self._settings)
         self.source = own.source
         recipe, sample = from_user(self._name, own.result)
+        if recipe.data is None and sample is None and own.training_data is not None:
+            recipe = msgspec.structs.replace(recipe, data=to_data(self._name, own.training_data()))
         self._sample = own.sample_batch if sample is None else custom.guarded(sample, own.source)
-        if self._sample is None:
+        if self._sample is None and recipe.data is None:
             raise RequestError(
-                f"{self._name} has no sample_batch(n).",
-                "Put one beside the function, or return it fourth: it gives n inputs and n targets.",
+                f"{self._name} has neither training_data() nor sample_batch(n).",
+                "Put one beside the function: your training's data set, or n inputs and n targets.",
             )
         return recipe
 
@@ -63,7 +73,7 @@ class OwnRecipe:
 def from_user(name: str, result: Any) -> tuple[Recipe, Callable[[int], Any] | None]:
     """The recipe and `sample_batch` in what a user's function returned; RequestError names what is wrong with it."""
     given = _by_name(name, result)
-    module, optimizer, loss, sample = (given.get(key) for key in _KEYS)
+    module, optimizer, loss, sample, data = (given.get(key) for key in _KEYS)
     if not isinstance(module, torch.nn.Module):
         raise RequestError(f"{name} gives a {type(module).__name__} as its module.", "Return a torch.nn.Module.")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -78,7 +88,19 @@ def from_user(name: str, result: Any) -> tuple[Recipe, Callable[[int], Any] | No
     for key, each in (("loss", loss), ("sample_batch", sample)):
         if each is not None and not callable(each):
             raise RequestError(f"{name} gives a {type(each).__name__} as its {key}.", "Return a function.")
-    return Recipe(module, optimizer, loss), sample
+    return Recipe(module, optimizer, loss, None if data is None else to_data(name, data)), sample
+
+
+def to_data(name: str, given: Any) -> Data:
+    """The user's data set, alone or with the options of its loader; RequestError for what is none."""
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
+        return Data(*given)
+    if given is None or isinstance(given, tuple | list | DataLoader | Loader):
+        raise RequestError(
+            f"{name} gives a {type(given).__name__} as its training data.",
+            "Return the data set, or (data set, options), as you give them to split.loader.",
+        )
+    return Data(given)
 
 
 def _by_name(name: str, result: Any) -> Mapping[str, Any]:
@@ -88,7 +110,8 @@ def _by_name(name: str, result: Any) -> Mapping[str, Any]:
             raise RequestError(f"{name} gives {unknown[0]!r}, which is none of {', '.join(_KEYS)}.", _FORM)
         return result
     if isinstance(result, tuple | list) and len(result) in (3, 4):
-        return dict(zip(_KEYS, result, strict=False))
+        keys = _KEYS if callable(result[-1]) else (*_KEYS[:3], "training_data")
+        return dict(zip(keys, result, strict=False))
     if not isinstance(result, torch.nn.Module) and all(hasattr(result, key) for key in _KEYS[:3]):
         return {key: getattr(result, key, None) for key in _KEYS}
     raise RequestError(f"{name} gives a {type(result).__name__}.", _FORM)

@@ -20,9 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evener.errors import RequestError
 from evener.torch_digest import model_digest
+from evener.torch_place import fetching_threads
 from evener.torch_weights import GradientWeights
 from workloads.base import Place
-from workloads.torch_batches import Batches, SampleBatch
+from workloads.torch_batches import Batches, Data, PoolData, SampleBatch
 from workloads.torch_memory import PeakMemory
 
 _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
@@ -34,6 +35,7 @@ class Recipe(msgspec.Struct, frozen=True):
     module: Any  # torch.nn.Module
     optimizer: Any  # over the module's parameters
     loss: Callable[..., Any] | None  # (outputs, targets) -> mean over the rows; None: the module returns its loss
+    data: Data | None = None  # what it trains on; None: batches are made
 
 
 BuildRecipe = Callable[[], Recipe]
@@ -58,7 +60,8 @@ class TorchWorkload:
         torch.manual_seed(0)  # every rank starts alike
         self.recipe = build_recipe()
         self.recipe.module.train().to(self.device)
-        self._batches = Batches(sample_batch, self.device, on_device=place.input == "device")
+        self._sample_batch = sample_batch
+        self._batches: Batches | None = None
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=place.precision == "mixed_float16")
         self._weights: GradientWeights | None = None
         self._members: tuple[int, ...] = ()
@@ -67,16 +70,19 @@ class TorchWorkload:
     def prepare(self, shares: Sequence[int]) -> None:
         """Hold batches for this rank's share; a rank whose share is 0 is left out of the group until it has one."""
         own = own_share(self.place, shares)
-        self._batches.drop()
+        batches = self._feed()
+        batches.drop()
         self._memory.reset()
         if self._group:
             self._regroup(tuple(shares))
-        if own:
-            self._batches.make(own)
+        if own and self._group:
+            batches.make([shares[rank] for rank in self._members], self._members.index(self.place.rank))
+        elif own:
+            batches.make([own])
 
     def step(self) -> None:
         """One optimizer step on the next batch, in step with the other ranks."""
-        if not self._batches.rows:
+        if self._batches is None or not self._batches.rows:
             return
         inputs, targets = self._batches.take()
         optimizer = self.recipe.optimizer
@@ -88,10 +94,12 @@ class TorchWorkload:
         self._scaler.update()
 
     def synchronize(self) -> None:
-        """Wait for the GPUs; on a CPU nothing is pending when `step` returns."""
+        """Wait for the GPUs and for the batches fetched ahead; on a CPU nothing is pending when `step` returns."""
         for device in self.devices:
             if _on_gpu(device):
                 torch.cuda.synchronize(device)
+        if self._batches is not None:
+            self._batches.settle()
 
     def peak_memory_bytes(self) -> tuple[int | None, ...]:
         """Peak of what PyTorch's allocator held on a GPU; on a CPU the growth of the process since before the model."""
@@ -114,6 +122,17 @@ class TorchWorkload:
             **cuda,
         }
         return {key: str(value) for key, value in known.items() if value is not None}
+
+    def _feed(self) -> Batches:
+        """Made when first asked for, so that a memory cap holds for it and its making is in no step's peak."""
+        if self._batches is None:
+            data = self.recipe.data or PoolData(self._sample_batch, self.device.type)
+            self._batches = Batches(data, self.device, self.place.input == "device", self._begin)
+        return self._batches
+
+    def _begin(self, sizes: Sequence[int]) -> None:
+        if self._weights is not None:
+            self._weights.begin(sizes)
 
     def _objective(self, inputs: Any, targets: Any) -> Any:
         outputs = call(self._model, inputs)
@@ -159,6 +178,8 @@ def configure(place: Place) -> tuple[torch.device, ...]:
         torch.set_num_threads(place.threads)
     if _on_gpu(devices[0]):
         torch.cuda.set_device(devices[0])
+        if place.threads is None:
+            torch.set_num_threads(fetching_threads(place.world))
         for device, limit in zip(devices, place.memory_limit_bytes, strict=False):
             if limit is not None:
                 total = torch.cuda.get_device_properties(device).total_memory

@@ -6,18 +6,22 @@ import importlib.util
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from evener.errors import EvenerError, RequestError
-from workloads import registry, torch_gru, torch_maxer, torch_mnist
+from evener.torch_sampler import UnevenBatchSampler
+from workloads import registry, torch_batches, torch_gru, torch_maxer, torch_mnist
 from workloads.base import Place
 from workloads.custom import UserCodeError
-from workloads.torch_batches import Batches
+from workloads.torch_batches import Batches, Data, PoolData
 from workloads.torch_own import from_user
 from workloads.torch_recipe import Recipe, TorchWorkload
 
@@ -67,21 +71,21 @@ def test_the_registry_knows_each_with_its_settings(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "rows"),
+    ("name", "settings", "rows", "steps"),
     [
-        ("torch_mnist", {"filters": 4, "dense": 16, "learning_rate": 0.01}, 48),
-        ("torch_gru", {"steps": 8, "features": 4, "units": 12, "layers": 2, "dense": 8, "learning_rate": 0.01}, 40),
+        ("torch_mnist", {"filters": 4, "dense": 16, "learning_rate": 0.01}, 48, 60),
+        ("torch_gru", {"steps": 8, "units": 24, "layers": 1, "dense": 16, "learning_rate": 0.01}, 64, 150),
     ],
 )
-def test_a_workload_learns(name: str, settings: dict[str, Any], rows: int) -> None:
-    """After 60 steps the loss on a batch is clearly below that of guessing one of ten."""
+def test_a_workload_learns(name: str, settings: dict[str, Any], rows: int, steps: int) -> None:
+    """After a few steps the loss on a new batch is clearly below that of guessing one of ten."""
     workload = registry.build(name, CPU, settings, "torch")
     workload.prepare((rows,))
-    for _ in range(60):
+    for _ in range(steps):
         workload.step()
     workload.synchronize()
     assert isinstance(workload, TorchWorkload)
-    inputs, targets = workload._batches.take()
+    inputs, targets = workload._feed().take()
     with torch.no_grad():
         assert float(workload._objective(inputs, targets)) < 2.0
 
@@ -111,7 +115,7 @@ def test_half_precision_trains_with_weights_in_float32(precision: Any) -> None:
         workload.prepare((32,))
         for _ in range(40):
             workload.step()
-        inputs, targets = workload._batches.take()
+        inputs, targets = workload._feed().take()
         with torch.no_grad():
             losses[each] = float(workload._objective(inputs, targets))
         assert {parameter.dtype for parameter in workload.recipe.module.parameters()} == {torch.float32}
@@ -120,15 +124,86 @@ def test_half_precision_trains_with_weights_in_float32(precision: Any) -> None:
     assert losses[precision] == pytest.approx(losses["float32"], abs=0.05)
 
 
-def test_batches_come_in_turn_and_from_one_pool() -> None:
-    batches = Batches(RANK.sample_batch, torch.device("cpu"), on_device=False)
-    batches.make(8)
-    first, second = batches.take()[0], batches.take()[0]
-    assert first.shape == second.shape == (8, 7)
-    assert not torch.equal(first, second)
-    held = Batches(RANK.sample_batch, torch.device("cpu"), on_device=True)
-    held.make(8)
-    assert torch.equal(held.take()[0], held.take()[0])
+def feed(data: Data, on_device: bool = False) -> Batches:
+    return Batches(data, torch.device("cpu"), on_device, begin=list)
+
+
+def numbers(rows: int) -> TensorDataset:
+    """Row i holds i."""
+    return TensorDataset(torch.arange(rows), torch.arange(rows))
+
+
+def test_a_pool_goes_round_for_any_batch() -> None:
+    """Each row as often as any other, also where a batch is larger than the pool."""
+    made: list[int] = []
+
+    def sample(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        made.append(rows)
+        return numbers(rows).tensors
+
+    data = PoolData(sample, "cpu")
+    assert max(made) == data.rows <= torch_batches.POOL_ROWS
+    batches = feed(data)
+    for rows in (data.rows // 2, data.rows, 3 * data.rows):
+        batches.make([rows])
+        seen = torch.cat([batches.take()[0] for _ in range(2)])
+        assert torch.bincount(seen).unique().tolist() == [2 * rows // data.rows]
+    batches.drop()
+    assert batches.rows == 0
+
+
+def test_a_pool_of_large_or_slow_rows_is_small() -> None:
+    assert PoolData(lambda rows: torch.zeros(rows, 1 << 20), "cpu").rows == 8
+
+    def slow(rows: int) -> torch.Tensor:
+        if rows == torch_batches.TRIAL_ROWS:
+            time.sleep(0.01)
+        return torch.zeros(rows, 1)
+
+    assert PoolData(slow, "cpu").rows == torch_batches.SLOW_POOL_ROWS
+
+
+def test_a_data_set_is_fed_epoch_after_epoch_by_its_own_options() -> None:
+    """Full batches of the rows that a training would see, in the order of its loader; a part for each rank."""
+    calls: list[int] = []
+
+    def collate(rows: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(len(rows))
+        return torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
+
+    parts = [feed(Data(numbers(20), {"collate_fn": collate})) for _ in range(2)]
+    for rank, part in enumerate(parts):
+        part.make([5, 3], rank)
+    seen = [torch.cat([part.take()[0] for part in parts]) for _ in range(4)]
+    assert calls == [5, 3] * 4
+    sampler = UnevenBatchSampler(20, [8], 0, drop_last=True)
+    expected = list(sampler)
+    sampler.set_epoch(1)
+    assert [rows.tolist() for rows in seen] == expected + list(sampler)
+
+
+def test_a_batch_larger_than_the_data_takes_rows_in_turn() -> None:
+    batches = feed(Data(numbers(6)))
+    batches.make([12])
+    assert torch.bincount(batches.take()[0]).tolist() == [2] * 6
+
+
+def test_one_batch_stays_on_the_device() -> None:
+    held = feed(Data(numbers(20)), on_device=True)
+    held.make([8])
+    assert held.take()[0] is held.take()[0]
+
+
+def test_fetched_ahead_batches_are_there_when_steps_have_been_timed() -> None:
+    batches = feed(Data(numbers(64), {"prefetch": 2}))
+    batches.make([4])
+    taken = [batches.take()[0] for _ in range(3)]
+    batches.settle()
+    assert batches._loader is not None
+    assert len(batches._loader._ahead._ready) == 2  # type: ignore[union-attr]
+    batches.drop()
+    assert "evener-prefetch" not in {thread.name for thread in threading.enumerate()}
+    assert torch.cat(taken).tolist() == [row for batch in list(UnevenBatchSampler(64, [4], 0))[:3] for row in batch]
 
 
 @pytest.mark.parametrize(
@@ -170,12 +245,10 @@ def test_a_group_takes_the_steps_of_one_process(tmp_path: Path) -> None:
     torch.manual_seed(0)
     recipe = RANK.recipe()
     for turn, sizes in enumerate(RANK.SIZES):
-        pools = [Batches(RANK.sample_batch, torch.device("cpu"), on_device=False) for size in sizes if size]
-        for pool, size in zip(pools, [size for size in sizes if size], strict=True):
-            pool.make(size)
+        whole = feed(recipe.data)
+        whole.make([sum(sizes)])
         for _ in range(RANK.STEPS):
-            parts = [pool.take() for pool in pools]
-            inputs, targets = (torch.cat([part[i] for part in parts]) for i in range(2))
+            inputs, targets = whole.take()
             recipe.optimizer.zero_grad()
             recipe.loss(recipe.module(inputs), targets).backward()
             recipe.optimizer.step()

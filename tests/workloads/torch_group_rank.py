@@ -9,18 +9,21 @@ import sys
 from typing import Any
 
 import torch
+from torch.utils.data import TensorDataset
 
 from workloads.base import Place
+from workloads.torch_batches import Data
 from workloads.torch_recipe import Recipe, TorchWorkload
 
 SIZES = ((6, 2, 3), (1, 5, 2), (4, 0, 4), (6, 2, 3))  # in the third, the middle rank is left out
 STEPS = 5
+ROWS = 28  # two or three full batches an epoch
 
 
 def recipe() -> Recipe:
     module = torch.nn.Sequential(torch.nn.Linear(7, 11), torch.nn.Tanh(), torch.nn.Linear(11, 3)).double()
     optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
-    return Recipe(module, optimizer, torch.nn.CrossEntropyLoss())
+    return Recipe(module, optimizer, torch.nn.CrossEntropyLoss(), Data(TensorDataset(*sample_batch(ROWS))))
 
 
 def sample_batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
