@@ -13,6 +13,7 @@ STEPS_A_PROBE = 12  # what a probe of slow steps should have time for
 LONGEST_PROBE_SECONDS = 60.0
 SHORTEST_PROBE_SECONDS = 0.2
 FEWEST_STEPS = 5  # below it a probe is not worth its start
+TELLING = 1.2  # steps that differ less, by this factor, don't tell how tuning grows with them
 BY_STAGE: dict[Stage, float] = {"solo": 0.5, "split": 0.6, "race": 1.0}  # of the budget, spent at the end of a stage
 
 
@@ -49,7 +50,8 @@ class Purse:
         """Whether a probe of such steps fits into what is left, for this stage, of the budget."""
         if self.budget is None:
             return True
-        return self.spent + self.overhead + FEWEST_STEPS * step_seconds <= BY_STAGE[stage] * self.budget
+        tuned = self.tuning if stage != "race" else 0.0  # what is raced has mostly run before
+        return self.spent + self.overhead + (FEWEST_STEPS + tuned) * step_seconds <= BY_STAGE[stage] * self.budget
 
     @property
     def longest_step(self) -> float:
@@ -57,8 +59,26 @@ class Purse:
         longest = LONGEST_PROBE_SECONDS
         if self.budget is not None:
             longest = min(longest, max(SHORTEST_PROBE_SECONDS, 0.2 * (self.budget - self.spent) - self.overhead))
-        step = longest / FEWEST_STEPS
+        step = longest / (FEWEST_STEPS + self.tuning)
         return step if self._longest_step is None else min(step, self._longest_step)
+
+    @property
+    def tuning(self) -> float:
+        """Steps that the first step at a new size lasts, as it tries kernels of that size out: TensorFlow's up to 100.
+
+        From each device's quickest and slowest step alone; what a first step costs at any size is in `overhead`.
+        """
+        slopes = []
+        for position in {seen.probe.layout.active[0] for seen in self._ledger.of("solo")}:
+            alone = [
+                (seen.step_seconds, seen.first_step_seconds)
+                for seen in self._ledger.of("solo")
+                if isinstance(seen, Timed) and seen.probe.layout.active == (position,)
+            ]
+            (quick, first), (slow, last) = min(alone, default=(0.0, 0.0)), max(alone, default=(0.0, 0.0))
+            if slow > TELLING * quick:
+                slopes.append(max(0.0, (last - first) / (slow - quick) - 1))
+        return median(slopes) if slopes else 0.0
 
     @property
     def overhead(self) -> float:
