@@ -40,7 +40,7 @@ from tui.commands.options import parse_indices, parse_settings
 from tui.progress import Progress
 from tui.record import Recorder, Recording, ReplaySource
 from tui.replays import events_of
-from tui.summary import labels_of, summary_lines
+from tui.summary import summary_lines
 from tui.view.marks import UNICODE
 from tui.view.plain import snapshot_text
 from tui.words import parse_duration, plain
@@ -108,7 +108,7 @@ def fuzz_plan(data: bytes) -> None:
     """Whatever is read as a plan is written again as the same plan and can be shown."""
     plan = parse_plan(data)
     assert parse_plan(to_toml(plan)) == parse_plan(to_json(plan))
-    _show("\n".join(summary_lines(plan, labels_of(plan.layout.share), "verdict")))
+    _show("\n".join(summary_lines(plan, [str(share.index) for share in plan.layout.share], "verdict")))
 
 
 def fuzz_machine(data: bytes) -> None:

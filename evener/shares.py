@@ -84,22 +84,6 @@ def even(batch: int, devices: int) -> tuple[int, ...]:
     return apportion(batch, [1.0] * devices)
 
 
-def keras_split(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
-    """Split as `multi_gpu_model(..., ratios=...)` did: each gets the floor of its part, the last takes the rest.
-
-    Source: jinkos/multi-gpus, ratio_training_utils.py, and keras.utils.multi_gpu_model.
-    """
-    check_ratios(ratios)
-    _check_batch(batch)
-    exponent = math.frexp(max(ratios))[1]
-    parts = [math.ldexp(ratio, -exponent) for ratio in ratios]  # by a power of two: no digit changes, no sum overflows
-    total = math.fsum(parts)
-    sizes: list[int] = []
-    for part in parts[:-1]:
-        sizes.append(min(math.floor(part * batch / total), batch - sum(sizes)))
-    return (*sizes, batch - sum(sizes))
-
-
 def bounds(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """The half-open range of rows that each device computes: `batch[start:stop]`."""
     return tuple(pairwise(accumulate(sizes, initial=0)))

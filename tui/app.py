@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -18,14 +17,11 @@ from textual.screen import Screen
 
 from balancer.request import Request
 from devices.base import Device, DeviceSample, Snapshot
-from devices.discover import discover, open_source
-from devices.visible import visible_gpus
 from evener.errors import RequestError
 from tui.crash import write_crash_log
-from tui.feed import Feed, Load, SampledFeed
+from tui.feed import Feed, Load, open_feed
 from tui.looks import DARK, DARK_MEANINGS, LIGHT
 from tui.messages import Sampled, SessionEnded, SessionReported
-from tui.record import Recording, ReplaySource
 from tui.sessions import Live, SessionThread
 from tui.view.balance import BalanceState, advance, own_speed
 from tui.view.cells import clean
@@ -268,7 +264,7 @@ def run_app(
     RequestError and DeviceError (devices, replay file) are raised before the terminal is touched.
     """
     _check_theme(theme)
-    feed, known = _open_feed(devices, replay, interval_seconds)
+    feed, known = open_feed(devices, replay, interval_seconds)
     app = EvenerApp(
         feed,
         devices=devices,
@@ -292,18 +288,3 @@ def run_app(
 def _check_theme(theme: str | None) -> None:
     if theme not in (None, "dark", "light"):
         raise RequestError(f"--theme {theme!r} is not known.", "Choose dark or light; the app itself has more.")
-
-
-def _open_feed(devices: str, replay: Path | None, interval_seconds: float) -> tuple[Feed, tuple[Device, ...]]:
-    if replay is not None:
-        recorded = ReplaySource(Recording(replay))
-        return SampledFeed(recorded, max(0.1, recorded.interval_seconds)), recorded.devices()
-    found = discover(devices, only_visible=False)
-    return SampledFeed(open_source(found), interval_seconds), _trainable(found.devices)
-
-
-def _trainable(devices: tuple[Device, ...]) -> tuple[Device, ...]:
-    """A monitor shows every GPU; a search keeps to those that CUDA would."""
-    if not devices or devices[0].kind != "gpu":
-        return devices
-    return visible_gpus(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from evener.errors import EvenerError
+from tui.cli_runs import RunName, runs_app
 from tui.commands.options import (
     BudgetOption,
     DevicesOption,
@@ -44,7 +45,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-runs_app = typer.Typer(help="Past runs: list, show, delete.", invoke_without_command=True)
 app.add_typer(runs_app, name="runs")
 
 
@@ -214,7 +214,7 @@ def probe(
 
 @app.command()
 def export(
-    run_id: Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the start of one, or `last`.")],
+    run_id: RunName,
     form: Annotated[str | None, typer.Option("--format", help="toml or json.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="A file; without: standard output.")] = None,
 ) -> None:
@@ -226,49 +226,13 @@ def export(
 
 @app.command()
 def report(
-    run_id: Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the start of one, or `last`.")],
+    run_id: RunName,
     output: Annotated[Path, typer.Option("-o", "--output", help="report.html, .png or .svg.")],
 ) -> None:
     """Write a run as one page with pictures, or as one picture."""
     from tui.commands.report import run_report
 
     raise typer.Exit(run_report(run_id, output))
-
-
-@runs_app.callback()
-def runs(context: typer.Context, as_json: JsonOption = False) -> None:
-    """List the runs unless a command says otherwise."""
-    if context.invoked_subcommand is None:
-        from tui.commands.runs import run_list
-
-        raise typer.Exit(run_list(as_json))
-
-
-@runs_app.command("list")
-def runs_list(as_json: JsonOption = False) -> None:
-    """List past runs, the newest first."""
-    from tui.commands.runs import run_list
-
-    raise typer.Exit(run_list(as_json))
-
-
-@runs_app.command("show")
-def runs_show(run_id: Annotated[str, typer.Argument(metavar="RUN")], as_json: JsonOption = False) -> None:
-    """Show a run: what was measured, and its plan."""
-    from tui.commands.runs import run_show
-
-    raise typer.Exit(run_show(run_id, as_json))
-
-
-@runs_app.command("delete")
-def runs_delete(
-    run_ids: Annotated[list[str], typer.Argument(metavar="RUN...")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
-) -> None:
-    """Delete runs, after asking."""
-    from tui.commands.runs import run_delete
-
-    raise typer.Exit(run_delete(run_ids, yes))
 
 
 @app.command("devices")

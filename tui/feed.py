@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
 from textual.message import Message
 
-from devices.base import DeviceSample, Snapshot, Source, State, value
+from devices.base import Device, DeviceSample, Snapshot, Source, State, value
+from devices.discover import discover, open_source
 from devices.sampler import Sampler
 from devices.simulated_source import SimulatedSource
+from devices.visible import visible_gpus
 from tui.messages import Sampled
-from tui.record import ReplaySource
+from tui.record import Recording, ReplaySource
 
 Post = Callable[[Message], object]
 
@@ -117,3 +121,22 @@ def _with_load(sample: DeviceSample, load: Load | None) -> DeviceSample:
     if load is None or sample.samples_per_second.state is State.VALUE:
         return sample
     return msgspec.structs.replace(sample, samples_per_second=value(load.samples_per_second))
+
+
+def open_feed(devices: str, replay: Path | None, interval_seconds: float) -> tuple[Feed, tuple[Device, ...]]:
+    """What `--devices` or a recording shows, and the devices that a search may take.
+
+    RequestError and DeviceError say what is wrong with either.
+    """
+    if replay is not None:
+        recorded = ReplaySource(Recording(replay))
+        return SampledFeed(recorded, max(0.1, recorded.interval_seconds)), recorded.devices()
+    found = discover(devices, only_visible=False)
+    return SampledFeed(open_source(found), interval_seconds), _trainable(found.devices)
+
+
+def _trainable(devices: tuple[Device, ...]) -> tuple[Device, ...]:
+    """A monitor shows every GPU; a search keeps to those that CUDA would."""
+    if not devices or devices[0].kind != "gpu":
+        return devices
+    return visible_gpus(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))

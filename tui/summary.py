@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.plan import Evidence, Layout, Plan, Share, Throughput
+from evener.plan import Evidence, Layout, Plan, Throughput
 from tui.words import percent, plain, rate
 
 EVEN = "even split"
@@ -83,18 +83,6 @@ def _where(layout: Layout, labels: Sequence[str]) -> str:
 def batches_words(layout: Layout) -> str:
     """820+568, or the one device's batch."""
     return "+".join(str(batch) for batch in layout.batches if batch)
-
-
-def labels_of(shares: Sequence[Share]) -> tuple[str, ...]:
-    """Short names where only the plan is at hand: the kind is told by the identity."""
-    return tuple(f"{_kind(share.device)}:{share.index}" for share in shares)
-
-
-def _kind(identity: str) -> str:
-    for kind in ("cpu", "sim"):
-        if identity.startswith(f"{kind}-"):
-            return kind.upper()
-    return "GPU"
 
 
 def align(rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:

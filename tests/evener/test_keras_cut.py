@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.keras_split.cut import Cut
-from evener.shares import keras_split
 
 shares = st.lists(st.integers(1, 5000), min_size=1, max_size=8)
 
@@ -37,7 +37,24 @@ def test_a_short_batch_is_cut_in_proportion(weights: list[int], rows: int) -> No
 @given(shares, st.integers(1, 20_000))
 def test_floors_are_those_of_multi_gpu_model(weights: list[int], rows: int) -> None:
     """The seed's rule: the floor of each part, the rest to the last."""
-    assert Cut(weights, floors=True).sizes(rows) == keras_split(rows, weights)
+    floors = [rows * weight // sum(weights) for weight in weights[:-1]]
+    assert Cut(weights, floors=True).sizes(rows) == (*floors, rows - sum(floors))
+
+
+@pytest.mark.parametrize(
+    ("rows", "ratios", "sizes"),
+    [
+        (100, [768, 560], (57, 43)),
+        (1388, [820, 568], (820, 568)),
+        (128, [50, 50], (64, 64)),
+        (100, [0.6, 0.4], (60, 40)),
+        (9, [4, 3, 2], (4, 3, 2)),
+        (1, [1, 1], (0, 1)),
+    ],
+)
+def test_ratios_mean_what_the_seed_meant(rows: int, ratios: list[float], sizes: tuple[int, ...]) -> None:
+    """As multi_gpu_model(..., ratios=...) of jinkos/multi-gpus split them."""
+    assert Cut(ratios, floors=True).sizes(rows) == sizes
 
 
 def test_ratios_may_be_fractions() -> None:

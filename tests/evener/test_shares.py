@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.errors import RequestError
-from evener.shares import apportion, bounds, check_ratios, even, gradient_weight, keras_split
+from evener.shares import apportion, bounds, check_ratios, even, gradient_weight
 
 RATIO = st.one_of(
     st.integers(0, 5000),
@@ -77,28 +77,6 @@ def test_even_shares_differ_by_at_most_one(batch: int, devices: int) -> None:
     assert list(sizes) == sorted(sizes, reverse=True)
 
 
-@pytest.mark.parametrize(
-    ("batch", "ratios", "sizes"),
-    [
-        (100, [768, 560], (57, 43)),
-        (1388, [820, 568], (820, 568)),
-        (128, [50, 50], (64, 64)),
-        (100, [0.6, 0.4], (60, 40)),
-        (9, [4, 3, 2], (4, 3, 2)),
-        (1, [1, 1], (0, 1)),
-    ],
-)
-def test_keras_split_means_what_the_seed_meant(batch: int, ratios: list[float], sizes: tuple[int, ...]) -> None:
-    assert keras_split(batch, ratios) == sizes
-
-
-@given(BATCH, RATIOS)
-def test_keras_split_gives_every_sample_to_one_device(batch: int, ratios: list[float]) -> None:
-    sizes = keras_split(batch, ratios)
-    assert sum(sizes) == batch
-    assert min(sizes) >= 0
-
-
 @given(st.lists(st.integers(0, 1000), max_size=10))
 def test_bounds_tile_the_batch(sizes: list[int]) -> None:
     rows = [row for start, stop in bounds(sizes) for row in range(start, stop)]
@@ -117,19 +95,17 @@ def test_gradient_weights_sum_to_one(sizes: list[int]) -> None:
     "ratios", [[], [0, 0], [-1, 2], [math.nan], [math.inf, 1], [True, 1], ["1"], [None], [10**400], [1 + 2j]]
 )
 def test_what_is_no_ratio_is_one_sentence(ratios: list[object]) -> None:
-    for split in (apportion, keras_split):
-        with pytest.raises(RequestError) as caught:
-            split(10, ratios)  # type: ignore[arg-type]
-        assert caught.value.remedy
+    with pytest.raises(RequestError) as caught:
+        apportion(10, ratios)  # type: ignore[arg-type]
+    assert caught.value.remedy
     with pytest.raises(RequestError):
         check_ratios(ratios)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("batch", [-1, True, 2.5, math.nan, "8", None])
 def test_what_is_no_batch_is_one_sentence(batch: object) -> None:
-    for split in (apportion, keras_split):
-        with pytest.raises(RequestError):
-            split(batch, [1, 1])  # type: ignore[arg-type]
+    with pytest.raises(RequestError):
+        apportion(batch, [1, 1])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sizes", [[], [0, 0], [-1, 2]])

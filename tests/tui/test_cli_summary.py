@@ -8,7 +8,7 @@ from balancer.events import Observed, ProbeProgress, ProbeStarted, Started
 from balancer.records import Belief, Failed, Interval, Layout, OutOfMemory, Probe, Result, Timed, layout_of, solo
 from evener.plan import Evidence, Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
 from tui.progress import Progress
-from tui.summary import labels_of, summary_lines
+from tui.summary import summary_lines
 
 SHARES = (Share("GPU-aa", 0, "GTX 1080 Ti", 0, 0.0), Share("GPU-bb", 1, "GTX 1080", 0, 0.0, "60%"))
 LABELS = ("GPU:0", "GPU:1")
@@ -70,12 +70,6 @@ def test_names_can_not_steer_the_terminal() -> None:
     evil = msgspec.structs.replace(SHARES[0], name="\x1b[2Jgpu")
     plan = msgspec.structs.replace(PLAN, layout=make_layout("split", (evil, SHARES[1]), (820, 568)))
     assert "\x1b" not in "\n".join(summary_lines(plan, LABELS))
-
-
-def test_labels_follow_the_identity() -> None:
-    """Where only a plan is at hand, its devices still have short names."""
-    shares = [msgspec.structs.replace(SHARES[0], device=name) for name in ("cpu-0-of-2", "sim-0-x", "GPU-1234")]
-    assert labels_of(shares) == ("CPU:0", "SIM:0", "GPU:0")
 
 
 BELIEF = Belief((), None, None, None, "checks the curve of both devices")

@@ -77,7 +77,7 @@ def test_a_graph_fills_its_box(values: list[float | None], width: int, height: i
 
 def test_a_graph_at_its_top_is_full_and_at_nothing_keeps_a_trace() -> None:
     assert graph([100.0] * 2, 2, 1, UNICODE, 100.0) == ("██",)
-    assert graph([0.0, 50.0, 75.0], 3, 2, UNICODE, 100.0) == ("  ▄", "▁██")
+    assert graph([0.0, 50.0, 75.0], 3, 2, UNICODE, 100.0) == ("  ▄", "▁█░")
 
 
 @given(st.floats(1e-3, 1e12))

@@ -57,7 +57,7 @@ def test_eighty_columns_hold_every_figure(script: Any) -> None:
         head == "     pid user     device memory▼  SM %  CPU % smp/s  command".replace("smp/s ", " smp/s")
         or "memory▼" in head
     )
-    for figure in ("4242", "ada", "GPU:0", "60G", "87", "103", "115k", "python train.py"):
+    for figure in ("4242", "ada", "GPU:0", "60G", "87", "103", "115 000", "python train.py"):
         assert figure in row
     assert len(head) == len(row) == 80
 

@@ -64,8 +64,7 @@ class BalanceScreen(PanelScreen):
 
     def redraw(self) -> None:
         """Draw the session as it is now."""
-        width, height = self.app.size
-        self.set_class(width < 100 or height < 30, "-bare")
+        self.settle_frames()
         self._sensed()
         self.query_one(BalanceView).take(self.evener.balance)
         self.query_one(Setup).redraw()

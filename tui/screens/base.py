@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from tui.app import EvenerApp
 
 
+NARROW = 100  # columns of the terminal, below which panels stand one under another
+LOW = 30  # rows, below which they go without frames
+
+
 class PanelScreen(Screen[None]):
     """One of the app's screens; `NAME` is its mode, and panels are drawn again when their size changes."""
 
@@ -40,6 +44,12 @@ class PanelScreen(Screen[None]):
     def redraw(self) -> None:
         """Work every panel's lines out again."""
         raise NotImplementedError
+
+    def settle_frames(self) -> None:
+        """Panels have frames where there is room for them, and stand one under another where it is narrow."""
+        width, height = self.app.size
+        self.set_class(width < NARROW or height < LOW, "-bare")
+        self.set_class(width < NARROW, "-narrow")
 
     def on_lines_resized(self, event: Lines.Resized) -> None:
         """Fill the new size, once for all panels that changed together."""

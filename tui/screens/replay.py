@@ -52,8 +52,7 @@ class ReplayScreen(PanelScreen):
 
     def redraw(self) -> None:
         """Draw the state as it is now."""
-        width, height = self.app.size
-        self.set_class(width < 100 or height < 30, "-bare")
+        self.settle_frames()
         self.query_one(BalanceView).take(self.state)
 
     def on_session_reported(self, message: SessionReported) -> None:

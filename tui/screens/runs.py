@@ -27,6 +27,8 @@ from tui.widgets.lists import ListPanel
 class RunPanel(ListPanel):
     """One row a run, the newest first."""
 
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "open", "Replay", show=False)]
+
     def __init__(self) -> None:
         super().__init__(id="runs")
         self.border_title = "Runs"
@@ -104,12 +106,10 @@ class RunsScreen(PanelScreen):
 
     def redraw(self) -> None:
         """Draw the list and the plans."""
-        width, height = self.app.size
-        bare = width < 100 or height < 30
-        self.set_class(bare, "-bare")
-        self.set_class(width < 100, "-narrow")
+        self.settle_frames()
         panel = self.query_one(RunPanel)
-        panel.styles.height = max(3, min(panel.count + (2 if bare else 4), (height - 2) * 2 // 5))
+        around = 2 if self.has_class("-bare") else 4
+        panel.styles.height = max(3, min(panel.count + around, (self.app.size.height - 2) * 2 // 5))
         panel.redraw()
         self._draw_plans()
 

@@ -45,6 +45,9 @@ _FIELDS = {
 _PACE = {"pace": ("0.2", "simulated devices: 1 takes real time, 0 none")}
 
 
+_BUTTON_CELLS = 12
+
+
 class Setup(VerticalScroll):
     """Posts `Wanted` when the form is sent; a wrong field is said and nothing starts."""
 
@@ -166,7 +169,8 @@ class Setup(VerticalScroll):
         text = field.note if isinstance(field, Ticks) else told.get(getattr(field, "id", None) or "", "")
         problem = self.query_one("#problem", Lines)
         if not self._complaint:
-            shown = cut(clean(text), max(1, problem.size.width - 2), self.evener.marks.ellipsis)
+            room = problem.size.width or self.app.size.width - _BUTTON_CELLS  # none before it is laid out
+            shown = cut(clean(text), max(1, room - 2), self.evener.marks.ellipsis)
             problem.show([line(Span(f" {shown}", "dim"))])
 
     def _read(self) -> tuple[Request, tuple[Device, ...]]:

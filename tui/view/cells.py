@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from tui.words import plain
 
@@ -32,16 +32,8 @@ Tone = Literal[
     "device6",
     "device7",
 ]
-DEVICE_TONES: tuple[Tone, ...] = (
-    "device0",
-    "device1",
-    "device2",
-    "device3",
-    "device4",
-    "device5",
-    "device6",
-    "device7",
-)
+TONES: tuple[Tone, ...] = get_args(Tone)
+DEVICE_TONES: tuple[Tone, ...] = tuple(tone for tone in TONES if tone.startswith("device"))
 
 
 class Span(NamedTuple):

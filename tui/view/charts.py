@@ -58,8 +58,7 @@ def _stack(count: int, height: int, levels: str, shade: str) -> tuple[str, ...]:
     """One column of cells, from the top down, `count` steps high: an edge, and a shade under it."""
     each = len(levels) - 1
     belows = range((height - 1) * each, -1, -each)
-    whole = each + each // 2  # under a low edge the next cell is whole too, or the edge would float
-    return tuple(shade if count - below > whole else levels[max(0, min(each, count - below))] for below in belows)
+    return tuple(shade if count - below > each else levels[max(0, min(each, count - below))] for below in belows)
 
 
 def nice_ceiling(number: float) -> float:

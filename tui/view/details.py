@@ -7,8 +7,17 @@ from collections.abc import Callable
 from devices.base import DeviceSample, ProcessSample, Reading, State
 from tui.view.cells import Line, Span, Tone, clean, line, wrap
 from tui.view.devices import memory_tone
-from tui.view.figures import STATE_WORDS, share_of, temperature_tone, throttle_tone
-from tui.words import duration, percent, rate, size
+from tui.view.figures import (
+    STATE_WORDS,
+    celsius,
+    percents,
+    samples_rate,
+    share_of,
+    temperature_tone,
+    throttle_tone,
+    watts,
+)
+from tui.words import duration, percent, size
 
 _LABEL_CELLS = 18
 
@@ -40,20 +49,8 @@ def _of(text: Callable[[float], str], whole: Reading) -> Callable[[float], str]:
     return lambda number: f"{text(number)} of {text(whole.value)}" if whole.value else text(number)
 
 
-def _percent(number: float) -> str:
-    return f"{number:.0f} %"
-
-
-def _watts(number: float) -> str:
-    return f"{number:.0f} W"
-
-
 def _mhz(number: float) -> str:
     return f"{number:.0f} MHz"
-
-
-def _celsius(number: float) -> str:
-    return f"{number:.0f} °C"
 
 
 def _per_second(number: float) -> str:
@@ -70,15 +67,15 @@ def device_details(sample: DeviceSample, width: int) -> tuple[Line, ...]:
     facts = [
         _fact("name", clean(device.name)),
         _fact("id", clean(device.id), "dim"),
-        _reading("utilisation", sample.utilization_percent, _percent, "accent"),
-        _reading("SM busy", sample.sm_percent, _percent),
-        _reading("SM occupancy", sample.occupancy_percent, _percent),
-        _reading("tensor cores", sample.tensor_percent, _percent),
-        _reading("DRAM bandwidth", sample.dram_percent, _percent),
+        _reading("utilisation", sample.utilization_percent, percents, "accent"),
+        _reading("SM busy", sample.sm_percent, percents),
+        _reading("SM occupancy", sample.occupancy_percent, percents),
+        _reading("tensor cores", sample.tensor_percent, percents),
+        _reading("DRAM bandwidth", sample.dram_percent, percents),
         _reading("memory", sample.memory_used_bytes, _of(size, sample.memory_total_bytes), _memory_tone(sample)),
-        _reading("temperature", sample.temperature_celsius, _celsius, temperature_tone(sample)),
-        _reading("slows down at", sample.temperature_limit_celsius, _celsius),
-        _reading("power", sample.power_watts, _of(_watts, sample.power_limit_watts), "power"),
+        _reading("temperature", sample.temperature_celsius, celsius, temperature_tone(sample)),
+        _reading("slows down at", sample.temperature_limit_celsius, celsius),
+        _reading("power", sample.power_watts, _of(watts, sample.power_limit_watts), "power"),
         _reading("energy", sample.energy_joules, _energy),
         _reading("clock", sample.clock_mhz, _of(_mhz, sample.clock_max_mhz)),
         _reading("throttled", sample.throttled_percent, lambda number: f"{number:.1f} % of the time", throttle_tone),
@@ -87,9 +84,9 @@ def device_details(sample: DeviceSample, width: int) -> tuple[Line, ...]:
         _reading("PCIe sent", sample.pcie_send_bytes_per_second, _per_second),
         _reading("NVLink received", sample.link_receive_bytes_per_second, _per_second),
         _reading("NVLink sent", sample.link_send_bytes_per_second, _per_second),
-        _reading("fan", sample.fan_percent, _percent),
+        _reading("fan", sample.fan_percent, percents),
         _reading("ECC errors", sample.ecc_errors, lambda number: f"{number:.0f} uncorrected", _errors_tone),
-        _reading("throughput", sample.samples_per_second, lambda number: f"{rate(number)} samples/s", "speed"),
+        _reading("throughput", sample.samples_per_second, samples_rate, "speed"),
     ]
     facts += [_fact("event", clean(event), "warn") for event in sample.events[-5:]]
     if sample.note:
@@ -114,9 +111,9 @@ def process_details(row: ProcessSample, started: str, width: int) -> tuple[Line,
         _fact("started", started),
         _fact("device", clean(f"{row.device_label}  {row.device_id}")),
         _reading("device memory", row.memory_bytes, size, "memory"),
-        _reading("SM busy", row.sm_percent, _percent, "accent"),
+        _reading("SM busy", row.sm_percent, percents, "accent"),
         _reading("CPU", row.cpu_percent, lambda number: f"{percent(number / 100)} of a core"),
-        _reading("throughput", row.samples_per_second, lambda number: f"{rate(number)} samples/s", "speed"),
+        _reading("throughput", row.samples_per_second, samples_rate, "speed"),
         _fact("command", ""),
     ]
     rows = wrap(clean(row.command, 2000), max(10, width - 4), 12)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from devices.base import DeviceSample, Reading, State, value
 from tui.view.cells import Span, Tone, cells
 from tui.view.marks import Marks
+from tui.words import rate
 
 GIB = 1024.0**3
 STATE_WORDS = {
@@ -20,6 +21,26 @@ STATE_WORDS = {
 def whole(number: float) -> str:
     """A rounded number."""
     return f"{number:.0f}"
+
+
+def percents(number: float) -> str:
+    """A metric that is told in per cent already: 62 is "62 %"."""
+    return f"{number:.0f} %"
+
+
+def watts(number: float) -> str:
+    """Power."""
+    return f"{number:.0f} W"
+
+
+def celsius(number: float) -> str:
+    """Temperature."""
+    return f"{number:.0f} °C"
+
+
+def samples_rate(number: float) -> str:
+    """Throughput with its unit."""
+    return f"{rate(number)} samples/s"
 
 
 def short(number: float) -> str:

@@ -42,8 +42,6 @@ class Marks(msgspec.Struct, frozen=True, kw_only=True):
     failed: str
     wall: str  # ran out of memory
     alarm: str
-    arrow: str
-    dash: str
 
 
 UNICODE = Marks(
@@ -77,8 +75,6 @@ UNICODE = Marks(
     failed="✗",
     wall="▌",
     alarm="!",
-    arrow="→",
-    dash="–",
 )
 
 ASCII = Marks(
@@ -112,8 +108,6 @@ ASCII = Marks(
     failed="x",
     wall="|",
     alarm="!",
-    arrow=">",
-    dash="-",
 )
 
 _PLAIN = str.maketrans(

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from devices.base import DeviceSample, Reading, Snapshot
+from devices.base import DeviceSample, Snapshot
 from tui.view.cells import Line, Span, Tone, clean, cut, line, pad, span_cells, spread
 from tui.view.charts import bar, graph, nice_ceiling
 from tui.view.details import reading_words
 from tui.view.devices import DeviceRow, short_name
-from tui.view.figures import gib, short
+from tui.view.figures import celsius, gib, percents, samples_rate, short, watts
 from tui.view.marks import Marks
-from tui.words import rate, size
+from tui.words import size
 
 History = Callable[[str, str], tuple[float | None, ...]]  # device id, metric -> a value each tick, oldest first
 
@@ -126,53 +126,27 @@ def graph_lines(sample: DeviceSample, history: History, width: int, height: int,
 
 
 def _graphs(sample: DeviceSample, history: History) -> tuple[Graph, ...]:
-    def past(metric: str) -> tuple[float | None, ...]:
-        return history(sample.device.id, metric)
+    def told(
+        name: str,
+        metric: str,
+        draw: Callable[[float], str],
+        top: float | None,
+        label: Callable[[float], str],
+        tone: Tone,
+    ) -> Graph:
+        """A metric's newest value and its past, up to `top` or else to a round number above what it was."""
+        past = history(sample.device.id, metric)
+        highest = top or nice_ceiling(_most(past))
+        return Graph(name, reading_words(getattr(sample, metric), draw), past, highest, label(highest), tone)
 
-    speeds, watts, used = past("samples_per_second"), past("power_watts"), past("memory_used_bytes")
-    fastest = nice_ceiling(_most(speeds))
-    limit = sample.power_limit_watts.value or nice_ceiling(_most(watts))
-    total = sample.memory_total_bytes.value or nice_ceiling(_most(used))
-
+    limit, total = sample.power_limit_watts.value, sample.memory_total_bytes.value
     hottest = sample.temperature_limit_celsius.value or 100.0
-
-    def newest(reading: Reading, draw: Callable[[float], str]) -> str:
-        return reading_words(reading, draw)
-
     return (
-        Graph(
-            "throughput",
-            newest(sample.samples_per_second, lambda number: f"{rate(number)} samples/s"),
-            speeds,
-            fastest,
-            short(fastest),
-            "speed",
-        ),
-        Graph(
-            "utilisation",
-            newest(sample.utilization_percent, lambda number: f"{number:.0f} %"),
-            past("utilization_percent"),
-            100.0,
-            "100 %",
-            "accent",
-        ),
-        Graph("memory", newest(sample.memory_used_bytes, size), used, total, f"{gib(total)} GiB", "memory"),
-        Graph(
-            "power",
-            newest(sample.power_watts, lambda number: f"{number:.0f} W"),
-            watts,
-            limit,
-            f"{limit:.0f} W",
-            "power",
-        ),
-        Graph(
-            "temperature",
-            newest(sample.temperature_celsius, lambda number: f"{number:.0f} °C"),
-            past("temperature_celsius"),
-            hottest,
-            f"{hottest:.0f} °C",
-            "warn",
-        ),
+        told("throughput", "samples_per_second", samples_rate, None, short, "speed"),
+        told("utilisation", "utilization_percent", percents, 100.0, percents, "accent"),
+        told("memory", "memory_used_bytes", size, total, lambda top: f"{gib(top)} GiB", "memory"),
+        told("power", "power_watts", watts, limit, watts, "power"),
+        told("temperature", "temperature_celsius", celsius, hottest, celsius, "warn"),
     )
 
 

@@ -9,6 +9,7 @@ from tui.view.cells import Line, Span, clean, cut
 from tui.view.figures import figure, short, short_bytes, whole
 from tui.view.marks import Marks
 from tui.view.table import Column, column_widths, heading, table_row, window
+from tui.words import rate
 
 
 def _pid(row: ProcessSample, width: int, marks: Marks) -> tuple[Span, ...]:
@@ -36,7 +37,7 @@ def _cpu(row: ProcessSample, width: int, marks: Marks) -> tuple[Span, ...]:
 
 
 def _speed(row: ProcessSample, width: int, marks: Marks) -> tuple[Span, ...]:
-    return (figure(row.samples_per_second, width, marks, short, "speed"),)
+    return (figure(row.samples_per_second, width, marks, rate if width >= 9 else short, "speed"),)
 
 
 def _command(row: ProcessSample, width: int, marks: Marks) -> tuple[Span, ...]:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from devices.base import DeviceSample
     from tui.app import EvenerApp
 
-NARROW = 100  # columns, below which panels stand one under another
 LEAST_CHART = 7  # rows, in which a curve can still be read
 LEAST_SEARCH = 5  # rows beside it: what the search does, how far it is, the newest measurements
 
@@ -120,34 +119,32 @@ class BalanceView(Widget):
     def _place_panels(self) -> None:
         """Rows for each part: every device, then the figures, then the chart, then the search."""
         width, height = self.size
-        framed = height >= 26 and width >= NARROW
-        frame = 2 if framed else 0
-        self.set_class(not framed, "-bare")
-        self.set_class(width < NARROW, "-narrow")
+        frame = 0 if self.screen.has_class("-bare") else 2
+        narrow = self.screen.has_class("-narrow")
         lanes = min(max(1, len(self.state.devices)) + 1 + frame, max(2, height // 3))
         rivals = 4 + frame
         middle = max(0, min(height - lanes - 4 - frame, (height - lanes) * 3 // 5))
-        shares = max(1, min(self._share_rows(width) + frame, middle - rivals))
+        shares = max(1, min(self._share_rows(width, narrow) + frame, middle - rivals))
         chart = middle
-        if width < NARROW:
+        if narrow:
             spare = height - lanes - shares - rivals - LEAST_SEARCH
             chart = max(middle - shares - rivals, min(spare, LEAST_CHART))
             chart = chart if chart >= LEAST_CHART else 0
             middle = max(0, min(shares + rivals + chart, height - lanes - 2))
         curves = self.query_one("#curves")
         curves.display = chart >= 6
-        curves.styles.height = chart if width < NARROW else "1fr"
+        curves.styles.height = chart if narrow else "1fr"
         self.query_one("#lanes").styles.height = lanes
         self.query_one("#middle").styles.height = middle
         self.query_one("#shares").styles.height = shares
         self.query_one("#search").styles.height = max(0, height - lanes - middle)
 
-    def _share_rows(self, width: int) -> int:
+    def _share_rows(self, width: int, narrow: bool) -> int:
         """The bar, the global batch, a legend that is as long as it has to be, and what is tried where it is wide."""
         each = 26 if len(self.state.devices) <= DETAILED_SHARES else 15
-        room = width if width < NARROW else width // 2 - 2
+        room = width if narrow else width // 2 - 2
         legend = max(1, -(-len(self.state.devices) // max(1, room // each)))
-        return legend + (2 if width < NARROW else 3)
+        return legend + (2 if narrow else 3)
 
     def on_lines_resized(self, event: Lines.Resized) -> None:
         """Fill the new size."""

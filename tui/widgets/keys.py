@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from textual._styles_cache import StylesCache
+import importlib
+from contextlib import suppress
+
 from textual.widgets import Footer
 
 
@@ -23,7 +25,9 @@ class KeysBar(Footer):
 
 
 def forget_drawn() -> None:
-    """Let go of the lines of closed widgets: a cache of Textual's holds on to a thousand of them."""
-    clear = getattr(StylesCache.get_inner_outer, "cache_clear", None)
-    if clear is not None:
-        clear()
+    """Let go of the lines of closed widgets: a cache of Textual's holds on to a thousand of them.
+
+    The cache is a private one, for which there is no public call; a Textual without it has nothing to be let go of.
+    """
+    with suppress(ImportError, AttributeError):
+        importlib.import_module("textual._styles_cache").StylesCache.get_inner_outer.cache_clear()

@@ -14,26 +14,8 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from tui.view.cells import BLANK, DEVICE_TONES, Line
+from tui.view.cells import BLANK, TONES, Line
 from tui.view.marks import to_ascii
-
-TONES = (
-    "text",
-    "dim",
-    "title",
-    "strong",
-    "accent",
-    "memory",
-    "power",
-    "speed",
-    "good",
-    "warn",
-    "bad",
-    "track",
-    "key",
-    "tab",
-    *DEVICE_TONES,
-)
 
 
 class Lines(Widget):
