@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -40,8 +41,8 @@ class Entrants:
         single = self._scout.single()
         if single is None or "pack" not in self._wanted.families:
             return []
-        known = [result for result in self._scout.results() if result.layout.active == single.layout.active]
-        alone = max((result.throughput.value for result in known), default=0.0)
+        (position,) = single.layout.active
+        alone = (self._scout.rate(position), partial(self._scout.rate_at, position))
         modes = [mode for mode in self._wanted.pack_modes if mode != "logical"]
         return [(mode, Packing(self._problem, single.layout, alone, mode, self._told)) for mode in modes]
 
@@ -50,7 +51,8 @@ class Entrants:
         single = scout.single()
         found: list[Candidate] = []
         if "solo" in families and single:
-            found.append(single)
+            singles = scout.singles()
+            found.append(next((one for one in singles if not self._told.broken(one.layout)), single))
         if "even" in families:
             found += scout.evens()
         if "split" in families:

@@ -1,11 +1,14 @@
 """Packing one device: what was told of it, as the growth of `balancer.compare.pack` reads it. Pure.
 
 Trainings side by side share the memory. A batch that is given stays; a free one is, for each number of trainings, the
-largest that fits so many times by the device's memory line, at most that of the single device.
+largest that fits so many times by the device's memory line, at most that of the single device. A little memory is left
+free, for contexts and for allocators that don't fill it to the brim; in the end the best number is tried without that,
+where the curve of the single device says that it would gain.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 
 from balancer.compare.layouts import PackMode, packed
@@ -14,21 +17,30 @@ from balancer.compare.told import Told
 from balancer.records import Layout, Observation, OutOfMemory, Problem, Timed
 
 MEMORY_SHARE = 0.98  # of a device's memory, for all trainings packed on it
+TO_THE_BRIM = 0.998  # of it, in the end
+WORTH = 0.004  # relative: what the last samples must promise to gain
+Curve = tuple[float, Callable[[int], float]]
 TRIES = 3  # of a number of trainings with a free batch that ran out of memory, each with a smaller one
 RETREAT = 0.85  # of a batch that ran out of memory
 
 
 class Packing:
-    """Trainings side by side on the device of `single`, whose own samples/s are `alone`, in one mode."""
+    """Trainings side by side in one mode, on the device of `single`.
 
-    def __init__(self, problem: Problem, single: Layout, alone: float, mode: PackMode, told: Told) -> None:
-        self._problem, self._single, self._alone, self._mode, self._told = problem, single, alone, mode, told
+    `alone`: the samples/s of that device alone, at its best, and by batch.
+    """
+
+    def __init__(self, problem: Problem, single: Layout, alone: Curve, mode: PackMode, told: Told) -> None:
+        self._problem, self._single, self._mode, self._told = problem, single, mode, told
+        self._alone, self._rate_at = alone
         (self._position,) = single.active
 
     def next_layout(self) -> Layout | None:
         """What to measure next; None when the best is known well enough."""
         size = next_size(self._rates(), self._most())
-        return None if size is None or size < 2 else packed(self._single, size, self._mode, self._batch(size)).layout
+        if size is None:
+            return self._filled()
+        return None if size < 2 else packed(self._single, size, self._mode, self._batch(size)).layout
 
     def first_layout(self) -> Layout | None:
         """What is to be measured first, while nothing of more than one training ran; None once it did, or can't."""
@@ -37,11 +49,9 @@ class Packing:
 
     def best_layout(self) -> Layout | None:
         """The best measured of more than one training; None if none ran."""
-        ran = {
-            layout.processes: layout for seen in self.seen if isinstance(seen, Timed) for layout in [seen.probe.layout]
-        }
         size = best_size({size: rate for size, rate in self._rates().items() if size > 1})
-        return ran.get(size or 0)
+        ran = [seen for seen in self._by_size.get(size or 0, []) if isinstance(seen, Timed)]
+        return max(ran, key=lambda seen: seen.samples_per_second).probe.layout if ran else None
 
     @cached_property
     def seen(self) -> tuple[Observation, ...]:
@@ -55,7 +65,7 @@ class Packing:
         for size, tries in self._by_size.items():
             timed = [seen for seen in tries if isinstance(seen, Timed)]
             if timed:
-                rates[size] = timed[-1].samples_per_second
+                rates[size] = max(seen.samples_per_second for seen in timed)
             elif not self._may_retreat(size):
                 rates[size] = None
         return rates
@@ -67,16 +77,38 @@ class Packing:
 
     def _batch(self, size: int) -> int:
         """The batch of each of so many trainings; 0 if not even the smallest fits."""
-        batch, quantum = self._single.global_batch, self._problem.multiple_of
+        batch = self._within(size, MEMORY_SHARE)
         if self._problem.global_batch is not None:
             return batch
-        room = self._problem.memory_bytes[self._position]
-        if room is not None and self._line is not None:
-            base, slope = self._line
-            batch = min(batch, int((MEMORY_SHARE * room / size - base) / slope))
         for seen in self._by_size.get(size, []):
             batch = min(batch, int(seen.probe.layout.global_batch * RETREAT))
-        return max(0, batch // quantum * quantum)
+        return max(0, batch // self._problem.multiple_of * self._problem.multiple_of)
+
+    def _within(self, size: int, share: float) -> int:
+        """The batch of each of so many trainings in a share of the memory, in whole quanta, at most the single's."""
+        batch, quantum = self._single.global_batch, self._problem.multiple_of
+        room = self._problem.memory_bytes[self._position]
+        if self._problem.global_batch is not None or room is None or self._line is None:
+            return batch
+        base, slope = self._line
+        return max(0, min(batch, int((share * room / size - base) / slope)) // quantum * quantum)
+
+    def _filled(self) -> Layout | None:
+        """The number of trainings that should gain most with the memory filled to the brim; None if none should.
+
+        One that was tried with more than one batch is as full as it can be, or was tried so.
+        """
+        promised: dict[float, Layout] = {}
+        rates = self._rates()
+        for size, tries in self._by_size.items():
+            batch, rate = self._within(size, TO_THE_BRIM), rates.get(size)
+            known = tries[0].probe.layout.global_batch
+            if rate and len(tries) == 1 and batch > known:
+                promise = rate * self._rate_at(batch) / self._rate_at(known)
+                promised[promise] = packed(self._single, size, self._mode, batch).layout
+        top = max((rate for rate in rates.values() if rate), default=0.0)
+        best = max(promised, default=0.0)
+        return promised[best] if best > top * (1 + WORTH) else None
 
     def _most(self) -> int:
         """How many trainings can fit, by the device's memory line."""

@@ -14,7 +14,7 @@ from balancer.compare.costs import solo_start
 from balancer.compare.layouts import Candidate, Wanted, alone, device_counts, evenly
 from balancer.compare.ration import within
 from balancer.core.search import Search
-from balancer.records import Belief, CurveSketch, Observation, OutOfMemory, Probe, Problem, Result, Timed
+from balancer.records import Belief, CurveSketch, Observation, OutOfMemory, Probe, Problem, Result, Timed, solo
 
 BETTER = 0.005  # relative: a predicted split joins the race if it should beat the measured ones by more
 
@@ -67,21 +67,29 @@ class Scout:
 
     def single(self) -> Candidate | None:
         """The device that is fastest alone, at the batch it should have; None if no device can train alone."""
+        return next(iter(self.singles()), None)
+
+    def singles(self) -> tuple[Candidate, ...]:
+        """The devices that can train alone, each at the batch it should have, the fastest first."""
         batch, devices = self._problem.global_batch, self._problem.devices
         if batch is None:
-            rates = [(self._rate(i), i) for i in range(devices)]
-            rate, position = max(rates, key=lambda pair: pair[0])
-            own = self._own_batch(position)
-            return alone(devices, position, own) if rate and own else None
+            own = [(self.rate(i), i, self._own_batch(i)) for i in range(devices)]
+            ran = sorted((one for one in own if one[0] and one[2]), key=lambda one: -one[0])
+            return tuple(alone(devices, i, size) for _, i, size in ran)
         curves = self.belief().curves
-        fit = [i for i in range(devices) if self._rate(i) and _fits(curves[i], batch)]
-        return alone(devices, min(fit, key=lambda i: seconds(curves[i], batch)), batch) if fit else None
+        fit = [i for i in range(devices) if self.rate(i) and _fits(curves[i], batch)]
+        fit.sort(key=lambda i: (not self._search.surely_fits(solo(devices, i, batch)), seconds(curves[i], batch)))
+        return tuple(alone(devices, i, batch) for i in fit)
+
+    def rate_at(self, position: int, batch: int) -> float:
+        """Samples/s of a device alone at a batch, by its curve; 0 if it has none."""
+        return batch / seconds(self.belief().curves[position], batch)
 
     def evens(self) -> tuple[Candidate, ...]:
         """The even split over 2, 4, ... of the fastest devices."""
         problem = self._problem
-        order = sorted(range(problem.devices), key=self._rate, reverse=True)
-        order = [i for i in order if self._rate(i)]
+        order = sorted(range(problem.devices), key=self.rate, reverse=True)
+        order = [i for i in order if self.rate(i)]
         found = []
         for count in device_counts(len(order)):
             positions = tuple(sorted(order[:count]))
@@ -115,7 +123,7 @@ class Scout:
         single = self.single()
         return single.layout.global_batch if single else min(self._failed, default=None)
 
-    def _rate(self, position: int) -> float:
+    def rate(self, position: int) -> float:
         """The device's highest samples/s alone; 0 if it never ran."""
         return max((one.throughput.value for one in self._solos(position)), default=0.0)
 
@@ -124,7 +132,7 @@ class Scout:
 
     def _own_batch(self, position: int) -> int:
         """The smallest measured batch within the tolerance of the device's best; 0 if it never ran."""
-        least = self._rate(position) * (1 - self._problem.tolerance)
+        least = self.rate(position) * (1 - self._problem.tolerance)
         limit = self._problem.max_global_batch or math.inf
         sizes = [one.layout.global_batch for one in self._solos(position) if one.throughput.value >= least]
         return min((size for size in sizes if size <= limit), default=0)

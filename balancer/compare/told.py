@@ -35,15 +35,15 @@ class Told:
         return [seen for (own, _, _), seen in self._seen.items() if own == stage]
 
     def turns(self, layout: Layout, wanted: Callable[[int], bool] = lambda _: True) -> dict[int, Timed]:
-        """The turns that a layout took; a split or a pack that was measured by itself before has had its first."""
+        """The turns that a layout took; what was measured before, with nothing beside it, has had its first."""
         found = {
             turn: seen
             for (stage, turn, other), seen in self._seen.items()
             if stage == "race" and other == layout and wanted(turn) and isinstance(seen, Timed)
         }
-        if FIRST not in found and wanted(FIRST) and layout.kind in ("split", "pack"):
-            before = self.before(layout)
-            found |= {} if before is None else {FIRST: before}
+        before = self.before(layout)
+        if before is not None and before.probe.stage != "solo" and FIRST not in found and wanted(FIRST):
+            found[FIRST] = before
         return dict(sorted(found.items()))
 
     def before(self, layout: Layout) -> Timed | None:

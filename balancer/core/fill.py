@@ -5,7 +5,8 @@ b_i(tau) = max{b <= M_i : t_i(b) <= tau}, so the best k devices for tau are thos
 replaces the enumeration of subsets, and exactly, since c depends on how many devices take part and not on which.
 Fixed batch B, k devices: the least tau whose k largest b_i(tau) reach B, by bisection (exact for any rising t_i).
 Free batch: S_k(tau) = sum b_i(tau) / (tau + c_k) is monotone between the finish times of knots, stairs and full
-memories (a ratio of two affine functions of tau), so the optimum is at one of those times.
+memories (a ratio of two affine functions of tau), so the optimum is at one of those times; where shares are few
+quanta, the times around it at which a device can take a whole one more are tried too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ HALVINGS = 48  # of an interval of finish times: far below a nanosecond
 EXACT_DEVICES = 32  # up to so many every k is solved; beyond, those that a sweep over tau finds
 SWEEP = 40  # finish times of one sweep
 MOST_TURNS = 400  # finish times looked at for a free batch
+COARSE = 200  # quanta: below it, one quantum of a share is worth a look
+ROUNDS = 8  # of adding a quantum where shares are coarse
 
 
 class Lane(msgspec.Struct, frozen=True):
@@ -99,7 +102,7 @@ def free(
         capped = fixed(lanes, costs, limit // quantum * quantum, quantum, fewest)
         if capped and (best is None or capped.samples_per_second > best.samples_per_second):
             best = capped
-    return best
+    return best and _beside(lanes, costs, best, quantum, limit, fewest)
 
 
 def smallest(
@@ -254,6 +257,20 @@ def _best_count(
         return None
     shares = {i: sizes[i] for i in order[:best]}
     return _fill(lanes, shares, _slowest(lanes, shares) + costs[best])
+
+
+def _beside(lanes: Sequence[Lane], costs: Costs, best: Fill, quantum: int, limit: int | None, fewest: int) -> Fill:
+    """The best, or one that ends where a device could just take one quantum more: few quanta are coarse."""
+    by_device = {lane.device: lane for lane in lanes}
+    for _ in range(ROUNDS):
+        small = [(by_device[i], share) for i, share in best.shares if share < COARSE * quantum]
+        times = {x.curve.seconds(share + quantum) for x, share in small if share + quantum <= x.ceiling}
+        fills = [found for seconds in times if (found := _best_count(lanes, costs, seconds, quantum, limit, fewest))]
+        better = max(fills, key=lambda found: (found.samples_per_second, -found.seconds), default=best)
+        if better.samples_per_second <= best.samples_per_second:
+            break
+        best = better
+    return best
 
 
 def _just_reaching(
