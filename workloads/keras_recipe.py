@@ -16,6 +16,7 @@ import tensorflow as tf
 from evener.keras_split.devices import make_logical_cpus
 from evener.keras_split.digest import model_digest
 from workloads.base import Place
+from workloads.keras_limits import check_rows
 from workloads.keras_memory import PeakMemory
 from workloads.keras_ways import Solo as Solo
 from workloads.keras_ways import choose_way, rows_of
@@ -54,6 +55,8 @@ class KerasWorkload:
         self._memory.reset()
         self._batches = []
         spans = self.way.spans(tuple(shares))
+        if any(name.startswith("GPU") for name in self.place.devices):
+            check_rows(self.model, max(stop - start for start, stop in spans))
         rows = spans[-1][1]
         spare = min(rows, SPARE_ROWS)
         x, y = as_arrays(self.sample_batch(rows + spare))
