@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import psutil
+
 from benchmarks.monitor import SETTLE_SECONDS, Screen
 
 LOAD = """
@@ -68,7 +70,7 @@ def beside(seconds: float, environment: dict[str, str]) -> dict[str, Any]:
             stack.callback(screen.close)
         reader = subprocess.Popen(EVENER_JSON, stdout=subprocess.PIPE, text=True, env=environment)
         time.sleep(2 * SETTLE_SECONDS)
-        alive = {name: screen for name, screen in screens.items() if screen.process.is_running()}
+        alive = {name: screen for name, screen in screens.items() if screen.process.status() != psutil.STATUS_ZOMBIE}
         before = {name: _spent(screen) for name, screen in alive.items()}
         began = time.perf_counter()
         smi = []
