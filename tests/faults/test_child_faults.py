@@ -134,6 +134,32 @@ def test_a_killed_child_is_a_failed_probe_with_the_signal_and_the_next_one_works
     assert isinstance(observe(prober, solo(2, 0, 8))[0], Timed)
 
 
+AT_REPORT = """
+import os, pathlib, workloads.synthetic
+def die(self):
+    if not pathlib.Path({flag!r}).exists():
+        pathlib.Path({flag!r}).touch()
+        os.write(1, b'{{"type":"Ran","steps":')
+        os.kill(os.getpid(), {number})
+    return (1,)
+workloads.synthetic.Synthetic.peak_memory_bytes = die
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+def test_a_child_killed_as_it_reports_is_a_failed_probe_too(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Its steps are done and its reply is not: nothing of it counts, and the fresh try does."""
+    site(monkeypatch, tmp_path, AT_REPORT.format(flag=str(tmp_path / "died"), number=int(number)))
+    prober = make()
+    (seen,) = observe(prober, solo(2, 0, 8))
+    assert isinstance(seen, Failed)
+    assert seen.cause == "signal"
+    assert number.name in seen.detail
+    assert isinstance(observe(prober, solo(2, 0, 8))[0], Timed)
+
+
 def test_one_killed_rank_ends_its_group_and_is_named(make: Make) -> None:
     """The others, who only lost it, are not blamed."""
 

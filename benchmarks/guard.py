@@ -1,0 +1,95 @@
+"""What guarding a probe costs on a real GPU, and what its driver tells: `python -m benchmarks.guard [--device gpu:0]`.
+
+Looks are timed as a probe takes them, between blocks. Then another process takes a part of the GPU's memory (with
+torch): first as one of the session's own, by its pid, then as somebody else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import threading
+import time
+
+from balancer.probes.guard import Guard, Lookout
+from balancer.probes.timing import Block
+from devices.base import Device
+from devices.discover import discover
+from devices.nvml_vitals import GpuVitals
+
+LOOKS = 500
+HOLD = """
+import sys, torch
+held = torch.empty(int(sys.argv[1]), dtype=torch.uint8, device=f"cuda:{sys.argv[2]}").fill_(1)
+torch.cuda.synchronize()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def main() -> None:
+    """Print the figures as Markdown."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="gpu:0", help="one GPU, as in --devices")
+    parser.add_argument("--share", type=float, default=0.3, help="of its memory that the other process takes")
+    options = parser.parse_args()
+    device = discover(options.device).devices[0]
+    print(f"# Guarding probes on {device.name}\n")
+    print(_costs(device))
+    print(_told(device))
+    print(_taken(device, options.share))
+
+
+def _costs(device: Device) -> str:
+    guard = Guard((device,))
+    guard.admit((0,), threading.Event())
+    lookout = Lookout(guard, (0,))
+    times = []
+    for _ in range(LOOKS):
+        started = time.perf_counter()
+        lookout.judged(Block(1, 0.01))
+        times.append(time.perf_counter() - started)
+        time.sleep(0.005)
+    started = time.perf_counter()
+    guard.short_bytes((0,), (), (0,))
+    full = time.perf_counter() - started
+    guard.close()
+    slow = statistics.quantiles(times, n=100)[98]
+    return (
+        f"A look between two blocks: median {statistics.median(times) * 1e6:.0f} us, 99 % within {slow * 1e6:.0f} us"
+        f" (1000 are allowed). A look at memory and processes: {full * 1e6:.0f} us."
+    )
+
+
+def _told(device: Device) -> str:
+    watch = GpuVitals(device.id)
+    watch.ask(full=True)
+    seen = watch.answer(10.0)
+    watch.close()
+    return (
+        f"The driver counts: held back {seen.held_seconds} s, at its power limit {seen.capped_seconds} s, in use"
+        f" {(seen.used_bytes or 0) / 2**20:.0f} MiB by {len(seen.processes)} named processes. {seen.trouble}"
+    )
+
+
+def _taken(device: Device, share: float) -> str:
+    size = int(share * (device.memory_bytes or 0))
+    guard = Guard((device,))
+    before = guard.short_bytes((0,), (), (0,)).get(0, 0)
+    command = [sys.executable, "-c", HOLD, str(size), str(device.index)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        own = guard.short_bytes((0,), (other.pid,), ()).get(0, 0)
+        somebodys = guard.short_bytes((0,), (), (0,)).get(0, 0)
+        other.kill()
+    guard.close()
+    rows = (("nobody", before), ("a child of the session, by its pid", own), ("somebody else", somebodys))
+    lines = [f"| {size / 2**20:.0f} MiB held by | told as short |", "| --- | ---: |"]
+    return "\n".join((*lines, *(f"| {who} | {short / 2**20:.0f} MiB |" for who, short in rows)))
+
+
+if __name__ == "__main__":
+    main()
