@@ -256,7 +256,9 @@ def monitor(
     devices: DevicesOption = "auto",
     once: Annotated[bool, typer.Option("--once", "-1", help="Print one reading and stop.")] = False,
     as_json: JsonOption = False,
-    interval: Annotated[float | None, typer.Option("-i", "--interval", help="Seconds between readings.")] = None,
+    interval: Annotated[
+        str | None, typer.Option("-i", "--interval", help="Time between readings, like 0.5 (seconds) or 2s.")
+    ] = None,
     only: Annotated[str | None, typer.Option("-o", "--only", help="Device indices, like 0,2.")] = None,
     only_visible: Annotated[bool, typer.Option("--only-visible", help="Those in CUDA_VISIBLE_DEVICES.")] = False,
     record: Annotated[Path | None, typer.Option("--record", help="Write every reading to this file.")] = None,
@@ -266,6 +268,7 @@ def monitor(
 ) -> None:
     """Show the devices: the app on a terminal, plain lines or JSON elsewhere."""
     from tui.commands.options import parse_indices
+    from tui.words import parse_duration
 
     chosen = parse_indices(only)
     if not (once or as_json or interval or record) and sys.stdin.isatty() and sys.stdout.isatty():
@@ -279,7 +282,7 @@ def monitor(
             devices,
             once=once,
             json=as_json,
-            interval_seconds=interval,
+            interval_seconds=None if interval is None else parse_duration(interval, "-i"),
             only=chosen,
             only_visible=only_visible,
             record=record,

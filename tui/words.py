@@ -7,16 +7,19 @@ import unicodedata
 
 from evener.errors import RequestError
 
-_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|min|m|h)?")
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_PART = re.compile(r"(\d+(?:\.\d+)?) *(ms|s|min|m|h)(?![a-z]) *")
 
 
 def parse_duration(text: str, name: str) -> float:
-    """Seconds in "120s", "2m", "1.5h" or "90" (seconds); RequestError names the option."""
-    match = _DURATION.fullmatch(text.strip())
-    if match is None:
+    """Seconds in "120s", "2m", "1h30m", "3 min 20 s" or "90" (seconds); RequestError names the option."""
+    given = text.strip()
+    if re.fullmatch(r"\d+(\.\d+)?", given):
+        given += "s"
+    parts = _PART.findall(given)
+    if not parts or _PART.sub("", given):
         raise RequestError(f"{name} {text!r} is not a time.", "Write it like 90s, 2m or 1h.")
-    return float(match[1]) * _UNITS[match[2] or ""]
+    return sum(float(number) * _UNITS[unit] for number, unit in parts)
 
 
 def duration(seconds: float) -> str:

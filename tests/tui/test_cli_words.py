@@ -14,13 +14,24 @@ from tui.words import duration, parse_duration, plain, rate, size
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("120s", 120), ("2m", 120), ("1.5h", 5400), ("90", 90), ("250ms", 0.25), ("3min", 180)]
+    ("text", "seconds"),
+    [
+        ("120s", 120),
+        ("2m", 120),
+        ("1.5h", 5400),
+        ("90", 90),
+        ("250ms", 0.25),
+        ("3min", 180),
+        ("1h30m", 5400),
+        ("5 m", 300),
+        ("3 min 20 s", 200),
+    ],
 )
 def test_times_are_read_with_their_units(text: str, seconds: float) -> None:
     assert parse_duration(text, "--budget") == seconds
 
 
-@pytest.mark.parametrize("text", ["", "soon", "-3s", "1e9s", "3 s s", "nan"])
+@pytest.mark.parametrize("text", ["", "soon", "-3s", "1e9s", "3 s s", "1h and 2m", "2 minutes", "nan"])
 def test_what_is_no_time_is_refused_by_name(text: str) -> None:
     with pytest.raises(RequestError, match="--budget"):
         parse_duration(text, "--budget")

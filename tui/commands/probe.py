@@ -46,7 +46,8 @@ def run_probe(
     layout = _layout(len(found.devices), positions, batches)
     prober = make_prober(found)
     stop = threading.Event()
-    _say_devices(found.notes, found.devices, as_json)
+    if not as_json:
+        _say_devices(found.notes, [found.devices[position] for position in layout.active])
     if not as_json:
         print(f"Each of the {repeat} training runs should take about {seconds:.0f} seconds...", flush=True)
     try:
@@ -67,10 +68,8 @@ def run_probe(
     return 0
 
 
-def _say_devices(notes: Sequence[str], devices: Sequence[Device], as_json: bool) -> None:
+def _say_devices(notes: Sequence[str], devices: Sequence[Device]) -> None:
     """Notes, and what the seed's word GPU stands for where there is none; beside the answer, not in it."""
-    if as_json:
-        return
     others = [f"GPU:{device.index} is {device.label}" for device in devices if device.kind != "gpu"]
     for line in (*notes, *([f"In the lines below {', '.join(others)}."] if others else ())):
         print(f"evener: {plain(line)}", file=sys.stderr, flush=True)
@@ -102,7 +101,8 @@ def _layout(devices: int, positions: tuple[int, ...] | None, batches: tuple[int,
     if len(positions) != len(batches):
         raise RequestError(f"{len(positions)} GPUs have {len(batches)} batches.", "Give one batch for each GPU.")
     if max(positions) >= devices:
-        raise RequestError(f"--gpus names {max(positions)}.", f"There are {devices} devices, from 0 to {devices - 1}.")
+        there = f"There are {devices} devices, from 0 to {devices - 1}." if devices > 1 else "There is one device, 0."
+        raise RequestError(f"--gpus names {max(positions)}.", there)
     shares = dict(zip(positions, batches, strict=True))
     return layout_of(tuple(shares.get(i, 0) for i in range(devices)))
 

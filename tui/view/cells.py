@@ -143,10 +143,10 @@ def spread(left: tuple[Span, ...], right: tuple[Span, ...], width: int) -> Line:
 
 
 def wrap(text: str, width: int, most: int) -> tuple[str, ...]:
-    """`text` broken at blanks into at most `most` lines of at most `width` cells."""
+    """`text` broken at blanks, though not at no-break ones, into at most `most` lines of at most `width` cells."""
     lines: list[str] = []
     current = ""
-    for word in text.split():
+    for word in filter(None, text.split(" ")):
         longer = f"{current} {word}" if current else word
         if cells(longer) <= width or not current:
             current = longer
