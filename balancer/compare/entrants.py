@@ -53,6 +53,7 @@ class Entrants:
         if "solo" in families and single:
             singles = scout.singles()
             found.append(next((one for one in singles if not self._told.broken(one.layout)), single))
+            found += [better] if (better := scout.better_single()) else []
         if "even" in families:
             found += scout.evens()
         if "split" in families:

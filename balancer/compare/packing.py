@@ -118,7 +118,8 @@ class Packing:
         base, slope = self._line
         least = self._single.global_batch if self._problem.global_batch is not None else self._problem.multiple_of
         held = base + slope * least
-        return max(1, min(MOST_PROCESSES, int(MEMORY_SHARE * room / held))) if held > 0 else MOST_PROCESSES
+        share = TO_THE_BRIM if self._problem.global_batch is not None else MEMORY_SHARE
+        return max(1, min(MOST_PROCESSES, int(share * room / held))) if held > 0 else MOST_PROCESSES
 
     @cached_property
     def _by_size(self) -> dict[int, list[Observation]]:

@@ -14,7 +14,7 @@ from balancer.compare.costs import solo_start
 from balancer.compare.layouts import Candidate, Wanted, alone, device_counts, evenly
 from balancer.compare.ration import within
 from balancer.core.search import Search
-from balancer.records import Belief, CurveSketch, Observation, OutOfMemory, Probe, Problem, Result, Timed, solo
+from balancer.records import Belief, CurveSketch, Observation, OutOfMemory, Probe, Problem, Result, Timed
 
 BETTER = 0.005  # relative: a predicted split joins the race if it should beat the measured ones by more
 
@@ -78,7 +78,7 @@ class Scout:
             return tuple(alone(devices, i, size) for _, i, size in ran)
         curves = self.belief().curves
         fit = [i for i in range(devices) if self.rate(i) and _fits(curves[i], batch)]
-        fit.sort(key=lambda i: (not self._search.surely_fits(solo(devices, i, batch)), seconds(curves[i], batch)))
+        fit.sort(key=lambda i: ((curves[i].largest_batch or 0) < batch, seconds(curves[i], batch)))
         return tuple(alone(devices, i, batch) for i in fit)
 
     def rate_at(self, position: int, batch: int) -> float:
@@ -99,21 +99,26 @@ class Scout:
         return tuple(found)
 
     def splits(self) -> tuple[Candidate, ...]:
-        """The best split that was measured, and one that should be better still."""
+        """The best split that was measured, and those that the search would race as well: all are sure to fit."""
         found = [result for result in self.results() if result.layout.kind == "split"]
         if not found:
             return ()
         best = self.best()
         chosen = best if best is not None and best.layout.kind == "split" else found[0]
-        candidates = [Candidate("split", chosen.layout)]
-        belief = self.belief()
-        predicted, rate = belief.predicted, belief.predicted_samples_per_second or 0.0
         measured = {result.layout for result in found}
-        better = rate > found[0].throughput.value * (1 + BETTER)
-        fits = predicted is not None and predicted.kind == "split" and self._search.surely_fits(predicted)
-        if better and predicted is not None and fits and predicted not in measured:
-            candidates.append(Candidate("split", predicted))
-        return tuple(candidates)
+        others = [layout for layout in self._search.contenders() if layout.kind == "split" and layout not in measured]
+        even = {candidate.layout for candidate in self.evens()}
+        return tuple(Candidate("split", layout) for layout in (chosen.layout, *others) if layout not in even)
+
+    def better_single(self) -> Candidate | None:
+        """A batch of one device that was not measured and should be faster than any that was; None without one."""
+        rates = [self.rate(i) for i in range(self._problem.devices)]
+        for layout in self._search.contenders():
+            if layout.kind == "solo" and self._problem.global_batch is None:
+                (position,) = layout.active
+                if self.rate_at(position, layout.global_batch) > max(rates) * (1 + BETTER):
+                    return Candidate("solo", layout)
+        return None
 
     def common_batch(self) -> int | None:
         """The batch for layouts that have none of their own: the given one, the best single device's, else one that

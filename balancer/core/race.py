@@ -129,10 +129,10 @@ def _favourites(view: View) -> list[Layout]:
     chosen = preferred(found, problem.tolerance, problem.global_batch)
     if chosen is None:
         surest = view.surest_split if view.splits else None  # what was measured has no room any more
-        return [view.layout(surest)] if surest and surely_fits(view, view.layout(surest)) else []
+        return [view.layout(surest)] if surest and _surely_fits(view, view.layout(surest)) else []
     layouts = [chosen.layout]
     for wanted in (view.tolerable, view.surest_split, view.fastest_split):
-        if wanted is None or not surely_fits(view, view.layout(wanted)):
+        if wanted is None or not _surely_fits(view, view.layout(wanted)):
             continue
         layout = view.layout(wanted)
         better = wanted.samples_per_second > view.predicted_rate(chosen.layout) * (1 + UNMEASURABLE)
@@ -149,11 +149,10 @@ def _levelled(view: View, layout: Layout) -> Layout:
     parts = even(layout.global_batch // view.quantum, len(layout.active))
     shares = dict(zip(layout.active, (part * view.quantum for part in parts), strict=True))
     level = layout_of(tuple(shares.get(i, 0) for i in range(view.problem.devices)))
-    return level if near(level, layout) and surely_fits(view, level) else layout
+    return level if near(level, layout) and _surely_fits(view, level) else layout
 
 
-def surely_fits(view: View, layout: Layout) -> bool:
-    """Whether every share is one that its device ran, or that its memory line leaves ample room for."""
+def _surely_fits(view: View, layout: Layout) -> bool:
     return all(layout.shares[i] <= view.devices[i].memory.safe(view.cap, view.quantum) for i in layout.active)
 
 

@@ -95,9 +95,9 @@ class Search:
                 best.setdefault(result.layout.active[0], result)
         return tuple(best.get(i) for i in range(self.problem.devices))
 
-    def surely_fits(self, layout: Layout) -> bool:
-        """Whether every device ran the layout's share, or has memory to spare for it by its line."""
-        return race.surely_fits(self._known().view, layout)
+    def contenders(self) -> tuple[Layout, ...]:
+        """Who deserves the race, the favourite first: measured or predicted, and sure to fit."""
+        return self._known().rivals
 
     def _eligible(self) -> tuple[Result, ...]:
         """What raced and still fits; else what was measured before and does; else all, as nothing fits any more."""
