@@ -77,6 +77,16 @@ pack_gain = [[2, 1.2], [4, 1.3]]
 [[placement]]
 name = "halves"
 curve = [[1, 5.0], [64, 90.0]]
+[[event]]
+at_seconds = 5.0
+until_seconds = 20.0
+device = 1
+memory_taken_mib = 3000.0
+slowed = 0.3
+[[event]]
+at_seconds = 15.0
+device = 0
+lost = true
 """
 _WORD = re.compile(rb'"[^"\n]*"|-?\d[\d.e+-]*|true|false|null|\[[^\[\]\n]*\]|\{[^{}\n]*\}')
 ODD = (

@@ -94,6 +94,21 @@ class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         return max(0.0, along(self.curve, batch)) / 1000
 
 
+class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What befalls one device of a machine file for a time of the session's clock."""
+
+    at_seconds: float
+    device: int  # its place in the file, from 0
+    until_seconds: float = math.inf
+    memory_taken_mib: float = 0.0  # by somebody else's process
+    slowed: float = 0.0  # share of its speed that it holds back, as when hot; below 1
+    lost: bool = False  # nothing runs on it any more
+
+    def holds(self, position: int, at_seconds: float) -> bool:
+        """Whether it befalls that device then."""
+        return position == self.device and self.at_seconds <= at_seconds < self.until_seconds
+
+
 class Machine(msgspec.Struct, frozen=True):
     """Simulated devices that train together; positions are those of the request."""
 
@@ -101,6 +116,7 @@ class Machine(msgspec.Struct, frozen=True):
     sync: Sync = Sync()
     limits: tuple[Limit, ...] = ()  # one for each device; empty: none is limited
     placements: tuple[SimulatedPlacement, ...] = ()
+    events: tuple[SimulatedEvent, ...] = ()
 
     def limit(self, position: int) -> Limit:
         """What `@` holds the device to."""
@@ -158,6 +174,20 @@ class Machine(msgspec.Struct, frozen=True):
         """What a training process can have there, under the limit."""
         own, capped = round(self.devices[position].memory_mib * MIB), self.limit(position).memory_bytes
         return own if capped is None else min(own, capped)
+
+    def short_bytes(self, position: int, at_seconds: float) -> int:
+        """How much less than that it is then, as somebody else holds it."""
+        taken = sum(each.memory_taken_mib for each in self.events if each.holds(position, at_seconds))
+        left = max(0, round((self.devices[position].memory_mib - taken) * MIB))
+        return max(0, self.usable_memory_bytes(position) - left)
+
+    def slowed(self, position: int, at_seconds: float) -> float:
+        """The share of its speed that the device holds back then."""
+        return max((each.slowed for each in self.events if each.holds(position, at_seconds)), default=0.0)
+
+    def lost(self, position: int, at_seconds: float) -> bool:
+        """Whether the device is gone then."""
+        return any(each.lost and each.holds(position, at_seconds) for each in self.events)
 
     def out_of_memory(self, shares: Sequence[int]) -> tuple[int, ...]:
         """Positions of the devices whose samples don't fit."""

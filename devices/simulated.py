@@ -18,13 +18,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from devices.physics import Machine, Points, SimulatedDevice, SimulatedPlacement, Sync
+from devices.physics import Machine, Points, SimulatedDevice, SimulatedEvent, SimulatedPlacement, Sync
 from evener.errors import RequestError
 
 __all__ = ["Machine", "SimulatedDevice", "Sync", "catalogue", "catalogue_names", "load_machine", "parse_machine"]
 
 LARGEST_FILE_BYTES = 4 << 20
 LARGEST = 1e12  # of any number in a machine file, so that no product of two overflows
+MOST_SLOWED = 0.99  # share of its speed that a device may hold back
 RANGES = {  # key -> (lowest, highest); `memory_mib` must be above its lowest
     "memory_base_mib": (0.0, LARGEST),
     "memory_per_sample_mib": (0.0, LARGEST),
@@ -62,9 +63,9 @@ def load_machine(path: str | PathLike[str]) -> Machine:
 def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
     """The machine in a file's bytes; `source` names it in errors."""
     data = _decode(text, source)
-    unknown = sorted(set(data) - {"device", "sync", "placement"})
+    unknown = sorted(set(data) - {"device", "sync", "placement", "event"})
     if unknown:
-        known = "[sync], [[device]] and [[placement]]"
+        known = "[sync], [[device]], [[placement]] and [[event]]"
         raise RequestError(f"{source}: unknown key `{unknown[0]}`.", f"The tables are {known}.")
     tables = _tables(data, "device", source)
     if not tables:
@@ -74,6 +75,7 @@ def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
         tuple(_read_device(table, _where(source, i, table)) for i, table in enumerate(tables)),
         sync,
         placements=_read_placements(_tables(data, "placement", source), len(tables), source),
+        events=_read_events(_tables(data, "event", source), len(tables), source),
     )
 
 
@@ -99,6 +101,21 @@ def _read_placements(tables: list[dict[str, Any]], devices: int, source: str) ->
             )
         placements.append(placement)
     return tuple(placements)
+
+
+def _read_events(tables: list[dict[str, Any]], devices: int, source: str) -> tuple[SimulatedEvent, ...]:
+    events = []
+    for i, table in enumerate(tables):
+        where = f"{source}: event {i}"
+        event = _convert(table, SimulatedEvent, where)
+        _check_range("at_seconds", event.at_seconds, 0.0, LARGEST, where)
+        _check_range("device", event.device, 0, devices - 1, where)
+        _check_range("memory_taken_mib", event.memory_taken_mib, 0.0, LARGEST, where)
+        _check_range("slowed", event.slowed, 0.0, MOST_SLOWED, where)
+        if not event.until_seconds > event.at_seconds:
+            raise RequestError(f"{where}: it ends at {event.until_seconds} s, before it begins.", "Raise that time.")
+        events.append(event)
+    return tuple(events)
 
 
 def catalogue_names() -> tuple[str, ...]:

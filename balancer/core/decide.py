@@ -39,7 +39,7 @@ def judged(view: View) -> Judged:
 
 
 def decide(known: Judged, everything: Ledger) -> Decision:
-    """The next probes; a race that has begun under a budget is not left again for an earlier stage."""
+    """The next probes; a race that has begun under a budget is left for an earlier stage only if its splits fell."""
     view, purse = known.view, Purse(known.view.problem, everything)
     if again := everything.open_failures():
         stage = again[0].stage
@@ -47,7 +47,8 @@ def decide(known: Judged, everything: Ledger) -> Decision:
         return Decision(same if stage == "solo" else same[:1], "Tries once more what failed.")
     if not view.live:
         return Decision((), "Nothing more can be measured.", nobody(view))
-    if purse.budget is None or not everything.timed(["race"]):
+    fallen = bool(view.splits) and not view.standing_splits
+    if purse.budget is None or fallen or not everything.timed(["race"]):
         if probes := solo.next_probes(view, purse):
             return Decision(probes, f"Measures every device alone: {WHY_SOLO[min(probes[0].turn, 3)]}.")
         if probes := split.next_probe(view, purse):

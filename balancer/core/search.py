@@ -51,9 +51,12 @@ class Search:
         return race.preferred(self._eligible(), self.problem.tolerance, self.problem.global_batch)
 
     def results(self) -> tuple[Result, ...]:
-        """Every layout that ran, best first: by its turns in the race if it raced, else by the stage that ran it."""
-        raced = self._all.timed(["race"])
-        return race.results({**self._all.timed(["solo", "split"]), **raced})
+        """Every layout that ran and may run again, best first: by its turns in the race, else by the stage that ran it.
+
+        All that ran, if none may run again.
+        """
+        ran = {**self._all.timed(["solo", "split"]), **self._all.timed(["race"])}
+        return race.results(self._all.standing(ran) or ran)
 
     def belief(self) -> Belief:
         """The view between two probes, for whoever draws it."""

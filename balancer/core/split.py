@@ -57,7 +57,7 @@ def next_single(view: View) -> Fill | None:
         return None
     if sum(1 for _ in view.ledger.of("split")) >= MOST_SPLITS:
         return None
-    known = max((view.predicted_rate(seen.probe.layout) for seen in view.splits), default=0.0)
+    known = max((view.predicted_rate(seen.probe.layout) for seen in view.standing_splits), default=0.0)
     known = max(known, *(seen.samples_per_second for seen in view.rested.values()), 0.0)
     tried = {seen.probe.layout.active[0] for seen in view.ledger.of("split") if seen.probe.layout.kind == "solo"}
     fills = [f for i in view.live if i not in tried and (f := view.single(i))]
@@ -74,9 +74,9 @@ def _gains(view: View, wanted: Fill | None) -> bool:
     """Whether the fastest split is predicted to beat everything measured, and one device alone, by what can be seen."""
     if wanted is None:
         return False
-    if not view.splits:
+    if not view.standing_splits:
         return True
-    known = max(view.predicted_rate(seen.probe.layout) for seen in view.splits)
+    known = max(view.predicted_rate(seen.probe.layout) for seen in view.standing_splits)
     known = max(known, view.single_rate)
     return wanted.samples_per_second > known * (1 + UNMEASURABLE)
 
@@ -87,7 +87,7 @@ def _smaller(view: View, wanted: Fill | None) -> bool:
         return False
     enough = [
         seen.probe.layout.global_batch
-        for seen in view.splits
+        for seen in view.standing_splits
         if view.predicted_rate(seen.probe.layout) >= wanted.samples_per_second * (1 - UNMEASURABLE)
     ]
     return not enough or wanted.global_batch < min(enough) * (1 - NEAR_GLOBAL)

@@ -78,6 +78,12 @@ class View:
         )
 
     @cached_property
+    def standing_splits(self) -> tuple[Timed, ...]:
+        """Those of them that nothing seen since refutes: their memory may have gone to others."""
+        layouts = self.ledger.standing({seen.probe.layout: [seen] for seen in self.splits})
+        return tuple(seen for seen in self.splits if seen.probe.layout in layouts)
+
+    @cached_property
     def costs(self) -> tuple[float, ...]:
         """[k]: seconds that k devices spend to keep in step."""
         return costs([self._cost_of(seen) for seen in self.splits], self.problem.devices)

@@ -41,7 +41,7 @@ class SimulatedProber:
         """All probes at once on the virtual clock; observations come in the order in which they end."""
         start = self._clock
         busy = {position for probe in (*probes, *beside) for position in probe.layout.active}
-        runs = [_Run(self._machine, self._seed, probe, busy) for probe in probes]
+        runs = [_Run(self._machine, self._seed, probe, busy, start) for probe in probes]
         moments = sorted(((at, i, sign) for i, run in enumerate(runs) for at, sign in run.moments), key=lambda m: m[:2])
         for at, i, sign in moments:
             last = sign is runs[i].moments[-1][1]
@@ -78,8 +78,8 @@ class SimulatedProber:
 class _Run:
     """One probe from start to end: its observation, and the signs of progress on the way (seconds from the start)."""
 
-    def __init__(self, machine: Machine, seed: int, probe: Probe, busy: set[int]) -> None:
-        self._machine, self._probe = machine, probe
+    def __init__(self, machine: Machine, seed: int, probe: Probe, busy: set[int], start_seconds: float = 0.0) -> None:
+        self._machine, self._probe, self._start = machine, probe, start_seconds
         self._random = random.Random(blake2b(f"{seed}:".encode() + msgspec.json.encode(probe), digest_size=8).digest())
         self._busy = busy
         self.moments: list[tuple[float, ProbeProgress]] = []
@@ -90,6 +90,8 @@ class _Run:
         missing = self._missing()
         if missing:
             return self._failed(missing)
+        if gone := self._gone(0.0):
+            return gone
         if layout.kind == "place":
             placement = self._machine.placement(layout.placement)
             assert placement is not None, "a missing one was told"
@@ -99,11 +101,15 @@ class _Run:
         step, parts = self._physics()
         machine = self._machine
         held = self._memory()
-        full = tuple(i for i, size in enumerate(held) if size is not None and size > machine.usable_memory_bytes(i))
+        short = tuple(machine.short_bytes(i, self._start) if share else 0 for i, share in enumerate(layout.shares))
+        room = [machine.usable_memory_bytes(i) - less for i, less in enumerate(short)]
+        full = tuple(i for i, size in enumerate(held) if size is not None and size > room[i])
+        told = short if any(short) else ()
         if full:
             self._sign(step, "building", None, None)
-            return OutOfMemory(self._probe, full, "the samples do not fit the simulated memory", step)
-        return self._timed(step, parts)
+            return OutOfMemory(self._probe, full, "the samples do not fit the simulated memory", step, told)
+        seen = self._timed(step, parts)
+        return msgspec.structs.replace(seen, short_bytes=told) if isinstance(seen, Timed) else seen
 
     def _missing(self) -> str:
         """What a simulated machine can't do of the layout; empty if it can."""
@@ -131,8 +137,12 @@ class _Run:
         timing = Timing(self._probe.seconds)
         elapsed = first = step * self._draw(noise, 1)
         while steps := timing.next_steps():
-            wall = steps * step * self._draw(noise, steps)
-            timing.add(Block(steps, wall, own_seconds=tuple(p and p * wall / step for p in parts)))
+            if gone := self._gone(elapsed):
+                return gone
+            slowed, slowest = self._slowed(elapsed)
+            wall = steps * step * self._draw(noise, steps) / (1 - slowed)
+            own = tuple(p and p * wall / step for p in parts)
+            timing.add(Block(steps, wall, own_seconds=own, slowed=slowed, slowest=slowest))
             elapsed += wall
             self._progress(elapsed, timing)
         measured = timing.result()
@@ -150,6 +160,22 @@ class _Run:
             elapsed_seconds=elapsed,
             warnings=measured.warnings,
         )
+
+    def _slowed(self, elapsed: float) -> tuple[float, int]:
+        """How much the device that holds back most slows the step, and its position; -1 if none does."""
+        active = self._probe.layout.active
+        slowed, position = max((self._machine.slowed(i, self._start + elapsed), -i) for i in active)
+        return slowed, -position if slowed else -1
+
+    def _gone(self, elapsed: float) -> Failed | None:
+        """The end of the probe where one of its devices is lost by then."""
+        at = self._start + elapsed
+        for i in self._probe.layout.active:
+            if self._machine.lost(i, at):
+                self._sign(elapsed, "measuring" if elapsed else "starting", None, None)
+                label = self._machine.described()[i].label
+                return Failed(self._probe, "device", f"{label}: the simulated device is lost", (i,), elapsed)
+        return None
 
     def _memory(self) -> tuple[int | None, ...]:
         layout = self._probe.layout

@@ -1,0 +1,121 @@
+"""What befalls simulated devices midway, on the session's clock: taken memory, heat, a loss; all said in the plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from balancer import journal, runs
+from balancer.events import Event, Finished, Observed, ProbeStarted
+from balancer.records import OutOfMemory
+from balancer.session import Request, Session
+from devices.simulated import parse_machine
+from evener.errors import RequestError
+
+MACHINE = """
+[sync]
+base_ms = 5.0
+[[device]]
+name = "One"
+memory_mib = 8000
+memory_base_mib = 500.0
+memory_per_sample_mib = 8.0
+noise = 0.003
+curve = [[64, 60.0], [512, 300.0]]
+[[device]]
+name = "Two"
+memory_mib = 8000
+memory_base_mib = 500.0
+memory_per_sample_mib = 8.0
+noise = 0.003
+curve = [[64, 80.0], [512, 450.0]]
+[[event]]
+device = 1
+"""
+ROOM = (8000 - 500) // 8
+
+
+def searched(folder: Path, event: str, resume: str | None = None) -> tuple[Finished, list[Event]]:
+    """A whole search on that machine; no tolerance, so that it fills the memory."""
+    machine = folder / "machine.toml"
+    machine.write_text(MACHINE + event)
+    session = Session(Request(devices=f"sim:{machine}", tolerance=0.0), resume=resume)
+    try:
+        events = list(session.events())
+    finally:
+        session.close()
+    assert isinstance(events[-1], Finished)
+    return events[-1], events
+
+
+@pytest.mark.parametrize("part", [0.0, 0.1, 0.3, 0.5, 0.6])
+def test_memory_that_is_taken_midway_is_left_to_its_holder(tmp_path: Path, part: float) -> None:
+    """From before the first solo probe until a split has raced: the plan fits what is left, after few failures."""
+    free, _ = searched(tmp_path, "at_seconds = 1e9")
+    finished, events = searched(tmp_path, f"at_seconds = {part * free.at_seconds}\nmemory_taken_mib = 5000.0")
+    batches = finished.plan.layout.batches
+    assert free.plan.layout.batches[1] * 8 + 500 > 3000, "it would not fit"
+    assert batches[1] * 8 + 500 <= 3000
+    assert batches[0]
+    ran_out = [e for e in events if isinstance(e, Observed) and isinstance(e.seen, OutOfMemory)]
+    assert len(ran_out) <= 3
+    assert any("SIM:1: others hold 4.9 GiB of its memory" in warning for warning in finished.plan.warnings)
+    assert "others hold memory of SIM:1, which is left to them" in finished.verdict
+
+
+def test_a_device_that_holds_itself_back_is_doubted(tmp_path: Path) -> None:
+    """From the race on: named in the warnings, and the verdict says to measure again."""
+    _, events = searched(tmp_path, "at_seconds = 1e9")
+    race = next(e.at_seconds for e in events if isinstance(e, ProbeStarted) and e.probe.stage == "race")
+    finished, _ = searched(tmp_path, f"at_seconds = {race}\nslowed = 0.3")
+    (said,) = [warning for warning in finished.plan.warnings if "held back" in warning]
+    assert said.startswith("SIM:1: ")
+    assert finished.verdict.endswith("steps were held back while it was measured: measure again to be sure.")
+
+
+@pytest.mark.parametrize("part", [0.0, 0.1, 0.3, 0.5, 0.6])
+def test_a_device_that_is_lost_midway_has_no_part(tmp_path: Path, part: float) -> None:
+    """At its first probe, in the middle of one, and after a split raced with it."""
+    free, _ = searched(tmp_path, "at_seconds = 1e9")
+    finished, _ = searched(tmp_path, f"at_seconds = {part * free.at_seconds}\nlost = true")
+    assert finished.plan.layout.batches[0]
+    assert finished.plan.layout.batches[1] == 0
+    assert any("SIM:1" in warning and "left out" in warning for warning in finished.plan.warnings)
+
+
+@pytest.mark.parametrize(
+    "event", ["at_seconds = 25.0\nmemory_taken_mib = 5000.0", "at_seconds = 9.0\nuntil_seconds = 11.0\nlost = true"]
+)
+def test_a_run_that_was_cut_off_anywhere_comes_to_the_same_plan(tmp_path: Path, event: str) -> None:
+    """Events stand on the session's clock, which a resumed run goes on with."""
+    whole, _ = searched(tmp_path, event)
+    path = runs.journal_path(whole.run)
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert journal.read(path).seen
+    for kept in range(2, len(lines), 5):
+        path.write_bytes(b"".join(lines[:kept]))
+        again, _ = searched(tmp_path, event, whole.run)
+        assert again.plan == whole.plan
+
+
+@pytest.mark.parametrize(
+    ("event", "fault"),
+    [
+        ("at_seconds = -1.0", "at_seconds"),
+        ("at_seconds = 5.0\nuntil_seconds = 5.0", "before it begins"),
+        ("at_seconds = 5.0\nslowed = 1.0", "slowed"),
+        ("at_seconds = 5.0\nmemory_taken_mib = -3.0", "memory_taken_mib"),
+        ("at_seconds = nan", "at_seconds"),
+        ("at_seconds = 1.0\nuntil_seconds = nan", "before it begins"),
+        ("at_seconds = 1.0\nwhat = 1", "what"),
+        ("", "at_seconds"),
+    ],
+)
+def test_an_event_that_can_not_be_meant_is_named(event: str, fault: str) -> None:
+    """With the key, as everything in a machine file."""
+    with pytest.raises(RequestError, match=fault) as seen:
+        parse_machine((MACHINE + event).encode())
+    assert "event 0" in str(seen.value)
+    with pytest.raises(RequestError, match="device"):
+        parse_machine((MACHINE + "at_seconds = 1.0").replace("device = 1", "device = 2").encode())
