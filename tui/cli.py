@@ -35,6 +35,7 @@ from tui.commands.options import (
     WorkloadOption,
     XlaOption,
 )
+from tui.streams import ReaderGoneError, draws_screens, guard_streams
 
 READER_GONE_EXIT_CODE = 141  # what a shell says of a process that a closed pipe ended
 
@@ -66,7 +67,7 @@ def start(
         raise typer.Exit
     if context.invoked_subcommand is not None:
         return
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not draws_screens():
         from tui.monitor import run_monitor
 
         raise typer.Exit(run_monitor(devices, once=True, replay=replay, ascii=ascii_only))
@@ -271,7 +272,7 @@ def monitor(
     from tui.words import parse_duration
 
     chosen = parse_indices(only)
-    if not (once or as_json or interval or record) and sys.stdin.isatty() and sys.stdout.isatty():
+    if not (once or as_json or interval or record) and draws_screens():
         from tui.app import run_app
 
         raise typer.Exit(run_app(devices, readonly=readonly, ascii=ascii_only, replay=replay))
@@ -294,8 +295,6 @@ def monitor(
 
 def main(arguments: list[str]) -> int:
     """`run` in a process of its own, whose standard streams may be lost at any time."""
-    from tui.streams import guard_streams
-
     guard_streams()
     return run(arguments)
 
@@ -304,7 +303,6 @@ def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; every fault ends in one sentence, never in a traceback."""
     from tui.commands.options import spread_lists
     from tui.faults import report_fault, usage_fault
-    from tui.streams import ReaderGoneError
 
     as_json = "--json" in arguments
     try:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from balancer.compare.comparison import Comparison
 from balancer.compare.rank import Standing
-from balancer.compare.verdict import MODES, moved_share, name
+from balancer.compare.verdict import MODES, moved_share, names
 from balancer.records import Failed, Observation, OutOfMemory, Timed
 from tui.summary import align
 from tui.words import percent, plain, rate, size
@@ -17,11 +17,13 @@ SCALING_STEPS = 1000  # of the seconds in the tables: a training of so many iter
 def ranking_lines(found: Comparison, labels: Sequence[str]) -> list[str]:
     """One row a layout, the winner first: throughput, the step's time (latency), and the difference from the winner."""
     rows = [("layout", "where", "samples/s", "±", "step ms", "moved", "against the winner", "turns")]
-    for one in found.standings():
+    standings = found.standings()
+    titles = names([one.candidate for one in standings], len(labels))
+    for title, one in zip(titles, standings, strict=True):
         moved = moved_share(found.timed(one.candidate.layout)) if len(one.candidate.layout.active) > 1 else None
         rows.append(
             (
-                name(one.candidate, len(labels)),
+                title,
                 where(one, labels),
                 rate(one.throughput.value),
                 percent((one.throughput.high - one.throughput.low) / 2 / one.throughput.value, 1),
@@ -101,8 +103,12 @@ def _is_even(shares: Sequence[int]) -> bool:
 
 def ranking_json(found: Comparison, labels: Sequence[str]) -> dict[str, object]:
     """The same as data; units stand in the keys' names."""
+    standings = found.standings()
+    titles = names([one.candidate for one in standings], len(labels))
     return {
-        "layouts": [_standing_json(found, one, labels) for one in found.standings()],
+        "layouts": [
+            {"name": title, **_standing_json(found, one)} for title, one in zip(titles, standings, strict=True)
+        ],
         "packing": [
             {"mode": mode or "processes", "measured": [_pack_json(one) for one in seen]}
             for mode, seen in found.packs().items()
@@ -110,11 +116,10 @@ def ranking_json(found: Comparison, labels: Sequence[str]) -> dict[str, object]:
     }
 
 
-def _standing_json(found: Comparison, one: Standing, labels: Sequence[str]) -> dict[str, object]:
+def _standing_json(found: Comparison, one: Standing) -> dict[str, object]:
     layout, difference = one.candidate.layout, one.against
     interval = None if difference is None else [difference.low, difference.high]
     return {
-        "name": name(one.candidate, len(labels)),
         "kind": one.candidate.family,
         "batches": layout.shares,
         "processes": layout.processes,

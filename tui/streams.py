@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import io
 import os
+import shutil
 import sys
 from typing import TextIO
 
@@ -36,6 +37,16 @@ class _Outlasting(io.FileIO):
             if raises:
                 raise ReaderGoneError from None
             return size
+
+
+def terminal_columns() -> int | None:
+    """The width of the terminal that standard output is; None if it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def draws_screens() -> bool:
+    """Whether the full-screen app can be shown: on a terminal, both ways, that understands where to draw."""
+    return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def guard_streams() -> None:

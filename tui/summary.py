@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evener.plan import Evidence, Layout, Plan, Throughput
-from tui.words import percent, plain, rate
+from tui.words import folded, percent, plain, rate
 
 EVEN = "even split"
 BEST_SINGLE = "best single device"
@@ -13,11 +13,15 @@ LARGER = "larger global batch"
 SOLO = "solo "  # and the device's label
 
 
-def summary_lines(plan: Plan, labels: Sequence[str], verdict: str = "") -> list[str]:
-    """The table, the rivals and the verdict; `labels` are the devices' short names, in the plan's order."""
+def summary_lines(plan: Plan, labels: Sequence[str], verdict: str = "", width: int | None = None) -> list[str]:
+    """The table, the rivals and the verdict; `labels` are the devices' short names, in the plan's order.
+
+    With `width`, a terminal's, sentences are broken between words.
+    """
     lines = [*share_table(plan, labels), "", *rival_lines(plan, labels)]
-    lines += [f"warning: {plain(warning)}" for warning in plan.warnings]
-    return [*lines, "", plain(verdict)] if verdict else lines
+    for warning in plan.warnings:
+        lines += folded(f"warning: {plain(warning)}", width, "  ")
+    return [*lines, "", *folded(plain(verdict), width)] if verdict else lines
 
 
 def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+import textwrap
 import unicodedata
 
+from balancer.figures import percent as percent
+from balancer.figures import rate as rate
 from evener.errors import RequestError
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d+(?:\.\d+)?) *(ms|s|min|m|h)(?![a-z]) *")
+NO_BREAK = "\u00a0"
+_WITHIN_FIGURE = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)|(?<=±) (?=\d)")
 
 
 def parse_duration(text: str, name: str) -> float:
@@ -36,14 +41,6 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if minutes else f"{hours} h"
 
 
-def rate(samples_per_second: float) -> str:
-    """Samples/s with four significant digits at least, thousands set apart: 12.35, 684.2, 2 123, 158 012."""
-    for digits, limit in ((2, 99.995), (1, 999.95)):
-        if samples_per_second < limit:
-            return f"{samples_per_second:.{digits}f}"
-    return f"{samples_per_second:,.0f}".replace(",", " ")
-
-
 def size(count: float) -> str:
     """Bytes in binary units with three significant digits: 512 MiB, 7.63 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -53,9 +50,19 @@ def size(count: float) -> str:
     return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
 
 
-def percent(share: float, digits: int = 0) -> str:
-    """A relative figure: 0.173 is "17 %"."""
-    return f"{share * 100:.{digits}f} %"
+def unbroken(text: str) -> str:
+    """`text` with no-break blanks within its figures (2 165, 0.7 %, ± 0.7 %), for whoever breaks it into lines."""
+    return _WITHIN_FIGURE.sub(NO_BREAK, text)
+
+
+def folded(text: str, width: int | None, indent: str = "") -> list[str]:
+    """A sentence in lines of at most `width` signs, broken between words; whole without a width."""
+    if width is None:
+        return [text]
+    lines = textwrap.wrap(
+        unbroken(text), max(20, width), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return [line.replace(NO_BREAK, " ") for line in lines] or [""]
 
 
 def plain(text: str, limit: int = 500) -> str:

@@ -14,6 +14,7 @@ import pytest
 from devices.simulated import catalogue
 from evener.plan import load_plan, to_json, to_toml
 from tui.cli import run
+from tui.streams import draws_screens
 
 PAIR = "sim:gtx1080ti,gtx1080"
 ALONE = """
@@ -199,6 +200,21 @@ def test_a_terminal_that_knows_fewer_signs_gets_near_ones(encoding: str, tmp_pat
     ran = subprocess.run(command, capture_output=True, env=environment, check=True)
     shown = ran.stdout.decode(encoding)
     assert ("+-" if encoding == "ascii" else "±") in shown
+
+
+@pytest.mark.parametrize(
+    ("terminal", "screens"), [("xterm-256color", True), ("dumb", False), (None, False)], ids=["xterm", "dumb", "unset"]
+)
+def test_only_a_terminal_that_can_gets_the_app(
+    monkeypatch: pytest.MonkeyPatch, terminal: str | None, screens: bool
+) -> None:
+    """A shell within an editor calls itself dumb, and would show the drawing as signs."""
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.delenv("TERM", raising=False)
+    if terminal is not None:
+        monkeypatch.setenv("TERM", terminal)
+    assert draws_screens() is screens
 
 
 def test_the_monitor_draws_plain_ascii_when_asked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,6 +65,16 @@ def test_a_device_that_is_left_out_is_said_to_be() -> None:
     assert "left out" in summary_lines(alone, LABELS)[2]
 
 
+def test_a_terminal_breaks_sentences_between_words() -> None:
+    """No figure is torn at the edge; tables stay as they are, and a pipe gets each sentence whole."""
+    verdict = "Split 0.591:0.409 over GPU:0 and GPU:1 (820 + 568 samples): 2,123 samples/s, 17% faster than even."
+    whole = summary_lines(PLAN, LABELS, verdict)
+    assert whole[-1] == verdict
+    narrow = summary_lines(PLAN, LABELS, verdict, 60)
+    assert " ".join(narrow[narrow.index("") :]).split() == " ".join(whole[whole.index("") :]).split()
+    assert max(len(line) for line in narrow[narrow.index("", 5) + 1 :]) <= 60
+
+
 def test_names_can_not_steer_the_terminal() -> None:
     """Escape sequences in a device's name are shown harmless."""
     evil = msgspec.structs.replace(SHARES[0], name="\x1b[2Jgpu")

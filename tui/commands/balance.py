@@ -21,7 +21,7 @@ from evener.errors import NoLayoutError, RequestError
 from tui.documents import json_text
 from tui.faults import report_fault
 from tui.progress import Progress
-from tui.streams import ReaderGoneError
+from tui.streams import ReaderGoneError, terminal_columns
 from tui.summary import summary_lines
 from tui.words import plain
 
@@ -172,7 +172,7 @@ def _print_result(finished: Finished, progress: Progress, export: Path | None, a
         answer = {"run": finished.run, "verdict": finished.verdict, "interrupted": finished.interrupted, **plan}
         print(json_text(answer), flush=True)
         return
-    print("\n".join(summary_lines(finished.plan, progress.devices, finished.verdict)), flush=True)
+    print("\n".join(summary_lines(finished.plan, progress.devices, finished.verdict, terminal_columns())), flush=True)
     if export is not None:
         print(f"evener: plan written to {plain(str(export))}", file=sys.stderr)
     else:

@@ -14,6 +14,7 @@ from evener.errors import RequestError
 from evener.plan import Format, Plan, to_json, to_toml
 from tui.documents import harmless_json, json_text, toml_text
 from tui.progress import Progress
+from tui.streams import terminal_columns
 from tui.summary import align, summary_lines
 from tui.words import plain, rate
 
@@ -61,7 +62,7 @@ def run_show(name: str, as_json: bool) -> int:
     if run.plan is None:
         print("no layout was measured")
         return 0
-    print("\n".join(["", *summary_lines(run.plan, labels, run.verdict)]))
+    print("\n".join(["", *summary_lines(run.plan, labels, run.verdict, terminal_columns())]))
     return 0
 
 

@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, get_args
 
-from tui.words import plain
+from tui.words import NO_BREAK, plain, unbroken
 
 Tone = Literal[
     "text",  # ordinary
@@ -143,10 +143,10 @@ def spread(left: tuple[Span, ...], right: tuple[Span, ...], width: int) -> Line:
 
 
 def wrap(text: str, width: int, most: int) -> tuple[str, ...]:
-    """`text` broken at blanks, though not at no-break ones, into at most `most` lines of at most `width` cells."""
+    """`text` broken at blanks, though not within a figure, into at most `most` lines of at most `width` cells."""
     lines: list[str] = []
     current = ""
-    for word in filter(None, text.split(" ")):
+    for word in filter(None, unbroken(text).split(" ")):
         longer = f"{current} {word}" if current else word
         if cells(longer) <= width or not current:
             current = longer
@@ -154,7 +154,7 @@ def wrap(text: str, width: int, most: int) -> tuple[str, ...]:
         lines.append(current)
         current = word
     lines.append(current)
-    shown = [cut(row, width) for row in lines[:most]]
+    shown = [cut(row, width).replace(NO_BREAK, " ") for row in lines[:most]]
     if len(lines) > most and shown:
         shown[-1] = cut(f"{shown[-1]} …", width) if cells(shown[-1]) + 2 <= width else cut(shown[-1] + "  ", width)
     return tuple(shown)
