@@ -112,8 +112,8 @@ def _rival_line(each: Rival, best: Rival, width: int, marks: Marks, drawn: tuple
         Span(f"{rate(each.samples_per_second):>9}", "speed"),
         Span(f" {marks.plus_minus}{percent(half, 1):<6}", "dim"),
         *drawn,
-        Span(f" {versus:<8}", _versus_tone(versus)),
-        Span(cut(each.detail, 22, marks.ellipsis), "dim"),
+        Span(f" {versus:<7} ", _versus_tone(versus)),
+        Span(cut(each.detail, max(1, min(22, width - 45)), marks.ellipsis), "dim"),
     )
     return Line(pad(spans, width))
 
@@ -122,7 +122,7 @@ def _versus(best: float, each: Rival) -> str:
     if each.name == "sum of solos":
         return f"{percent(best / each.samples_per_second)} of it" if each.samples_per_second else ""
     gain = best / each.samples_per_second - 1 if each.samples_per_second else 0.0
-    return f"{gain * 100:+.1f} %"
+    return f"{gain * 100:+.{0 if abs(gain) >= 1 else 1}f} %"
 
 
 def _versus_tone(text: str) -> Tone:
