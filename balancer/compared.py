@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from balancer import verdict as words
 from balancer.compare.comparison import Comparison
 from balancer.compare.rank import Standing
-from balancer.compare.verdict import name, verdict
+from balancer.compare.verdict import listed, name, names, samples, verdict
 from balancer.journal import Header
 from balancer.outcome import Outcome, assemble, layout_of_plan, summary_of, throughput_of_plan
 from balancer.probes.prober import Facts
 from balancer.records import Failed, Observation, Result
 from evener.plan import Evidence
+
+MARGIN = 1.15  # on top of a budget that would just have been enough
+STEP_SECONDS = 10  # to which it is rounded up
 
 
 def outcome_of(
@@ -32,7 +36,7 @@ def outcome_of(
         *header.notes,
         *(wanted.left_out if wanted else ()),
         *failures(found, labels),
-        *(f"The budget left no time to measure: {name(one, len(labels))}." for one in found.unmeasured()),
+        *left_out(found, labels),
         *words.warnings(doubts, header.devices),
     )
     plan = assemble(
@@ -55,14 +59,31 @@ def failures(found: Comparison, labels: Sequence[str]) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def left_out(found: Comparison, labels: Sequence[str]) -> tuple[str, ...]:
+    """What the budget did not suffice for, and one that should; and what was measured smaller than was meant."""
+    missing = [name(one, len(labels)) for one in found.unmeasured()]
+    lines = []
+    if missing and found.problem.budget_seconds is not None:
+        enough = STEP_SECONDS * math.ceil(MARGIN * found.enough_seconds() / STEP_SECONDS)
+        lines.append(f"The budget left no time to measure {listed(missing)}; --budget {enough}s should do.")
+    for wished, instead in found.retreats():
+        if found.timed(instead.layout):
+            lines.append(
+                f"{name(wished, len(labels)).capitalize()}: {samples(wished)} ran out of memory;"
+                f" {samples(instead)} was measured instead."
+            )
+    return tuple(lines)
+
+
 def _evidence(
     header: Header, standings: Sequence[Standing], solos: Sequence[Result | None], facts: Facts
 ) -> tuple[Evidence, ...]:
     """Every rival by its name, then each device alone at its fastest."""
     devices, engine = header.devices, facts.engine
+    titles = names([one.candidate for one in standings], len(devices))
     rivals = [
-        (name(one.candidate, len(devices)), one.candidate.layout, one.throughput)
-        for one in standings
+        (title, one.candidate.layout, one.throughput)
+        for title, one in zip(titles, standings, strict=True)
         if one.against is not None
     ]
     alone = [

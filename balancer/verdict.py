@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from balancer.figures import percent, rate
 from balancer.records import Failed, Interval, Layout, Observation, OutOfMemory, Result, Timed, Warned
 from devices.base import Device
 
@@ -50,17 +51,17 @@ def _more(chosen: Result, larger: Result | None) -> str:
     if larger is None or ties(chosen, larger):
         return ""
     gain = larger.throughput.value / chosen.throughput.value - 1
-    return f"; {larger.layout.global_batch} samples a step would add {gain:.1%}"
+    return f"; {larger.layout.global_batch} samples a step would add {percent(gain, 1)}"
 
 
 def _why_not(chosen: Result, split: Result, devices: Sequence[Device], sync_seconds: float | None) -> str:
     """Why the fastest split that was measured is not worth it."""
     over = f"a split over {_names(split.layout, devices)}"
     if ties(chosen, split):
-        return f"{over} is no faster within the error ({_figure(split.throughput.value)} samples/s)"
+        return f"{over} is no faster within the error ({rate(split.throughput.value)} samples/s)"
     loss = 1 - split.throughput.value / chosen.throughput.value
     cost = f", because keeping them in step costs {sync_seconds * 1000:.0f} ms a step" if sync_seconds else ""
-    return f"{over} loses {loss:.0%}{cost}"
+    return f"{over} loses {percent(loss)}{cost}"
 
 
 def _advice(chosen: Result, devices: Sequence[Device]) -> str:
@@ -83,8 +84,8 @@ def _against(name: str, chosen: Result, rival: Result) -> str:
         return f"as fast as {name} within the error"
     gain = chosen.throughput.value / rival.throughput.value - 1
     if gain < 0:
-        return f"{-gain:.0%} slower than {name}"
-    return f"{gain:.0%} faster than {name}" if gain >= 0.01 else f"{gain:.1%} faster than {name}"
+        return f"{percent(-gain)} slower than {name}"
+    return f"{percent(gain)} faster than {name}" if gain >= 0.01 else f"{percent(gain, 1)} faster than {name}"
 
 
 def _reasons(reasons: Sequence[str]) -> str:
@@ -98,16 +99,12 @@ def ties(one: Result, other: Result) -> bool:
 
 
 def _rate(result: Result) -> str:
-    return f"{_figure(result.throughput.value)} samples/s{_error(result.throughput)}"
+    return f"{rate(result.throughput.value)} samples/s{_error(result.throughput)}"
 
 
 def _error(figure: Interval) -> str:
     half = (figure.high - figure.low) / 2 / figure.value if figure.value else 0.0
-    return f" ± {half:.1%}" if half >= 0.0005 else ""
-
-
-def _figure(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f" ± {percent(half, 1)}" if half >= 0.0005 else ""
 
 
 def _names(layout: Layout, devices: Sequence[Device]) -> str:
@@ -146,19 +143,19 @@ _SHORT = {
 
 
 def _doubt(doubt: Warned, devices: Sequence[Device]) -> str:
-    size = doubt.value
+    size, whole, fine = doubt.value, percent(doubt.value), percent(abs(doubt.value), 1)
     who = f"{devices[doubt.device].label}: " if 0 <= doubt.device < len(devices) else ""
     return (
         who
         + {
-            "disturbed": f"Other work took CPU time in {size:.0%} of the blocks; stop it and measure again.",
-            "throttled": f"Some steps were held back (by {size:.0%}), as by heat, power or other work; let it cool,"
+            "disturbed": f"Other work took CPU time in {whole} of the blocks; stop it and measure again.",
+            "throttled": f"Some steps were held back (by {whole}), as by heat, power or other work; let it cool,"
             " look at evener monitor, and measure again.",
-            "capped": f"A device was at its power limit in {size:.0%} of the time: the figure is that of this limit.",
-            "drift": f"Steps became {abs(size):.1%} {'slower' if size > 0 else 'faster'} while they were timed; measure"
+            "capped": f"A device was at its power limit in {whole} of the time: the figure is that of this limit.",
+            "drift": f"Steps became {fine} {'slower' if size > 0 else 'faster'} while they were timed; measure"
             " again with a longer --budget.",
-            "noisy": f"The step time is known to within ± {size:.1%} only; measure again with a longer --budget.",
-            "slow_start": f"Steps were still becoming faster (by {size:.0%}) when the warm-up's time was over.",
+            "noisy": f"The step time is known to within ± {fine} only; measure again with a longer --budget.",
+            "slow_start": f"Steps were still becoming faster (by {whole}) when the warm-up's time was over.",
             "stalled": f"One block took {size:.1f} times as long as the others.",
             "too_short": f"Only {size:.2f} s were timed; give a longer --budget.",
         }[doubt.code]

@@ -10,6 +10,7 @@ from balancer.records import Layout
 
 Part = Literal["first", "grow", "race", "knobs"]
 GROWN_BY = 0.65  # of the budget: beyond it no larger pack is tried
+ENDED_BY = 0.95  # of it: what is measured already is not measured again, as a probe may take longer than it should
 WANTED_SECONDS: dict[Part, float] = {"first": 4.0, "grow": 2.0, "race": 4.0, "knobs": 4.0}
 
 
@@ -35,4 +36,5 @@ class Purse:
         if self._budget is None:
             return True
         cost = self.costs.least(layout)
-        return cost <= self._left and (part != "grow" or self._spent + cost <= GROWN_BY * self._budget)
+        until = {"first": 1.0, "grow": GROWN_BY, "race": ENDED_BY, "knobs": 1.0}[part]
+        return cost <= self._left and self._spent + cost <= until * self._budget

@@ -10,8 +10,8 @@ from balancer.records import Problem
 
 SHARE, SHARE_SOLO = 0.4, 0.25  # of the budget, with and without splits
 MOST = 0.75  # of the budget, where children start slowly
-SOLO_STAGE = 2  # the search gives its solo stage one half of what it has
-SLACK = 1.25  # of the time of the first start, for the first measurement
+SOLO_STAGE = 2.0  # the search gives its solo stage one half of what it has: the starts, and this part of the budget,
+SOLO_SHARE, SOLO_SECONDS = 0.15, 15.0  # or so many seconds, if that is less
 STEPS_SHARE = 0.4  # of the time that no start takes, for one probe of every layout
 QUICKEST_STEP = 0.05  # seconds; however short the budget, steps up to it are tried
 
@@ -28,11 +28,11 @@ def within(problem: Problem, wanted: Wanted, start_seconds: float) -> Problem:
     share = SHARE if splits else SHARE_SOLO
     starts, probes = _to_come(problem, wanted)
     free = max(0.0, budget - starts * start_seconds)
-    own_starts = max(SOLO_STAGE * SLACK, STARTS["solo"] + (STARTS["split"] if splits else 0)) * start_seconds
+    alone = SOLO_STAGE * (start_seconds + min(SOLO_SHARE * budget, SOLO_SECONDS))
     step = max(QUICKEST_STEP, STEPS_SHARE * free / (LEAST_STEPS * probes))
     return msgspec.structs.replace(
         problem,
-        budget_seconds=max(share * budget, min(MOST * budget, own_starts + share * free)),
+        budget_seconds=max(share * budget, min(MOST * budget, alone)) if start_seconds else share * budget,
         longest_step_seconds=step,
     )
 

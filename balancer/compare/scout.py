@@ -34,7 +34,7 @@ class Scout:
     def ask(self) -> tuple[Probe, ...]:
         """The search's probes; empty when it has come to its race, or to its end."""
         probes = self._search.ask()
-        return probes if all(probe.stage in self._stages for probe in probes) else ()
+        return probes if all(self._worth(probe) for probe in probes) else ()
 
     def tell(self, seen: Observation) -> None:
         """Take what the search asked for; how long children take to start says how much the search may spend."""
@@ -127,6 +127,13 @@ class Scout:
             return self._problem.global_batch
         single = self.single()
         return single.layout.global_batch if single else min(self._failed, default=None)
+
+    def _worth(self, probe: Probe) -> bool:
+        """Whether a probe is the scout's; a free split smaller than all that ran alone is a guess from one point."""
+        if probe.stage != "split" or self._problem.global_batch is not None:
+            return probe.stage in self._stages
+        ran = [one.layout.global_batch for i in range(self._problem.devices) for one in self._solos(i)]
+        return probe.stage in self._stages and probe.layout.global_batch >= min(ran, default=0)
 
     def rate(self, position: int) -> float:
         """The device's highest samples/s alone; 0 if it never ran."""

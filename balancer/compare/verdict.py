@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from balancer.compare.layouts import Candidate
 from balancer.compare.rank import Standing
+from balancer.figures import percent, rate
 from balancer.records import Layout, Timed
 
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -30,6 +31,19 @@ def name(one: Candidate, devices: int) -> str:
     return own + "".join(f", {KNOBS.get(knob, knob)}" for knob in layout.knobs)
 
 
+def names(found: Sequence[Candidate], devices: int) -> tuple[str, ...]:
+    """A name for each, the fastest first, none of them twice: of two of one kind the slower one is `another`."""
+    taken: list[str] = []
+    for one in found:
+        own = name(one, devices)
+        if own in taken:
+            own = f"another {own.removeprefix('best ')}"
+        if own in taken:
+            own = f"{own}, {samples(one)}"
+        taken.append(own)
+    return tuple(taken)
+
+
 def verdict(found: Sequence[Standing], labels: Sequence[str], turns: Turns) -> str:
     """One sentence: which layout to take and why; labels are the devices' short names."""
     winner, *others = found
@@ -52,24 +66,23 @@ def moved_share(seen: Sequence[Timed]) -> float | None:
 
 def _subject(winner: Standing, labels: Sequence[str]) -> str:
     one, layout = winner.candidate, winner.candidate.layout
-    over = _listed([labels[i] for i in layout.active])
-    rate = f"{_figure(winner.throughput.value)} samples/s"
+    over = listed([labels[i] for i in layout.active])
+    speed = f"{rate(winner.throughput.value)} samples/s"
     knobs = "".join(f" with {KNOBS.get(knob, knob)}" for knob in layout.knobs)
     match one.family:
         case "solo":
-            subject = f"One {_noun(labels)}{knobs} is fastest ({over}, {rate} at {layout.global_batch})"
+            subject = f"One {_noun(labels)}{knobs} is fastest ({over}, {speed} at {layout.global_batch})"
         case "even":
             count = _number(len(layout.active))
-            subject = f"An even split over {count} {_noun(labels)}s{knobs} is fastest ({over}, {rate})"
+            subject = f"An even split over {count} {_noun(labels)}s{knobs} is fastest ({over}, {speed})"
         case "split":
-            shares = " + ".join(str(layout.shares[i]) for i in layout.active)
-            subject = f"The split {shares} over {over}{knobs} is fastest ({rate})"
+            subject = f"The split {samples(one)} over {over}{knobs} is fastest ({speed})"
         case "pack":
             mode = MODES.get(layout.placement, "")
             many = _number(layout.processes).capitalize()
-            subject = f"{many} trainings side by side on {over}{mode}{knobs} are fastest (together {rate})"
+            subject = f"{many} trainings side by side on {over}{mode}{knobs} are fastest (together {speed})"
         case _:
-            subject = f"The placement {layout.placement} over {over}{knobs} is fastest ({rate})"
+            subject = f"The placement {layout.placement} over {over}{knobs} is fastest ({speed})"
     return subject
 
 
@@ -160,7 +173,7 @@ def _ties(others: Sequence[Standing], labels: Sequence[str]) -> str:
     tied = [one for one in others if one.tie and not one.candidate.layout.knobs][:MOST_TIES]
     if not tied:
         return ""
-    names = _listed([name(one.candidate, len(labels)) for one in tied])
+    names = listed([name(one.candidate, len(labels)) for one in tied])
     return f"; {names} {'ties' if len(tied) == 1 else 'tie'} with it"
 
 
@@ -174,13 +187,14 @@ def _number(count: int) -> str:
 
 
 def _percent(part: float) -> str:
-    value = 100 * part
-    return f"{value:.0f} %" if abs(value) >= 2 else f"{value:.1f} %"
+    return percent(part, 0 if abs(part) >= 0.02 else 1)
 
 
-def _figure(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def listed(words: Sequence[str]) -> str:
+    """One, two and three."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+def samples(one: Candidate) -> str:
+    """The samples of each device: 150 + 106."""
+    return " + ".join(str(one.layout.shares[i]) for i in one.layout.active)

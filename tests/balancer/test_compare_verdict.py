@@ -44,7 +44,7 @@ def test_one_that_wins_says_what_two_lose_and_how_much_of_it_is_moving_data() ->
     found = [standing(SOLO, 1000.0), standing(EVEN, 910.0, -0.09)]
     words = verdict(found, LABELS, lambda layout: [turn(layout, 1.0, (0.93, 0.9))])
     assert words == (
-        "One GPU is fastest (GPU:0, 1,000 samples/s at 256):"
+        "One GPU is fastest (GPU:0, 1 000 samples/s at 256):"
         " two lose 9 %, of which 7 % is spent moving data and waiting."
     )
 
@@ -59,7 +59,7 @@ def test_a_split_says_what_it_gains_over_one_and_over_even() -> None:
     found = [standing(SPLIT, 1500.0), standing(EVEN, 1200.0, -0.2), standing(SOLO, 1000.0, -1 / 3)]
     words = verdict(found, LABELS, no_turns)
     assert words == (
-        "The split 150 + 106 over GPU:0 and GPU:1 is fastest (1,500 samples/s):"
+        "The split 150 + 106 over GPU:0 and GPU:1 is fastest (1 500 samples/s):"
         " 50 % more than one alone; 25 % more than an even split."
     )
 
@@ -67,7 +67,7 @@ def test_a_split_says_what_it_gains_over_one_and_over_even() -> None:
 def test_a_pack_says_that_each_training_takes_longer() -> None:
     found = [standing(PACK, 2000.0), standing(SOLO, 1000.0, -0.5)]
     words = verdict(found, LABELS, no_turns)
-    assert words.startswith("Five trainings side by side on GPU:0 are fastest (together 2,000 samples/s):")
+    assert words.startswith("Five trainings side by side on GPU:0 are fastest (together 2 000 samples/s):")
     assert "100 % more than one alone, though each training takes 2.5 times as long" in words
 
 

@@ -27,8 +27,8 @@ def test_a_split_says_its_shares_and_what_it_gains() -> None:
     """Over the even split and the best single device, in percent."""
     said = verdict(SPLIT, Rivals(EVEN, SINGLE, SPLIT, 0.034), DEVICES)
     assert said == (
-        "Split 0.591:0.409 over GPU:0 and GPU:1 (820 + 568 samples): 2,123 samples/s ± 0.5%,"
-        " 17% faster than the even split and 58% faster than GPU:0 alone."
+        "Split 0.591:0.409 over GPU:0 and GPU:1 (820 + 568 samples): 2 123 samples/s ± 0.5 %,"
+        " 17 % faster than the even split and 58 % faster than GPU:0 alone."
     )
 
 
@@ -42,15 +42,15 @@ def test_an_even_split_is_not_held_against_itself() -> None:
     """Only against the single device."""
     said = verdict(EVEN, Rivals(EVEN, SINGLE, EVEN), DEVICES)
     assert "even split" not in said
-    assert "35% faster than GPU:0 alone" in said
+    assert "35 % faster than GPU:0 alone" in said
 
 
 def test_a_single_device_says_what_two_would_lose_and_why() -> None:
     """With the cost of keeping in step, where it is known."""
     slow = result(SPLIT.layout, 1224)
     said = verdict(SINGLE, Rivals(None, SINGLE, slow, 0.034), DEVICES)
-    assert said.startswith("Use GPU:0 alone, 1024 samples a step: 1,345 samples/s")
-    assert said.endswith("loses 9%, because keeping them in step costs 34 ms a step.")
+    assert said.startswith("Use GPU:0 alone, 1024 samples a step: 1 345 samples/s")
+    assert said.endswith("loses 9 %, because keeping them in step costs 34 ms a step.")
     tie = result(SPLIT.layout, 1340)
     assert "is no faster within the error" in verdict(SINGLE, Rivals(split=tie), DEVICES)
     assert "no split over several devices was measured" in verdict(SINGLE, Rivals(), DEVICES)
@@ -59,7 +59,7 @@ def test_a_single_device_says_what_two_would_lose_and_why() -> None:
 def test_one_device_has_no_rivals() -> None:
     """Its batch and its speed."""
     said = verdict(result(solo(1, 0, 64), 90.5, 0.0), Rivals(), DEVICES[:1])
-    assert said == "Use GPU:0, 64 samples a step: 90.5 samples/s."
+    assert said == "Use GPU:0, 64 samples a step: 90.50 samples/s."
 
 
 @pytest.mark.parametrize("kind", ["pack", "place"])
@@ -83,7 +83,7 @@ def test_every_doubt_has_a_sentence_and_the_worst_of_a_kind_is_told_once() -> No
     doubts = doubts_of(seen, SPLIT.layout)
     assert [doubt.code for doubt in doubts] == list(ORDER)
     told = warnings(doubts, DEVICES)
-    assert any(text == "GPU:1: Steps became 30.0% faster while they were timed; measure again with a longer --budget."
+    assert any(text == "GPU:1: Steps became 30.0 % faster while they were timed; measure again with a longer --budget."
                for text in told)  # fmt: skip
     assert (
         doubtful("Do it.", doubts) == "Do it; but steps were held back while it was measured: measure again to be sure."

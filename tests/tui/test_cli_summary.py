@@ -67,7 +67,7 @@ def test_a_device_that_is_left_out_is_said_to_be() -> None:
 
 def test_a_terminal_breaks_sentences_between_words() -> None:
     """No figure is torn at the edge; tables stay as they are, and a pipe gets each sentence whole."""
-    verdict = "Split 0.591:0.409 over GPU:0 and GPU:1 (820 + 568 samples): 2,123 samples/s, 17% faster than even."
+    verdict = "Split 0.591:0.409 over GPU:0 and GPU:1 (820 + 568 samples): 2 123 samples/s, 17 % faster than even."
     whole = summary_lines(PLAN, LABELS, verdict)
     assert whole[-1] == verdict
     narrow = summary_lines(PLAN, LABELS, verdict, 60)
