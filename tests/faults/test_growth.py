@@ -20,5 +20,5 @@ def live_objects(sessions: range) -> int:
 def test_sessions_leave_no_objects_behind() -> None:
     """Fits, events and evidence go with the session that made them; what is loaded once stays, and was before."""
     before = live_objects(range(4))
-    grown = live_objects(range(4, 24)) - before
-    assert grown < 200
+    grown = live_objects(range(4, 16)) - before
+    assert grown < 150

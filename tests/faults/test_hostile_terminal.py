@@ -284,12 +284,12 @@ def drawn_by(arguments: list[str], keys: Sequence[bytes]) -> bytes:
         drawn, until = b"", time.monotonic() + 60
         while keys and b"\x1b[?1049h" not in drawn and time.monotonic() < until:
             drawn += read_for(ours, 0.2)
-        drawn += read_for(ours, 2.5 if keys else 0.0)
+        drawn += read_for(ours, 2.0 if keys else 0.0)
         for key in keys:
             os.write(ours, key)
-            drawn += read_for(ours, 0.7)
+            drawn += read_for(ours, 0.5)
         while process.poll() is None and time.monotonic() < until:
-            for key in (b"\x1b", b"q") if keys else ():
+            for key in (b"\x1b", b"q", b"y") if keys else ():  # out of a dialog, and yes to ending a search
                 os.write(ours, key)
                 drawn += read_for(ours, 0.5)
             drawn += read_for(ours, 0.1)
