@@ -88,9 +88,15 @@ def test_hostile_commands_and_users_are_harmless(script: Any) -> None:
 
 
 def test_no_process_is_said(script: Any) -> None:
-    lines, _ = process_lines([], 70, 5, UNICODE, cursor=0, top=0, active=True, sort_key="pid", descending=True)
-    assert lines[1].text == " No process is on these devices."
-    assert all(span_cells(line.spans) <= 70 for line in lines)
+    gpu = script.sample(0)
+    slice_ = script.sample(0, device=script.device(0, "AMD EPYC", "cpu"))
+    for devices, said in (((gpu,), "No process is on these"), ((slice_,), "reports itself"), ((gpu, slice_), "is on")):
+        nothing = nothing_there(devices)
+        lines, _ = process_lines(
+            [], 79, 5, UNICODE, cursor=0, top=0, active=True, sort_key="pid", descending=True, nothing=nothing
+        )
+        assert said in lines[1].text
+        assert all(span_cells(line.spans) <= 79 for line in lines)
 
 
 def test_a_pid_that_comes_again_is_another_process(script: Any) -> None:

@@ -9,7 +9,7 @@ from tui.view.cells import Line, Tone, clean
 from tui.view.devices import DeviceRow, device_lines
 from tui.view.marks import ASCII, Marks, to_ascii
 from tui.view.monitor import host_line
-from tui.view.processes import arrange, process_lines
+from tui.view.processes import arrange, nothing_there, process_lines
 
 _CODES: dict[Tone, str] = {
     "dim": "2",
@@ -32,7 +32,16 @@ def snapshot_text(snapshot: Snapshot, width: int, marks: Marks, *, colour: bool)
     shown = arrange(snapshot.processes, sort_key="memory", descending=True, words="")
     devices, _ = device_lines(rows, width, len(rows) + 1, marks, -1, 0)
     processes, _ = process_lines(
-        shown, width, len(shown) + 1, marks, cursor=-1, top=0, active=False, sort_key="", descending=True
+        shown,
+        width,
+        len(shown) + 1,
+        marks,
+        cursor=-1,
+        top=0,
+        active=False,
+        sort_key="",
+        descending=True,
+        nothing=nothing_there(snapshot.devices),
     )
     notes = [f"{marks.alarm} {clean(note)}" for note in snapshot.notes]
     if snapshot.driver:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from devices.base import ProcessSample, Reading
+from devices.base import DeviceSample, ProcessSample, Reading
 from tui.view.cells import Line, Span, clean, cut
 from tui.view.figures import figure, short, short_bytes, whole
 from tui.view.marks import Marks
@@ -98,6 +98,13 @@ def identity(row: ProcessSample) -> tuple[int, float, str]:
     return (row.pid, row.start_time, row.device_id)
 
 
+def nothing_there(devices: Sequence[DeviceSample]) -> str:
+    """Why no process is shown: of CPU slices only the trainings that report themselves are known."""
+    if devices and all(sample.device.kind == "cpu" for sample in devices):
+        return "No training here reports itself (evener.report; in Keras Report(split))."
+    return "No process is on these devices."
+
+
 def process_lines(
     rows: Sequence[ProcessSample],
     width: int,
@@ -109,8 +116,8 @@ def process_lines(
     active: bool,
     sort_key: str,
     descending: bool,
+    nothing: str = "",
     action: str = "",
-    nothing: str = "No process is on these devices.",
 ) -> tuple[tuple[Line, ...], int]:
     """The heading and as many rows as fit in `height`, and the first row shown; an active table shows its cursor."""
     widths = column_widths(PROCESS_COLUMNS, PROCESS_GROWTH, {"command": 1000}, width - 1)

@@ -7,7 +7,7 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from devices.base import ProcessSample, Snapshot
-from tui.view.processes import SORT_KEYS, arrange, descending_first, identity, process_lines
+from tui.view.processes import SORT_KEYS, arrange, descending_first, identity, nothing_there, process_lines
 from tui.widgets.lists import ListPanel
 
 
@@ -63,7 +63,7 @@ class ProcessPanel(ListPanel):
             sort_key=self.sort_key,
             descending=self.descending,
             action="screen.sort('{}')",
-            nothing="No process matches the filter." if self.words else "No process is on these devices.",
+            nothing="No process matches the filter." if self.words else nothing_there(self.snapshot.devices),
         )
         total = len(self.snapshot.processes)
         self.entitle(subtitle=f"{self.count} of {total} match: {self.words}" if self.words else f"{total}")
