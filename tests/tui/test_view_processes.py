@@ -8,7 +8,7 @@ from devices.base import DENIED, UNSUPPORTED, value
 from tui.view.cells import span_cells
 from tui.view.details import process_details
 from tui.view.marks import UNICODE
-from tui.view.processes import SORT_KEYS, arrange, descending_first, identity, matches, process_lines
+from tui.view.processes import SORT_KEYS, arrange, descending_first, identity, matches, nothing_there, process_lines
 
 
 def _shown(rows: Any, width: int = 80) -> list[str]:
