@@ -232,7 +232,8 @@ def report(parts: Sequence[Part], sessions: int) -> str:
         "# Soak: what grows",
         "",
         f"`python -m benchmarks.soak --sessions {sessions} --minutes {max(p.seconds for p in parts) / 60:.0f}`, "
-        f"Python {platform.python_version()}, {os.cpu_count()} logical CPUs, {platform.system()}.",
+        f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, {os.cpu_count()} logical CPUs, "
+        f"{platform.system()}.",
         "",
         "Each part is a process of its own, looked at twice a second from outside. Growth is the median of the last",
         "tenth of the looks less that of the second tenth. The app was sent keys and other sizes of its terminal.",

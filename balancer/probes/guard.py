@@ -23,7 +23,7 @@ SILENT_SECONDS = 5.0  # a driver that takes longer for one answer can't be train
 SPREAD, SPREAD_BYTES = 0.02, 1 << 30  # of a GPU's memory: what is not told from the driver's own,
 SPREAD_SMALL = 0.1  # which is no more than this of a small one's
 STEP = 0.01  # of its memory: what others hold is told in such steps, so that trifles are no news
-SETTLE_SECONDS = 0.5  # a driver takes back the memory of an ended process
+SETTLE_SECONDS, SETTLE_LOOKS = 0.4, 3  # a driver takes back the memory of an ended process, in its time
 
 Looks = Mapping[int, Vitals]
 
@@ -59,13 +59,9 @@ class Guard:
         """
         found: dict[int, int] = {}
         for position in dict.fromkeys(positions):
-            short = self._short(position, own, position in clean)
-            whole = self._devices[position].memory_bytes or 0
-            if short > self._known_short.get(position, 0) + _spread(whole):
-                time.sleep(SETTLE_SECONDS)
-                short = min(short, self._short(position, own, position in clean))
+            short = self._settled(position, own, position in clean)
             if short > self._known_short.get(position, 0):
-                step = max(1, int(STEP * whole))
+                step = max(1, int(STEP * (self._devices[position].memory_bytes or 0)))
                 self._known_short[position] = -(-short // step) * step
             if short:
                 found[position] = self._known_short[position]
@@ -107,6 +103,17 @@ class Guard:
             if words:
                 told = words[:1].lower() + words.removesuffix(".")[1:]
                 raise BrokenError((Mishap(rank, False, "device", told, rank),))
+
+    def _settled(self, position: int, own: Collection[int], clean: bool) -> int:
+        """What is short, once it is sure that nobody is just leaving."""
+        known = self._known_short.get(position, 0) + _spread(self._devices[position].memory_bytes or 0)
+        short = self._short(position, own, clean)
+        for _ in range(SETTLE_LOOKS):
+            if short <= known:
+                break
+            time.sleep(SETTLE_SECONDS)
+            short = min(short, self._short(position, own, clean))
+        return short
 
     def _short(self, position: int, own: Collection[int], clean: bool) -> int:
         device = self._devices[position]
