@@ -38,6 +38,7 @@ def outcome_of(
         *failures(found, labels),
         *left_out(found, labels),
         *words.warnings(doubts, header.devices),
+        *words.crowded(seen, header.devices),
     )
     plan = assemble(
         header,
