@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -164,6 +165,7 @@ def main() -> None:
     parser.add_argument("--budget", default="90s", help="for each search")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the MPS daemon is ended then, too
     gpus = tuple(int(gpu) for gpu in arguments.gpus.split(","))
     bench = Bench(arguments.out, arguments.framework, gpus, arguments.match, arguments.budget)
     chosen = list(SECTIONS) if "all" in arguments.sections else arguments.sections
