@@ -1,4 +1,8 @@
-"""The user's own compiled Keras model as a workload; batches come from the user too, or are made from its shapes."""
+"""The user's own compiled Keras model as a workload.
+
+What it trains on stands beside the function: `training_data()`, which returns what the training is fed with, or
+`sample_batch(n)`, which makes n rows of (x, y). Without either, rows are made from the model's shapes.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import numpy as np
 from evener.errors import RequestError
 from workloads import custom
 from workloads.base import Place, Workload
+from workloads.keras_data import Rows, Stream, of_user
 from workloads.keras_recipe import KerasWorkload
 
 
@@ -19,7 +24,9 @@ def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
     own = OwnModel(name, settings)
     make = custom.guarded(KerasWorkload, lambda: own.source)
     workload: KerasWorkload = make(place, own.build_model, own.sample_batch)
-    workload.way.step = custom.guarded(workload.way.step, own.source)  # type: ignore[method-assign]
+    workload.data = own.training_data()
+    workload.prepare = custom.guarded(workload.prepare, own.source)  # type: ignore[method-assign]
+    workload.step = custom.guarded(workload.step, own.source)  # type: ignore[method-assign]
     return workload
 
 
@@ -46,6 +53,12 @@ class OwnModel:
         if not self._model.compiled:
             raise RequestError(f"The model of {self._name} isn't compiled.", "Call model.compile(optimizer, loss).")
         return self._model
+
+    def training_data(self) -> Rows | Stream | None:
+        """What the user's `training_data()` returned, if there is one."""
+        if self._own is None or self._own.training_data is None:
+            return None
+        return of_user(self._own.training_data())
 
     def sample_batch(self, rows: int) -> tuple[Any, Any]:
         """The user's `sample_batch(rows)` if there is one, else noise of the model's shapes."""

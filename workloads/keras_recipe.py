@@ -1,7 +1,7 @@
-"""A Keras model and a maker of batches as a workload, stepped by the very engines that the user's training runs.
+"""A Keras model and what it trains on as a workload, stepped as `fit` steps the user's training.
 
-One trace serves every batch size, as Keras' own fit relaxes shapes too. Batches come from host memory each step unless
-the place says otherwise.
+One trace serves every batch size, as Keras' own fit relaxes shapes too. Batches come from host memory each step, by
+the pipeline and the train function of the training, unless the place says otherwise.
 """
 
 from __future__ import annotations
@@ -10,20 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from evener.keras_split.devices import make_logical_cpus
 from evener.keras_split.digest import model_digest
 from workloads.base import Place
+from workloads.keras_data import Rows, SampleBatch, Stream, as_arrays, pool
 from workloads.keras_limits import check_rows
 from workloads.keras_memory import PeakMemory
 from workloads.keras_ways import Solo as Solo
-from workloads.keras_ways import choose_way, rows_of
+from workloads.keras_ways import choose_way
 
 BuildModel = Callable[[], Any]  # a compiled keras.Model
-SampleBatch = Callable[[int], tuple[Any, Any]]  # n -> (x, y), n rows each
-SPARE_ROWS = 4096  # at most so many more rows than a batch are held on the host
 
 
 class KerasWorkload:
@@ -37,6 +35,7 @@ class KerasWorkload:
     ) -> None:
         self.place = place
         self.sample_batch = sample_batch
+        self.data: Rows | Stream | None = None  # None: a pool of what `sample_batch` makes
         configure(place)
         self._memory = PeakMemory(place.devices)
         self.way = way or choose_way(place)
@@ -46,33 +45,35 @@ class KerasWorkload:
                 self.model(as_arrays(sample_batch(1))[0])
             self.model.optimizer.build(self.model.trainable_variables)
         self.way.attach(self.model, as_arrays(sample_batch(2)))
-        self._batches: list[Any] = []
+        self._callbacks = keras.callbacks.CallbackList(add_history=True, model=self.model)
+        self._sent: Any = None  # a batch in the devices' memory
+        self._batches: Any = None
         self._position = 0
         self._logs: Any = None
 
     def prepare(self, shares: Sequence[int]) -> None:
-        """Hold batches for these shares; RequestError if this process would have none of the samples."""
+        """Begin to make batches for these shares; RequestError if this process would have none of the samples."""
         self._memory.reset()
-        self._batches = []
+        self._sent = self._batches = None
         spans = self.way.spans(tuple(shares))
         if any(name.startswith("GPU") for name in self.place.devices):
             check_rows(self.model, max(stop - start for start, stop in spans))
-        rows = spans[-1][1]
-        spare = min(rows, SPARE_ROWS)
-        x, y = as_arrays(self.sample_batch(rows + spare))
-        starts = [0] if self.place.input == "device" else sorted({0, spare // 4, spare // 2, spare})
-        for start in starts:
-            pool = rows_of((x, y), start, start + rows)
-            self._batches.append(self.way.cut(pool, spans))
         if self.place.input == "device":
-            self._batches = [self.way.send(batch) for batch in self._batches]
+            self._sent = self.way.send(self.way.cut(as_arrays(self.sample_batch(spans[-1][1])), spans))
+        else:
+            self.data = self.data or pool(self.sample_batch)
+            self._batches = iter(self.data.batches(self.way.split, sum(shares)))
         self._position = 0
 
     def step(self) -> None:
-        """One optimizer step on the next batch."""
-        batch = self._batches[self._position % len(self._batches)]
+        """One optimizer step on the next batch, with what `fit` does around it."""
+        if self._sent is not None:
+            self._logs = self.way.step(self._sent)
+            return
+        self._callbacks.on_train_batch_begin(self._position)
+        self._logs = self.model.train_function(self._batches)
+        self._callbacks.on_train_batch_end(self._position, self._logs)
         self._position += 1
-        self._logs = self.way.step(batch if self.place.input == "device" else self.way.load(batch))
 
     def synchronize(self) -> None:
         """Wait for the devices, then fetch the loss."""
@@ -118,14 +119,3 @@ def configure(place: Place) -> None:
         else:
             whole = tf.config.LogicalDeviceConfiguration(memory_limit=max(1, limit >> 20))
             tf.config.set_logical_device_configuration(gpu, [whole])
-
-
-def as_arrays(batch: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The batch as numpy arrays, floats in Keras' float type, as fit converts them."""
-
-    def convert(each: Any) -> Any:
-        array = np.asarray(each)
-        return array.astype(keras.config.floatx()) if array.dtype.kind == "f" else array
-
-    converted: tuple[Any, Any] = keras.tree.map_structure(convert, tuple(batch))
-    return converted

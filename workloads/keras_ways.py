@@ -1,11 +1,15 @@
 """How one Keras step lies on a place: one device, towers, a mirrored strategy, or a process of a group.
 
-Each way traces its step once for any number of rows, and says how a batch is cut into that step's arguments.
+Each way is a `Split` of evener's, so a step is the train function that `fit` would run, on what `fit` would feed it.
+With `--input device` the same step is traced for arguments that lie in the devices' memory already.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -14,11 +18,31 @@ import tensorflow as tf
 
 from evener.errors import RequestError
 from evener.keras_split.cut import Cut
-from evener.keras_split.mirrored import Mirrored, strategy_for
-from evener.keras_split.refusals import check_mirrored, check_towers, check_workers
+from evener.keras_split.mirrored import Mirrored
+from evener.keras_split.split import Split
 from evener.keras_split.towers import Towers
-from evener.keras_split.workers import Group, Workers
+from evener.keras_split.workers import Workers
 from workloads.base import Place
+
+
+class Movable(Cut):
+    """A cut whose weights lie in a variable, so that other shares need no other trace."""
+
+    def __init__(self, devices: int) -> None:
+        super().__init__([1] * devices)
+        with tf.device("CPU:0"):
+            self._held = tf.Variable(self.weights, dtype=tf.int64, trainable=False)
+
+    def move(self, shares: Sequence[int]) -> None:
+        """Cut by these shares from now on."""
+        self._held.assign(list(shares))
+
+    def bounds(self, rows: Any) -> list[Any]:
+        """As any cut, by the weights of now."""
+        now = Cut(self.weights)
+        now.weights = tuple(tf.unstack(self._held.read_value()))
+        now.total = tf.reduce_sum(self._held)
+        return now.bounds(rows)
 
 
 class Solo:
@@ -31,21 +55,30 @@ class Solo:
         self.devices: tuple[str, ...] = place.devices
         self._function: Any = None
 
+    @cached_property
+    def split(self) -> Split:
+        """What lays the training on its devices; it starts TensorFlow, so not before the place is configured."""
+        return Split(devices=self.devices[:1])
+
     def scope(self) -> Any:
         """Where the model is made."""
-        return tf.device(self.devices[0])
+        return self.split.scope()
 
     def attach(self, model: Any, sample: Any) -> None:
-        """Trace the step once, for any number of rows."""
+        """Make the model train so, by one trace for any number of rows."""
         self.model = model
         model.jit_compile = self.place.xla
+        self.split.model(model)
+        model.train_step = self.train
+        model.make_train_function()
         signature = [_specs(part) for part in self.cut(sample, ((0, 1), (1, 2))[: len(self.devices)])]
         xla = self.place.xla or None
         self._function = tf.function(self.train, input_signature=signature, jit_compile=xla, autograph=False)
 
     def train(self, batch: Any) -> Any:
         """The traced step."""
-        return self.model.train_step(batch)
+        with tf.device(self.devices[0]):
+            return type(self.model).train_step(self.model, batch)
 
     def spans(self, shares: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """The rows of each own device in what this process makes, which begins at 0."""
@@ -79,11 +112,20 @@ class Over(Solo):
 
     name = "towers"
 
+    @cached_property
+    def split(self) -> Split:
+        """Over the devices that take part."""
+        return self._over(self.devices)
+
     def attach(self, model: Any, sample: Any) -> None:
         """Check the model, and trace for the devices that take part."""
-        check_towers(model)
-        self._sample = sample
-        self._attach(model, self.devices)
+        self.model, self._sample = model, sample
+        self._attach(self.split)
+
+    def _over(self, devices: tuple[str, ...]) -> Split:
+        split = Split(devices=devices, engine="towers")
+        split.cut = Movable(len(devices))
+        return split
 
     def spans(self, shares: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """The rows of each device that takes part; another set of devices needs another trace."""
@@ -91,7 +133,8 @@ class Over(Solo):
             raise RequestError(f"{len(shares)} shares for {len(self.place.devices)} devices.", "Give one for each.")
         active = tuple(name for name, share in zip(self.place.devices, shares, strict=True) if share)
         if active != self.devices:
-            self._attach(self.model, active)
+            self._attach(self._over(active))
+        _move(self.split, shares)
         return tuple(pairwise([0, *accumulate(share for share in shares if share)]))
 
     def train(self, *batch: Any) -> Any:
@@ -119,11 +162,13 @@ class Over(Solo):
         """Run the traced step."""
         return self._function(*parts)
 
-    def _attach(self, model: Any, devices: tuple[str, ...]) -> None:
-        self.model, self.devices = model, devices
-        self._towers = Towers(model, devices, Cut([1] * len(devices)))
+    def _attach(self, split: Split) -> None:
+        self.split, self.devices = split, split.devices
+        split.model(self.model)
+        self.model.make_train_function(force=True)
+        self._towers = Towers(self.model, self.devices, split.cut)
         x, y = self._sample
-        signature = [*(_specs(x) for _ in devices), _specs(y)]
+        signature = [*(_specs(x) for _ in self.devices), _specs(y)]
         self._function = tf.function(self.train, input_signature=signature, autograph=False)
 
 
@@ -132,26 +177,28 @@ class Replicated(Over):
 
     name = "mirrored"
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
-        self._strategy = strategy_for(place.devices)
-
-    def scope(self) -> Any:
-        """The strategy's."""
-        return self._strategy.scope()
+    @cached_property
+    def split(self) -> Split:
+        """Over all devices: a strategy can't leave one out."""
+        return Split(devices=self.devices, engine="mirrored")
 
     def attach(self, model: Any, sample: Any) -> None:
         """Check the model; sizes differ by replica, so shapes are relaxed as they come."""
         model.jit_compile = False
-        check_mirrored(model)
         self.model = model
         model.test_on_batch(*sample)  # makes the metrics' variables, which a trace under a strategy can't
         model.reset_metrics()
+        self.split.model(model)
+        model.make_train_function(force=True)
         self._engine = Mirrored(model)
         self._function = tf.function(self._run, reduce_retracing=True, autograph=False)
 
-    def _attach(self, model: Any, devices: tuple[str, ...]) -> None:
-        raise RequestError("A mirrored strategy can't leave a device out.", "Build it over the others.")
+    def spans(self, shares: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """The rows of each replica."""
+        if len(shares) != len(self.devices) or not all(shares):
+            raise RequestError(f"A mirrored strategy can't take the shares {shares}.", "Build it over the others.")
+        self.split.cut = Cut(shares)
+        return tuple(pairwise([0, *accumulate(shares)]))
 
     def cut(self, batch: Any, spans: Sequence[tuple[int, int]]) -> list[Any]:
         """Each replica's own x and y."""
@@ -167,14 +214,16 @@ class Replicated(Over):
 
     def step(self, parts: list[Any]) -> Any:
         """Hand each replica its part, and reduce the logs to the first's."""
-        values = self._strategy.experimental_distribute_values_from_function(
+        strategy: Any = self.split.strategy
+        values = strategy.experimental_distribute_values_from_function(
             lambda context: parts[context.replica_id_in_sync_group]
         )
         return self._function(values)
 
     def _run(self, values: Any) -> Any:
-        logs = self._strategy.run(self._engine.train_step, args=(values,))
-        return {name: self._strategy.experimental_local_results(value)[0] for name, value in logs.items()}
+        strategy: Any = self.split.strategy
+        logs = strategy.run(self._engine.train_step, args=(values,))
+        return {name: strategy.experimental_local_results(value)[0] for name, value in logs.items()}
 
 
 class Ranked(Solo):
@@ -184,16 +233,24 @@ class Ranked(Solo):
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
-        self._group = Group(place.peers, place.rank)
+        workers = {"cluster": {"worker": list(place.peers)}, "task": {"type": "worker", "index": place.rank}}
+        os.environ["TF_CONFIG"] = json.dumps(workers)
         self._all_rows = 0
+
+    @cached_property
+    def split(self) -> Split:
+        """A process for each device."""
+        split = Split(devices=self.place.peers, engine="multiworker")
+        split.cut = Movable(len(self.place.peers))
+        return split
 
     def attach(self, model: Any, sample: Any) -> None:
         """Check the model, start from the first rank's weights, and trace once."""
-        check_workers(model)
         model.jit_compile = False
         self.model = model
-        self._group.share_weights([weight.value for weight in model.weights])
-        self._engine = Workers(model, Cut([1] * self._group.size), self._group)
+        self.split.model(model)
+        model.make_train_function()
+        self._engine = Workers(model, self.split.cut, self.split.required_group)
         signature = [_specs(sample), tf.TensorSpec([], tf.int64)]
         self._function = tf.function(self._run, input_signature=signature, autograph=False)
 
@@ -202,12 +259,13 @@ class Ranked(Solo):
 
     def spans(self, shares: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """Own rows; the other ranks make theirs."""
-        if len(shares) != self._group.size or not shares[self.place.rank]:
+        if len(shares) != self.place.world or not shares[self.place.rank]:
             raise RequestError(
                 f"Rank {self.place.rank} can't step with the shares {shares}.",
                 "Each process of a group needs a share above 0; start the group without the others.",
             )
         self._all_rows = sum(shares)
+        _move(self.split, shares)
         return ((0, shares[self.place.rank]),)
 
     def step(self, parts: list[Any]) -> Any:
@@ -225,6 +283,13 @@ def choose_way(place: Place) -> Solo:
     if len(place.devices) == 1:
         return Solo(place)
     return Replicated(place) if place.engine == "mirrored" else Over(place)
+
+
+def _move(split: Split, shares: Sequence[int]) -> None:
+    """Cut by other shares, both in the steps and in what feeds them."""
+    cut = split.cut
+    if isinstance(cut, Movable):
+        cut.move([share for share in shares if share])
 
 
 def rows_of(data: Any, start: int, stop: int) -> Any:

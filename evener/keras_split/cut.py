@@ -22,8 +22,8 @@ class Cut:
     """
 
     def __init__(self, weights: Sequence[float], floors: bool = False) -> None:
-        self.weights = _whole(weights)
-        self.total = sum(self.weights)
+        self.weights: tuple[Any, ...] = _whole(weights)
+        self.total: Any = sum(self.weights)
         self.floors = floors
 
     def bounds(self, rows: Any) -> list[Any]:

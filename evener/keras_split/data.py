@@ -1,8 +1,14 @@
-"""Arrays as a dataset of whole global batches, in an order that every process of a group can repeat."""
+"""Arrays as batches: which rows each step of each epoch takes, in an order that every process of a group can repeat.
+
+The order of an epoch is a keyed permutation, so a step's rows are known from its number alone: a process gathers its
+own rows of a global batch and no others, and the next epoch's first batch is made while this epoch's last one trains.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -10,26 +16,88 @@ import numpy as np
 import tensorflow as tf
 
 from evener.errors import RequestError
+from evener.keras_split.cut import Cut
+from evener.keras_split.rows import OwnRows, filled
+
+AHEAD = 2  # batches that are ready before they are asked for
+MOST_THREADS = 4  # that gather rows at once
+
+Take = Callable[[Any, Any, Any], Any]  # epoch, first row, row after the last -> an element of a dataset
 
 
-def batches(x: Any, y: Any, weight: Any, batch: int, shuffle: bool, seed: int) -> Any:
-    """A tf.data.Dataset of (x, y, weight), as far as they are given, `batch` rows each and the rest in a last one."""
+class Feed:
+    """Nested arrays of (x, y, weight), as far as they are given, `batch` rows a step and the rest in a last one.
+
+    `rows` counts the arrays as so many rows, by going through them again and again. RequestError for arrays of unequal
+    or no rows.
+    """
+
+    def __init__(self, data: Any, batch: int, shuffle: bool = False, seed: int = 0, rows: int | None = None) -> None:
+        self._length = length(data)
+        self._held = keras.tree.map_structure(_tensor, keras.tree.lists_to_tuples(data))
+        self.rows = rows or self._length
+        self.batch = batch
+        self._shuffle = shuffle
+        self._seed = seed
+
+    @property
+    def steps(self) -> int:
+        """Steps of an epoch."""
+        return math.ceil(self.rows / self.batch)
+
+    def whole(self, endless: bool = False) -> Any:
+        """A tf.data.Dataset of global batches: one epoch, or `endless` ones without a pause between them."""
+        return self._dataset(self._take, endless)
+
+    def own(self, cut: Cut, rank: int, endless: bool = False) -> Any:
+        """A dataset of `OwnRows`: the rows of each global batch that the process of this rank computes."""
+
+        def part(epoch: Any, start: Any, stop: Any) -> OwnRows:
+            first, last = cut.bounds(stop - start)[rank : rank + 2]
+            begin, end = filled(first, last)
+            return OwnRows(self._take(epoch, start + begin, start + end), last - first, stop - start)
+
+        return self._dataset(part, endless)
+
+    def _dataset(self, take: Take, endless: bool) -> Any:
+        numbers = self._endless() if endless else self._once()
+        threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
+
+        def make(epoch: Any, step: Any) -> Any:
+            with tf.device("CPU:0"):
+                start = step * self.batch
+                return take(epoch, start, tf.minimum(start + self.batch, self.rows))
+
+        dataset = numbers.map(make, num_parallel_calls=threads, deterministic=True).prefetch(AHEAD)
+        return dataset.with_options(_quiet(threads)) if endless else dataset
+
+    def _endless(self) -> Any:
+        steps = self.steps
+        return tf.data.Dataset.counter(dtype=tf.int64).map(lambda count: (count // steps, count % steps))
+
+    def _once(self) -> Any:
+        """The steps of one epoch; each iteration is another epoch."""
+        steps = tf.data.Dataset.range(self.steps)
+        epoch = tf.data.Dataset.random(seed=self._seed, rerandomize_each_iteration=True).take(1)
+        numbers = epoch.flat_map(lambda number: steps.map(lambda step: (number, step)))
+        return numbers.apply(tf.data.experimental.assert_cardinality(self.steps))
+
+    def _take(self, epoch: Any, start: Any, stop: Any) -> Any:
+        if not self._shuffle and self.rows == self._length:
+            return keras.tree.map_structure(lambda tensor: tensor[start:stop], self._held)
+        places = tf.range(start, stop)
+        if self._shuffle:
+            key = tf.stack([tf.constant(self._seed, tf.int64), epoch])
+            places = tf.random.experimental.index_shuffle(places, seed=key, max_index=self.rows - 1)
+        places %= self._length
+        return keras.tree.map_structure(lambda tensor: tf.gather(tensor, places), self._held)
+
+
+def given(x: Any, y: Any, weight: Any) -> tuple[Any, ...]:
+    """(x, y, weight) without what isn't given; RequestError for weights without y."""
     if y is None and weight is not None:
         raise RequestError("Sample weights are given without y.", "Give y too.")
-    given = [each for each in (x, y, weight) if each is not None]
-    rows = length(given)
-    with tf.device("CPU:0"):
-        held = keras.tree.map_structure(tf.convert_to_tensor, tuple(given))
-    order = tf.data.Dataset.range(rows)
-    if shuffle:
-        order = order.shuffle(rows, seed=seed, reshuffle_each_iteration=True)
-
-    def take(indices: Any) -> Any:
-        with tf.device("CPU:0"):
-            return keras.tree.map_structure(lambda tensor: tf.gather(tensor, indices), held)
-
-    dataset = order.batch(batch).map(take, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    return dataset.prefetch(tf.data.AUTOTUNE)
+    return tuple(each for each in (x, y, weight) if each is not None)
 
 
 def length(data: Any) -> int:
@@ -57,3 +125,19 @@ def fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] |
         raise RequestError("class_weight needs one label for each sample.", "Give sample_weight instead.")
     table = np.vectorize(lambda label: float(class_weight.get(int(label), 1.0)), otypes=[float])
     return table(labels[:, 0]).astype(keras.config.floatx())
+
+
+def _tensor(array: Any) -> Any:
+    """In host memory, floats in Keras' float type, as fit converts them."""
+    with tf.device("CPU:0"):
+        tensor = tf.convert_to_tensor(array)
+        return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor
+
+
+def _quiet(threads: int) -> Any:
+    """Threads of its own and no more, so that neither a waiting collective nor the training holds up the next batch."""
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = threads
+    options.threading.max_intra_op_parallelism = 1
+    options.autotune.enabled = False
+    return options

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from evener.errors import RequestError
 from evener.fit import check_global_batch
-from evener.keras_split.data import length
-from evener.keras_split.mirrored import distribute
+from evener.keras_split.data import Feed, fold_weights, given, length
 from evener.keras_split.refusals import check_compiled
 
 if TYPE_CHECKING:
@@ -88,38 +88,43 @@ class Fitting:
         chosen = call.arguments
         if _is_arrays(chosen["x"]) and "_use_cached_eval_dataset" not in chosen.get("kwargs", {}):
             size = chosen["batch_size"] or self.split.global_batch
-            if self.split.engine == "mirrored" and size:
-                data = self.split.data(chosen["x"], chosen["y"], chosen["sample_weight"], batch_size=size)
-                chosen["steps"] = chosen["steps"] or math.ceil(length(chosen["x"]) / size)
-                chosen |= {"x": self._dealt(data), "y": None, "sample_weight": None, "batch_size": None}
-            else:
+            if self.split.engine in ("towers", "solo") or not size:
                 chosen["batch_size"] = size
+            else:
+                data = given(chosen["x"], chosen["y"], chosen["sample_weight"])
+                chosen["steps"] = chosen["steps"] or math.ceil(length(data) / size)
+                chosen |= {"x": self._fed(data, size), "y": None, "sample_weight": None, "batch_size": None}
         return own(*call.args, **call.kwargs)
 
     def _fit_arrays(self, chosen: dict[str, Any]) -> None:
+        """Feed arrays epoch after epoch without a pause; what only Keras' own feeding knows is left to it."""
         size = chosen["batch_size"] or self.split.global_batch or 32
         check_global_batch(size, len(self.split.devices))
         if self.split.engine in ("towers", "solo"):
-            chosen["batch_size"] = size
-            return
-        _refuse_validation_split(chosen, self.split.engine)
-        rows = length(chosen["x"])
-        data = self.split.data(
-            chosen["x"],
-            chosen["y"],
-            chosen["sample_weight"],
-            class_weight=chosen["class_weight"],
-            batch_size=size,
-            shuffle=bool(chosen["shuffle"]),
-        )
-        chosen |= {"y": None, "sample_weight": None, "class_weight": None, "batch_size": None, "shuffle": False}
-        chosen["x"] = data
-        if self.split.engine == "mirrored":
-            chosen["x"] = self._dealt(data.repeat())
-            chosen["steps_per_epoch"] = chosen["steps_per_epoch"] or math.ceil(rows / size)
-            self._deal_validation(chosen, size)
+            if not _plain(chosen, self.model):
+                chosen["batch_size"] = size
+                return
         else:
-            self._batch_validation(chosen, size)
+            _refuse_validation_split(chosen, self.split.engine)
+        weight = fold_weights(chosen["y"], chosen["sample_weight"], chosen["class_weight"])
+        feed = Feed(given(chosen["x"], chosen["y"], weight), size, bool(chosen["shuffle"]), self._seed())
+        chosen |= {"y": None, "sample_weight": None, "class_weight": None, "batch_size": None, "shuffle": False}
+        chosen["steps_per_epoch"] = chosen["steps_per_epoch"] or feed.steps
+        chosen["x"] = self.split.batches(feed, endless=True)
+        self._feed_validation(chosen, size)
+
+    def _fed(self, data: tuple[Any, ...], size: int) -> Any:
+        """What is evaluated: in its order."""
+        return self.split.batches(Feed(data, size), endless=self.split.engine == "mirrored")
+
+    def _seed(self) -> int:
+        """Of the order of epochs: by `keras.utils.set_random_seed`; in a group, the first process'."""
+        with tf.device("CPU:0"):
+            drawn = tf.random.uniform([], maxval=1 << 31, dtype=tf.int64)
+        group = self.split.group
+        if group is not None:
+            (drawn,) = group.sum_now([drawn if group.rank == 0 else tf.zeros_like(drawn)])
+        return int(drawn)
 
     def _fit_dataset(self, chosen: dict[str, Any]) -> None:
         """Deal a dataset of whole batches to the replicas."""
@@ -138,32 +143,27 @@ class Fitting:
             if steps < 0:
                 raise RequestError("The dataset's length isn't known.", "Give steps_per_epoch.")
             data = data.repeat()
-        chosen |= {"x": self._dealt(data), "steps_per_epoch": steps}
-        self._deal_validation(chosen, self.split.global_batch)
+        chosen |= {"x": self.split.deal(data), "steps_per_epoch": steps}
+        self._feed_validation(chosen, self.split.global_batch)
 
-    def _deal_validation(self, chosen: dict[str, Any], size: int | None) -> None:
-        given = chosen["validation_data"]
-        if given is None:
+    def _feed_validation(self, chosen: dict[str, Any], size: int | None) -> None:
+        """Validation data in batches of as many rows, in the engine's form."""
+        held = chosen["validation_data"]
+        if held is None:
             return
-        size = chosen["validation_batch_size"] or size
-        if isinstance(given, tf.data.Dataset):
-            steps, data = int(given.cardinality()), given
-        else:
-            steps, data = math.ceil(length(given[0]) / (size or 32)), self.split.data(*given, batch_size=size or 32)
-        if chosen["validation_steps"] is None and steps < 0:
-            raise RequestError("The validation data's length isn't known.", "Give validation_steps.")
-        chosen["validation_steps"] = chosen["validation_steps"] or steps
-        chosen["validation_data"] = self._dealt(data.repeat())
-        chosen["validation_batch_size"] = None
-
-    def _batch_validation(self, chosen: dict[str, Any], size: int) -> None:
-        given = chosen["validation_data"]
-        if given is not None and not isinstance(given, tf.data.Dataset):
-            chosen["validation_data"] = self.split.data(*given, batch_size=chosen["validation_batch_size"] or size)
-            chosen["validation_batch_size"] = None
-
-    def _dealt(self, data: Any) -> Any:
-        return distribute(self.split.strategy, data, self.split.cut)
+        size = chosen["validation_batch_size"] or size or 32
+        chosen["validation_batch_size"] = None if isinstance(held, tf.data.Dataset) else size
+        if self.split.engine in ("towers", "solo"):
+            return
+        if not isinstance(held, tf.data.Dataset):
+            data = given(*held, *[None] * (3 - len(held)))
+            chosen["validation_steps"] = chosen["validation_steps"] or math.ceil(length(data) / size)
+            chosen |= {"validation_data": self._fed(data, size), "validation_batch_size": None}
+        elif self.split.engine == "mirrored":
+            steps = chosen["validation_steps"] or int(held.cardinality())
+            if steps < 0:
+                raise RequestError("The validation data's length isn't known.", "Give validation_steps.")
+            chosen |= {"validation_data": self.split.deal(held.repeat()), "validation_steps": steps}
 
     def _without_xla(self) -> None:
         if self.model.jit_compile and self.split.engine != "mirrored" and not getattr(self.engine, "xla", False):
@@ -187,6 +187,20 @@ class Fitting:
 def _is_arrays(x: Any) -> bool:
     return all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in tf.nest.flatten(x)) and not isinstance(
         x, tf.data.Dataset | tf.distribute.DistributedDataset
+    )
+
+
+def _plain(chosen: dict[str, Any], model: Any) -> bool:
+    """Dense arrays, fed whole epochs at a time, a step at a time."""
+    held = [leaf for key in ("x", "y", "sample_weight") for leaf in tf.nest.flatten(chosen[key]) if leaf is not None]
+    weighted = chosen["sample_weight"] is not None or chosen["class_weight"] is not None
+    return (
+        all(isinstance(leaf, np.ndarray | tf.Tensor) and leaf.dtype != object for leaf in held)
+        and isinstance(chosen["shuffle"], bool)
+        and not (weighted and tf.nest.is_nested(chosen["y"]))
+        and not chosen["validation_split"]
+        and chosen["steps_per_epoch"] is None
+        and model.steps_per_execution == 1
     )
 
 

@@ -6,7 +6,7 @@ Masks that Keras puts on tensors travel with the rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -14,6 +14,14 @@ import tensorflow as tf
 from evener.errors import RequestError
 
 Tensors = Any  # nested tensors, as Keras hands them to a train step
+
+
+class OwnRows(NamedTuple):
+    """What one process of a group computes of a global batch; at least one row, of which `size` count."""
+
+    data: Tensors
+    size: Any  # own rows that count
+    rows: Any  # rows of the global batch
 
 
 def count(data: Tensors) -> Any:
@@ -25,13 +33,18 @@ def count(data: Tensors) -> Any:
 
 
 def piece(data: Tensors, start: Any, stop: Any) -> Tensors:
-    """Rows `start` to `stop` of every tensor; an empty range gives row 0, since an empty replica can abort TensorFlow.
+    """Rows `start` to `stop` of every tensor, or row 0 where there are none (`filled`)."""
+    start, stop = filled(start, stop)
+    return _each(lambda tensor: tensor[start:stop], data)
+
+
+def filled(start: Any, stop: Any) -> tuple[Any, Any]:
+    """The range, or that of row 0 where it is empty, since an empty replica can abort TensorFlow.
 
     Whoever takes a filler row drops what comes of it (`head` with 0 rows).
     """
     start = tf.where(stop > start, start, tf.zeros_like(start))
-    stop = tf.maximum(stop, start + 1)
-    return _each(lambda tensor: tensor[start:stop], data)
+    return start, tf.maximum(stop, start + 1)
 
 
 def head(data: Tensors, rows: Any) -> Tensors:

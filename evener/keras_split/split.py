@@ -18,10 +18,10 @@ from evener.keras_split import devices as names
 from evener.keras_split import refusals
 from evener.keras_split.alone import Alone
 from evener.keras_split.cut import Cut
-from evener.keras_split.data import batches, fold_weights
+from evener.keras_split.data import Feed, fold_weights, given
 from evener.keras_split.digest import model_digest
 from evener.keras_split.fitting import Fitting
-from evener.keras_split.mirrored import Mirrored, strategy_for
+from evener.keras_split.mirrored import Mirrored, distribute, strategy_for
 from evener.keras_split.refusals import SplitWarning
 from evener.keras_split.towers import Towers
 from evener.keras_split.workers import Group, Workers, group_from_environment
@@ -132,7 +132,17 @@ class Split:
             raise RequestError("This split has no global batch.", "Give batch_size, or Split(global_batch=...).")
         check_global_batch(size, len(self.devices))
         weight = fold_weights(y, sample_weight, class_weight)
-        return batches(x, y, weight, size, shuffle, seed)
+        return Feed(given(x, y, weight), size, shuffle, seed).whole()
+
+    def batches(self, feed: Feed, endless: bool = False) -> Any:
+        """A feed's batches in the form that the engine's steps take: whole, dealt to replicas, or own rows."""
+        if self.engine == "multiworker":
+            return feed.own(self.cut, self.required_group.rank, endless)
+        return self.deal(feed.whole(endless))
+
+    def deal(self, dataset: Any) -> Any:
+        """A dataset of whole batches in the form that the engine's steps take."""
+        return dataset if self.strategy is None else distribute(self.strategy, dataset, self.cut)
 
     @property
     def required_group(self) -> Group:

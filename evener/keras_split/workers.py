@@ -17,7 +17,7 @@ import tensorflow as tf
 from evener.errors import RequestError
 from evener.keras_split.cut import Cut
 from evener.keras_split.refusals import check_mask
-from evener.keras_split.rows import Tensors, count, head, piece
+from evener.keras_split.rows import OwnRows, Tensors, count, head, piece
 
 
 class Group:
@@ -78,7 +78,7 @@ def group_from_environment() -> Group | None:
 
 
 class Workers:
-    """Train and evaluate steps of one process of a group; each is given the whole batch and takes its own rows."""
+    """Train and evaluate steps of one process of a group: on its `OwnRows`, or those of a whole batch."""
 
     name = "multiworker"
 
@@ -119,12 +119,14 @@ class Workers:
         (loss,) = self.group.sum([loss * (tf.cast(size, loss.dtype) / tf.cast(rows, loss.dtype))])
         return self._report(loss, rows, x, y, outputs, weight)
 
-    def own_rows(self, data: Tensors) -> tuple[Tensors, Any, Any]:
+    def own_rows(self, data: Tensors) -> OwnRows:
         """This process' rows of a whole batch, how many of them count, and the batch's rows."""
+        if isinstance(data, OwnRows):
+            return data
         with tf.device("CPU:0"):
             rows = count(data)
             start, stop = self.cut.bounds(rows)[self.group.rank : self.group.rank + 2]
-            return piece(data, start, stop), stop - start, rows
+            return OwnRows(piece(data, start, stop), stop - start, rows)
 
     def metrics_result(self) -> dict[str, Any]:
         """The model's metrics; at the end of an epoch or evaluation, summed over the processes first."""

@@ -1,0 +1,100 @@
+"""What a Keras workload trains on: rows that its training would gather, by the same code, for as long as it is asked.
+
+Rows made by `sample_batch` are made once, more of them than fit into a processor's caches, and gone through again and
+again in a shuffled order; what the user's `training_data` gives is fed as a training would feed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from evener.errors import RequestError
+from evener.keras_split.data import Feed, length
+from evener.keras_split.split import Split
+
+SampleBatch = Callable[[int], tuple[Any, Any]]  # n -> (x, y), n rows each
+POOL_BYTES = 64 << 20
+FEWEST_ROWS, MOST_ROWS = 64, 1 << 16
+
+
+class Rows:
+    """Arrays to train on: (x, y), or (x, y, weight)."""
+
+    def __init__(self, arrays: tuple[Any, ...]) -> None:
+        self._arrays = arrays
+
+    def batches(self, split: Split, batch: int) -> Any:
+        """Global batches of so many rows without end, in the form that the split's steps take."""
+        rows = batch * max(1, length(self._arrays) // batch)
+        return split.batches(Feed(self._arrays, batch, shuffle=True, rows=rows), endless=True)
+
+
+class Stream:
+    """Datasets to train on: `make` gives one of batches of so many rows."""
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self._make = make
+
+    def batches(self, split: Split, batch: int) -> Any:
+        """As `Rows` has it; RequestError where the dataset's batches have other sizes."""
+        data = self._make(batch)
+        if not isinstance(data, tf.data.Dataset):
+            raise RequestError(
+                f"training_data() gives a {type(data).__name__} for a batch of {batch}.", "Give a tf.data.Dataset."
+            )
+        found = next((rows_in(element) for element in data.take(1)), 0)
+        if found != batch:
+            raise RequestError(
+                f"training_data() gives a batch of {found} rows instead of {batch}.",
+                "Batch by the size that it is called with, from a data set of at least so many rows.",
+            )
+        return split.deal(data.filter(lambda *each: tf.equal(tf.shape(first(each))[0], batch)).repeat())
+
+
+def pool(sample_batch: SampleBatch) -> Rows:
+    """Rows made by `sample_batch`, as many as are worth their memory."""
+    few = as_arrays(sample_batch(2))
+    row_bytes = max(1, sum(leaf.nbytes for leaf in keras.tree.flatten(few)) // 2)
+    count = min(max(POOL_BYTES // row_bytes, FEWEST_ROWS), MOST_ROWS)
+    with tf.device("CPU:0"):
+        return Rows(keras.tree.map_structure(tf.convert_to_tensor, as_arrays(sample_batch(count))))
+
+
+def of_user(given: Any) -> Rows | Stream:
+    """What `training_data()` returned: arrays, a tf.data.Dataset of single samples, or a function batch -> dataset."""
+    if isinstance(given, tf.data.Dataset):
+        return Stream(lambda batch: given.batch(batch).prefetch(tf.data.AUTOTUNE))
+    if callable(given):
+        return Stream(given)
+    if not isinstance(given, tuple) or len(given) not in (2, 3):
+        raise RequestError(
+            f"training_data() gives a {type(given).__name__}.",
+            "Return arrays (x, y), a tf.data.Dataset of single samples, or a function that makes one of n-row batches.",
+        )
+    return Rows(as_arrays(given))
+
+
+def as_arrays(data: tuple[Any, ...]) -> Any:
+    """Nested arrays as numpy's, floats in Keras' float type, as fit converts them."""
+
+    def convert(each: Any) -> Any:
+        array = np.asarray(each)
+        return array.astype(keras.config.floatx(), copy=False) if array.dtype.kind == "f" else array
+
+    return keras.tree.map_structure(convert, tuple(data))
+
+
+def first(data: Any) -> Any:
+    """One tensor of nested ones."""
+    return tf.nest.flatten(data)[0]
+
+
+def rows_in(element: Any) -> int:
+    """Rows of a batch that a dataset gave; 0 for what is no batch."""
+    shape = first(element).shape
+    return int(shape[0]) if shape.rank else 0
