@@ -88,7 +88,11 @@ def _other_model(plan: Plan, workload_digest: str | None) -> list[str]:
     measured = plan.fingerprint.workload_digest
     if workload_digest is None or not measured or workload_digest == measured:
         return []
-    return [f"The plan was measured with another model: its digest is {measured}, this one's {workload_digest}."]
+    named = f", {plan.workload}" if plan.workload else ""
+    return [
+        f"The plan was measured with another model{named}: its digest is {measured}, this one's {workload_digest}."
+        " Measure this one with evener balance --workload FILE.py:FUNCTION."
+    ]
 
 
 def _other_framework(plan: Plan, framework: str | None) -> list[str]:
