@@ -46,11 +46,11 @@ def where(one: Standing, labels: Sequence[str]) -> str:
 
 
 def against(one: Standing) -> str:
-    """-9.0 % (-9.4 to -8.6), with `tie` where it is one."""
+    """-9.0 % (-9.4 to -8.6), with `tie` where it is one, or `unclear` where it may be one for all that is known."""
     if one.against is None:
         return "fastest"
-    low, high = (f"{100 * value:+.1f}" for value in (one.against.low, one.against.high))
-    tie = "tie, " if one.tie else ""
+    low, high = (f"{100 * max(-1.0, value):+.1f}" for value in (one.against.low, one.against.high))
+    tie = "unclear, " if one.unclear else "tie, " if one.tie else ""
     return f"{tie}{100 * one.against.value:+.1f} % ({low} to {high})"
 
 
@@ -132,6 +132,7 @@ def _standing_json(found: Comparison, one: Standing) -> dict[str, object]:
         "against_winner": None if difference is None else difference.value,
         "against_winner_interval": interval,
         "tie": one.tie,
+        "unclear": one.unclear,
         "turns": one.turns,
     }
 

@@ -119,7 +119,8 @@ class Comparison:
     def broken(self) -> tuple[tuple[Candidate, Observation], ...]:
         """The layouts of the race that did not run, and what came instead."""
         pairs = [(candidate, self._told.broken(candidate.layout)) for candidate in self.candidates()]
-        return tuple((candidate, seen) for candidate, seen in pairs if seen is not None)
+        packs = [(Candidate("pack", seen.probe.layout), seen) for _, one in self._packings() if (seen := one.refused())]
+        return (*((candidate, seen) for candidate, seen in pairs if seen is not None), *packs)
 
     def packs(self) -> dict[PackMode, tuple[Observation, ...]]:
         """What growing the number of trainings saw, by mode: the table of N against throughput."""

@@ -53,6 +53,10 @@ class Packing:
         ran = [seen for seen in self._by_size.get(size or 0, []) if isinstance(seen, Timed)]
         return max(ran, key=lambda seen: seen.samples_per_second).probe.layout if ran else None
 
+    def refused(self) -> Observation | None:
+        """What came of the fewest trainings, if none of more than one ever ran."""
+        return None if not self.seen or any(isinstance(seen, Timed) for seen in self.seen) else self.seen[0]
+
     @cached_property
     def seen(self) -> tuple[Observation, ...]:
         """Every pack measured, by number of trainings and falling batch."""

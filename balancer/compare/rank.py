@@ -17,6 +17,7 @@ from balancer.core.stats import paired, relative_half_width, student
 from balancer.records import Interval, Layout, Timed
 
 TIE = 0.01  # relative; less than that is not worth a change
+UNCLEAR = 0.03  # relative; a tie is not called one if its likeliest difference is larger
 ENOUGH_TURNS, MOST_TURNS = 3, 8
 LEAST_TURNS = 2  # of the leader and its nearest rival, however far apart one turn has them
 HOPELESS = {1: 0.25, 2: 0.05}  # so far behind after so many turns, surely, a layout gets no more
@@ -34,6 +35,11 @@ class Standing(msgspec.Struct, frozen=True):
     against: Interval | None
     tie: bool
     turns: int
+
+    @property
+    def unclear(self) -> bool:
+        """A tie only because too little is known: the difference may be none, and may be large."""
+        return self.tie and self.against is not None and abs(self.against.value) > UNCLEAR
 
 
 def ranked(candidates: Sequence[Candidate], turns: Turns) -> tuple[Standing, ...]:

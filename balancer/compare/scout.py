@@ -14,9 +14,11 @@ from balancer.compare.costs import solo_start
 from balancer.compare.layouts import Candidate, Wanted, alone, device_counts, evenly
 from balancer.compare.ration import within
 from balancer.core.search import Search
-from balancer.records import Belief, CurveSketch, Observation, OutOfMemory, Probe, Problem, Result, Timed
+from balancer.records import Belief, CurveSketch, Layout, Observation, OutOfMemory, Probe, Problem, Result, Timed
 
 BETTER = 0.005  # relative: a predicted split joins the race if it should beat the measured ones by more
+
+ALIKE = 0.03  # relative
 
 
 class Scout:
@@ -105,10 +107,12 @@ class Scout:
             return ()
         best = self.best()
         chosen = best if best is not None and best.layout.kind == "split" else found[0]
-        measured = {result.layout for result in found}
-        others = [layout for layout in self._search.contenders() if layout.kind == "split" and layout not in measured]
-        even = {candidate.layout for candidate in self.evens()}
-        return tuple(Candidate("split", layout) for layout in (chosen.layout, *others) if layout not in even)
+        kept = [chosen.layout]
+        for layout in self._search.contenders():
+            known = (*kept, *(result.layout for result in found))
+            if layout.kind == "split" and not any(_alike(layout, other) for other in known):
+                kept.append(layout)
+        return tuple(Candidate("split", layout) for layout in kept)
 
     def better_single(self) -> Candidate | None:
         """A batch of one device that was not measured and should be faster than any that was; None without one."""
@@ -167,6 +171,12 @@ def seconds(curve: CurveSketch, batch: int) -> float:
     right = min(max(bisect_left([size for size, _ in points], batch), 1), len(points) - 1)
     (size0, time0), (size1, time1) = list(pairwise(points))[right - 1]
     return time0 + (time1 - time0) * (batch - size0) / (size1 - size0)
+
+
+def _alike(one: Layout, other: Layout) -> bool:
+    """Whether two splits have the same devices, and shares that differ too little to be raced against each other."""
+    pairs = list(zip(one.shares, other.shares, strict=True))
+    return one.active == other.active and all(abs(a - b) <= ALIKE * max(a, b) for a, b in pairs)
 
 
 def _fits(curve: CurveSketch, batch: int) -> bool:

@@ -49,7 +49,7 @@ def verdict(found: Sequence[Standing], labels: Sequence[str], turns: Turns) -> s
     winner, *others = found
     reasons = [*_gains(winner, others), *_losses(winner, others, turns), *_knobs(winner, others)]
     why = f": {'; '.join(reasons)}" if reasons else ""
-    return f"{_subject(winner, labels)}{why}{_ties(others, labels)}."
+    return f"{_subject(winner, labels)}{why}{_ties(found, labels)}."
 
 
 def moved_share(seen: Sequence[Timed]) -> float | None:
@@ -169,12 +169,16 @@ def _knob_names(one: Standing) -> str:
     return " and ".join(KNOBS.get(knob, knob) for knob in one.candidate.layout.knobs)
 
 
-def _ties(others: Sequence[Standing], labels: Sequence[str]) -> str:
-    tied = [one for one in others if one.tie and not one.candidate.layout.knobs][:MOST_TIES]
-    if not tied:
-        return ""
-    names = listed([name(one.candidate, len(labels)) for one in tied])
-    return f"; {names} {'ties' if len(tied) == 1 else 'tie'} with it"
+def _ties(found: Sequence[Standing], labels: Sequence[str]) -> str:
+    """Who ties with the winner, and who can't be told from it because too little is known."""
+    titles = names([one.candidate for one in found], len(labels))
+    plain = [
+        (title, one) for title, one in zip(titles, found, strict=True) if one.tie and not one.candidate.layout.knobs
+    ]
+    tied = [title for title, one in plain if not one.unclear][:MOST_TIES]
+    unclear = [title for title, one in plain if one.unclear][:MOST_TIES]
+    words = f"; {listed(tied)} {'ties' if len(tied) == 1 else 'tie'} with it" if tied else ""
+    return words + (f"; {listed(unclear)} can't be told from it yet" if unclear else "")
 
 
 def _noun(labels: Sequence[str]) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -35,6 +37,14 @@ from devices.mps import MpsDaemon
 daemon = MpsDaemon()
 print(daemon.variables()["CUDA_MPS_PIPE_DIRECTORY"], flush=True)
 time.sleep(600)
+"""
+COMPARISON = """
+import sys
+from balancer import comparing
+from tui.cli import run
+comparing._modes = lambda bench, mps, notes: ("mps",)  # as on a machine with GPUs
+quick = ["-w", "synthetic", "--set", "base_ms=2", "--set", "per_sample_ms=0.02", "--global-batch", "32"]
+sys.exit(run(["compare", "-d", "cpu/2", *quick, "--layouts", "solo,pack", "--budget", "10s", "--json"]))
 """
 Install = Callable[..., None]
 
@@ -94,6 +104,93 @@ def test_it_ends_with_the_process_that_holds_it(install: Install, number: signal
     holder.wait(10)
     holder.stdout.close()
     assert gone(server, folder)
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.2, 0.35, 0.5, 0.8])
+def test_nothing_is_left_whenever_the_holder_is_killed(install: Install, tmp_path: Path, seconds: float) -> None:
+    """Also while the guard, the program or the daemon is only just starting: no process, no folder."""
+    install()
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=own_folder(tmp_path)
+    )
+    time.sleep(seconds)
+    holder.kill()
+    holder.wait(10)
+    assert nothing_left(tmp_path)
+
+
+def test_a_daemon_of_somebody_elses_is_not_touched(install: Install, tmp_path: Path) -> None:
+    """It has the program's name and a folder of its own, which the environment names, as its user's shell would."""
+    install()
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    named = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(theirs)}
+    subprocess.run([PROGRAM, "-d"], env=named, check=True)
+    server = server_of(str(theirs))
+    try:
+        command = [sys.executable, "-c", HOLDER.replace("time.sleep(600)", "daemon.close()")]
+        told = subprocess.run(command, env=own_folder(tmp_path) | named, capture_output=True, text=True, timeout=30)
+        assert told.stdout.strip() != str(theirs)
+        assert server.is_running()
+        assert server.status() != psutil.STATUS_ZOMBIE
+        assert (theirs / "pid").exists()
+    finally:
+        server.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["success", "failure", "SIGINT", "SIGTERM"])
+def test_a_comparison_leaves_no_daemon_however_it_ends(install: Install, tmp_path: Path, end: str) -> None:
+    """Real children are packed under the played daemon, on CPU slices; failure: the daemon does not come up."""
+    install(fails=end == "failure")
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMPARISON],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=own_folder(tmp_path) | {"XDG_STATE_HOME": str(tmp_path / "state")},
+    )
+    if end.startswith("SIG"):
+        until = time.monotonic() + 60
+        while not list(tmp_path.glob("evener-mps-*/pid")) and time.monotonic() < until:
+            time.sleep(0.05)
+        process.send_signal(getattr(signal, end))
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == {"SIGINT": 130, "SIGTERM": 143}.get(end, 0), err
+    answer = json.loads(out)
+    if end == "success":
+        assert "pack of 2 under MPS" in [layout["name"] for layout in answer["layouts"]]
+    if end == "failure":
+        assert "no GPU here" in out
+    assert nothing_left(tmp_path)
+
+
+def own_folder(tmp_path: Path) -> dict[str, str]:
+    """The environment with the test's folder for temporary files, where daemons of ours have theirs."""
+    return {**os.environ, "TMPDIR": str(tmp_path)}
+
+
+def nothing_left(tmp_path: Path, seconds: float = 20.0) -> bool:
+    """Whether within a time no process of the program's family has a folder in the test's, and no such folder stays."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if not list(tmp_path.glob("evener-mps-*")) and not family(tmp_path):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def family(tmp_path: Path) -> list[int]:
+    """Daemons, servers and guards that live and were given a folder in the test's."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            words, variables = " ".join(process.cmdline()), process.environ()
+            of_ours = "nvidia-cuda-mps" in words or "devices.mps" in words
+            own = variables.get("TMPDIR") == str(tmp_path)
+            if of_ours and own and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
 
 
 def test_a_daemon_that_does_not_start_says_why(install: Install) -> None:
