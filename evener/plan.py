@@ -241,6 +241,12 @@ def _check_numbers(plan: Plan, source: str) -> None:
     _check_search(plan.search, f"{source}: search")
     for position, rival in enumerate(plan.evidence):
         _check_layout(rival.layout, f"{source}: evidence[{position}].layout")
+        if len(rival.layout.share) != len(plan.layout.share):
+            raise PlanError(
+                f"{source}: evidence[{position}].layout.share names {len(rival.layout.share)} devices, and"
+                f" layout.share {len(plan.layout.share)}.",
+                "Each has one for every device of the request.",
+            )
         _check_throughput(rival.throughput, f"{source}: evidence[{position}].throughput")
 
 

@@ -55,6 +55,12 @@ def throughputs(draw: st.DrawFn) -> Throughput:
     return Throughput(value, low, high)
 
 
+def _of_one_request(plan: Plan) -> Plan:
+    """Evidence on as many devices as the plan's own layout."""
+    kept = (rival for rival in plan.evidence if len(rival.layout.share) == len(plan.layout.share))
+    return msgspec.structs.replace(plan, evidence=tuple(kept))
+
+
 PLANS = st.builds(
     Plan,
     created=st.just("2026-11-21T12:00:00Z"),
@@ -78,7 +84,7 @@ PLANS = st.builds(
         workload_digest=TEXT,
     ),
     warnings=st.lists(TEXT, max_size=3).map(tuple),
-)
+).map(_of_one_request)
 
 
 def example(batches: tuple[int, ...] = (60, 0, 20)) -> Plan:
@@ -347,3 +353,11 @@ def test_a_global_batch_below_the_devices_is_an_error_that_names_it(batch: Any) 
     with pytest.raises(PlanError) as caught:
         fit(example(), global_batch=batch)
     assert repr(batch) in caught.value.message
+
+
+def test_evidence_on_other_devices_than_the_plan_s_is_refused() -> None:
+    """Whoever shows a rival names its devices by the plan's."""
+    throughput = Throughput(10.0, 9.0, 11.0)
+    plan = msgspec.structs.replace(example(), evidence=(Evidence("even split", example((40, 40)).layout, throughput),))
+    with pytest.raises(PlanError, match=r"evidence\[0\].layout.share names 2 devices, and layout.share 3"):
+        parse_plan(to_json(plan))
