@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from balancer import journal, runs
 from balancer.journal import Record
 from balancer.records import OutOfMemory, Timed
 from evener.errors import RequestError
-from evener.plan import Plan, Throughput
+from evener.plan import Layout, Plan, Throughput
 from tui.summary import SOLO
 from tui.words import plain
 
@@ -22,10 +24,12 @@ class DeviceCurve(msgspec.Struct, frozen=True):
 
 
 class Bar(msgspec.Struct, frozen=True):
-    """One layout of the ranking, in samples/s with its 95 % interval."""
+    """One layout of the ranking: where it lies, and its samples/s with their 95 % interval."""
 
     name: str
+    where: str
     throughput: Throughput
+    step_seconds: float  # the latency of one optimizer step
     chosen: bool
 
 
@@ -73,7 +77,7 @@ def read_report(name: str) -> Report:
         plan=ended.plan,
         verdict=plain(ended.verdict, 1000),
         curves=tuple(_curve(record, i) for i in range(len(header.devices))),
-        ranking=_ranking(ended.plan),
+        ranking=_ranking(ended.plan, [device.label for device in header.devices]),
         spans=_spans(record),
     )
 
@@ -93,12 +97,21 @@ def _curve(record: Record, position: int) -> DeviceCurve:
     return DeviceCurve(label, tuple(sorted(points.items())), min(failed, default=None))
 
 
-def _ranking(plan: Plan) -> tuple[Bar, ...]:
+def _ranking(plan: Plan, labels: Sequence[str]) -> tuple[Bar, ...]:
     """The plan and its rivals; each device alone is in the curves."""
-    bars = [Bar("the plan", plan.throughput, True)]
+    bars = [_bar("the plan", plan.layout, plan.throughput, labels)]
     rivals = [rival for rival in plan.evidence if not rival.name.startswith(SOLO)]
-    bars += [Bar(plain(rival.name, 40), rival.throughput, False) for rival in rivals]
+    bars += [_bar(plain(rival.name, 40), rival.layout, rival.throughput, labels) for rival in rivals]
     return tuple(sorted(bars, key=lambda bar: bar.throughput.samples_per_second, reverse=True))
+
+
+def _bar(name: str, layout: Layout, throughput: Throughput, labels: Sequence[str]) -> Bar:
+    parts = zip(labels, layout.share, strict=True)
+    where = " + ".join(f"{label}[{share.batch}]" for label, share in parts if share.batch)
+    many = layout.processes
+    rate = throughput.samples_per_second
+    step = layout.global_batch * many / rate if rate else 0.0
+    return Bar(name, f"{many} x {where}" if many > 1 else where, throughput, step, name == "the plan")
 
 
 def _spans(record: Record) -> tuple[Span, ...]:

@@ -9,10 +9,11 @@ from typing import Any
 
 from evener.errors import RequestError
 from tui.report import Report
+from tui.words import percent
 
 INK, LINES = "#010203", "#040506"  # stand for the page's colours until the picture is in it
 PAPER_LINES = "#d0d4d9"  # on white
-SERIES = ("#2f81d6", "#d9822b", "#2ca089", "#b05cc4", "#c9484f", "#8a9a1f", "#7a6ff0", "#a0714f")
+SERIES = ("#2f81d6", "#c96f14", "#23947d", "#b05cc4", "#cf4f56", "#7c8c12", "#7a6ff0", "#a0714f")
 STAGES = {"solo": SERIES[0], "split": SERIES[2], "pack": SERIES[3], "race": SERIES[1]}
 FAILED = SERIES[4]
 Axes = Any  # matplotlib is not typed
@@ -54,7 +55,7 @@ def draw_shares(report: Report, axes: Axes) -> None:
     rows = range(len(shares))
     colours = [SERIES[number % len(SERIES)] for number in rows]
     bars = axes.barh(rows, [share.batch for share in shares], color=colours, height=0.6)
-    words = [f"{share.batch} ({share.ratio:.1%})" if share.batch else "left out" for share in shares]
+    words = [f"{share.batch} ({percent(share.ratio, 1)})" if share.batch else "left out" for share in shares]
     axes.bar_label(bars, words, padding=4, color=INK, fontsize=9)
     axes.set_yticks(rows, report.labels)
     axes.invert_yaxis()

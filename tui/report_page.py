@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -10,17 +11,18 @@ from tui.report_figures import PICTURES, draw_ranking, svg_of
 from tui.words import duration, rate
 
 RANKING = [draw for _, draw in PICTURES].index(draw_ranking)
+PARTED = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)")  # where no line may end: within a figure, before its per cent
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2128; --paper: #ffffff; --lines: #c4c9cf; --soft: #f2f4f6; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e2e6ea; --paper: #15181c; --lines: #49505a; --soft: #20252b; } }
 body { color: var(--ink); background: var(--paper); font: 15px/1.5 system-ui, sans-serif; margin: 0 auto;
   max-width: 60rem; padding: 1.5rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-.verdict { background: var(--soft); border-left: 4px solid #d9822b; padding: .8rem 1rem; font-size: 1.1rem; }
-figure { margin: 0; overflow-x: auto; } svg { max-width: 100%; height: auto; color: var(--ink); }
+.verdict { background: var(--soft); border-left: 4px solid #c96f14; padding: .8rem 1rem; font-size: 1.1rem; }
+figure { margin: 0; overflow-x: auto; } svg { max-width: 100%; min-width: 30rem; height: auto; color: var(--ink); }
 table { border-collapse: collapse; } .wide { overflow-x: auto; }
 th, td { border-bottom: 1px solid var(--lines); padding: .25rem .8rem .25rem 0; text-align: left; }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
+td.number, th.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 """
 
 
@@ -29,7 +31,7 @@ def page_of(report: Report) -> str:
     title = f"evener run {report.run}"
     parts = [
         f"<h1>{escape(title)}: {escape(report.workload)}</h1>",
-        f'<p class="verdict">{escape(report.verdict)}</p>',
+        f'<p class="verdict">{_text(report.verdict)}</p>',
         _shares(report),
         *(_figure(report, number) for number in range(RANKING + 1)),
         _ranking(report),
@@ -67,10 +69,16 @@ def _shares(report: Report) -> str:
 
 def _ranking(report: Report) -> str:
     rows = [
-        (bar.name, rate(bar.throughput.samples_per_second), f"{rate(bar.throughput.low)} – {rate(bar.throughput.high)}")
+        (
+            bar.name,
+            bar.where,
+            rate(bar.throughput.samples_per_second),
+            f"{rate(bar.throughput.low)} – {rate(bar.throughput.high)}",
+            f"{bar.step_seconds * 1000:.2f}",
+        )
         for bar in report.ranking
     ]
-    return _table(("layout", "samples/s", "95 % interval"), rows, numbers_from=1)
+    return _table(("layout", "where", "samples/s", "95 % interval", "step ms"), rows, numbers_from=2)
 
 
 def _facts(report: Report) -> str:
@@ -89,10 +97,14 @@ def _facts(report: Report) -> str:
     return f"<h2>How it was measured</h2>{_table(('', ''), rows, numbers_from=9)}"
 
 
+def _text(text: str) -> str:
+    return PARTED.sub("\N{NO-BREAK SPACE}", escape(text))
+
+
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], numbers_from: int) -> str:
     def cells(tag: str, row: tuple[str, ...]) -> str:
         texts = (
-            f"<{tag}{' class=number' if column >= numbers_from else ''}>{escape(text)}</{tag}>"
+            f"<{tag}{' class=number' if column >= numbers_from else ''}>{_text(text)}</{tag}>"
             for column, text in enumerate(row)
         )
         return f"<tr>{''.join(texts)}</tr>"

@@ -172,7 +172,9 @@ class Comparison:
     # ------------------------------------------------------------------ race
 
     def _race(self) -> Probe | None:
-        return self._next_turn("race", self._runners(), self._race_turns(), FIRST)
+        """Another turn of those whose place is not settled; what could not be paid once is out of it."""
+        turns = self._race_turns()
+        return self._next_turn("race", [one for one in self._runners() if turns[one.layout]], turns, FIRST)
 
     def _try_knobs(self) -> Probe | None:
         main = ranked(self._runners(), self._race_turns())

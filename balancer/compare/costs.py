@@ -1,7 +1,7 @@
 """What a probe should cost at the least: starting its children, warming up, and the fewest steps that time it. Pure.
 
-Children that stand already cost no start. For those that don't, a start is guessed from the solo probes': several
-processes on one machine start no faster than one after another.
+Children that stand already cost no start. For those that don't, a start is guessed from the solo probes', which are the
+first of all and so the slowest: what they have read from the disk is in memory then.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from balancer.records import Layout, Timed
 
 SHORTEST_SECONDS = 0.3  # of measuring
 LEAST_STEPS = 8  # of any probe: the first, the warm-up, and a few blocks
-STARTS = {"solo": 1.0, "split": 2.0, "place": 1.5, "pack": 1.5}  # of a solo start; of a pack, for each training
+STARTS = {"solo": 1.0, "split": 1.5, "place": 1.0, "pack": 0.8}  # of a solo start; of a pack, for each training
 
 
 class Costs:
