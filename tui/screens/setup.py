@@ -11,7 +11,7 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.events import DescendantFocus
 from textual.message import Message
 from textual.widget import Widget
-from textual.widgets import Button, Input
+from textual.widgets import Button, Input, Static
 
 from balancer.request import INPUTS, OBJECTIVES, PRECISIONS, Request
 from evener.errors import EvenerError
@@ -89,9 +89,8 @@ class Setup(VerticalScroll):
             yield self._row(name, Input(default, hint, id=name, compact=True))
 
     def _row(self, name: str, field: Widget) -> Widget:
-        label = Lines(classes="label")
-        label.show([line(Span(f" {_OWN + ' workload' if name == 'own' else name.replace('_', ' ')}", "title"))])
-        return Horizontal(label, field, classes="field")
+        words = f"{_OWN} workload" if name == "own" else name.replace("_", " ")
+        return Horizontal(Static(f" {words}", classes="label", markup=False), field, classes="field")
 
     @property
     def _simulated(self) -> bool:
