@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from uuid import uuid4
 import msgspec
 import pytest
 
+from balancer.events import Finished, Observed, ProbeStarted
 from balancer.probes.orders import Job
 from balancer.probes.pool import ChildProber
 from balancer.records import Observation, OutOfMemory, Probe, Timed, solo
@@ -70,6 +73,56 @@ def test_the_kernel_s_killer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gr
     assert isinstance(seen, OutOfMemory)
     assert "SIGKILL" in seen.detail
     assert isinstance(fits, Timed)
+
+
+HOG = """
+import sys, time
+open(sys.argv[1], "w").write("0")
+held = bytearray(int(sys.argv[2]))
+for i in range(0, len(held), 4096):
+    held[i] = 1
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_memory_that_a_real_process_takes_midway(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, group: Path) -> None:
+    """Children and a stranger share 700 MiB; once a large batch has run, the stranger leaves room for half of it.
+
+    The kernel kills the next child, which is running out of memory, and the plan is of less than what was killed.
+    """
+    (group / "memory.limit_in_bytes").write_text(str(700 * MIB))
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys\nif 'worker' in ' '.join(sys.orig_argv): open({str(group / 'cgroup.procs')!r}, 'w').write('0')"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    settings = {"memory_base_mib": 0.0, "memory_per_sample_mib": 1.0, "base_ms": 20.0, "per_sample_ms": 0.2}
+    request = Request(
+        devices="cpu:0", workload="synthetic", settings=settings, budget_seconds=7.0, max_global_batch=400
+    )
+    session, strangers, killed = Session(request), [], []
+    try:
+        for event in session.events():
+            if isinstance(event, ProbeStarted) and event.probe.layout.global_batch > 64 and not strangers:
+                session.pause()  # until the stranger has what it takes
+            if not isinstance(event, Observed):
+                continue
+            batch = event.seen.probe.layout.global_batch
+            if isinstance(event.seen, OutOfMemory):
+                killed.append(batch)
+            if isinstance(event.seen, Timed) and batch > 64 and not strangers:
+                command = [sys.executable, "-c", HOG, str(group / "cgroup.procs"), str((680 - batch // 2) * MIB)]
+                strangers.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+                strangers[0].stdout.readline()  # type: ignore[union-attr]
+                session.unpause()
+    finally:
+        session.close()
+        for stranger in strangers:
+            stranger.kill()
+            stranger.communicate()
+    assert isinstance(event, Finished)
+    assert strangers
+    assert event.plan.layout.global_batch < min(killed)
 
 
 def test_the_retreat_bisects_between_what_ran_and_what_did_not() -> None:
