@@ -4,7 +4,7 @@ Each machine is one of the search's families (benchmarks.search_machines), with 
 placements drawn beside it. The truth shares no code with the comparison: the exact best split and single device come
 from benchmarks.search_oracle, the best pack (on the device that is fastest alone) and the best placement from trying
 all of them on the noiseless physics. A verdict is right if the way that it names can truly have at least 99 % of the
-throughput of the best way; how near its own batches come to the best possible is a column of its own.
+throughput of the best way. It is reached if the very layout that it names, with its batches, truly has that.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ MACHINES = 200
 NOISES = (0.002, 0.01, 0.03)
 FAMILIES = tuple(search_machines.FAMILIES)
 RIGHT = 0.99  # of the truth's throughput
+ENOUGH = 0.97  # of the machines
 PLACEMENT_BATCHES = (1, 4096)
 
 
@@ -216,18 +217,19 @@ def main(arguments: list[str]) -> int:
     """Print the table, and write it where `--output` says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machines", type=int, default=MACHINES)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first machine")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
-    scores = [score(make_case(seed)) for seed in range(options.machines)]
+    scores = [score(make_case(seed)) for seed in range(options.first, options.first + options.machines)]
     lines = table(scores)
     for one in scores:
-        if not one.right:
+        if one.reached_part < RIGHT:
             words = f"best is {one.truth}, named {one.named}, which can have {one.named_part:.1%} of it"
-            lines.append(f"- seed {one.case.seed} ({one.case.name}): {words}")
+            lines.append(f"- seed {one.case.seed} ({one.case.name}): {words}; its batches reach {one.reached_part:.1%}")
     print("\n".join(lines))
     if options.output:
         options.output.write_text("\n".join(lines) + "\n")
-    return 0 if sum(one.right for one in scores) >= 0.97 * len(scores) else 1
+    return 0 if sum(one.right and one.reached_part >= RIGHT for one in scores) >= ENOUGH * len(scores) else 1
 
 
 if __name__ == "__main__":

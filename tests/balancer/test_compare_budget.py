@@ -1,0 +1,165 @@
+"""A short budget is fair: every wanted layout is measured once before any is measured twice; no batch is a guess."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+import pytest
+
+from balancer.compare.comparison import BUDGET, Comparison
+from balancer.compare.layouts import Placement, Wanted, smaller
+from balancer.compare.ration import within
+from balancer.compared import left_out
+from balancer.probes.simulated import SimulatedProber
+from balancer.records import Layout, Observation, OutOfMemory, Probe, Problem, Timed
+from devices.physics import Machine, SimulatedDevice, SimulatedPlacement, Sync
+
+ALL = Wanted(placements=(Placement("towers"), Placement("alternate")))
+LABELS = ("SIM:0", "SIM:1")
+
+
+class SlowStarts:
+    """Simulated devices whose children take time to start, each once; `full` layouts run out of memory."""
+
+    def __init__(self, machine: Machine, start_seconds: float) -> None:
+        self._prober = SimulatedProber(machine, seed=1)
+        self._start = start_seconds
+        self._standing: set[tuple[object, ...]] = set()
+        self.full: set[Layout] = set()
+        self.asked: list[Probe] = []
+
+    def run(self, comparison: Comparison) -> Comparison:
+        """To its end."""
+        for _ in range(300):
+            probes = comparison.ask()
+            if not probes:
+                return comparison
+            for seen in self._prober.measure(probes, lambda _: None, threading.Event()):
+                self.asked.append(seen.probe)
+                comparison.tell(self._late(seen))
+        raise AssertionError("a comparison ends")
+
+    def _late(self, seen: Observation) -> Observation:
+        layout = seen.probe.layout
+        if layout in self.full:
+            return OutOfMemory(seen.probe, layout.active[:1], "the test has it so", self._start)
+        crew = (layout.kind, layout.active, layout.processes, layout.placement)
+        start = 0.0 if crew in self._standing else self._start * len(layout.active) * layout.processes
+        self._standing.add(crew)
+        if not isinstance(seen, Timed):
+            return seen
+        return msgspec.structs.replace(seen, start_seconds=start, elapsed_seconds=seen.elapsed_seconds + start)
+
+
+def machine(per_sample_ms: float = 0.8) -> Machine:
+    """Two alike, with two placements; 8 GB and 2 MB a sample."""
+    curve = ((8, 6.0), (1024, 6.0 + 1024 * per_sample_ms))
+    device = SimulatedDevice(
+        name="A", memory_mib=8000.0, memory_base_mib=200.0, memory_per_sample_mib=2.0, curve=curve, noise=0.003
+    )
+    places = tuple(SimulatedPlacement(name=name, curve=curve) for name in ("towers", "alternate"))
+    return Machine((device, device), Sync(1.0), placements=places)
+
+
+def compared(budget: float | None, start: float, batch: int | None = None) -> tuple[Comparison, SlowStarts]:
+    """A comparison with everything wanted, to its end."""
+    of, prober = machine(), SlowStarts(machine(), start)
+    sizes = tuple(of.usable_memory_bytes(i) for i in range(2))
+    return prober.run(Comparison(Problem(2, sizes, global_batch=batch, budget_seconds=budget), ALL)), prober
+
+
+@pytest.mark.parametrize(("budget", "start"), [(100.0, 6.0), (60.0, 3.0), (150.0, 9.0), (30.0, 0.5)])
+def test_every_way_is_measured_within_the_budget(budget: float, start: float) -> None:
+    """Children that start slowly, as a framework's do: no family is left out, and none of it comes from a long step."""
+    comparison, _ = compared(budget, start)
+    assert comparison.unmeasured() == ()
+    found = comparison.standings()
+    assert {one.candidate.family for one in found} >= {"solo", "even", "place", "pack"}, "the best split may be even"
+    assert {one.candidate.layout.placement for one in found} >= {"towers", "alternate"}
+    assert min(one.turns for one in found) >= 1
+    assert comparison._told.spent_seconds() <= budget
+
+
+def test_nothing_is_measured_twice_before_everything_was_once() -> None:
+    _, prober = compared(100.0, 6.0)
+    race = [probe for probe in prober.asked if probe.stage in ("race", "pack")]
+    first = [probe.layout for probe in race if probe.turn == 0]
+    assert len(first) == len(set(first))
+    again = next((i for i, probe in enumerate(race) if probe.turn), len(race))
+    placed = [i for i, probe in enumerate(race) if probe.layout.kind in ("place", "pack") and not probe.turn]
+    assert len(placed) >= 3
+    assert max(placed) < again
+
+
+def test_what_a_budget_can_not_hold_is_the_dearest_and_is_told_with_one_that_can() -> None:
+    """Starts of 12 s in a budget of 70 s: the verdict stands on what was measured, and the budget named suffices."""
+    comparison, _ = compared(70.0, 12.0)
+    missing = comparison.unmeasured()
+    assert missing
+    assert comparison.best() is not None
+    assert comparison.why_stopped() == BUDGET
+    (sentence,) = left_out(comparison, LABELS)
+    assert "pack of 2" in sentence
+    enough = float(sentence.partition("--budget ")[2].partition("s should")[0])
+    assert 70 < enough < 400
+    assert compared(enough, 12.0)[0].unmeasured() == ()
+
+
+def test_without_a_budget_nothing_is_left_out() -> None:
+    comparison, _ = compared(None, 12.0)
+    assert comparison.unmeasured() == ()
+    assert left_out(comparison, LABELS) == ()
+
+
+def test_a_layout_that_runs_out_of_memory_in_the_race_comes_back_smaller() -> None:
+    """Its family is not lost, and the reader is told."""
+    comparison, _ = compared(None, 0.0)
+    even = next(one.candidate.layout for one in comparison.standings() if one.candidate.layout.placement == "towers")
+    again = SlowStarts(machine(), 0.0)
+    again.full = {even, smaller(even) or even}
+    sizes = tuple(machine().usable_memory_bytes(i) for i in range(2))
+    found = again.run(Comparison(Problem(2, sizes), ALL))
+    towers = [one.candidate.layout for one in found.standings() if one.candidate.layout.placement == "towers"]
+    assert [layout.global_batch < even.global_batch * 0.55 for layout in towers] == [True]
+    assert found.broken() == ()
+    assert any("ran out of memory" in line and "measured instead" in line for line in left_out(found, LABELS))
+
+
+def test_a_batch_that_is_given_does_not_shrink() -> None:
+    comparison, _ = compared(None, 0.0, batch=64)
+    towers = next(one.candidate.layout for one in comparison.standings() if one.candidate.layout.placement == "towers")
+    prober = SlowStarts(machine(), 0.0)
+    prober.full = {towers}
+    sizes = tuple(machine().usable_memory_bytes(i) for i in range(2))
+    found = prober.run(Comparison(Problem(2, sizes, global_batch=64), ALL))
+    assert [candidate.layout for candidate, _ in found.broken()] == [towers]
+
+
+@pytest.mark.parametrize("budget", [40.0, 100.0, None])
+def test_no_split_is_raced_that_memory_is_not_known_to_hold(budget: float | None) -> None:
+    """Each share was run before, alone or in the split stage, or is far below what the memory line allows."""
+    _, prober = compared(budget, 2.0)
+    limit = 8000 * 0.8 / 2.0  # samples: four fifths of the memory, less than what the base takes
+    ran = {(i, share) for probe in prober.asked for i, share in enumerate(probe.layout.shares) if probe.stage != "race"}
+    for probe in prober.asked:
+        if probe.stage == "race" and probe.layout.kind == "split":
+            proven = [max(share for j, share in ran if j == i) for i in probe.layout.active]
+            for i, most in zip(probe.layout.active, proven, strict=True):
+                assert probe.layout.shares[i] <= max(most, min(limit, 1.25 * most))
+
+
+def test_a_short_budget_tries_no_long_steps() -> None:
+    """The longest step falls with the number of layouts and with what starting takes; without a budget any will do."""
+    problem = Problem(2, (None, None), budget_seconds=100.0)
+    slow, quick = (within(problem, ALL, start).longest_step_seconds or 0.0 for start in (6.0, 0.5))
+    fewer = within(problem, Wanted(("solo", "even")), 6.0).longest_step_seconds or 0.0
+    assert 0 < slow < quick < 10
+    assert slow < fewer
+    assert within(msgspec.structs.replace(problem, budget_seconds=None), ALL, 6.0).longest_step_seconds is None
+
+
+def test_no_layout_shrinks_to_nothing() -> None:
+    assert smaller(Layout("split", (1, 8))) is None
+    assert smaller(Layout("split", (10, 8)), 4) == Layout("split", (4, 4))
+    assert smaller(Layout("solo", (0, 3)), 4) is None
