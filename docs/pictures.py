@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 from textual.pilot import Pilot
@@ -158,8 +159,13 @@ async def _runs(pilot: Pilot[int]) -> None:
 
 
 def _make_runs() -> None:
-    for spec in ("sim:gtx1080,gtx1080", PAIR):
-        session = Session(Request(devices=spec))
+    for spec, run, created in (
+        ("sim:gtx1080,gtx1080", "20260922-091500-6cbb", "2026-09-22T09:15:00Z"),
+        (PAIR, "20260922-093000-77d9", "2026-09-22T09:30:00Z"),
+    ):
+        now = mock.patch("time.strftime", return_value=created)
+        with mock.patch("balancer.runs.new_id", return_value=run), now:
+            session = Session(Request(devices=spec))
         try:
             for _ in session.events():
                 pass
