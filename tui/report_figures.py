@@ -130,8 +130,7 @@ def save_sheet(report: Report, form: str) -> bytes:
     figure.suptitle(f"evener run {report.run}: {report.workload}", color=INK)
     for (title, draw), axes in zip(PICTURES, figure.subplots(2, 2).flat, strict=True):
         _draw(report, draw, axes, LINES if form == "svg" else PAPER_LINES)
-        if draw is not draw_timeline:
-            axes.set_title(title, color=INK, fontsize=10)
+        axes.set_title(title, color=INK, fontsize=10)
     if form == "png":
         figure.set_facecolor("white")
         for each in figure.axes:
