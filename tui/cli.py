@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from evener.errors import EvenerError
-from tui.cli_runs import RunName, runs_app
+from tui.cli_runs import export, report, runs_app
 from tui.commands.options import (
     BudgetOption,
     DevicesOption,
@@ -46,7 +46,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-app.add_typer(runs_app, name="runs")
 
 
 @app.callback()
@@ -213,27 +212,9 @@ def probe(
     raise typer.Exit(run_probe(request, gpus, tuple(batches), repeat=repeat, seconds=span, as_json=as_json))
 
 
-@app.command()
-def export(
-    run_id: RunName,
-    form: Annotated[str | None, typer.Option("--format", help="toml or json.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="A file; without: standard output.")] = None,
-) -> None:
-    """Write a past run's plan."""
-    from tui.commands.runs import run_export
-
-    raise typer.Exit(run_export(run_id, form, output))
-
-
-@app.command()
-def report(
-    run_id: RunName,
-    output: Annotated[Path, typer.Option("-o", "--output", help="report.html, .png or .svg.")],
-) -> None:
-    """Write a run as one page with pictures, or as one picture."""
-    from tui.commands.report import run_report
-
-    raise typer.Exit(run_report(run_id, output))
+app.command("export")(export)
+app.command("report")(report)
+app.add_typer(runs_app, name="runs")
 
 
 @app.command("devices")

@@ -1,7 +1,8 @@
-"""The command line of `evener runs`."""
+"""The command line of what looks at past runs: `evener export`, `evener report`, `evener runs`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,6 +11,27 @@ from tui.commands.options import JsonOption
 
 runs_app = typer.Typer(help="Past runs: list, show, delete.", invoke_without_command=True)
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the start of one, or `last`.")]
+
+
+def export(
+    run_id: RunName,
+    form: Annotated[str | None, typer.Option("--format", help="toml or json.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="A file; without: standard output.")] = None,
+) -> None:
+    """Write a past run's plan."""
+    from tui.commands.runs import run_export
+
+    raise typer.Exit(run_export(run_id, form, output))
+
+
+def report(
+    run_id: RunName,
+    output: Annotated[Path, typer.Option("-o", "--output", help="report.html, .png or .svg.")],
+) -> None:
+    """Write a run as one page with pictures, or as one picture."""
+    from tui.commands.report import run_report
+
+    raise typer.Exit(run_report(run_id, output))
 
 
 @runs_app.callback()
