@@ -106,7 +106,7 @@ def test_where_keeping_in_step_costs_too_much_the_advice_is_one_device_and_why(t
     finished = ended(drive(Request(devices=f"sim:{machine}")))
     assert finished.plan.layout.kind == "solo"
     assert finished.plan.ratios == (1.0, 0.0)
-    assert re.search(r"Use SIM:0 alone.*loses \d+%, because keeping them in step costs \d+ ms", finished.verdict)
+    assert re.search(r"Use SIM:0 alone.*loses \d+ %, because keeping them in step costs \d+ ms", finished.verdict)
 
 
 @pytest.mark.parametrize("cut", range(1, 27))
