@@ -29,7 +29,6 @@ from devices.nvml_processes import GpuProcesses
 
 HELD_FIELDS = (SOFTWARE_HEAT, HARDWARE_HEAT, POWER_BRAKE)
 HELD_BITS, CAPPED_BITS = 0x08 | 0x20 | 0x40 | 0x80, 0x04  # of the reasons' mask, for chips without the counters
-LEAVE_SECONDS = 0.2
 
 
 class Vitals(msgspec.Struct, frozen=True):
@@ -81,11 +80,14 @@ class GpuVitals:
             return time.monotonic() - self._asked_at if self._asked > self._answered else 0.0
 
     def close(self) -> None:
-        """End the watch; a thread that the driver holds ends when it lets go."""
+        """End the watch; a thread that the driver holds ends when it lets go. It may be called twice."""
         with self._change:
             self._closed = True
             self._change.notify_all()
-        self._thread.join(LEAVE_SECONDS)
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end of a closed watch, so long at most."""
+        self._thread.join(seconds)
 
     def _run(self) -> None:
         while True:

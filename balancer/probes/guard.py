@@ -23,6 +23,7 @@ SILENT_SECONDS = 5.0  # a driver that takes longer for one answer can't be train
 SPREAD, SPREAD_BYTES = 0.02, 1 << 30  # of a GPU's memory: what is not told from the driver's own,
 SPREAD_SMALL = 0.1  # which is no more than this of a small one's
 STEP = 0.01  # of its memory: what others hold is told in such steps, so that trifles are no news
+LEAVE_SECONDS = 0.2  # of all watches together, at the end
 SETTLE_SECONDS, SETTLE_LOOKS = 0.4, 3  # a driver takes back the memory of an ended process, in its time
 
 Looks = Mapping[int, Vitals]
@@ -68,9 +69,12 @@ class Guard:
         return found
 
     def close(self) -> None:
-        """End every watch."""
-        for watch in list(self._watches.values()):
+        """End every watch; one that its driver holds is not waited for."""
+        watches, until = list(self._watches.values()), time.monotonic() + LEAVE_SECONDS
+        for watch in watches:
             watch.close()
+        for watch in watches:
+            watch.join(max(0.0, until - time.monotonic()))
 
     def _watch(self, position: int) -> GpuVitals | None:
         device = self._devices[position]
