@@ -1,9 +1,10 @@
 """Train a Keras model by a plan: three lines of a training script, and samples/s at the end.
 
-    evener balance --export plan.toml
+    evener balance --workload examples/keras_train.py:build --export plan.toml
     python examples/keras_train.py --plan plan.toml
 
-A plan over CPU slices was measured with a process for each slice; `--processes` starts them in the same way.
+A plan over CPU slices was measured with a process for each slice; `--processes` starts them in the same way. A plan for
+keras_mnist or keras_maxer trains that network.
 """
 
 from __future__ import annotations
@@ -18,6 +19,24 @@ import time
 from typing import Any
 
 from evener.plan import Plan, Share, load_plan
+
+ROWS = 60_000
+FEWEST_STEPS = 20  # an epoch, so that what happens between epochs weighs little
+MOST_BYTES = 4 << 30
+
+
+def build() -> Any:
+    """A compiled Keras model; what `--workload examples/keras_train.py:build` measures."""
+    from workloads.keras_mnist import model
+
+    return model()
+
+
+def training_data() -> Any:
+    """What it is trained on, (x, y): probes are fed with it too."""
+    from workloads.digits import digits
+
+    return digits(ROWS, seed=1)
 
 
 def main() -> None:
@@ -34,7 +53,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small network by a plan.")
     parser.add_argument("--plan", required=True, help="what evener balance --export wrote")
     parser.add_argument("--seconds", type=float, default=10.0, help="train for about so long, by the plan")
-    parser.add_argument("--rows", type=int, default=12_000, help="pictures to train on")
+    parser.add_argument("--rows", type=int, default=ROWS, help="pictures to train on, at least")
     parser.add_argument("--processes", action="store_true", help="a process for each device of the plan")
     return parser.parse_args()
 
@@ -45,24 +64,39 @@ def train(options: argparse.Namespace, plan: Plan) -> None:
 
     split = Split(plan)  # before the first tensor
 
-    from workloads.digits import digits
-    from workloads.keras_mnist import model as make_model
-
+    make_model, make_data = parts(plan)
     model = split.build(make_model)
-    whole = max(1, options.rows // plan.layout.global_batch) * plan.layout.global_batch
-    x, y = digits(whole, seed=1)
+    batch = plan.layout.global_batch
+    x, y = make_data(whole_batches(options.rows, batch, make_data(1)))
     # the same number of steps in every process, so a figure from the plan and not from a clock
-    steps = max(1, round(options.seconds * plan.throughput.samples_per_second / plan.layout.global_batch))
-    clock = clock_callback(steps, plan.layout.global_batch)
+    steps = max(1, round(options.seconds * plan.throughput.samples_per_second / batch))
+    clock = clock_callback(steps, batch)
     model.fit(x, y, epochs=1_000_000, callbacks=[clock, Report(split)], verbose=0)
-    held = model.evaluate(*digits(1000, seed=2), verbose=0, return_dict=True)
+    held = model.evaluate(*make_data(1000), verbose=0, return_dict=True)
 
     if split.group is None or split.group.rank == 0:
         measured = plan.throughput.samples_per_second
         print(f"Engine {split.engine}: {split.why}")
-        print(f"Shares {', '.join(map(str, split.shares))}: {plan.layout.global_batch} samples a step.")
+        print(f"Shares {', '.join(map(str, split.shares))}: {batch} samples a step.")
         print(f"{clock.rate:,.0f} samples/s over {clock.steps} steps; the plan says {measured:,.0f}.")
-        print(f"Held-out accuracy {held['accuracy']:.3f}.")
+        print("On 1000 other samples: " + ", ".join(f"{name} {value:.3f}" for name, value in held.items()) + ".")
+
+
+def parts(plan: Plan) -> tuple[Any, Any]:
+    """The network that the plan was measured with, and what makes rows for it."""
+    if plan.workload == "keras_maxer":
+        from workloads import keras_maxer
+
+        return keras_maxer.model, keras_maxer.sample_batch
+    from workloads.digits import digits
+
+    return build, digits
+
+
+def whole_batches(rows: int, batch: int, one: tuple[Any, Any]) -> int:
+    """So many rows, as whole batches: enough of them for an epoch, if they fit into memory."""
+    fit = MOST_BYTES // sum(array.nbytes for array in one)
+    return max(1, min(max(rows, FEWEST_STEPS * batch), fit) // batch) * batch
 
 
 def start_processes(plan: Plan) -> int:
@@ -95,22 +129,27 @@ def request_for(share: Share) -> str:
     return share.device
 
 
-def clock_callback(steps: int, batch: int) -> Any:
+def clock_callback(wanted: int, batch: int) -> Any:
     """A callback that stops after so many steps and knows their samples/s, the first ones left out."""
     import keras
 
     class Clock(keras.callbacks.Callback):  # type: ignore[misc]
-        steps, rate, skipped, started = 0, 0.0, 20, 0.0
+        steps, rate, skipped, started = 0, 0.0, max(2, min(20, wanted // 10)), 0.0
 
         def on_train_batch_end(self, batch_: int, logs: Any = None) -> None:
-            now = time.perf_counter()
             if self.skipped:
                 self.skipped -= 1
-                self.started = now
+                self.started = self.now(logs)
                 return
             self.steps += 1
-            self.rate = self.steps * batch / (now - self.started)
-            self.model.stop_training = self.steps >= steps
+            if self.steps >= wanted:
+                self.rate = self.steps * batch / (self.now(logs) - self.started)
+                self.model.stop_training = True
+
+        def now(self, logs: Any) -> float:
+            """When the step is done on the devices: its loss is known."""
+            float(logs["loss"])
+            return time.perf_counter()
 
     return Clock()
 

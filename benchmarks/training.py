@@ -1,0 +1,110 @@
+"""Does a training run as fast as its plan says? `python -m benchmarks.training --framework torch --devices cpu:0,1`.
+
+Each round finds a plan (`evener balance --export`) and trains by it with the example script. With `--beside`, one plan
+serves all rounds and each round probes its shares just before it trains, so that a machine that others use too slows
+both alike. Prints a row a round: plan | training | ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from evener.plan import Plan, load_plan
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+WORKLOADS = {"tensorflow": "keras_mnist", "torch": str(EXAMPLES / "torch_train.py") + ":build"}
+RATE = re.compile(r"([\d,]+) samples/s over")
+
+
+def main() -> None:
+    """Plan, train, compare, as often as asked."""
+    options = parse()
+    print("| round | shares | plan, samples/s | training, samples/s | training / plan |")
+    print("| ---: | --- | ---: | ---: | ---: |")
+    ratios: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(1, options.repeat + 1):
+            path = Path(folder) / f"plan-{1 if options.beside else number}.toml"
+            if not path.exists():
+                balance(options, path)
+            plan = load_plan(path)
+            said = probe(options, plan) if options.beside else plan.throughput.samples_per_second
+            trained = train(options, path, plan)
+            ratios.append(trained / said)
+            shares = " + ".join(str(share) for share in plan.layout.batches)
+            print(f"| {number} | {shares} | {said:,.0f} | {trained:,.0f} | {ratios[-1]:.3f} |", flush=True)
+    print(f"\nMedian ratio {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}.")
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--framework", choices=list(WORKLOADS), default="tensorflow")
+    parser.add_argument("--devices", default="cpu:0,1")
+    parser.add_argument("--workload", help="keras_mnist, keras_maxer, or a function of an example")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each training")
+    parser.add_argument("--budget", default="90s", help="of each search")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--beside", action="store_true", help="probe the plan's shares beside each training")
+    parser.add_argument("--balance", nargs="*", default=[], metavar="WORD", help="more for evener balance, without --")
+    options = parser.parse_args()
+    options.workload = options.workload or WORKLOADS[options.framework]
+    return options
+
+
+def asked(options: argparse.Namespace) -> list[str]:
+    """The words that balance and probe share."""
+    return ["--devices", options.devices, "--workload", options.workload, "--framework", options.framework]
+
+
+def run(command: list[str]) -> str:
+    """What a command prints; SystemExit with its errors if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(
+            f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}{done.stdout[-2000:]}"
+        )
+    return done.stdout
+
+
+def balance(options: argparse.Namespace, path: Path) -> None:
+    """Find a plan and write it to `path`."""
+    more = [f"--{word}" if i % 2 == 0 else word for i, word in enumerate(options.balance)]
+    command = [sys.executable, "-m", "evener", "balance", *asked(options), "--budget", options.budget, *more]
+    run([*command, "--json", "--export", str(path)])
+
+
+def probe(options: argparse.Namespace, plan: Plan) -> float:
+    """Samples/s of the plan's shares, as a probe times them now; devices that the plan leaves out don't take part."""
+    active = [(str(i), str(share.batch)) for i, share in enumerate(plan.layout.share) if share.batch]
+    positions, batches = zip(*active, strict=True)
+    command = [sys.executable, "-m", "evener", "probe", *asked(options), "--gpus", *positions, "--batches", *batches]
+    answer = json.loads(run([*command, "--seconds", f"{options.seconds:g}s", "--repeat", "1", "--json"]))
+    return float(answer["runs"][0]["samples_per_second"])
+
+
+def train(options: argparse.Namespace, path: Path, plan: Plan) -> float:
+    """Samples/s of the example script, trained by the plan."""
+    words = ["--plan", str(path), "--seconds", f"{options.seconds:g}"]
+    if options.framework == "torch":
+        count = str(len(plan.layout.active))
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
+        text = run([*torchrun, str(EXAMPLES / "torch_train.py"), *words])
+    else:
+        apart = ["--processes"] if plan.layout.engine == "multiworker" else []
+        text = run([sys.executable, str(EXAMPLES / "keras_train.py"), *words, *apart])
+    found = RATE.findall(text)
+    if not found:
+        raise SystemExit(f"The example says no samples/s:\n{text[-2000:]}")
+    return float(found[-1].replace(",", ""))
+
+
+if __name__ == "__main__":
+    main()
