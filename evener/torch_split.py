@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.errors import PlanError, RequestError
-from evener.fit import check_fit, check_global_batch
+from evener.fit import check_fit, check_global_batch, describe
 from evener.live import Reporter
 from evener.plan import Plan, Share, load_plan
 from evener.shares import apportion, check_ratios
@@ -214,9 +214,9 @@ def _check_plan(plan: Plan, stand: Stand, gpus: dict[str, int], strict: bool, gl
     )
     for difference in differences:
         warnings.warn(difference, stacklevel=3)
-    for share in plan.layout.active:
-        if share.limit:
-            warnings.warn(f"{share.name} was held to {share.limit} when it was measured; here it isn't.", stacklevel=3)
+    held = ", ".join(f"{describe(share)} to {share.limit}" for share in plan.layout.active if share.limit)
+    if held and stand.rank == 0:  # one process says it for all
+        warnings.warn(f"The plan was measured with limits that a training doesn't have: {held}.", stacklevel=3)
 
 
 def _ratio_shares(ratios: Sequence[float] | None, global_batch: int | None, world: int) -> tuple[int, ...]:

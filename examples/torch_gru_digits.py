@@ -54,8 +54,8 @@ def accuracy(split: Split, model: Any, loader: Any) -> float:
     model.eval()
     with torch.no_grad():
         for images, labels in loader:
-            found = model(images.to(split.device)).argmax(1).cpu()
-            right += int((found == labels)[: split.rows].sum())
+            found = model(images.to(split.device)).argmax(1) == labels.to(split.device)
+            right += int(found[: split.rows].sum())
             rows += split.rows
     model.train()
     return split.total(right) / split.total(rows)
@@ -109,6 +109,17 @@ def cell(cells: list[dict[str, float]], batch: int, name: str) -> str:
     return f"{mean:.2f}" if len(values) == 1 else f"{mean:.2f} ({min(values):.2f}–{max(values):.2f})"
 
 
+def verdict(one: list[dict[str, float]], several: list[dict[str, float]], batch: int) -> str:
+    """Whether several devices' mean accuracies lie among those of one device's seeds."""
+    found = []
+    for name in ("acc", "val_acc"):
+        alone, together = ([cell[name] for cell in cells if cell["batch"] == batch] for cells in (one, several))
+        mean = sum(together) / len(together)
+        inside = "inside" if min(alone) <= mean <= max(alone) else "OUTSIDE"
+        found.append(f"{name} {mean:.3f} is {inside} one device's {min(alone):.3f} to {max(alone):.3f}")
+    return f"Batch {batch}, several devices: {'; '.join(found)}."
+
+
 def main() -> None:
     """Print the table; with --column, be one rank of one column."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -134,6 +145,8 @@ def main() -> None:
     for batch in options.batches:
         figures = [cell(cells, batch, name) for cells in columns.values() for name in COLUMNS]
         print("|".join(["", str(options.epochs), str(batch), *figures, ""]))
+    if options.seeds > 1:
+        print(*(verdict(*columns.values(), batch) for batch in options.batches), sep="\n")
     return None
 
 

@@ -76,24 +76,25 @@ def run_ranks(batches: tuple[int, ...], folder: Path, gpus: bool = False) -> lis
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]
 
 
-def check(ended: list[dict[str, Any]], name: str, case: Any) -> None:
+def check(ended: list[dict[str, Any]], name: str, case: Any, global_batch: int) -> None:
     """Every rank has the weights and the losses of the plain loop."""
-    weights, losses = RANKS.reference(case, 8)
+    weights, losses = RANKS.reference(case, global_batch)
     for rank in ended:
         for mine, expected in zip(rank[name][0], weights, strict=True):
             torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
         assert rank[name][1] == pytest.approx(losses, abs=1e-12)
 
 
-@pytest.fixture(scope="module", params=[(6, 2), (5, 2, 1), (7, 0, 1)], ids=str)
-def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Every case trained under one plan, rank by rank."""
-    return run_ranks(request.param, tmp_path_factory.mktemp("ranks"))
+@pytest.fixture(scope="module", params=[(6, 2), (5, 2, 1), (5, 0, 1)], ids=str)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The global batch, and every case trained under one plan, rank by rank: 3:1, 5:2:1, and the middle left out."""
+    return sum(request.param), run_ranks(request.param, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", RANKS.CASES)
-def test_the_weights_are_those_of_one_process(ended: list[dict[str, Any]], name: str) -> None:
-    check(ended, name, RANKS.CASES[name])
+def test_the_weights_are_those_of_one_process(trained: Any, name: str) -> None:
+    global_batch, ended = trained
+    check(ended, name, RANKS.CASES[name], global_batch)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -101,7 +102,7 @@ def test_on_two_gpus_too(tmp_path: Path) -> None:
     """NCCL, and batch normalization over the global batch."""
     ended = run_ranks((6, 2), tmp_path, gpus=True)
     for name, case in {**RANKS.CASES, **RANKS.GPU_CASES}.items():
-        check(ended, name, case)
+        check(ended, name, case, 8)
 
 
 def test_the_trainings_moved_the_weights() -> None:

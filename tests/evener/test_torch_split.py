@@ -8,11 +8,13 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 import torch
 
+from evener import torch_split
 from evener.cores import slice_cores
 from evener.errors import DeviceError, EvenerError, PlanError, RequestError
 from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
@@ -188,12 +190,24 @@ def test_another_model_warns_and_strict_refuses() -> None:
         Split(measured, strict=True).wrap(torch.nn.Linear(3, 4))
 
 
-def test_a_limit_that_does_not_hold_here_is_said() -> None:
-    held = plan((0, 8))
-    share = msgspec.structs.replace(held.layout.share[1], limit="60%")
-    layout = msgspec.structs.replace(held.layout, share=(held.layout.share[0], share))
-    with pytest.warns(UserWarning, match="60%"):
-        Split(msgspec.structs.replace(held, layout=layout))
+def limited(batches: tuple[int, ...]) -> Plan:
+    """A plan whose every device was held to 60 %."""
+    made = plan(batches)
+    shares = tuple(msgspec.structs.replace(share, limit="60%") for share in made.layout.share)
+    return msgspec.structs.replace(made, layout=msgspec.structs.replace(made.layout, share=shares))
+
+
+def test_limits_that_do_not_hold_here_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence for all devices, from the first rank alone."""
+    monkeypatch.setattr(torch_split, "join", Mock(return_value=False))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, expected in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            Split(limited((6, 2)))
+        assert len(said) == expected
+        assert all(str(warning.message).count("60%") == 2 for warning in said)
 
 
 def test_scaling_a_loss_that_is_weighted_already_is_refused() -> None:

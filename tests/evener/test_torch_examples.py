@@ -1,0 +1,81 @@
+"""The PyTorch examples run as they stand, under torchrun, with small sizes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+def run(folder: Path, *words: str) -> str:
+    """What a Python process prints, on CPUs."""
+    variables = {"CUDA_VISIBLE_DEVICES": "", "EVENER_LIVE_DIR": str(folder / "live"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], env={**os.environ, **variables}, capture_output=True, text=True, timeout=550
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> str:
+    """A plan for two slices, 24 + 8 samples a step."""
+    shares = tuple(Share(f"cpu-{i}-of-2", i, "a slice", 0, 0.0) for i in range(2))
+    Plan(
+        created="2026-01-01T00:00:00Z",
+        workload="examples/torch_train.py:build",
+        framework="torch",
+        precision="float32",
+        xla=False,
+        layout=make_layout("split", shares, (24, 8)),
+        throughput=Throughput(960.0, 960.0, 960.0),
+        evidence=(),
+        search=SearchSummary(0, 0, 0.0, 0, ""),
+        fingerprint=Fingerprint((), "", {}, ""),
+    ).save(tmp_path / "plan.toml")
+    return str(tmp_path / "plan.toml")
+
+
+def epochs(text: str) -> list[list[str]]:
+    """Loss and accuracy of each epoch."""
+    return re.findall(r"epoch \d+: loss ([\d.]+), accuracy ([\d.]+), [\d,]+ samples/s", text)
+
+
+def test_training_by_a_plan_learns_what_one_device_learns(plan: str, tmp_path: Path) -> None:
+    """Two ranks of 24 and 8 print the losses and accuracies of one process on batches of 32, and the plan's figure."""
+    script, words = str(EXAMPLES / "torch_train.py"), ["--rows", "1000", "--epochs", "2"]
+    two = run(tmp_path, *TORCHRUN, "2", script, "--plan", plan, *words)
+    one = run(tmp_path, script, "--global-batch", "32", *words)
+    assert len(epochs(two)) == 2
+    for ours, expected in zip(epochs(two), epochs(one), strict=True):
+        assert [float(figure) for figure in ours] == pytest.approx([float(figure) for figure in expected], abs=2e-3)
+    assert re.search(r"^[\d,]+ samples/s over 1 epochs; the plan says 960$", two, re.MULTILINE)
+
+
+def test_seconds_end_every_rank_after_the_same_epoch(plan: str, tmp_path: Path) -> None:
+    script = str(EXAMPLES / "torch_train.py")
+    text = run(tmp_path, *TORCHRUN, "2", script, "--plan", plan, "--rows", "300", "--seconds", "0.01")
+    assert len(epochs(text)) == 1
+
+
+def test_the_recurrent_experiment_gives_its_table(tmp_path: Path) -> None:
+    """One device and two unequal ones have the same accuracies, to the digit shown."""
+    words = ["--units", "8", "--layers", "1", "--dense", "8", "--epochs", "2", "--batches", "256", "--seeds", "2"]
+    table, said = run(tmp_path, str(EXAMPLES / "torch_gru_digits.py"), *words).splitlines()[-2:]
+    cells = table.strip("|").split("|")
+    assert cells[:2] == ["2", "256"]
+    assert cells[2:4] == cells[5:7]
+    assert re.fullmatch(r"0\.\d\d \(0\.\d\d–0\.\d\d\)", cells[2])
+    assert said.startswith("Batch 256")
+    assert said.count("is inside") == 2
