@@ -110,7 +110,7 @@ class Comparison:
     def unmeasured(self) -> tuple[Candidate, ...]:
         """The layouts that the budget left without a measurement."""
         turns = self._with_earlier(self._race_turns())
-        return tuple(one for one in self._runners() if not turns[one.layout])
+        return tuple(one for one in self._runners() if not turns[one.layout] and not one.extra)
 
     def enough_seconds(self) -> float:
         """A budget that should have sufficed to measure every layout once."""
@@ -135,16 +135,16 @@ class Comparison:
     def _measure_once(self) -> Probe | None:
         """The first turn: of those without one, the cheapest; what a short budget can't pay is left out last."""
         turns = self._race_turns()
-        left = [one.layout for one in self._runners() if not turns[one.layout]]
+        left = [one for one in self._runners() if not turns[one.layout]]
         if not left:
             return None
         purse = self._purse(self._knobs_to_come())
-        layout = min(left, key=purse.costs.least)
+        layout = min(left, key=lambda one: (one.extra, purse.costs.least(one.layout))).layout
         if not purse.affords("first", layout):
             return None
         stage: Stage = "pack" if layout.kind == "pack" and layout.placement != "logical" else "race"
         probes = len(left) + (ENOUGH_TURNS - 1) * len(turns)
-        others = purse.costs.total(other for other in left if other != layout)
+        others = purse.costs.total(other.layout for other in left if other.layout != layout and not other.extra)
         seconds = self._purse(self._knobs_to_come() + others).seconds("first", layout, probes)
         return Probe(layout, stage, seconds, FIRST)
 

@@ -35,10 +35,11 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One layout in the race."""
+    """One layout in the race; an extra one is a second try of its family, which a short budget does without."""
 
     family: Family
     layout: Layout
+    extra: bool = False
 
     @property
     def simplicity(self) -> tuple[int, int, int, int]:

@@ -112,7 +112,7 @@ class Scout:
             known = (*kept, *(result.layout for result in found))
             if layout.kind == "split" and not any(_alike(layout, other) for other in known):
                 kept.append(layout)
-        return tuple(Candidate("split", layout) for layout in kept)
+        return tuple(Candidate("split", layout, extra=layout != chosen.layout) for layout in kept)
 
     def better_single(self) -> Candidate | None:
         """A batch of one device that was not measured and should be faster than any that was; None without one."""
@@ -121,7 +121,7 @@ class Scout:
             if layout.kind == "solo" and self._problem.global_batch is None:
                 (position,) = layout.active
                 if self.rate_at(position, layout.global_batch) > max(rates) * (1 + BETTER):
-                    return Candidate("solo", layout)
+                    return Candidate("solo", layout, extra=True)
         return None
 
     def common_batch(self) -> int | None:
