@@ -52,7 +52,7 @@ class GpuVitals:
         self._ever = False  # it has answered before: from then on silence is trouble
         self._change = threading.Condition()
         self._asked = self._answered = 0
-        self._asked_at = 0.0
+        self._began: float | None = None  # the look that goes on: when the thread came to it
         self._full = self._closed = False
         self._last = Vitals()
         self._thread = threading.Thread(target=self._run, name="evener-vitals", daemon=True)
@@ -63,7 +63,7 @@ class GpuVitals:
         with self._change:
             if self._asked > self._answered:
                 return False
-            self._asked, self._asked_at, self._full = self._asked + 1, time.monotonic(), full
+            self._asked, self._full = self._asked + 1, full
             self._change.notify_all()
             return True
 
@@ -74,10 +74,16 @@ class GpuVitals:
             return self._last
 
     @property
-    def silent_seconds(self) -> float:
-        """How long the look that goes on has taken; 0 if none does."""
+    def looks(self) -> bool:
+        """Whether it has not answered yet."""
         with self._change:
-            return time.monotonic() - self._asked_at if self._asked > self._answered else 0.0
+            return self._asked > self._answered
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long the driver has had for the look that goes on; a thread that waits for a busy CPU is not silence."""
+        with self._change:
+            return 0.0 if self._began is None else time.monotonic() - self._began
 
     def close(self) -> None:
         """End the watch; a thread that the driver holds ends when it lets go. It may be called twice."""
@@ -95,10 +101,10 @@ class GpuVitals:
                 self._change.wait_for(lambda: self._asked > self._answered or self._closed)
                 if self._closed:
                     break
-                full = self._full
+                full, self._began = self._full, time.monotonic()
             seen = self._look(full)
             with self._change:
-                self._last, self._answered = seen, self._asked
+                self._last, self._answered, self._began = seen, self._asked, None
                 self._change.notify_all()
         self._leave()
 

@@ -20,6 +20,7 @@ from devices.nvml_vitals import GpuVitals, Vitals
 
 LOOK_SECONDS = 0.05  # a look takes a millisecond or two; one that takes longer is not waited for
 SILENT_SECONDS = 5.0  # a driver that takes longer for one answer can't be trained on
+PATIENCE = 3.0  # times that, in which a busy machine may not come to ask it
 SPREAD, SPREAD_BYTES = 0.02, 1 << 30  # of a GPU's memory: what is not told from the driver's own,
 SPREAD_SMALL = 0.1  # which is no more than this of a small one's
 STEP = 0.01  # of its memory: what others hold is told in such steps, so that trifles are no news
@@ -41,9 +42,12 @@ class Guard:
     def admit(self, positions: Collection[int], stop: threading.Event) -> None:
         """Wait for each driver's answer; BrokenError, which names the device, if it has none or the device is gone."""
         self._looks(positions, LOOK_SECONDS)
-        while any(0 < watch.silent_seconds < self._silent_seconds for watch in self._watching(positions)):
+        until = time.monotonic() + PATIENCE * self._silent_seconds
+        while any(w.looks and w.silent_seconds < self._silent_seconds for w in self._watching(positions)):
             if stop.wait(LOOK_SECONDS):
                 raise StoppedError
+            if time.monotonic() > until:
+                break
         self._check(positions)
 
     def look(self, positions: Iterable[int]) -> Looks:
