@@ -11,6 +11,7 @@ from balancer.compare.comparison import BUDGET, Comparison
 from balancer.compare.layouts import Placement, Wanted, smaller
 from balancer.compare.ration import within
 from balancer.compared import left_out
+from balancer.core.search import Search
 from balancer.probes.simulated import SimulatedProber
 from balancer.records import Layout, Observation, OutOfMemory, Probe, Problem, Timed
 from devices.physics import Machine, SimulatedDevice, SimulatedPlacement, Sync
@@ -157,6 +158,18 @@ def test_a_short_budget_tries_no_long_steps() -> None:
     assert 0 < slow < quick < 10
     assert slow < fewer
     assert within(msgspec.structs.replace(problem, budget_seconds=None), ALL, 6.0).longest_step_seconds is None
+
+
+def test_a_search_tries_no_step_that_is_longer_than_the_problem_allows() -> None:
+    """A tenth of a second is 117 samples here, and memory would hold thousands."""
+    sizes = tuple(machine().usable_memory_bytes(i) for i in range(2))
+    search, prober = Search(Problem(2, sizes, longest_step_seconds=0.1)), SimulatedProber(machine(), seed=1)
+    shares = []
+    while probes := search.ask():
+        for seen in prober.measure(probes, lambda _: None, threading.Event()):
+            search.tell(seen)
+            shares.append(max(seen.probe.layout.shares))
+    assert 64 < max(shares) <= 140
 
 
 def test_no_layout_shrinks_to_nothing() -> None:
