@@ -183,6 +183,17 @@ def test_a_signal_before_anything_was_measured(start: Start, tmp_path: Path, num
 
 
 @pytest.mark.slow
+def test_under_nohup_a_hang_up_ends_nothing(start: Start) -> None:
+    """What whoever started it has ignored stays ignored: the search goes on to its end."""
+    ignore = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731 - in the child, before it begins
+    process = start(*BALANCE, "--budget", "3s", "--export", "plan.toml", preexec_fn=ignore)
+    children = wait_for(lambda: children_of(process))
+    process.send_signal(signal.SIGHUP)
+    assert ends(process, children) == 0
+    assert load_plan("plan.toml").search.why_stopped != "interrupted"
+
+
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(start: Start, state: Path, tmp_path: Path) -> None:
     """Both arrive before the first is done with; children end all the same."""
     process = start(*BALANCE, "--budget", "20s", "--export", "plan.toml")

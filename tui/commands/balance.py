@@ -109,7 +109,10 @@ def check_target(path: Path) -> None:
 
 @contextlib.contextmanager
 def stopped_by_signals(stop: Callable[[], None], words: str) -> Iterator[list[int]]:
-    """Within it, Ctrl-C, SIGTERM and SIGHUP call `stop`; a second Ctrl-C ends at once. Yields the exit codes caught."""
+    """Within it, Ctrl-C, SIGTERM and SIGHUP call `stop`; a second Ctrl-C ends at once. Yields the exit codes caught.
+
+    A hang-up that whoever started it has ignored, as `nohup` does, stays ignored.
+    """
     caught: list[int] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:
@@ -120,7 +123,9 @@ def stopped_by_signals(stop: Callable[[], None], words: str) -> Iterator[list[in
             os.write(2, f"\nevener: {words}\n".encode())
         stop()
 
-    earlier: dict[int, Any] = {number: signal.signal(number, handle) for number in _STOPS}
+    outlasting = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    heard = [number for number in _STOPS if not (outlasting and number == signal.SIGHUP)]
+    earlier: dict[int, Any] = {number: signal.signal(number, handle) for number in heard}
     try:
         yield caught
     finally:
