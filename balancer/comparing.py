@@ -10,6 +10,7 @@ import msgspec
 from balancer.bench import Bench, understand
 from balancer.compare.layouts import FAMILIES, Family, Knob, PackMode, Placement, Wanted
 from balancer.request import Request
+from devices.environment import mps_runs
 from devices.mps import PROGRAM, find_program
 from evener.errors import RequestError
 from workloads import registry
@@ -35,6 +36,10 @@ def to_compare(
     if not left:
         raise RequestError(notes[0] if notes else "No layout can be compared here.", "Choose other layouts or devices.")
     modes = _modes(bench, mps and "pack" in left, notes)
+    if "pack" in left and bench.devices[0].kind == "gpu" and mps_runs():
+        notes.append(
+            "An MPS daemon runs here already: it is left alone, and plain processes share GPUs through it too."
+        )
     if bench.machine is not None and turned:
         notes.append("Simulated devices know neither XLA nor another precision; --try was left out.")
         turned = []
