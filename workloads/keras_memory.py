@@ -27,6 +27,11 @@ class PeakMemory:
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
 
+    def settle(self) -> None:
+        """The first step of a size is done: on GPUs, count from here on, as trying kernels out takes what is free."""
+        if self._gpu:
+            self.reset()
+
     def read(self) -> tuple[int | None, ...]:
         """Bytes for each device; None where several share one process' memory, or nobody can tell."""
         if self._gpu:

@@ -67,8 +67,11 @@ class KerasWorkload:
 
     def step(self) -> None:
         """One optimizer step on the next batch, with what `fit` does around it."""
+        if self._position == 1:
+            self._memory.settle()
         if self._sent is not None:
             self._logs = self.way.step(self._sent)
+            self._position += 1
             return
         self._callbacks.on_train_batch_begin(self._position)
         self._logs = self.model.train_function(self._batches)

@@ -17,7 +17,7 @@ class PeakMemory:
         self._devices = tuple(devices)
         self._gpu = any(device.type == "cuda" for device in devices)
         self._before = _status_bytes("VmRSS") or 0
-        self.meaning = "peak that PyTorch's allocator held" if self._gpu else "growth of the peak resident memory"
+        self.meaning = "peak in use, by PyTorch's allocator" if self._gpu else "growth of the peak resident memory"
 
     def reset(self) -> None:
         """Count from here on; what earlier sizes left unused is given back."""
@@ -32,9 +32,12 @@ class PeakMemory:
             Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
 
     def read(self) -> tuple[int | None, ...]:
-        """Bytes for each device; None where several share one process' memory, or nobody can tell."""
+        """Bytes for each device; None where several share one process' memory, or nobody can tell.
+
+        On a GPU what tensors used: that grows with the batch; what the allocator keeps depends on what was before.
+        """
         if self._gpu:
-            return tuple(int(torch.cuda.max_memory_reserved(device)) for device in self._devices)
+            return tuple(int(torch.cuda.max_memory_allocated(device)) for device in self._devices)
         peak = _status_bytes("VmHWM")
         if len(self._devices) != 1 or peak is None:
             return (None,) * len(self._devices)

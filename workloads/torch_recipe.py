@@ -102,7 +102,7 @@ class TorchWorkload:
             self._batches.settle()
 
     def peak_memory_bytes(self) -> tuple[int | None, ...]:
-        """Peak of what PyTorch's allocator held on a GPU; on a CPU the growth of the process since before the model."""
+        """Peak of what tensors used on a GPU; on a CPU the growth of the process since before the model."""
         return self._memory.read()
 
     def facts(self) -> Mapping[str, str]:

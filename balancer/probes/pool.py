@@ -165,7 +165,7 @@ class ChildProber:
         if standing.fresh:
             seen = msgspec.structs.replace(seen, start_seconds=max(0.0, trial.prepared - started))
         standing.fresh = False
-        held = {i: size for i, size in enumerate(seen.memory_bytes) if size is not None}
+        held = {i: self._room.kept(i, size) for i, size in enumerate(seen.memory_bytes) if size is not None}
         standing.held = {i: max(size, standing.held.get(i, 0)) for i, size in held.items()}
         with self._lock:
             if trial.busy_cores is not None:

@@ -1,6 +1,6 @@
 """Whose memory a coming probe needs: what children held, and which idle ones would leave it too little.
 
-A framework's allocator keeps what it once had, so an idle child holds its peak.
+A framework's allocator keeps what it once had, so an idle child holds its peak in use, and somewhat more.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from devices.base import Device
 
 USED = 0.92  # of a GPU's memory, for all children that hold some
 CONTEXT_BYTES = 600 << 20  # of a GPU, for each process: what its driver's context takes beside the allocator
+KEPT = 1.4  # times the peak in use: what an allocator was seen to keep, its free pieces counted
 LOW_HOST_BYTES = 1 << 30  # idle children end when the machine has less to give
 
 Held = Mapping[Key, Mapping[int, int]]  # children -> position -> peak bytes
@@ -26,6 +27,10 @@ class Room:
         self._devices = devices
         self._peaks: dict[int, dict[int, int]] = {}
         self._short: dict[int, int] = {}
+
+    def kept(self, position: int, peak_bytes: int) -> int:
+        """What a process that used so much at its peak may hold."""
+        return round(peak_bytes * KEPT) if self._devices[position].kind == "gpu" else peak_bytes
 
     def learn(self, position: int, share: int, held_bytes: int) -> None:
         """A process held so much for such a share."""
