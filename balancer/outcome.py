@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -38,6 +38,7 @@ class Findings(msgspec.Struct, frozen=True):
     single: Result | None  # the best device alone
     solos: tuple[Result | None, ...]  # each device alone at its fastest
     sync_seconds: float | None
+    apart_seconds: Callable[[Layout], float | None]  # the longest that a device alone takes for its share of a layout
     why_stopped: str
     seconds: float  # of the session's clock
 
@@ -46,7 +47,9 @@ def plan_of(found: Findings, notes: Sequence[str] = ()) -> Outcome:
     """The chosen layout with the evidence for it; the same findings give the same plan."""
     header, chosen = found.header, found.chosen
     larger = _larger(found)
-    rivals = words.Rivals(_even(found), found.single, _fastest_split(found.results), found.sync_seconds, larger)
+    split = _fastest_split(found.results)
+    apart = None if split is None else found.apart_seconds(split.layout)
+    rivals = words.Rivals(_even(found), found.single, split, found.sync_seconds, apart, larger)
     doubts = words.doubts_of(found.seen, chosen.layout)
     plain = words.verdict(chosen, rivals, header.devices)
     sentence = words.doubtful(words.room_left(plain, found.seen, header.devices), doubts)

@@ -82,6 +82,7 @@ def outcome(
         single=search.best_single(),
         solos=search.solos(),
         sync_seconds=search.belief().sync_seconds,
+        apart_seconds=search.apart_seconds,
         why_stopped=why_stopped,
         seconds=seconds,
     )

@@ -21,6 +21,7 @@ class Rivals(msgspec.Struct, frozen=True):
     single: Result | None = None  # the best device alone
     split: Result | None = None  # the fastest split
     sync_seconds: float | None = None  # the exposed cost of keeping replicas in step
+    apart_seconds: float | None = None  # the longest that a device alone takes for its share of the fastest split
     larger: Result | None = None  # faster, but with more samples than the tolerance allows for
 
 
@@ -38,7 +39,7 @@ def verdict(chosen: Result, rivals: Rivals, devices: Sequence[Device]) -> str:
         return f"{begin}."
     if rivals.split is None:
         return f"{begin}; no split over several devices was measured."
-    return f"{begin}; {_why_not(chosen, rivals.split, devices, rivals.sync_seconds)}."
+    return f"{begin}; {_why_not(chosen, rivals.split, rivals, devices)}."
 
 
 def is_even(layout: Layout) -> bool:
@@ -54,14 +55,30 @@ def _more(chosen: Result, larger: Result | None) -> str:
     return f"; {larger.layout.global_batch} samples a step would add {percent(gain, 1)}"
 
 
-def _why_not(chosen: Result, split: Result, devices: Sequence[Device], sync_seconds: float | None) -> str:
+def _why_not(chosen: Result, split: Result, rivals: Rivals, devices: Sequence[Device]) -> str:
     """Why the fastest split that was measured is not worth it."""
     over = f"a split over {_names(split.layout, devices)}"
     if ties(chosen, split):
         return f"{over} is no faster within the error ({rate(split.throughput.value)} samples/s)"
     loss = 1 - split.throughput.value / chosen.throughput.value
-    cost = f", because keeping them in step costs {sync_seconds * 1000:.0f} ms a step" if sync_seconds else ""
-    return f"{over} loses {percent(loss)}{cost}"
+    return f"{over} loses {percent(loss)}{_cause(chosen, split.layout, rivals)}"
+
+
+def _cause(chosen: Result, split: Layout, rivals: Rivals) -> str:
+    """What takes most of a split's step: keeping in step, or what a smaller share does not shorten; "" if unknown."""
+    sync, apart = rivals.sync_seconds or 0.0, rivals.apart_seconds or 0.0
+    whole, share = chosen.layout.global_batch / chosen.throughput.value, max(split.shares)
+    rigid = apart - whole * share / chosen.layout.global_batch
+    if rigid > sync:
+        of_all = f"the {_milliseconds(whole)} of all {chosen.layout.global_batch}"
+        return f", because a step of {share} samples alone still takes {_milliseconds(apart)}, against {of_all}"
+    return f", because keeping them in step costs {_milliseconds(sync)} a step" if sync else ""
+
+
+def _milliseconds(seconds: float) -> str:
+    """With two significant digits at least."""
+    milliseconds = seconds * 1000
+    return f"{milliseconds:.{0 if milliseconds >= 9.95 else 1 if milliseconds >= 0.995 else 2}f} ms"
 
 
 def _advice(chosen: Result, devices: Sequence[Device]) -> str:

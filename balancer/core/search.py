@@ -79,6 +79,12 @@ class Search:
         """What the budget is held against."""
         return self._all.spent_seconds()
 
+    def apart_seconds(self, layout: Layout) -> float | None:
+        """The longest that a device would take alone for its share of a layout; None if none of them ran alone."""
+        view = self._known().view
+        curves = [(view.alone[i], layout.shares[i]) for i in layout.active]
+        return max((curve.seconds(share) for curve, share in curves if curve), default=None)
+
     def even_split(self) -> Result | None:
         """The even split over all devices that take part, as measured; None if it wasn't."""
         return _first(

@@ -56,6 +56,17 @@ def test_a_single_device_says_what_two_would_lose_and_why() -> None:
     assert "no split over several devices was measured" in verdict(SINGLE, Rivals(), DEVICES)
 
 
+def test_what_does_not_shrink_with_the_share_is_named_where_it_costs_more_than_keeping_in_step() -> None:
+    """Half the samples that take nearly as long alone gain nothing, however cheap the rest is."""
+    slow = result(SPLIT.layout, 1224)
+    share, whole = max(SPLIT.layout.shares), 1024 / 1345
+    said = verdict(SINGLE, Rivals(None, SINGLE, slow, 0.0004, 0.9 * whole), DEVICES)
+    assert f"loses 9 %, because a step of {share} samples alone still takes {900 * whole:.0f} ms, against the" in said
+    assert said.endswith(f"{1000 * whole:.0f} ms of all 1024.")
+    straight = verdict(SINGLE, Rivals(None, SINGLE, slow, 0.0004, whole * share / 1024), DEVICES)
+    assert straight.endswith("because keeping them in step costs 0.40 ms a step.")
+
+
 def test_one_device_has_no_rivals() -> None:
     """Its batch and its speed."""
     said = verdict(result(solo(1, 0, 64), 90.5, 0.0), Rivals(), DEVICES[:1])
