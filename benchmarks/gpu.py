@@ -95,21 +95,24 @@ def regret(bench: Bench) -> None:
 
 def training(bench: Bench) -> None:
     """6. The example scripts with their plan: samples/s of real training against the plan's, and live meanwhile."""
-    command = [sys.executable, "-m", "benchmarks.training", "--framework", bench.framework, "--devices", bench.pair]
-    live: list[Any] = []
-    child = subprocess.Popen(
-        [*command, "--seconds", "60"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=bench.environment,
-    )  # fmt: skip
-    while child.poll() is None:
-        time.sleep(5.0)
-        live.append(bench.run(f"live {len(live)}", "monitor", "--once", "--devices", "gpu", "--json"))
-    out, _ = child.communicate()
-    rates = [[device["samples_per_second"]["value"] for device in each.get("devices", [])] for each in live]
-    bench.keep(
-        "training", {"command": command[1:], "exit_code": child.returncode, "output": out[-8000:], "live": rates}
-    )
-    print(out[-2000:], flush=True)
+    common = ("--framework", bench.framework, "--devices", bench.pair, "--budget", bench.budget, "--repeat", "1")
+    for batch, seconds in ((32768, 60), (4096, 30)):
+        more = ("--rows", "262144", "--seconds", str(seconds), "--balance", "global-batch", str(batch))
+        command = [sys.executable, "-m", "benchmarks.training", *common, *more]
+        live: list[Any] = []
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=bench.environment
+        )
+        while child.poll() is None:
+            time.sleep(5.0)
+            seen = bench.run("live", "monitor", "--once", "--devices", "gpu", "--json")
+            live.append([device["samples_per_second"]["value"] for device in seen.get("devices", [])])
+        out, _ = child.communicate()
+        bench.keep(
+            f"training at {batch}",
+            {"command": command[1:], "exit_code": child.returncode, "output": out[-8000:], "live": live},
+        )
+        print(out[-2000:], live[-2:], flush=True)
 
 
 def screen(bench: Bench) -> None:

@@ -51,6 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workload", help="keras_mnist, keras_maxer, or a function of an example")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each training")
     parser.add_argument("--budget", default="90s", help="of each search")
+    parser.add_argument("--rows", type=int, help="of the data set, if not the example's own number")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--beside", action="store_true", help="probe the plan's shares beside each training")
     parser.add_argument("--balance", nargs="*", default=[], metavar="WORD", help="more for evener balance, without --")
@@ -61,7 +62,8 @@ def parse() -> argparse.Namespace:
 
 def asked(options: argparse.Namespace) -> list[str]:
     """The words that balance and probe share."""
-    return ["--devices", options.devices, "--workload", options.workload, "--framework", options.framework]
+    rows = ["--set", f"rows={options.rows}"] if options.rows and ":" in options.workload else []
+    return ["--devices", options.devices, "--workload", options.workload, "--framework", options.framework, *rows]
 
 
 def run(command: list[str]) -> str:
@@ -93,6 +95,7 @@ def probe(options: argparse.Namespace, plan: Plan) -> float:
 def train(options: argparse.Namespace, path: Path, plan: Plan) -> float:
     """Samples/s of the example script, trained by the plan."""
     words = ["--plan", str(path), "--seconds", f"{options.seconds:g}"]
+    words += ["--rows", str(options.rows)] if options.rows else []
     if options.framework == "torch":
         count = str(len(plan.layout.active))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
