@@ -42,6 +42,7 @@ def check_workers(model: Any) -> None:
             "engine='multiworker' can't synchronize BatchNormalization.", "Use engine='mirrored' for that."
         )
     _warn_local_statistics(model, "engine='mirrored' with synchronized=True uses the whole batch")
+    _warn_sparse(model)
 
 
 def check_mirrored(model: Any) -> None:
@@ -143,6 +144,22 @@ def _check_optimizer(optimizer: Any) -> None:
                 f"engine='mirrored' can't do {name}={value}: Keras applies it before the gradients are summed.",
                 "Use engine='towers', or leave it out.",
             )
+
+
+def _warn_sparse(model: Any) -> None:
+    """Keras' adaptive optimizers square the rows of a sparse gradient one by one; a group has only their sum."""
+    kind = type(model.optimizer)
+    if issubclass(kind, keras.optimizers.SGD) or not kind.__module__.startswith("keras."):
+        return
+    for layer in layers(model):
+        if isinstance(layer, keras.layers.Embedding) and layer.trainable:
+            warnings.warn(
+                f"{kind.__name__} takes {layer.name}'s gradient as a sum in a group, and word by word on one device: "
+                "rows of words that come often in a batch learn at another pace. engine='towers' is as one device.",
+                SplitWarning,
+                stacklevel=2,
+            )
+            return
 
 
 def _warn_local_statistics(model: Any, remedy: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from evener.errors import PlanError, RequestError
-from evener.fit import check_fit, check_global_batch
+from evener.fit import check_fit, check_global_batch, describe
 from evener.keras_split import devices as names
 from evener.keras_split import refusals
 from evener.keras_split.alone import Alone
@@ -72,6 +72,8 @@ class Split:
                 "Start one process for each device.",
             )
         self.strategy = strategy_for(self.devices) if self.engine == "mirrored" else None
+        if self.plan is not None and (self.group is None or self.group.rank == 0):
+            _warn_of_limits(self.plan)
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -205,6 +207,18 @@ class Split:
             if here and here not in share.name and share.name not in here:
                 found.append(f"The plan's {name} is a {share.name}, this machine's a {here}.")
         return found
+
+
+def _warn_of_limits(plan: Plan) -> None:
+    """A training is not slowed or capped as the probes were; another split may then be the fastest."""
+    held = ", ".join(f"{describe(share)} to {share.limit}" for share in plan.layout.active if share.limit)
+    if held:
+        warnings.warn(
+            f"The plan was measured with limits that this training doesn't have: {held}. "
+            "Its shares are right for devices so limited only.",
+            SplitWarning,
+            stacklevel=3,
+        )
 
 
 def _check_one(plan: object, gpus: object, devices: object) -> None:

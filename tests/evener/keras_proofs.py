@@ -17,12 +17,13 @@ from typing import Any
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 import keras
+import msgspec
 import numpy as np
 import tensorflow as tf
 from keras import layers, losses, optimizers
 
 from evener.errors import EvenerError
-from evener.keras_split import Report, Split, make_logical_cpus
+from evener.keras_split import Report, Split, SplitWarning, make_logical_cpus
 from evener.live import read_trainings
 from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
 
@@ -78,6 +79,14 @@ def masked_network() -> Any:
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input((6,)), layers.Embedding(11, 4, mask_zero=True), layers.Dense(1)])
     model.compile(optimizers.SGD(0.1), "mse")
+    return model
+
+
+def embedding_network() -> Any:
+    """Words of which many come more than once in a batch: a sparse gradient with rows that repeat."""
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((6,)), layers.Embedding(11, 4), layers.Flatten(), layers.Dense(1)])
+    model.compile(optimizers.Adam(0.01), "mse")
     return model
 
 
@@ -178,6 +187,7 @@ def towers_only(by: dict[str, Split]) -> dict[str, Callable[[], dict[str, float]
         "sum": lambda: compare(three, lambda: network(optimizers.SGD(0.01), loss=total), X, Y),
         "weighted mean": lambda: compare(three, lambda: network(sgd(), loss=weighted), X, Y, sample_weight=WEIGHTS),
         "mask": lambda: compare(three, masked_network, WORDS[:ONE_OVER], np.cos(WORDS[:ONE_OVER])[..., None]),
+        "embedding": lambda: compare(three, embedding_network, WORDS, np.cos(WORDS.sum(1))),
         "two heads": lambda: compare(three, two_headed_network, {"image": X}, pair),
     }
 
@@ -406,6 +416,7 @@ def main(engine: str, folder: str) -> dict[str, Any]:
     cases["placed"] = lambda: placed(by["5:2:1"])
     cases["half"] = lambda: half(by["3:1"])
     cases["orders"] = lambda: orders(by["3:1"])
+    cases["limits"] = limits
     found: dict[str, Any] = {name: case() for name, case in cases.items()}
     return found | {"refusals": refusals(by["3:1"]), "requests": requests()}
 
@@ -432,10 +443,17 @@ def mirrored_cases() -> dict[str, Any]:
     by = dict.fromkeys(("3:1", "5:2:1", "5:0:1"), split)
     found: dict[str, Any] = {name: case() for name, case in common(by).items()}
     found["synchronized"] = compare(split, synchronized, X, Y)
+    found["activity"] = compare(split, active, X, Y)
+    found["embedding"] = compare(split, embedding_network, WORDS, np.cos(WORDS.sum(1)))
     found["evaluate"] = evaluated(split)
     found["dataset"] = from_dataset(split)
     found["two heads"] = compare_totals(split)
     return found | {"refusals": refusals(split)}
+
+
+def active() -> Any:
+    """A model with a loss on a layer's outputs."""
+    return network(optimizers.SGD(0.1), activity=keras.regularizers.L2(0.01))
 
 
 def synchronized() -> Any:
@@ -461,6 +479,24 @@ def evaluated(split: Split) -> dict[str, float]:
     second = many.evaluate(X, Y, sample_weight=WEIGHTS, verbose=0)
     drift = np.abs(one.predict(X, verbose=0) - many.predict(X, verbose=0)).max()
     return {"logs": float(np.abs(np.subtract(first, second)).max()), "predict": float(drift)}
+
+
+def compare_dataset(split: Split, make: Make) -> dict[str, float]:
+    """Whole batches from `split.data`, of which each process takes its rows."""
+    one, many = make(), split.build(make)
+    first = one.fit(X, Y, batch_size=BATCH, epochs=3, shuffle=False, verbose=0)
+    return apart(one, many, first, many.fit(split.data(X, Y), epochs=3, verbose=0))
+
+
+def limits() -> list[str]:
+    """What is said of a plan that was measured on slowed devices, by a split and a training with it."""
+    plan = make_plan(18, 0, 6)
+    shares = tuple(msgspec.structs.replace(share, limit="60%") for share in plan.layout.share)
+    slowed = msgspec.structs.replace(plan, layout=msgspec.structs.replace(plan.layout, share=shares))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        Split(slowed).build(rules()["sgd"]).fit(X[:BATCH], Y[:BATCH], epochs=2, verbose=0)
+    return [str(each.message) for each in seen if each.category is SplitWarning]
 
 
 def orders(split: Split) -> dict[str, Any]:
@@ -496,6 +532,11 @@ def group_cases() -> dict[str, Any]:
             "momentum one row": lambda: compare(split, make["momentum"], X[:ONE_OVER], Y[:ONE_OVER]),
             "accumulation": lambda: compare(split, accumulated, X, Y),
             "shuffled": lambda: shuffled(split),
+            "activity": lambda: compare(split, active, X, Y),
+            "activity one row": lambda: compare(split, active, X[:ONE_OVER], Y[:ONE_OVER]),
+            "class weights": lambda: compare(split, make["sgd"], X, Y, class_weight={0: 0.5, 1: 2.0, 3: 1.5}),
+            "dataset": lambda: compare_dataset(split, make["adam"]),
+            "evaluate": lambda: evaluated(split),
             "two heads": lambda: compare_totals(split),
         }
     found: dict[str, Any] = {name: case() for name, case in cases.items()}

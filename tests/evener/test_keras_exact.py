@@ -21,7 +21,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]  # one wait for all pr
 SCRIPT = Path(__file__).with_name("keras_proofs.py")
 SECONDS = 550
 COMMON = ["dataset", "sgd 3:1 class weights", "momentum 5:2:1 one row", "adam L2 5:0:1", "adamw 5:2:1 weights"]
-TOWERS = ["clipnorm", "accumulation", "steps per execution", "activity", "sum", "weighted mean", "mask", "two heads"]
+TOWERS = [
+    "clipnorm",
+    "accumulation",
+    "steps per execution",
+    "activity",
+    "sum",
+    "weighted mean",
+    "mask",
+    "two heads",
+    "embedding",
+]
 
 
 def start(engine: str, folder: Path, config: dict[str, Any] | None = None) -> subprocess.Popen[str]:
@@ -86,7 +96,7 @@ def test_towers_learn_what_one_device_learns(proofs: Any, case: str) -> None:
     assert found["steps"] == 3
 
 
-@pytest.mark.parametrize("case", [*COMMON, "synchronized", "two heads"])
+@pytest.mark.parametrize("case", [*COMMON, "synchronized", "two heads", "activity", "embedding"])
 def test_mirrored_learns_what_one_device_learns(proofs: Any, case: str) -> None:
     """Weights within 1e-7; BatchNormalization too, where it is synchronized."""
     found = proofs("mirrored")[0][case]
@@ -94,7 +104,10 @@ def test_mirrored_learns_what_one_device_learns(proofs: Any, case: str) -> None:
     assert found["logs"] <= 1e-7
 
 
-@pytest.mark.parametrize("case", ["adam L2", "clipnorm", "momentum one row", "accumulation", "two heads"])
+GROUP = ["adam L2", "clipnorm", "momentum one row", "accumulation", "two heads", "class weights", "dataset"]
+
+
+@pytest.mark.parametrize("case", [*GROUP, "activity", "activity one row"])
 def test_two_processes_learn_what_one_device_learns(proofs: Any, case: str) -> None:
     """Weights and logs within 1e-12, in both processes, clipping and accumulation included."""
     for found in proofs("group of 2"):
@@ -115,6 +128,13 @@ def test_processes_shuffle_alike(proofs: Any) -> None:
     """A shuffling fit ends with the same loss, metrics and weights in every process."""
     first, second = (found["shuffled"] for found in proofs("group of 2"))
     assert first == second
+
+
+def test_processes_evaluate_and_predict_as_one_device(proofs: Any) -> None:
+    """Each process has the metrics of all rows, and predicts all of them."""
+    for found in proofs("group of 2"):
+        assert found["evaluate"]["logs"] <= 1e-12
+        assert found["evaluate"]["predict"] <= 1e-12
 
 
 @pytest.mark.parametrize("engine", ["towers", "mirrored"])
@@ -160,6 +180,13 @@ def test_a_training_reports_itself(proofs: Any) -> None:
     assert found["framework"] == "tensorflow"
     assert found["rate"] > 0
     assert found["after"] == 0
+
+
+def test_limits_that_a_training_does_not_have_are_said_once(proofs: Any) -> None:
+    """Each limited device that computes with its limit, and what follows from it."""
+    (said,) = proofs("towers")[0]["limits"]
+    assert "limits that this training doesn't have" in said
+    assert said.count("60%") == 2
 
 
 def test_towers_draw_fresh_numbers(proofs: Any) -> None:

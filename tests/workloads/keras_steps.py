@@ -101,6 +101,38 @@ def sample_batch(n):
 SHORT = SAMPLED.replace("np.ones((n, 7))", "np.ones((n - 1, 7))")
 
 
+FED = """
+import keras
+import numpy as np
+import tensorflow as tf
+
+X, Y, W = np.arange(40.0).reshape(20, 2) / 40, np.ones((20, 1)), np.ones(20)
+DATA = tf.data.Dataset.from_tensor_slices((X, Y))
+
+
+def build():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def training_data():
+    return {given}
+"""
+FEEDS = {
+    "arrays": "X, Y",
+    "weighted": "X, Y, W",
+    "samples": "DATA",
+    "batches": "lambda rows: DATA.shuffle(20).batch(rows)",
+    "number": "3",
+    "short": "X,",
+    "other batch": "lambda rows: DATA.batch(7)",
+    "too few": "lambda rows: DATA.take(4).batch(rows)",
+    "no dataset": "lambda rows: X",
+    "raises": "1 / 0",
+}
+
+
 def attempt(action: Callable[[], Any]) -> str:
     """The error of an attempt, "" if there is none."""
     try:
@@ -148,6 +180,21 @@ def count_traces(workload: Any) -> list[int]:
     return traces
 
 
+def fed(folder: str, name: str) -> Callable[[], Any]:
+    """Build and step a model on what the user's `training_data` gives: more rows than it has, and fewer."""
+    path = Path(folder) / f"fed_{name.replace(' ', '_')}.py"
+    path.write_text(FED.replace("{given}", FEEDS[name]))
+
+    def action() -> None:
+        workload = build(f"{path}:build")
+        assert workload.data is not None
+        losses(workload, (5,), 9)
+        if name in ("arrays", "weighted"):
+            losses(workload, (50,), 2)
+
+    return action
+
+
 def apart(one: Any, other: Any) -> float:
     """The largest difference of two workloads' weights."""
     pairs = zip(one.model.get_weights(), other.model.get_weights(), strict=True)
@@ -185,6 +232,7 @@ def alone(folder: str) -> dict[str, Any]:
             for name in ("plain", "stack", "open_shape", "wrong_build", "uncompiled", "nothing")
         },
         "own sampled": {name: attempt(own(folder, SAMPLED, name)) for name in ("lazy", "wrong_call", "wrong_loss")},
+        "fed": {name: attempt(fed(folder, name)) for name in FEEDS},
         "own short": attempt(own(folder, SHORT, "lazy")),
     }
 

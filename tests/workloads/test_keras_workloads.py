@@ -177,3 +177,27 @@ def test_an_error_inside_a_step_names_the_users_line(seen: Any, name: str, line:
 def test_sample_batch_of_a_wrong_size_is_refused(seen: Any) -> None:
     """The rows that it gave and the rows that it should have given."""
     assert "sample_batch(1)" in seen("alone")[0]["own short"]
+
+
+@pytest.mark.parametrize("name", ["arrays", "weighted", "samples", "batches"])
+def test_the_users_training_data_feeds_the_steps(seen: Any, name: str) -> None:
+    """Arrays, with weights too; a dataset of samples; a function that makes one of batches. Epoch after epoch."""
+    assert seen("alone")[0]["fed"][name] == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("number", "training_data() gives a int."),
+        ("short", "training_data() gives a tuple."),
+        ("other batch", "training_data() gives a batch of 7 rows instead of 5."),
+        ("too few", "training_data() gives a batch of 4 rows instead of 5."),
+        ("no dataset", "training_data() gives a ndarray for a batch of 5."),
+        ("raises", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_training_data_that_cannot_be_fed_is_refused(seen: Any, name: str, says: str) -> None:
+    """One line says what is wrong with it."""
+    words = seen("alone")[0]["fed"][name]
+    assert says in words
+    assert "\n" not in words
