@@ -120,6 +120,9 @@ def smallest(
     likely = sorted(reached, key=lambda k: reached[k])[: len(lanes) if len(lanes) <= EXACT_DEVICES else 4]
     found = [fill for k in likely if (fill := _just_reaching(lanes, costs, k, rate, *reached[k][1:], quantum))]
     allowed = [fill for fill in found if limit is None or fill.global_batch <= limit]
+    if all(fill.global_batch < COARSE * quantum * len(fill.shares) for fill in allowed):
+        best = free(lanes, costs, quantum, limit, fewest)  # may lie beside a finish time
+        allowed += [best] if best and best.samples_per_second >= rate else []
     return min(allowed, key=lambda fill: (fill.global_batch, fill.seconds), default=None)
 
 

@@ -122,7 +122,8 @@ def _largest_that_matters(view: View, purse: Purse, position: int) -> int:
     if curve is None:
         return room
     lane = Lane(position, curve, room)
-    most = min(room, max(quantum, curve.largest(purse.longest_step, room, quantum)))
+    least = quantum if view.problem.longest_step_seconds is None else view.devices[position].memory.ran
+    most = min(room, max(quantum, least, curve.largest(purse.longest_step, room, quantum)))
     told = guarded(lane) is lane
     if view.problem.global_batch is not None:
         return max(quantum, min(most, _share_of_fixed(view, position, told)))
