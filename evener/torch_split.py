@@ -14,6 +14,7 @@ import atexit
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -79,6 +80,7 @@ class Split:
         self._weights = GradientWeights(self.shares, self.rank)
         self._rows = self.shares[self.rank]
         self._reporter = Reporter()
+        weakref.finalize(self, self._reporter.close)  # a split that is dropped reports no more
         self._live = (share or _unplanned(self.device, gpus),)
         self._workload = self.plan.workload if self.plan else os.path.basename(sys.argv[0])
 

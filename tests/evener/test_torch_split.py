@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from evener import torch_split
+from evener import live, torch_split
 from evener.cores import slice_cores
 from evener.errors import DeviceError, EvenerError, PlanError, RequestError
 from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
@@ -227,6 +227,16 @@ def test_training_is_reported_and_validation_is_not(monkeypatch: pytest.MonkeyPa
     for _ in split.loader(ROWS):
         pass
     assert told == [(8, "cpu-1-of-2"), (8, "cpu-1-of-2"), (4, "cpu-1-of-2")]
+
+
+def test_a_split_that_is_dropped_leaves_no_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(live, "INTERVAL_SECONDS", 0.0)
+    split = Split(plan((0, 8)))
+    for _ in range(3):
+        split.report(8)
+    assert len(list(tmp_path.glob("live/*"))) == 1
+    del split
+    assert list(tmp_path.glob("live/*")) == []
 
 
 def test_weights_of_a_rank_without_rows_keep_infinities_out() -> None:
