@@ -27,10 +27,13 @@ def run(name: str, *words: str) -> str:
 
 def test_the_recurrent_experiment_gives_its_table() -> None:
     """One device and two have the same accuracies, to the digit shown."""
-    words = ["--units", "4", "--layers", "1", "--dense", "8", "--epochs", "2", "--batches", "512"]
-    cells = run("keras_gru_digits.py", *words).splitlines()[-1].strip("|").split("|")
+    words = ["--units", "4", "--layers", "1", "--dense", "8", "--epochs", "2", "--sizes", "512", "--seeds", "2"]
+    *_, row, _, verdict = run("keras_gru_digits.py", *words).splitlines()
+    cells = row.strip("|").split("|")
     assert cells[:2] == ["2", "512"]
     assert cells[2:4] == cells[5:7]
+    assert verdict.startswith("Batch 512, two devices against 2 seeds of one: accuracy")
+    assert "outside" not in verdict
 
 
 def test_training_by_a_plan_reaches_its_steps(tmp_path: Path) -> None:
