@@ -39,7 +39,7 @@ def judged(view: View) -> Judged:
 
 
 def decide(known: Judged, everything: Ledger) -> Decision:
-    """The next probes; a race that has begun under a budget is left for an earlier stage only if its splits fell."""
+    """The next probes; a race that has begun is left for an earlier stage if its splits fell or a budget grew."""
     view, purse = known.view, Purse(known.view.problem, everything)
     if again := everything.open_failures():
         stage = again[0].stage
@@ -48,7 +48,7 @@ def decide(known: Judged, everything: Ledger) -> Decision:
     if not view.live:
         return Decision((), "Nothing more can be measured.", nobody(view))
     fallen = bool(view.splits) and not view.standing_splits
-    if purse.budget is None or fallen or not everything.timed(["race"]):
+    if purse.budget is None or fallen or not everything.timed(["race"]) or purse.affords("split", 0.0):
         if probes := solo.next_probes(view, purse):
             return Decision(probes, f"Measures every device alone: {WHY_SOLO[min(probes[0].turn, 3)]}.")
         if probes := split.next_probe(view, purse):

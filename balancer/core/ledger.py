@@ -165,9 +165,10 @@ class Ledger:
 
     def spent_seconds(self) -> float:
         """What all probes cost: solo probes of one turn run at the same time, everything else one after another."""
-        return sum(self._cost(stage) for stage in STAGES)
+        return sum(self.spent_on(stage) for stage in STAGES)
 
-    def _cost(self, stage: Stage) -> float:
+    def spent_on(self, stage: Stage) -> float:
+        """What the probes of a stage cost."""
         if stage in self._costs:
             return self._costs[stage]
         rounds: defaultdict[tuple[int, int], float] = defaultdict(float)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import msgspec
 
 MARGIN = 0.003  # of the predicted batch, left out: allocators round up with the size of what they hold
-GROWTH = 8  # from one batch to the next where memory is unknown
+GROWTH = 8  # from one batch to the next where memory is unknown, or its line unsure
 FINE = 0.03  # a bracket narrower than this, relatively, is settled
 WIDE = 4  # a wider bracket without known bytes is cut at its geometric mean
 PATIENCE = 3  # times out of memory after which only what ran is tried
 SAFE_SHARE = 0.8  # of the predicted largest batch: safe without having run,
 SAFE_GROWTH = 1.25  # if it is not more than so many times what ran
+TELLING = 0.1  # of the bytes: a rise over twice the batch that is smaller leaves the line unsure
 STRAIGHT = 0.01  # slopes that differ by less, relatively, are alike
 BELIEVED = 0.7  # of the way that a bend leaves
 
@@ -36,6 +37,16 @@ class Memory(msgspec.Struct, frozen=True):
         (b0, m0), (b1, m1) = self.points[-2:]
         slope = max(0.0, (m1 - m0) / (b1 - b0))
         return m1 - slope * b1, slope
+
+    @property
+    def unsure(self) -> bool:
+        """Whether the line is nearly flat over twice the batch: the optimizer's own peak may hide what samples take."""
+        return len(self.points) > 1 and _flat(*self.points[-2:])
+
+    @property
+    def was_unsure(self) -> bool:
+        """Whether it was so before the last point, which was therefore not taken as far as the line allowed."""
+        return len(self.points) > 2 and _flat(*self.points[-3:-1])
 
     def predicted(self) -> int | None:
         """The largest batch that the line gives room for; None: unknown, or without bound.
@@ -64,6 +75,8 @@ class Memory(msgspec.Struct, frozen=True):
     def next_guess(self, cap: int, quantum: int = 1) -> int:
         """The largest batch worth trying, at most `cap`, a multiple of `quantum`; 0 if nothing can fit."""
         above = cap if self.failed is None else min(cap, (self.failed - 1) // quantum * quantum)
+        if self.unsure:
+            above = min(above, max(quantum, self.ran * GROWTH // quantum * quantum))
         if above <= self.ran or (self.failed is not None and self.failed - self.ran <= max(quantum, FINE * self.ran)):
             return min(self.ran, cap) // quantum * quantum
         guess = self.predicted()
@@ -92,3 +105,8 @@ class Memory(msgspec.Struct, frozen=True):
         if self.limit_bytes is None and self.ran and failed > WIDE * self.ran:
             return int((self.ran * failed) ** 0.5)
         return (self.ran + failed) // 2
+
+
+def _flat(point: tuple[int, int], larger: tuple[int, int]) -> bool:
+    (b0, m0), (b1, m1) = point, larger
+    return b1 >= 2 * b0 and m1 - m0 < TELLING * m1

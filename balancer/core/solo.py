@@ -13,7 +13,7 @@ from balancer.core.curve import Curve
 from balancer.core.fill import Lane
 from balancer.core.stop import Purse
 from balancer.core.view import View, guarded
-from balancer.records import Layout, Probe, solo
+from balancer.records import Layout, Probe, Stage, solo
 
 MOST_ROUNDS = 4
 PATIENT_ROUNDS = 8  # while a device has not run at all, or grows without known memory
@@ -33,7 +33,8 @@ def next_probes(view: View, purse: Purse) -> tuple[Probe, ...]:
     if not live:
         return ()
     turn = min(view.devices[i].rounds for i in live)
-    if not _wanted(view, purse, turn) or (turn and not purse.affords("solo", _longest(view))):
+    stage: Stage = "solo" if turn > 1 else "race"  # without a second round there is nothing to go on with
+    if not _wanted(view, purse, turn) or (turn and not purse.affords(stage, _longest(view))):
         return ()
     due = [i for i in live if view.devices[i].rounds == turn]
     batches = {i: _batch(view, purse, i, turn) for i in due}
@@ -49,7 +50,7 @@ def _wanted(view: View, purse: Purse, turn: int) -> bool:
         return turn < PATIENT_ROUNDS
     if turn < 3:
         return True
-    if turn < MOST_ROUNDS and any(_in_doubt(view, i) for i in live):
+    if turn < MOST_ROUNDS and any(_in_doubt(view, i) or _held_back(view, purse, i) for i in live):
         return True
     return turn < PATIENT_ROUNDS and any(_growing(view, purse, i) for i in live)
 
@@ -60,6 +61,12 @@ def _growing(view: View, purse: Purse, position: int) -> bool:
     if memory.limit_bytes is not None and memory.line is not None:
         return False
     return _largest_that_matters(view, purse, position) > GROWN * memory.ran
+
+
+def _held_back(view: View, purse: Purse, position: int) -> bool:
+    """Whether the last batch was smaller than what matters because the memory line was unsure then."""
+    memory = view.devices[position].memory
+    return memory.was_unsure and _largest_that_matters(view, purse, position) > GROWN * memory.ran
 
 
 def _in_doubt(view: View, position: int) -> bool:
@@ -96,7 +103,7 @@ def _batch(view: View, purse: Purse, position: int, turn: int) -> int:
         return guess
     if turn == 2:
         return _largest_that_matters(view, purse, position)
-    if _growing(view, purse, position):
+    if _growing(view, purse, position) or _held_back(view, purse, position):
         return _largest_that_matters(view, purse, position)
     curve = view.alone[position]
     if curve is not None and _flat(curve) and len(device.alone) == 3:

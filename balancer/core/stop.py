@@ -56,9 +56,17 @@ class Purse:
     @property
     def longest_step(self) -> float:
         """The longest step that a solo probe should have, in seconds."""
+        return self._longest(self.spent)
+
+    @property
+    def longest_split_step(self) -> float:
+        """The longest step that a device should have in a split; the same for all splits of a search."""
+        return self._longest(self._ledger.spent_on("solo"))
+
+    def _longest(self, spent: float) -> float:
         longest = LONGEST_PROBE_SECONDS
         if self.budget is not None:
-            longest = min(longest, max(SHORTEST_PROBE_SECONDS, 0.2 * (self.budget - self.spent) - self.overhead))
+            longest = min(longest, max(SHORTEST_PROBE_SECONDS, 0.2 * (self.budget - spent) - self.overhead))
         step = longest / (FEWEST_STEPS + self.tuning)
         return step if self._longest_step is None else min(step, self._longest_step)
 

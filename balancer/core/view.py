@@ -11,6 +11,7 @@ from balancer.core.alike import classes
 from balancer.core.curve import LEAST_ERROR, Curve, Fit, Point, fit
 from balancer.core.fill import Fill, Lane
 from balancer.core.ledger import Device, Ledger, relative_error
+from balancer.core.stop import Purse
 from balancer.core.sync import costs
 from balancer.records import Layout, Problem, Timed, layout_of
 
@@ -166,12 +167,16 @@ class View:
         return max(self.quantum, min(lane.ceiling, enough))
 
     def _quick(self, lane: Lane) -> Lane:
-        """The lane, cut where a step takes longer than the problem allows, though not below what ran."""
-        longest = self.problem.longest_step_seconds
-        if longest is None:
+        """The lane, cut where a step takes longer than the problem or its budget allows, though not below what ran."""
+        if self.problem.budget_seconds is None and self.problem.longest_step_seconds is None:
             return lane
+        longest = self._longest_step
         quick = max(self.devices[lane.device].memory.ran, lane.curve.largest(longest, lane.ceiling, self.quantum))
         return Lane(lane.device, lane.curve, max(self.quantum, min(lane.ceiling, quick)))
+
+    @cached_property
+    def _longest_step(self) -> float:
+        return Purse(self.problem, self.ledger).longest_split_step
 
     @cached_property
     def fastest_split(self) -> Fill | None:
