@@ -11,6 +11,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -68,7 +69,8 @@ def beside(seconds: float, environment: dict[str, str]) -> dict[str, Any]:
         screens = {name: Screen(SCREENS[name]) for name in installed()}
         for screen in screens.values():
             stack.callback(screen.close)
-        reader = subprocess.Popen(EVENER_JSON, stdout=subprocess.PIPE, text=True, env=environment)
+        lines = stack.enter_context(tempfile.TemporaryFile("w+"))  # a pipe that nobody reads fills up
+        reader = subprocess.Popen(EVENER_JSON, stdout=lines, text=True, env=environment)
         time.sleep(2 * SETTLE_SECONDS)
         alive = {name: screen for name, screen in screens.items() if screen.process.status() != psutil.STATUS_ZOMBIE}
         before = {name: _spent(screen) for name, screen in alive.items()}
@@ -80,8 +82,10 @@ def beside(seconds: float, environment: dict[str, str]) -> dict[str, Any]:
         took = time.perf_counter() - began
         costs = {name: _cost(before[name], screen, took) for name, screen in alive.items()}
         reader.terminate()
-        out, _ = reader.communicate(timeout=10)
-    readings = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        reader.wait(timeout=10)
+        lines.seek(0)
+        out = lines.read()
+    readings = [json.loads(line) for line in out.splitlines() if line.startswith("{") and line.endswith("}")]
     missing = {
         name: bytes(screens[name].seen[-300:]).decode(errors="replace") for name in screens.keys() - alive.keys()
     }

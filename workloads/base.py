@@ -72,6 +72,6 @@ class Entry(msgspec.Struct, frozen=True):
     summary: str  # one line
     source: str  # where the model comes from
     settings: dict[str, Any]  # parameters that `--set` can override, with their defaults
-    largest_share: int | None = None  # its data can't make a larger batch
+    largest_share: int | None = None  # its data can't make, or its kernels can't take, a larger batch
     placements: tuple[str, ...] = ()  # place layouts that it has; "single" is one device, as in a solo layout
     placement_devices: int = 2  # most devices that a placement uses
