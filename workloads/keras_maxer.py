@@ -15,7 +15,6 @@ import numpy as np
 from workloads.base import Place, Workload
 from workloads.keras_recipe import KerasWorkload
 
-PARAMETERS = 78_923_530
 CONVOLUTIONS = (32, 64, 128, 256, "pool", 512, 512, 512, 512, "pool")
 DENSE = (2048, 2048, 2048, 2048, 2048, 1024)
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from balancer.records import Interval
 
 NORMAL_95 = 1.959964  # two-sided 95 % quantile of the normal distribution
-MAD_TO_DEVIATION = 1.482602  # of a normal distribution: standard deviation / median absolute deviation
 LONE_BLOCK = 0.5  # relative half-width said of a single block, whose spread is unknown
 # fmt: off
 STUDENT_95 = (  # two-sided 95 % quantiles for 1, 2, ... degrees of freedom
@@ -38,12 +37,6 @@ def median(values: Sequence[float]) -> float:
     return float(statistics.median(values))
 
 
-def mad(values: Sequence[float]) -> float:
-    """Median absolute deviation from the median; `MAD_TO_DEVIATION` times it estimates a standard deviation."""
-    centre = median(values)
-    return median([abs(value - centre) for value in values])
-
-
 def interval_of(blocks: Sequence[tuple[int, float]]) -> Interval:
     """Seconds per step from timed blocks of (steps, seconds), by Student's t on block means.
 
@@ -64,14 +57,6 @@ def interval_of(blocks: Sequence[tuple[int, float]]) -> Interval:
 def relative_half_width(interval: Interval) -> float:
     """Half the interval's width over its value; infinite for a value of 0."""
     return (interval.high - interval.low) / 2 / interval.value if interval.value > 0 else math.inf
-
-
-def is_steady(window_a: Sequence[float], window_b: Sequence[float], within: float = 0.01) -> bool:
-    """Whether the medians of two successive windows of step times agree within a relative `within`."""
-    if not window_a or not window_b:
-        return False
-    before, after = median(window_a), median(window_b)
-    return abs(after - before) <= within * max(abs(before), abs(after))
 
 
 def pooled(intervals: Sequence[Interval], weights: Sequence[float]) -> Interval:

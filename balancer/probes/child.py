@@ -25,7 +25,6 @@ from balancer.probes.protocol import Begin, Order, Reply
 from devices.environment import ChildEnvironment
 
 CHATTER_BYTES = 64 << 10  # kept of standard error
-INBOX_REPLIES = 1000  # a child that says more than it is asked waits
 WAIT_SECONDS = 2.0
 _READ_BYTES = 64 << 10
 

@@ -23,10 +23,10 @@ def test_student_meets_the_normal_and_the_table() -> None:
         stats.student(0)
 
 
-def test_median_and_mad() -> None:
-    """One wild value moves neither."""
+def test_the_median() -> None:
+    """One wild value does not move it."""
     assert stats.median([3, 1, 2]) == 2
-    assert stats.mad([1, 1, 2, 2, 4, 6, 9]) == 1
+    assert stats.median([1, 1, 2, 2, 4, 6, 900]) == 2
     with pytest.raises(ValueError, match="nothing"):
         stats.median([])
 
@@ -54,13 +54,6 @@ def test_a_lone_block_is_not_believed() -> None:
     assert stats.relative_half_width(stats.interval_of([(10, 1.0)])) == pytest.approx(0.5)
     with pytest.raises(ValueError, match="step"):
         stats.interval_of([])
-
-
-def test_steady_windows() -> None:
-    """Windows agree by their medians."""
-    assert stats.is_steady([1.0, 1.0, 5.0], [1.005, 1.005, 1.0])
-    assert not stats.is_steady([1.0, 1.0, 1.0], [1.02, 1.02, 1.02])
-    assert not stats.is_steady([], [1.0])
 
 
 def test_pairing_cancels_drift() -> None:
