@@ -15,7 +15,7 @@ WIDE = 4  # a wider bracket without known bytes is cut at its geometric mean
 PATIENCE = 3  # times out of memory after which only what ran is tried
 SAFE_SHARE = 0.8  # of the predicted largest batch: safe without having run,
 SAFE_GROWTH = 1.25  # if it is not more than so many times what ran
-TELLING = 0.1  # of the bytes: a rise over twice the batch that is smaller leaves the line unsure
+TELLING = 0.02  # of the bytes: a rise over twice the batch that is smaller leaves the line unsure
 STRAIGHT = 0.01  # slopes that differ by less, relatively, are alike
 BELIEVED = 0.7  # of the way that a bend leaves
 
