@@ -20,6 +20,7 @@ from devices.base import Device, DeviceSample, Snapshot
 from evener.errors import RequestError
 from tui.crash import write_crash_log
 from tui.feed import Feed, Load, open_feed
+from tui.hangup import HangUpWatch
 from tui.looks import DARK, DARK_MEANINGS, LIGHT
 from tui.messages import Sampled, SessionEnded, SessionReported
 from tui.sessions import Live, SessionThread
@@ -104,6 +105,7 @@ class EvenerApp(App[int]):
         self._session_maker = session_maker
         self._session: SessionThread | None = None
         self._session_devices: tuple[Device, ...] = ()
+        self._started_on: asyncio.AbstractEventLoop | None = None
         self.register_theme(DARK)
         self.register_theme(LIGHT)
         self.theme = "evener-light" if theme == "light" else "evener-dark"
@@ -117,13 +119,18 @@ class EvenerApp(App[int]):
         """Open the Monitor, start sampling, and end in good order when asked to from outside."""
         # not by DEFAULT_MODE: from Python 3.12 on its widgets are mounted before any screen is on the stack
         await self.switch_mode("monitor")
-        loop = asyncio.get_running_loop()
+        loop = self._started_on = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP):
             try:
                 loop.add_signal_handler(number, self.exit, 128 + number)
             except (ValueError, RuntimeError, NotImplementedError):
                 break  # not in the main thread: whoever runs us there handles signals
         self.feed.start(self.post_message)
+
+    def hang_up(self) -> None:
+        """The terminal is gone: end as after SIGHUP; called from any thread."""
+        if self._started_on is not None:
+            self._started_on.call_soon_threadsafe(self.exit, 128 + signal.SIGHUP)
 
     def close_threads(self) -> None:
         """Stop the session and the feed, and wait for them; no probe child outlives this."""
@@ -274,10 +281,13 @@ def run_app(
         ascii=ascii,
         theme=theme,
     )
+    watch = HangUpWatch(app.hang_up, app.close_threads)
+    watch.start()
     try:
         result = app.run()
     finally:
         app.close_threads()
+        watch.stop()
     if app.crash_log is not None or app.return_code == 1:
         kept = f"the traceback is in {app.crash_log}" if app.crash_log else "its traceback could not be written"
         print(f"evener broke; {kept}.", file=sys.stderr)

@@ -107,6 +107,16 @@ def test_quitting_leaves_the_terminal_as_it_was(terminal: type[Terminal]) -> Non
     assert one.seen.rindex(ALTERNATE_SCREEN_OFF) > one.seen.rindex(ALTERNATE_SCREEN_ON)
 
 
+@pytest.mark.parametrize("devices", ["sim:gtx1080ti,gtx1080", "cpu"])
+def test_a_terminal_that_goes_without_a_signal_ends_the_app(terminal: type[Terminal], devices: str) -> None:
+    """The app has a session of its own here, so that nobody tells it; its writer would wait for ever."""
+    one = terminal(RUN.format(devices=devices))  # type: ignore[call-arg]
+    one.read_until(b"Monitor")
+    os.close(one.primary)
+    one.primary = os.open(os.devnull, os.O_RDONLY)
+    assert one.child.wait(30) == 129
+
+
 def test_a_crash_leaves_a_log_and_a_clean_terminal(terminal: type[Terminal], tmp_path: Path) -> None:
     one = terminal(BREAK)  # type: ignore[call-arg]
     one.read_until(b"GTX 1080 Ti")
