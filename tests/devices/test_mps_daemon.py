@@ -159,7 +159,7 @@ def test_a_comparison_leaves_no_daemon_however_it_ends(install: Install, tmp_pat
     assert process.returncode == {"SIGINT": 130, "SIGTERM": 143}.get(end, 0), err
     answer = json.loads(out)
     if end == "success":
-        assert "pack of 2 under MPS" in [layout["name"] for layout in answer["layouts"]]
+        assert any(layout["name"].endswith("under MPS") for layout in answer["layouts"])
     if end == "failure":
         assert "no GPU here" in out
     assert nothing_left(tmp_path)
