@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from balancer.events import Event, Finished, Observed, ProbeProgress, ProbeStarted
+from balancer.probes.guard import Guard
 from balancer.probes.pool import ChildProber, Job
 from balancer.records import Probe, Timed, layout_of
 from balancer.session import Request, Session
@@ -63,17 +64,18 @@ def drive(session: Session, see: Callable[[Event], None] = lambda _: None) -> Fi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "by"), [("solo", "SIGABRT"), ("race", "driver has")])
+@pytest.mark.parametrize(("stage", "by"), [("solo", "SIGABRT"), ("split", "driver has")])
 def test_a_gpu_that_is_lost_midway_is_left_out_and_said(
     fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stage: str, by: str
 ) -> None:
-    """By its processes, which are aborted as it falls off the bus; by a call that blocks for 10 s in the race.
+    """By its processes, which are aborted as it falls off the bus; by a call that blocks for 10 s once a split ran.
 
     The other GPU goes on, and has the plan, though a split over both was measured before.
     """
     double = fake_nvml(2)
     double.gpus[0].used_bytes = double.gpus[1].used_bytes = 0
     flag = tmp_path / "lost"
+    monkeypatch.setattr(Guard.__init__, "__defaults__", (0.5,))  # not 5 s: a quick race would be over
     if by == "SIGABRT":
         (tmp_path / "sitecustomize.py").write_text(LOST.format(flag=str(flag), gpu=double.gpus[1].uuid))
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
