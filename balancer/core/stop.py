@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from enum import StrEnum
+from functools import cached_property
 
 from balancer.core.ledger import Ledger
 from balancer.core.stats import median
@@ -70,25 +72,24 @@ class Purse:
         step = longest / (FEWEST_STEPS + self.tuning)
         return step if self._longest_step is None else min(step, self._longest_step)
 
-    @property
+    @cached_property
     def tuning(self) -> float:
         """Steps that the first step at a new size lasts, as it tries kernels of that size out: TensorFlow's up to 100.
 
         From each device's quickest and slowest step alone; what a first step costs at any size is in `overhead`.
         """
+        alone: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+        for seen in self._ledger.of("solo"):
+            if isinstance(seen, Timed):
+                alone[seen.probe.layout.active[0]].append((seen.step_seconds, seen.first_step_seconds))
         slopes = []
-        for position in {seen.probe.layout.active[0] for seen in self._ledger.of("solo")}:
-            alone = [
-                (seen.step_seconds, seen.first_step_seconds)
-                for seen in self._ledger.of("solo")
-                if isinstance(seen, Timed) and seen.probe.layout.active == (position,)
-            ]
-            (quick, first), (slow, last) = min(alone, default=(0.0, 0.0)), max(alone, default=(0.0, 0.0))
+        for steps in alone.values():
+            (quick, first), (slow, last) = min(steps), max(steps)
             if slow > TELLING * quick:
                 slopes.append(max(0.0, (last - first) / (slow - quick) - 1))
         return median(slopes) if slopes else 0.0
 
-    @property
+    @cached_property
     def overhead(self) -> float:
         """Seconds of a typical probe that are not timed steps: tracing, warm-up. New children are counted apart."""
         costs = [
