@@ -21,7 +21,7 @@ import msgspec
 from balancer.core.curve import Curve
 
 HALVINGS = 48  # of an interval of finish times: far below a nanosecond
-EXACT_DEVICES = 32  # up to so many every k is solved; beyond, those that a sweep over tau finds
+EXACT_DEVICES = 32  # up to so many every k and quantum is tried; beyond, those that a sweep over tau finds
 SWEEP = 40  # finish times of one sweep
 MOST_TURNS = 400  # finish times looked at for a free batch
 COARSE = 200  # quanta: below it, one quantum of a share is worth a look
@@ -102,7 +102,9 @@ def free(
         capped = fixed(lanes, costs, limit // quantum * quantum, quantum, fewest)
         if capped and (best is None or capped.samples_per_second > best.samples_per_second):
             best = capped
-    return best and _beside(lanes, costs, best, quantum, limit, fewest)
+    if best is None or len(lanes) > EXACT_DEVICES:
+        return best
+    return _beside(lanes, costs, best, quantum, limit, fewest)
 
 
 def smallest(
