@@ -117,7 +117,8 @@ def training(bench: Bench) -> None:
 
 def screen(bench: Bench) -> None:
     """8. The app on a pseudo-terminal: keys in, pictures of what it drew out."""
-    bench.keep("screen", draw(bench.pair, bench.out, bench.framework, bench.environment))
+    small, _ = WORKLOADS[bench.framework]
+    bench.keep("screen", draw(bench.pair, small, bench.out, bench.framework, bench.environment))
 
 
 def layouts(bench: Bench) -> None:

@@ -1,17 +1,14 @@
-"""The app on a pseudo-terminal beside real GPUs: keys in, and what a terminal would show then, as text and as ANSI."""
+"""The app on a pseudo-terminal beside real GPUs: keys in, and what a terminal was sent by then, as ANSI."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import struct
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-COLUMNS, ROWS = 150, 44
+from benchmarks.monitor import Screen
+
+APP = "import sys; from tui.app import run_app; sys.exit(run_app({devices!r}, workload={workload!r}))"
 # keys, seconds to go on drawing, and what the picture is called
 SCRIPT = (
     (b"", 8.0, "monitor"),
@@ -24,31 +21,14 @@ SCRIPT = (
 )
 
 
-def draw(devices: str, folder: Path, name: str, environment: dict[str, str]) -> dict[str, Any]:
+def draw(devices: str, workload: str, folder: Path, name: str, environment: dict[str, str]) -> dict[str, Any]:
     """Drive the app through its screens; the bytes after each key lie in `folder` as NAME-SCREEN.ansi."""
-    import fcntl
-    import pty
-    import termios
-
-    primary, secondary = pty.openpty()
-    fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-    command = [sys.executable, "-m", "evener", "--devices", devices]
-    variables = {**environment, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
-    child = subprocess.Popen(
-        command, stdin=secondary, stdout=secondary, stderr=secondary, env=variables, start_new_session=True
-    )
-    os.close(secondary)
-    os.set_blocking(primary, False)
-    drawn = bytearray()
-    for keys, seconds, called in SCRIPT:
-        with contextlib.suppress(OSError):
-            os.write(primary, keys)
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and child.poll() is None:
-            with contextlib.suppress(OSError):
-                drawn += os.read(primary, 1 << 16)
-            time.sleep(0.02)
-        (folder / f"{name}-{called}.ansi").write_bytes(drawn)
-    if child.poll() is None:
-        child.terminate()
-    return {"command": command[1:], "exit_code": child.wait(timeout=20), "bytes": len(drawn)}
+    screen = Screen(APP.format(devices=devices, workload=workload), environment)
+    try:
+        for keys, seconds, called in SCRIPT:
+            screen.press(keys)
+            time.sleep(seconds)
+            (folder / f"{name}-{called}.ansi").write_bytes(bytes(screen.seen))
+    finally:
+        code = screen.close()
+    return {"devices": devices, "workload": workload, "exit_code": code, "bytes": screen.written_bytes}

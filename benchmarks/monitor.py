@@ -20,6 +20,7 @@ import tempfile
 import termios
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -65,10 +66,10 @@ class Cost(msgspec.Struct, frozen=True):
 class Screen:
     """A program on a pseudo-terminal; its output is read all the time, as a terminal does."""
 
-    def __init__(self, code: str) -> None:
+    def __init__(self, code: str, variables: Mapping[str, str] = os.environ) -> None:
         self._primary, secondary = pty.openpty()
         fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-        environment = os.environ | {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
+        environment = {**variables} | {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
         self.started = time.perf_counter()
         self._child = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -96,6 +97,10 @@ class Screen:
             except OSError:
                 return
 
+    def press(self, keys: bytes) -> None:
+        """Keys, as a keyboard would send them."""
+        os.write(self._primary, keys)
+
     def wait_for(self, wanted: bytes, seconds: float = 30.0) -> float:
         """Seconds from the start until the text was written."""
         while wanted not in self.seen:
@@ -104,11 +109,13 @@ class Screen:
             time.sleep(0.002)
         return time.perf_counter() - self.started
 
-    def close(self) -> None:
-        """End the program."""
-        self._child.terminate()
-        self._child.wait(20)
+    def close(self) -> int:
+        """End the program, unless it has ended; its exit code."""
+        if self._child.poll() is None:
+            self._child.terminate()
+        code = self._child.wait(20)
         os.close(self._primary)
+        return code
 
 
 def measure(name: str, code: str, wanted: bytes, seconds: float) -> Cost:
