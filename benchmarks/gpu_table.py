@@ -1,28 +1,39 @@
-"""What runs on real GPUs found, as a table from their journals: `python -m benchmarks.gpu_table [JOURNAL...]`."""
+"""What runs on real GPUs found, as a table from their journals: `python -m benchmarks.gpu_table [JOURNAL...]`.
+
+With `--memory`, what each device's memory line said of a batch before it ran, beside the peak that was then measured.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from balancer import journal
+from balancer import journal, replay
 from balancer.core.curve import Point, fit
-from balancer.core.ledger import relative_error
+from balancer.core.ledger import Ledger, relative_error
+from balancer.core.memory import Memory
 from balancer.records import OutOfMemory, Timed
 from evener.plan import Plan
 
 RECORDED = Path(__file__).resolve().parent.parent / "tests" / "recorded"
 HEADS = ("run", "devices", "global batch", "chosen shares", "samples/s", "even split", "best alone", "of the solos",
          "probes", "out of memory", "seconds")  # fmt: skip
+MEMORY_HEADS = ("run", "layout", "device", "samples", "line from", "predicted, MiB", "measured, MiB", "ratio")
+MIB = 1 << 20
 
 
 def main() -> None:
     """Print the table."""
-    paths = [Path(name) for name in sys.argv[1:]] or sorted(RECORDED.glob("*.jsonl"))
-    print(f"| {' | '.join(HEADS)} |")
-    print(f"|{' --- |' * 2}{' ---: |' * (len(HEADS) - 2)}")
+    names = [name for name in sys.argv[1:] if name != "--memory"]
+    paths = [Path(name) for name in names] or sorted(RECORDED.glob("*.jsonl"))
+    memory = "--memory" in sys.argv[1:]
+    heads = MEMORY_HEADS if memory else HEADS
+    print(f"| {' | '.join(heads)} |")
+    print(f"|{' --- |' * 2}{' ---: |' * (len(heads) - 2)}")
     for path in paths:
-        print(f"| {' | '.join(_row(path))} |")
+        for row in _memory_rows(path) if memory else [_row(path)]:
+            print(f"| {' | '.join(row)} |")
 
 
 def _row(path: Path) -> list[str]:
@@ -44,6 +55,29 @@ def _row(path: Path) -> list[str]:
         str(sum(isinstance(seen.seen, OutOfMemory) for seen in record.seen)),
         f"{plan.search.seconds:.0f}",
     ]
+
+
+def _memory_rows(path: Path) -> Iterator[list[str]]:
+    """Each batch that was new to a device whose line was known: predicted before it ran, and measured."""
+    record = journal.read(path)
+    ledger = Ledger(replay.problem_of(record.header))
+    for entry in record.seen:
+        if isinstance(entry.seen, Timed):
+            for position in entry.seen.probe.layout.active:
+                row = _predicted(ledger.device(position).memory, entry.seen, position)
+                if row:
+                    yield [path.stem, entry.seen.probe.stage, str(position), *row]
+        ledger.add(entry.seen)
+
+
+def _predicted(memory: Memory, seen: Timed, position: int) -> list[str]:
+    """What the line said of a batch; empty without one, or if the batch had run already."""
+    share, peak = seen.probe.layout.shares[position], seen.memory_bytes[position]
+    if memory.line is None or peak is None or share in dict(memory.points):
+        return []
+    predicted = memory.line[0] + memory.line[1] * share
+    points = " and ".join(str(batch) for batch, _ in memory.apart[-2:]) + (", unsure" if memory.unsure else "")
+    return [str(share), points, f"{predicted / MIB:,.0f}", f"{peak / MIB:,.0f}", f"{predicted / peak:.3f}"]
 
 
 def _alone_at_shares(record: journal.Record, plan: Plan) -> float | None:

@@ -1,10 +1,13 @@
 """How many samples fit: a device's line of bytes(batch), the bracket of what ran and what didn't, and the next guess.
 
-The guess is where the line through the two largest batches measured meets the device's memory. A guess that failed
-refutes the line; from then on the bracket is halved. Without known bytes the batch grows by a factor, then halves.
+The guess is where the line through the two largest batches measured that lie apart meets the device's memory. A guess
+that failed refutes the line; from then on the bracket is halved. Without known bytes the batch grows by a factor, then
+halves.
 """
 
 from __future__ import annotations
+
+from functools import cached_property
 
 import msgspec
 
@@ -18,9 +21,10 @@ SAFE_GROWTH = 1.25  # if it is not more than so many times what ran
 TELLING = 0.02  # of the bytes: a rise over twice the batch that is smaller leaves the line unsure
 STRAIGHT = 0.01  # slopes that differ by less, relatively, are alike
 BELIEVED = 0.7  # of the way that a bend leaves
+APART = 0.8  # of a batch; a slope through two that lie nearer is what allocators round, not what samples take
 
 
-class Memory(msgspec.Struct, frozen=True):
+class Memory(msgspec.Struct, frozen=True, dict=True):
     """One device's evidence: `points` are (batch, bytes) in rising batch, `failed` the smallest batch that ran out."""
 
     limit_bytes: int | None
@@ -29,24 +33,33 @@ class Memory(msgspec.Struct, frozen=True):
     failed: int | None = None
     failures: int = 0  # times that it ran out
 
+    @cached_property
+    def apart(self) -> tuple[tuple[int, int], ...]:
+        """The points that lie apart, counted from the largest down, in rising batch; the outermost two if none do."""
+        kept: list[tuple[int, int]] = []
+        for point in reversed(self.points):
+            if not kept or point[0] <= APART * kept[-1][0]:
+                kept.append(point)
+        return tuple(reversed(kept)) if len(kept) > 1 else self.points[:1] + self.points[1:][-1:]
+
     @property
     def line(self) -> tuple[float, float] | None:
         """(bytes at 0 samples, bytes a sample) through the two largest batches; None with fewer, or if it falls."""
-        if len(self.points) < 2:
+        if len(self.apart) < 2:
             return None
-        (b0, m0), (b1, m1) = self.points[-2:]
+        (b0, m0), (b1, m1) = self.apart[-2:]
         slope = max(0.0, (m1 - m0) / (b1 - b0))
         return m1 - slope * b1, slope
 
     @property
     def unsure(self) -> bool:
         """Whether the line is nearly flat over twice the batch: the optimizer's own peak may hide what samples take."""
-        return len(self.points) > 1 and _flat(*self.points[-2:])
+        return len(self.apart) > 1 and _flat(*self.apart[-2:])
 
     @property
     def was_unsure(self) -> bool:
         """Whether it was so before the last point, which was therefore not taken as far as the line allowed."""
-        return len(self.points) > 2 and _flat(*self.points[-3:-1])
+        return len(self.apart) > 2 and _flat(*self.apart[-3:-1])
 
     def predicted(self) -> int | None:
         """The largest batch that the line gives room for; None: unknown, or without bound.
@@ -66,9 +79,9 @@ class Memory(msgspec.Struct, frozen=True):
 
     def _bend(self) -> float:
         """How much steeper, in bytes a sample, the last stretch is than the one before; 0 where they are alike."""
-        if len(self.points) < 3:
+        if len(self.apart) < 3:
             return 0.0
-        (b0, m0), (b1, m1), (b2, m2) = self.points[-3:]
+        (b0, m0), (b1, m1), (b2, m2) = self.apart[-3:]
         before, last = (m1 - m0) / (b1 - b0), (m2 - m1) / (b2 - b1)
         return last - before if last > before * (1 + STRAIGHT) else 0.0
 

@@ -132,6 +132,19 @@ def test_the_retreat_from_out_of_memory_ends_near_the_edge(most: int, bend: floa
         assert short == 0
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(64, 4000), min_size=2, max_size=8, unique=True), st.integers(0, 200), st.randoms())
+def test_what_an_allocator_rounds_is_not_taken_for_what_samples_take(
+    batches: list[int], rounded: int, chance: random.Random
+) -> None:
+    """However near the batches that ran lie, the line is off by what their bytes are, and not by many times that."""
+    points = tuple((batch, 10_000 + 100 * batch + chance.randint(0, rounded)) for batch in [8, *sorted(batches)])
+    line = Memory(10**9, points, ran=max(batches)).line
+    assert line is not None
+    assert line[1] == pytest.approx(100, abs=rounded / (0.2 * max(batches)) + 1e-6)
+    assert line[0] + line[1] * max(batches) == pytest.approx(dict(points)[max(batches)], abs=1)
+
+
 def test_safe_is_what_ran_or_little_more() -> None:
     """A batch is safe if it ran, or is a quarter larger at most, far below the limit, and nothing failed."""
     points = ((8, 1800), (64, 7400), (200, 21_000))
