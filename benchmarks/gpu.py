@@ -60,6 +60,13 @@ def unequal(bench: Bench) -> None:
                 bench.balance(f"60 % {workload} at {batch}", bench.limited("", "60%"), workload, *fixed, env=variables)
 
 
+def neighbour(bench: Bench) -> None:
+    """3. The second GPU shared with another process' matrix products, which a driver gives turns."""
+    for workload in WORKLOADS[bench.framework]:
+        with loaded(bench.gpus[1:2], 600.0):
+            bench.balance(f"neighbour {workload}", bench.pair, workload)
+
+
 def caps(bench: Bench) -> None:
     """4. 8 GiB and 5 GiB: real out-of-memory, the retreat from it, and 500 steps of what was chosen."""
     devices = bench.limited("8GiB", "5GiB")
@@ -68,11 +75,10 @@ def caps(bench: Bench) -> None:
         if "layout" not in found:
             continue
         active = [(i, share["batch"]) for i, share in enumerate(found["layout"]["share"]) if share["batch"]]
-        step = found["layout"]["global_batch"] / found["throughput"]["samples_per_second"]
-        long = f"{max(3.0, 1.2 * STEPS_WITHOUT_TROUBLE * step):.1f}s"
         gpus = ("--gpus", *(str(i) for i, _ in active), "--batches", *(str(batch) for _, batch in active))
         where = ("--devices", devices, "--framework", bench.framework, "--workload", workload)
-        bench.run(f"500 steps {workload}", "probe", *where, *gpus, "--repeat", "1", "--seconds", long, "--json")
+        steps = ("--repeat", "1", "--steps", str(STEPS_WITHOUT_TROUBLE), "--json")
+        bench.run(f"500 steps {workload}", "probe", *where, *gpus, *steps)
 
 
 def regret(bench: Bench) -> None:
@@ -96,7 +102,9 @@ def regret(bench: Bench) -> None:
 def training(bench: Bench) -> None:
     """6. The example scripts with their plan: samples/s of real training against the plan's, and live meanwhile."""
     common = ("--framework", bench.framework, "--devices", bench.pair, "--budget", bench.budget, "--repeat", "1")
-    for batch, seconds in ((32768, 60), (4096, 30)):
+    for batch, seconds in ((32768, 60), (4096, 60)):
+        if bench.match not in f"training at {batch}":
+            continue
         more = ("--rows", "262144", "--seconds", str(seconds), "--balance", "global-batch", str(batch))
         command = [sys.executable, "-m", "benchmarks.training", *common, *more]
         live: list[Any] = []
@@ -122,18 +130,21 @@ def screen(bench: Bench) -> None:
 
 
 def layouts(bench: Bench) -> None:
-    """7. Every way to lay a job on the GPUs, in one verdict; XLA and mixed precision on the small network."""
+    """7. Every way to lay a job on the GPUs, in one verdict; XLA and mixed precision on the large network."""
     small, large = WORKLOADS[bench.framework]
     common = ("--framework", bench.framework, "--budget", bench.budget, "--json")
-    alone = ("--devices", f"gpu:{bench.gpus[0]}", "--workload", small)
-    bench.run(f"compare {small}", "compare", "--devices", bench.pair, "--workload", small, *common, seconds=300)
-    bench.run(f"compare {small} mps", "compare", *alone, "--mps", *common, seconds=300)
+
+    def compare(name: str, devices: str, workload: str, *more: str) -> None:
+        where = ("--devices", devices, "--workload", workload)
+        bench.run(f"compare {name}", "compare", *where, *more, *common, seconds=300)
+
+    alone = f"gpu:{bench.gpus[0]}"
+    compare(small, bench.pair, small, "--global-batch", "256")
+    compare(f"{small} packed", alone, small, "--global-batch", "256", "--mps")
     for workload in PLACED[bench.framework]:
-        bench.run(
-            f"compare {workload}", "compare", "--devices", bench.pair, "--workload", workload, *common, "--profile"
-        )
-    knobs = ("--layouts", "solo,even", "--try", "xla,mixed") if bench.framework == "tensorflow" else ("--try", "mixed")
-    bench.run(f"compare {large} knobs", "compare", "--devices", bench.pair, "--workload", large, *knobs, *common)
+        compare(workload, bench.pair, workload, "--global-batch", "512", "--profile")
+    knobs = "xla,mixed" if bench.framework == "tensorflow" else "mixed"
+    compare(f"{large} knobs", alone, large, "--global-batch", "512", "--layouts", "solo", "--try", knobs)
 
 
 def scaling(bench: Bench) -> None:
@@ -149,6 +160,7 @@ SECTIONS = {
     "watch": watch,
     "control": control,
     "unequal": unequal,
+    "neighbour": neighbour,
     "caps": caps,
     "regret": regret,
     "training": training,

@@ -29,7 +29,7 @@ class Group:
         )
         self.rank = rank
         self.size = len(peers)
-        self.strategy = tf.distribute.MultiWorkerMirroredStrategy()
+        self.strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=_communication())
         if self.strategy.num_replicas_in_sync != self.size:
             raise RequestError(
                 f"{self.size} processes see {self.strategy.num_replicas_in_sync} devices between them.",
@@ -62,6 +62,13 @@ class Group:
     def sum_now(self, tensors: Sequence[Any]) -> list[Any]:
         """`sum` outside any graph."""
         return list(self._sum(list(tensors))) if tensors else []
+
+
+def _communication() -> Any:
+    """NCCL between GPUs: left to itself, TensorFlow sums over gRPC, a second for the gradients of 79 M parameters."""
+    ways = tf.distribute.experimental.CommunicationImplementation
+    way = ways.NCCL if tf.config.list_physical_devices("GPU") else ways.AUTO
+    return tf.distribute.experimental.CommunicationOptions(implementation=way)
 
 
 def group_from_environment() -> Group | None:
