@@ -54,7 +54,7 @@ def unequal(bench: Bench) -> None:
     with mps_daemon(bench.out / "mps") as variables:
         for workload in WORKLOADS[bench.framework]:
             for percent in (60, 30):
-                bench.balance(f"{percent} % {workload}", bench.limited("", f"{percent}%"), workload, env=variables)
+                bench.balance(f"{percent} % {workload} free", bench.limited("", f"{percent}%"), workload, env=variables)
             for batch in (256, 2048):
                 fixed = ("--global-batch", str(batch))
                 bench.balance(f"60 % {workload} at {batch}", bench.limited("", "60%"), workload, *fixed, env=variables)
@@ -89,6 +89,8 @@ def regret(bench: Bench) -> None:
             plan = bench.out / f"regret-{workload}.toml"
             more = ("--global-batch", "4096", "--export", str(plan))
             bench.balance(f"regret {workload}", devices, workload, *more, env=variables)
+            if not plan.exists():
+                continue
             where = ("--devices", devices, "--workload", workload, "--framework", bench.framework)
             command = [sys.executable, "-m", "benchmarks.grid", str(plan), *where]
             done = subprocess.run(
@@ -105,7 +107,7 @@ def training(bench: Bench) -> None:
     for batch, seconds in ((32768, 60), (4096, 60)):
         if bench.match not in f"training at {batch}":
             continue
-        more = ("--rows", "262144", "--seconds", str(seconds), "--balance", "global-batch", str(batch))
+        more = ("--rows", "1048576", "--seconds", str(seconds), "--balance", "global-batch", str(batch))
         command = [sys.executable, "-m", "benchmarks.training", *common, *more]
         live: list[Any] = []
         child = subprocess.Popen(

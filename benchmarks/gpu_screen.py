@@ -14,7 +14,7 @@ SCRIPT = (
     (b"", 8.0, "monitor"),
     (b"2", 2.0, "setup"),
     (b"\x13", 30.0, "balance"),
-    (b"", 45.0, "found"),
+    (b"", 105.0, "found"),
     (b"1", 4.0, "after"),
     (b"3", 4.0, "runs"),
     (b"q", 4.0, "end"),
