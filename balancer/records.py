@@ -53,6 +53,8 @@ class Probe(msgspec.Struct, frozen=True):
     stage: Stage
     seconds: float  # measure for at most so long, warm-up not counted
     turn: int = 0
+    whole: bool = False  # measure for all of that time, however soon the figure is sure
+    steps: int = 0  # instead of a time: measure so many steps; `seconds` then bounds the warm-up alone
 
 
 class Warned(msgspec.Struct, frozen=True):

@@ -140,9 +140,9 @@ def doubts_of(seen: Iterable[Observation], chosen: Layout) -> tuple[Warned, ...]
     return tuple(worst[code] for code in ORDER if code in worst)
 
 
-def warnings(doubts: Iterable[Warned], devices: Sequence[Device]) -> tuple[str, ...]:
-    """Each doubt in a sentence, with what helps against it."""
-    return tuple(_doubt(doubt, devices) for doubt in doubts)
+def warnings(doubts: Iterable[Warned], devices: Sequence[Device], longer: str = "a longer --budget") -> tuple[str, ...]:
+    """Each doubt in a sentence, with what helps against it; `longer` is how more can be measured."""
+    return tuple(_doubt(doubt, devices, longer) for doubt in doubts)
 
 
 def doubtful(sentence: str, doubts: Iterable[Warned]) -> str:
@@ -159,7 +159,7 @@ _SHORT = {
 }
 
 
-def _doubt(doubt: Warned, devices: Sequence[Device]) -> str:
+def _doubt(doubt: Warned, devices: Sequence[Device], longer: str) -> str:
     size, whole, fine = doubt.value, percent(doubt.value), percent(abs(doubt.value), 1)
     who = f"{devices[doubt.device].label}: " if 0 <= doubt.device < len(devices) else ""
     return (
@@ -170,11 +170,11 @@ def _doubt(doubt: Warned, devices: Sequence[Device]) -> str:
             " look at evener monitor, and measure again.",
             "capped": f"A device was at its power limit in {whole} of the time: the figure is that of this limit.",
             "drift": f"Steps became {fine} {'slower' if size > 0 else 'faster'} while they were timed; measure"
-            " again with a longer --budget.",
-            "noisy": f"The step time is known to within ± {fine} only; measure again with a longer --budget.",
+            f" again with {longer}.",
+            "noisy": f"The step time is known to within ± {fine} only; measure again with {longer}.",
             "slow_start": f"Steps were still becoming faster (by {whole}) when the warm-up's time was over.",
             "stalled": f"One block took {size:.1f} times as long as the others.",
-            "too_short": f"Only {size:.2f} s were timed; give a longer --budget.",
+            "too_short": f"Only {size:.2f} s were timed; give {longer}.",
         }[doubt.code]
     )
 

@@ -180,12 +180,17 @@ def compare(
 @app.command()
 def probe(
     batches: Annotated[list[int], typer.Option("--batches", help="Samples for each device.")],
-    gpus: Annotated[list[str] | None, typer.Option("--gpus", help="Indices; without: the default device.")] = None,
+    gpus: Annotated[list[str] | None, typer.Option("--gpus", help="Indices; without: the first devices.")] = None,
     devices: DevicesOption = "auto",
     workload: WorkloadOption = None,
     framework: FrameworkOption = "tensorflow",
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Training runs to time.")] = 3,
-    seconds: Annotated[str, typer.Option("--seconds", help="How long each run lasts.")] = "10s",
+    seconds: Annotated[
+        str | None, typer.Option("--seconds", help="How long each run lasts, warm-up not counted; 10s unless said.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Each run lasts at least so many optimizer steps instead.")
+    ] = None,
     settings: SetOption = None,
     seed: SeedOption = 0,
     precision: PrecisionOption = "float32",
@@ -195,8 +200,7 @@ def probe(
 ) -> None:
     """Time training at batch sizes that you choose: `evener probe --gpus 0 1 --batches 820 568`."""
     from tui.commands.options import make_request
-    from tui.commands.probe import run_probe
-    from tui.words import parse_duration
+    from tui.commands.probe import length_of, run_probe
 
     request = make_request(
         devices=devices,
@@ -208,8 +212,8 @@ def probe(
         xla=xla,
         inputs=inputs,
     )
-    span = parse_duration(seconds, "--seconds")
-    raise typer.Exit(run_probe(request, gpus, tuple(batches), repeat=repeat, seconds=span, as_json=as_json))
+    length = length_of(seconds, steps)
+    raise typer.Exit(run_probe(request, gpus, tuple(batches), repeat=repeat, length=length, as_json=as_json))
 
 
 app.command("export")(export)

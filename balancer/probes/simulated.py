@@ -80,7 +80,8 @@ class _Run:
 
     def __init__(self, machine: Machine, seed: int, probe: Probe, busy: set[int], start_seconds: float = 0.0) -> None:
         self._machine, self._probe, self._start = machine, probe, start_seconds
-        self._random = random.Random(blake2b(f"{seed}:".encode() + msgspec.json.encode(probe), digest_size=8).digest())
+        drawn = {"layout": probe.layout, "stage": probe.stage, "seconds": probe.seconds, "turn": probe.turn}
+        self._random = random.Random(blake2b(f"{seed}:".encode() + msgspec.json.encode(drawn), digest_size=8).digest())
         self._busy = busy
         self.moments: list[tuple[float, ProbeProgress]] = []
         self.seen = self._measure()
@@ -134,7 +135,7 @@ class _Run:
 
     def _timed(self, step: float, parts: tuple[float | None, ...]) -> Observation:
         noise = self._machine.step_noise(self._probe.layout.shares)
-        timing = Timing(self._probe.seconds)
+        timing = Timing(self._probe.seconds, self._probe.whole, self._probe.steps)
         elapsed = first = step * self._draw(noise, 1)
         while steps := timing.next_steps():
             if gone := self._gone(elapsed):

@@ -2,7 +2,7 @@
 
 Pure: it sees blocks of steps and decides; whoever runs the steps owns the clock. It warms up until two windows agree,
 then times blocks of equal length until the 95 % interval of the mean step is within `TIGHT`, or the time is spent. What
-drifted or throttled meanwhile is timed once more, and said all the same.
+drifted or throttled meanwhile is timed once more, and said all the same. A whole run ends with its time or steps alone.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ WARM_UP_WINDOWS = 24  # at most
 FEWEST_BLOCKS = 3  # even when they take longer than the probe's seconds
 ENOUGH_BLOCKS = 5  # before an interval is believed to be tight
 MOST_BLOCKS = 400
+FINEST = 200  # a whole run has no most: each block takes at least 1 / this of the steps before it
 BLOCKS_A_PROBE = 16  # the block length aimed at is the probe's seconds / this,
 SHORTEST_BLOCK_SECONDS, LONGEST_BLOCK_SECONDS = 0.02, 0.5  # within these
 
@@ -72,7 +73,9 @@ class Measured(msgspec.Struct, frozen=True):
 class Timing:
     """Asks for blocks by `next_steps` (0: enough) and takes them by `add`."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, whole: bool = False, steps: int = 0) -> None:
+        self._whole = whole or steps > 0  # it lasts as long as it was asked to
+        self._steps_asked = steps  # 0: it lasts by its seconds
         self._seconds = max(seconds, SHORTEST_BLOCK_SECONDS)
         self._block_seconds = min(max(self._seconds / BLOCKS_A_PROBE, SHORTEST_BLOCK_SECONDS), LONGEST_BLOCK_SECONDS)
         self._windows: list[Block] = []
@@ -90,7 +93,7 @@ class Timing:
         """Steps to run as the next block; 0 when the measurement is over."""
         if not self._steps:
             return self._sized(self._windows[-1]) if self._windows else 1
-        return 0 if self._over() and not self._again() else self._steps
+        return 0 if self._over() and not self._again() else self._block_steps()
 
     def add(self, block: Block) -> None:
         """Take the block that `next_steps` asked for."""
@@ -100,6 +103,8 @@ class Timing:
         self._windows.append(block)
         if self._steady():
             self._steps = self._sized(block)
+            if self._steps_asked:
+                self._steps = max(1, min(self._steps, self._steps_asked // BLOCKS_A_PROBE))
 
     def interval(self) -> Interval | None:
         """Seconds per step so far; None before the second block."""
@@ -112,7 +117,8 @@ class Timing:
         if not clean:
             return None
         step = _interval(clean)
-        return Measured(step, sum(block.steps for block in clean), _own(clean), self._warnings(clean, step))
+        steps = self._done() if self._whole else sum(block.steps for block in clean)
+        return Measured(step, steps, _own(clean), self._warnings(clean, step))
 
     def _sized(self, last: Block) -> int:
         """Steps that fill a block; after a tiny block not more than 16 times as many, as its time says little."""
@@ -136,20 +142,38 @@ class Timing:
         return over
 
     def _again(self) -> bool:
-        """Once, where speed drifted or was held back: a round of half the time follows, and its figure counts."""
+        """Once, where speed drifted or was held back: a round of half the time follows, and its figure counts.
+
+        Not in a whole run: the time or the steps that were asked for are what was measured.
+        """
         measured = self.result()
-        if self._unsteady is not None or measured is None:
+        if self._whole or self._unsteady is not None or measured is None:
             return False
         self._unsteady = tuple(doubt for doubt in measured.warnings if doubt.code in UNSTEADY)
         if self._unsteady:
             self._blocks, self._seconds = [], self._seconds * AGAIN_SHARE
         return bool(self._unsteady)
 
+    def _done(self) -> int:
+        return sum(block.steps for block in self._blocks)
+
+    def _block_steps(self) -> int:
+        """Of the next block; in a whole run they grow with those done, and the last block ends with the steps asked."""
+        if not self._whole:
+            return self._steps
+        done = self._done()
+        steps, left = max(self._steps, done // FINEST), self._steps_asked - done
+        return min(steps, left) if left > 0 else steps
+
     def _over(self) -> bool:
         blocks = self._blocks
         if len(blocks) < FEWEST_BLOCKS:
             return False
+        if self._steps_asked:
+            return self._done() >= self._steps_asked
         spent = sum(block.wall_seconds for block in blocks) >= self._seconds
+        if self._whole:
+            return spent
         if spent or len(blocks) >= MOST_BLOCKS:
             return True
         clean = self._clean()

@@ -115,7 +115,7 @@ class Trial:
         return max(cast(Prepared, reply).first_step_seconds for reply in replies)
 
     def _time(self, first_step_seconds: float, stop: threading.Event) -> Measured:
-        timing = Timing(self._probe.seconds)
+        timing = Timing(self._probe.seconds, self._probe.whole, self._probe.steps)
         step_seconds = first_step_seconds
         lookout = Lookout(self._guard, self._stand.positions)
         while steps := timing.next_steps():

@@ -49,6 +49,19 @@ def test_a_step_takes_what_the_machine_says() -> None:
     assert both.low_seconds <= both.step_seconds <= both.high_seconds
 
 
+def test_a_whole_run_lasts_what_was_asked_and_out_of_memory_ends_it() -> None:
+    """By its time or its steps, though a step that never varies is known after a few; too much is an observation."""
+    prober = SimulatedProber(MACHINE, 0)
+    sure, long = Probe(solo(2, 0, 128), "solo", 20.0), Probe(solo(2, 0, 128), "solo", 20.0, whole=True)
+    stepped, full = Probe(solo(2, 0, 128), "solo", 1.0, steps=500), Probe(solo(2, 1, 401), "solo", 1.0, steps=500)
+    seen = observe(prober, sure, long, stepped, full)
+    steps = [one.steps for one in (seen[sure], seen[long], seen[stepped]) if isinstance(one, Timed)]
+    assert steps[0] * 0.15 < 10
+    assert 20 <= steps[1] * 0.15 < 21
+    assert steps[2] == 500
+    assert isinstance(seen[full], OutOfMemory)
+
+
 def test_more_than_fits_runs_out_of_memory_on_the_device_that_is_full() -> None:
     """Out of memory is an observation that names the device, and costs a step."""
     seen = only(SimulatedProber(MACHINE, 0), layout_of((64, 401)))

@@ -8,14 +8,19 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balancer.probes.timing import ENOUGH_BLOCKS, FEWEST_BLOCKS, TIGHT, Block, Measured, Timing
+from balancer.probes.timing import ENOUGH_BLOCKS, FEWEST_BLOCKS, MOST_BLOCKS, TIGHT, Block, Measured, Timing
 
 
 def timed(
-    seconds: float, step: Callable[[int], float], cpu: Callable[[int], float | None] = lambda _: None
+    seconds: float,
+    step: Callable[[int], float],
+    cpu: Callable[[int], float | None] = lambda _: None,
+    *,
+    whole: bool = False,
+    steps_asked: int = 0,
 ) -> Measured:
     """Run the rules on a clock of their own; `step(i)` and `cpu(i)` are those of the i-th block asked for."""
-    timing, i = Timing(seconds), 0
+    timing, i = Timing(seconds, whole, steps_asked), 0
     while steps := timing.next_steps():
         timing.add(Block(steps, steps * step(i), cpu(i), (0.5 * steps * step(i),)))
         i += 1
@@ -136,3 +141,82 @@ def test_whatever_the_steps_the_rules_end_in_bounded_time(step: float, noise: fl
     spent = measured.steps * measured.step.value
     assert spent <= max(seconds, 0.1) * 1.5 + (ENOUGH_BLOCKS + 1) * step * 16
     assert measured.step.low <= measured.step.value <= measured.step.high
+
+
+def whole_run(timing: Timing, step: Callable[[], float], cpu: Callable[[], float | None]) -> list[Block]:
+    """The blocks that a whole run counted: those asked for once it measures."""
+    counted: list[Block] = []
+    while steps := timing.next_steps():
+        block = Block(steps, steps * step(), cpu(), slowed=0.3)
+        if timing.phase == "measuring":
+            counted.append(block)
+        timing.add(block)
+        assert len(counted) < 5000, "the rules must end"
+    return counted
+
+
+STEPS = st.floats(1e-4, 3.0)
+NOISE = st.sampled_from([0.0, 0.001, 0.05, 0.5, 2.0])
+CPU_SHARES = st.lists(st.sampled_from([None, 0.5, 1.0]), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(step=STEPS, noise=NOISE, shares=CPU_SHARES, seconds=st.floats(0.02, 300.0), seed=st.integers(0, 1000))
+def test_a_whole_run_never_ends_before_its_time(
+    step: float, noise: float, shares: list[float | None], seconds: float, seed: int
+) -> None:
+    """However sure, unsure, held back or disturbed it is, all its seconds are timed, each step counts, and it ends."""
+    draw = random.Random(seed)
+    timing = Timing(seconds, whole=True)
+    counted = whole_run(timing, lambda: step * max(0.05, draw.gauss(1, noise)), lambda: draw.choice(shares))
+    assert sum(block.wall_seconds for block in counted) >= seconds
+    assert sum(block.wall_seconds for block in counted[:-1]) < seconds or len(counted) == FEWEST_BLOCKS
+    measured = timing.result()
+    assert measured is not None
+    assert measured.steps == sum(block.steps for block in counted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(step=STEPS, noise=NOISE, shares=CPU_SHARES, asked=st.integers(1, 20_000), seed=st.integers(0, 1000))
+def test_a_run_of_steps_never_ends_before_them_and_adds_none(
+    step: float, noise: float, shares: list[float | None], asked: int, seed: int
+) -> None:
+    """So many steps are timed, whatever the noise: not one less, and more only where three blocks need them."""
+    draw = random.Random(seed)
+    timing = Timing(10.0, steps=asked)
+    counted = whole_run(timing, lambda: step * max(0.05, draw.gauss(1, noise)), lambda: draw.choice(shares))
+    assert sum(block.steps for block in counted) == max(asked, FEWEST_BLOCKS)
+    measured = timing.result()
+    assert measured is not None
+    assert measured.steps == max(asked, FEWEST_BLOCKS)
+
+
+def test_a_whole_run_that_drifts_is_not_begun_anew_and_the_drift_is_said() -> None:
+    """The clock drops midway: both halves stay in the figure, as that time was asked for."""
+    draw = random.Random(3)
+    measured = timed(4.0, lambda i: 0.05 * (1.25 if i > 8 else 1.0) * draw.gauss(1, 0.02), whole=True)
+    assert "drift" in codes(measured)
+    assert 0.052 < measured.step.value < 0.0615
+    assert measured.steps * measured.step.value >= 4.0
+
+
+def test_no_number_of_blocks_ends_a_whole_run_and_none_takes_long_for_what_was_done() -> None:
+    """A day's run has a few thousand blocks; one is never more than a small part of the time before it."""
+    timing = Timing(86_400.0, whole=True)
+    counted = whole_run(timing, lambda: 0.01, lambda: None)
+    assert MOST_BLOCKS < len(counted) < 10 * MOST_BLOCKS
+    done = 0.0
+    for block in counted:
+        assert block.wall_seconds <= max(0.6, done / 100)
+        done += block.wall_seconds
+    assert done >= 86_400
+
+
+def test_disturbed_blocks_of_a_whole_run_count_as_steps_but_not_in_the_figure() -> None:
+    """What others took the cores from was run all the same."""
+    share = {0: 0.5}
+    measured = timed(
+        4.0, lambda i: 0.02 if i % 3 == 0 else 0.01, lambda i: share.get(i % 3, 1.0), whole=True, steps_asked=500
+    )
+    assert measured.steps == 500
+    assert measured.step.value == 0.01

@@ -225,6 +225,42 @@ def test_running_out_of_memory_names_its_device_and_the_child_is_not_used_again(
     assert isinstance(observe(prober, solo(2, 0, 8))[0], Timed)
 
 
+def run_of(prober: ChildProber, seconds: float, steps: int) -> Observation:
+    """What comes of a whole run of the first device."""
+    probe = Probe(solo(2, 0, 8), "solo", seconds, whole=True, steps=steps)
+    (seen,) = prober.measure((probe,), lambda _: None, threading.Event())
+    return seen
+
+
+def test_a_whole_run_lasts_its_time_or_its_steps(make: Make) -> None:
+    """A steady step is known long before; its time, or each of its steps, is timed all the same."""
+    prober = make(base_ms=2.0, noise=0.0)
+    by_time, by_steps = run_of(prober, 1.0, 0), run_of(prober, 0.2, 300)
+    assert isinstance(by_time, Timed)
+    assert by_time.elapsed_seconds - by_time.start_seconds >= 1.0
+    assert isinstance(by_steps, Timed)
+    assert by_steps.steps == 300
+    assert by_steps.memory_bytes[0]
+
+
+def test_a_run_of_slow_steps_is_not_taken_for_a_hung_one(make: Make) -> None:
+    """Each step takes longer than the shortest time after which a block may count as hung, all together far more."""
+    seen = run_of(make(Limits(block=0.1), base_ms=200.0), 0.2, 8)
+    assert isinstance(seen, Timed)
+    assert seen.steps == 8
+    assert seen.step_seconds > 0.1
+
+
+def test_a_child_that_hangs_in_the_middle_of_a_run_of_steps_is_ended(make: Make) -> None:
+    """However many steps were asked for, a block that doesn't end is not waited for."""
+    started = time.monotonic()
+    seen = run_of(make(HASTY, base_ms=2.0, fail="hang", at_step=200), 0.2, 1_000_000)
+    assert isinstance(seen, Failed)
+    assert seen.cause == "timeout"
+    assert time.monotonic() - started < 15
+    assert not children()
+
+
 def test_chatter_on_standard_output_is_no_message(make: Make) -> None:
     """A workload may print what it likes."""
     assert isinstance(observe(make(fail="garbage"), solo(2, 0, 8))[0], Timed)

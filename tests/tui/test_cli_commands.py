@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from balancer.verdict import ORDER
 from devices.simulated import catalogue
 from evener.plan import load_plan, to_json, to_toml
 from tui.cli import run
@@ -223,8 +224,49 @@ def test_the_monitor_draws_plain_ascii_when_asked(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.isascii()
 
 
+@pytest.mark.parametrize(
+    "where", [("--devices", PAIR), ("--devices", "cpu/2", "--workload", "synthetic")], ids=["simulated", "cpu"]
+)
+def test_a_probe_of_so_many_steps_says_steps_and_memory(
+    where: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each run times that many steps; its JSON tells them, each device's peak of memory, and what is doubtful."""
+    code, answer = ask(
+        capsys, "probe", *where, "--gpus", "0", "1", "--batches", "16", "8", "--repeat", "2", "--steps", "60", "--json"
+    )
+    assert code == 0
+    assert answer["batches"] == [16, 8]
+    assert [turn["steps"] for turn in answer["runs"]] == [60, 60]
+    assert [turn["samples"] for turn in answer["runs"]] == [60 * 24, 2 * 60 * 24]
+    for turn in answer["runs"]:
+        assert all(size > 0 for size in turn["memory_bytes"])
+        assert {doubt["code"] for doubt in turn["warnings"]} <= set(ORDER)
+
+
+def test_a_probe_lasts_all_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    """On simulated devices, whose step is known after two or three seconds, ten are ten."""
+    code, answer = ask(capsys, "probe", "--devices", PAIR, "--batches", "64", "--repeat", "1", "--json")
+    assert code == 0
+    (turn,) = answer["runs"]
+    assert turn["samples"] / turn["samples_per_second"] >= 10
+
+
+def test_a_probe_with_too_large_a_batch_ends_with_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    """Out of memory, however long the run was to be."""
+    assert run(["probe", "--devices", PAIR, "--batches", "64", "9000", "--steps", "10"]) == 1
+    assert "Out of memory" in capsys.readouterr().err
+
+
+def test_a_probe_without_gpus_takes_as_many_devices_as_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two batches are for the first two devices, each with its own."""
+    chosen = "sim:gtx1080ti,gtx1080,gtx1080"
+    assert run(["probe", "--devices", chosen, "--batches", "820", "568", "--repeat", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("]")[0] for line in lines if "\t GPU:" in line] == ["\t GPU:0[820", "\t GPU:1[568"]
+
+
 def test_a_probe_without_gpus_takes_the_default_device(capsys: pytest.CaptureFixture[str]) -> None:
-    """The sum of the batches on one device, as in the seed."""
+    """One batch is for the first device."""
     assert run(["probe", "--devices", PAIR, "--batches", "64", "--repeat", "1"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("After")]
     assert "default GPU:" in line
@@ -253,6 +295,11 @@ def test_a_probe_without_gpus_takes_the_default_device(capsys: pytest.CaptureFix
         (["probe", "--devices", PAIR, "--gpus", "0", "1", "--batches", "820"], 2, "batch"),
         (["probe", "--devices", PAIR, "--gpus", "0", "7", "--batches", "8", "8"], 2, "7"),
         (["probe", "--devices", PAIR, "--batches", "0"], 2, "0"),
+        (["probe", "--devices", PAIR, "--batches", "8", "8", "8"], 2, "3 batches for 2 devices"),
+        (["probe", "--devices", PAIR, "--batches", "8", "--steps", "5", "--seconds", "3s"], 2, "--steps"),
+        (["probe", "--devices", PAIR, "--batches", "8", "--steps", "0"], 2, "--steps"),
+        (["probe", "--devices", PAIR, "--batches", "8", "--seconds", "0s"], 2, "--seconds"),
+        (["probe", "--devices", PAIR, "--batches", "8", "--seconds", "25h"], 2, "--seconds"),
         (["export", "nowhere"], 2, "run"),
         (["runs", "show", "nowhere"], 2, "run"),
         (["balance", "--devices", "gpu"], 3, ""),

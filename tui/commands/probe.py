@@ -8,19 +8,31 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from balancer import verdict
 from balancer.bench import make_prober, understand
 from balancer.probes.prober import Prober
-from balancer.records import Failed, Layout, OutOfMemory, Probe, Timed, layout_of, solo
+from balancer.records import Failed, Layout, Observation, OutOfMemory, Probe, Stage, Timed, Warned, layout_of, solo
 from balancer.request import Request
 from devices.base import Device
 from evener.errors import NoLayoutError, RequestError
 from tui.commands.balance import stopped_by_signals
 from tui.documents import json_text
-from tui.words import plain
+from tui.words import parse_duration, plain
+
+SECONDS = 10.0  # of a run, unless said; a run of so many steps may warm up for half of it
+LONGEST_SECONDS = 86_400.0
+ALONE_SECONDS = 3.0  # of each device by itself
+
+
+class Length(msgspec.Struct, frozen=True):
+    """How long each run lasts, warm-up not counted: its seconds, or so many optimizer steps if that is not 0."""
+
+    seconds: float
+    steps: int = 0
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -29,6 +41,24 @@ class Turn(msgspec.Struct, frozen=True):
     samples: int
     samples_per_second: float
     own: tuple[float | None, ...]
+    alone: bool  # `own` was measured with each device by itself
+    steps: int  # timed in this run
+    memory_bytes: tuple[int | None, ...]  # peak of each device in this run; None: unknown, or left out
+    warnings: tuple[Warned, ...]  # doubts about this run
+
+
+def length_of(seconds: str | None, steps: int | None) -> Length:
+    """What `--seconds` or `--steps` asks for; RequestError if both are given, or no such time can be measured."""
+    if steps is not None:
+        if seconds is not None:
+            raise RequestError("--seconds and --steps both say how long a run lasts.", "Give one of them.")
+        return Length(SECONDS, steps)
+    if seconds is None:
+        return Length(SECONDS)
+    span = parse_duration(seconds, "--seconds")
+    if not 0 < span <= LONGEST_SECONDS:
+        raise RequestError(f"A run can't last --seconds {seconds}.", "Give more than 0s, and at most 24h.")
+    return Length(span)
 
 
 def run_probe(
@@ -37,10 +67,10 @@ def run_probe(
     batches: tuple[int, ...],
     *,
     repeat: int,
-    seconds: float,
+    length: Length,
     as_json: bool,
 ) -> int:
-    """Measure `repeat` runs of `seconds` and print each; 1 if it does not fit or fails, 130 if interrupted."""
+    """Measure `repeat` runs and print each; 1 if it does not fit or fails, 130 if interrupted."""
     spec, positions = _chosen(request.devices, gpus)
     found = understand(msgspec.structs.replace(request, devices=spec))
     layout = _layout(len(found.devices), positions, batches)
@@ -48,24 +78,28 @@ def run_probe(
     stop = threading.Event()
     if not as_json:
         _say_devices(found.notes, [found.devices[position] for position in layout.active])
-    if not as_json:
-        print(f"Each of the {repeat} training runs should take about {seconds:.0f} seconds...", flush=True)
+        print(_announced(repeat, length), flush=True)
+    turns: list[Turn] = []
+    by_gpu = gpus is not None or len(batches) > 1
     try:
         with stopped_by_signals(stop.set, "stopping") as caught:
-            turns = _measure(
-                prober, layout, found.devices, repeat, seconds, stop, None if as_json else gpus is not None
-            )
+            for turn in _measured(prober, layout, repeat, length, stop):
+                turns.append(turn)
+                if not as_json:
+                    _say_turn(turn, layout, found.devices, by_gpu, length)
     finally:
         prober.close()
     if stop.is_set():
         return caught[0] if caught else 130
-    if as_json:
-        labels = [device.label for device in found.devices]
-        answer = {"devices": labels, "batches": layout.shares, "runs": [msgspec.to_builtins(turn) for turn in turns]}
-        print(json_text(answer))
-    else:
-        print("Done!")
+    labels = [device.label for device in found.devices]
+    answer = {"devices": labels, "batches": layout.shares, "runs": [msgspec.to_builtins(turn) for turn in turns]}
+    print(json_text(answer) if as_json else "Done!")
     return 0
+
+
+def _announced(repeat: int, length: Length) -> str:
+    lasts = f"{length.steps} steps" if length.steps else f"about {length.seconds:.0f} seconds"
+    return f"Each of the {repeat} training runs should take {lasts}..."
 
 
 def _say_devices(notes: Sequence[str], devices: Sequence[Device]) -> None:
@@ -76,7 +110,7 @@ def _say_devices(notes: Sequence[str], devices: Sequence[Device]) -> None:
 
 
 def _chosen(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...] | None]:
-    """What `--gpus 0 1` means: the devices, and the positions among them that compute; None: the first, with the sum.
+    """What `--gpus 0 1` means: the devices, and the positions among them that compute; None: the first.
 
     Beside `--devices` they are positions in it; alone, indices of the kind that this machine has.
     """
@@ -93,11 +127,14 @@ def _chosen(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...]
 
 
 def _layout(devices: int, positions: tuple[int, ...] | None, batches: tuple[int, ...]) -> Layout:
-    """The shares that were asked for: one batch a position, or their sum on the first device."""
+    """The shares that were asked for: one batch a position, or on the first so many devices."""
     if any(batch < 1 for batch in batches):
         raise RequestError(f"A batch of {min(batches)} can't be trained.", "Give 1 or more for each device.")
     if positions is None:
-        return solo(devices, 0, sum(batches))
+        positions = tuple(range(len(batches)))
+        if len(batches) > devices:
+            told = f"--batches gives {len(batches)} batches for {devices} device{'' if devices == 1 else 's'}."
+            raise RequestError(told, "Give at most one for each device, or more --devices.")
     if len(positions) != len(batches):
         raise RequestError(f"{len(positions)} GPUs have {len(batches)} batches.", "Give one batch for each GPU.")
     if max(positions) >= devices:
@@ -107,23 +144,15 @@ def _layout(devices: int, positions: tuple[int, ...] | None, batches: tuple[int,
     return layout_of(tuple(shares.get(i, 0) for i in range(devices)))
 
 
-def _measure(
-    prober: Prober,
-    layout: Layout,
-    devices: Sequence[Device],
-    repeat: int,
-    seconds: float,
-    stop: threading.Event,
-    by_gpu: bool | None,
-) -> list[Turn]:
-    """The runs, each printed as it ends unless `by_gpu` is None."""
-    turns: list[Turn] = []
+def _measured(prober: Prober, layout: Layout, repeat: int, length: Length, stop: threading.Event) -> Iterator[Turn]:
+    """The runs, each as it ends."""
     samples, spent = 0, 0.0
-    alone: tuple[float | None, ...] | None = None
+    stage: Stage = "split" if layout.kind == "split" else "solo"
+    alone: tuple[float | None, ...] = ()
     for turn in range(repeat):
-        seen = _one(prober, Probe(layout, "split" if layout.kind == "split" else "solo", seconds, turn), stop)
+        seen = _timed(_one(prober, Probe(layout, stage, length.seconds, turn, True, length.steps), stop))
         if seen is None:
-            return turns
+            return
         samples += seen.steps * layout.global_batch
         spent += seen.steps * seen.step_seconds
         own: tuple[float | None, ...] = tuple(
@@ -131,36 +160,42 @@ def _measure(
             for share, part in zip(layout.shares, seen.device_seconds, strict=True)
         )
         if layout.kind == "split" and not any(own):
-            alone = alone or _alone(prober, layout, seconds, stop)
-            own = alone
-        turns.append(Turn(samples, samples / spent, own))
-        if by_gpu is not None:
-            print("\n".join(_lines(turns[-1], layout, devices, by_gpu, alone is not None)), flush=True)
-    return turns
+            alone = own = alone or _alone(prober, layout, min(length.seconds, ALONE_SECONDS), stop)
+        yield Turn(samples, samples / spent, own, bool(alone), seen.steps, seen.memory_bytes, seen.warnings)
 
 
-def _one(prober: Prober, probe: Probe, stop: threading.Event) -> Timed | None:
-    """One measurement; None if it was stopped, NoLayoutError if the batch doesn't fit or fails."""
-    for seen in prober.measure((probe,), lambda _: None, stop):
-        if isinstance(seen, OutOfMemory):
-            raise NoLayoutError(f"Out of memory: {plain(seen.detail, 200)}.", "Take smaller batches.")
-        if isinstance(seen, Failed):
-            raise NoLayoutError(f"The training failed: {plain(seen.detail, 300)}.", "Mend that and try again.")
-        return seen
-    return None
+def _one(prober: Prober, probe: Probe, stop: threading.Event) -> Observation | None:
+    """One measurement; None if it was stopped."""
+    return next(iter(prober.measure((probe,), lambda _: None, stop)), None)
+
+
+def _timed(seen: Observation | None) -> Timed | None:
+    """What was timed; NoLayoutError if the batch doesn't fit or fails."""
+    if isinstance(seen, OutOfMemory):
+        raise NoLayoutError(f"Out of memory: {plain(seen.detail, 200)}.", "Take smaller batches.")
+    if isinstance(seen, Failed):
+        raise NoLayoutError(f"The training failed: {plain(seen.detail, 300)}.", "Mend that and try again.")
+    return seen
 
 
 def _alone(prober: Prober, layout: Layout, seconds: float, stop: threading.Event) -> tuple[float | None, ...]:
     """Each device by itself at its share: what it can do, where a step doesn't tell the devices apart."""
     figures: list[float | None] = []
     for position, share in enumerate(layout.shares):
-        probe = Probe(solo(len(layout.shares), position, share), "solo", min(seconds, 3.0))
+        probe = Probe(solo(len(layout.shares), position, share), "solo", seconds)
         seen = _one(prober, probe, stop) if share and not stop.is_set() else None
-        figures.append(seen.samples_per_second if seen else None)
+        figures.append(seen.samples_per_second if isinstance(seen, Timed) else None)
     return tuple(figures)
 
 
-def _lines(turn: Turn, layout: Layout, devices: Sequence[Device], by_gpu: bool, alone: bool) -> list[str]:
+def _say_turn(turn: Turn, layout: Layout, devices: Sequence[Device], by_gpu: bool, length: Length) -> None:
+    """Its lines, and beside the answer what lessens it."""
+    print("\n".join(_lines(turn, layout, devices, by_gpu)), flush=True)
+    for line in verdict.warnings(turn.warnings, devices, "more --steps" if length.steps else "a longer --seconds"):
+        print(f"evener: {plain(line)}", file=sys.stderr, flush=True)
+
+
+def _lines(turn: Turn, layout: Layout, devices: Sequence[Device], by_gpu: bool) -> list[str]:
     total = f"{turn.samples_per_second:5.0f}"
     if not by_gpu:
         return [f"After {turn.samples} samples default GPU: {total}sps"]
@@ -171,6 +206,6 @@ def _lines(turn: Turn, layout: Layout, devices: Sequence[Device], by_gpu: bool, 
     for position in layout.active:
         own = turn.own[position]
         figure = "    ?" if own is None else f"{own:5.0f}"
-        note = " alone" if alone else ""
+        note = " alone" if turn.alone else ""
         lines.append(f"\t GPU:{devices[position].index}[{layout.shares[position]}] {figure}sps{note}")
     return [*lines, f"\t Total:[{layout.global_batch}] {total}sps"]
