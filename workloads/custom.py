@@ -20,6 +20,8 @@ from workloads.base import Entry, Place, Workload
 
 _RECIPES = {"tensorflow": "workloads.keras_own:build", "torch": "workloads.torch_own:build"}
 _HOME = "workloads.custom:build"
+_FEEDERS = ("sample_batch", "training_data")  # stand beside the function
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 class UserCodeError(EvenerError):
@@ -49,15 +51,22 @@ def entry(name: str, framework: str) -> Entry:
     """The entry of `file.py:attribute` or `package.module:attribute`; the code is parsed, not run."""
     home, _, attribute = name.rpartition(":")
     if not home or not attribute.isidentifier():
+        if names_a_file(home or attribute):
+            raise _without_function(name, Path(home or attribute))
         raise RequestError(f"{name!r} doesn't name a function.", "Write it as train.py:build or package.module:build.")
     if framework not in _RECIPES:
         raise RequestError(f"{name} needs a framework.", f"Choose one of {', '.join(_RECIPES)}.")
-    if home.endswith(".py") or "/" in home:
+    if names_a_file(home):
         _check_file(Path(home), attribute)
     elif not all(part.isidentifier() for part in home.split(".")):
         raise RequestError(f"{home!r} is neither a Python file nor a module.", "Write it as train.py:build.")
     kind = cast(Literal["tensorflow", "torch"], framework)
     return Entry(name, kind, _HOME, f"your own {attribute}", home, {})
+
+
+def names_a_file(home: str) -> bool:
+    """Whether it is a path, not a module or one of the names that the registry knows."""
+    return home.endswith(".py") or "/" in home
 
 
 def build(found: Entry, place: Place, settings: Mapping[str, Any]) -> Workload:
@@ -70,7 +79,7 @@ def build(found: Entry, place: Place, settings: Mapping[str, Any]) -> Workload:
 def load(name: str, settings: Mapping[str, Any]) -> Own:
     """Import the user's module, call the function with `settings` as keywords; UserCodeError if their code raises."""
     home, _, attribute = name.rpartition(":")
-    source = Path(home).resolve() if home.endswith(".py") or "/" in home else None
+    source = Path(home).resolve() if names_a_file(home) else None
     module = guarded(_import, source)(home, source)
     function = getattr(module, attribute, None)
     origin = source or (Path(module.__file__) if module.__file__ else None)
@@ -157,13 +166,43 @@ def _literal(value: Any) -> Any:
         return {"true": True, "false": False}.get(value.lower(), value)
 
 
-def _check_file(path: Path, attribute: str) -> None:
+def _parsed(path: Path) -> ast.Module:
     try:
-        tree = ast.parse(path.read_bytes(), str(path))
+        return ast.parse(path.read_bytes(), str(path))
+    except FileNotFoundError:
+        raise RequestError(f"There is no file {path}.", f"Check the path, and write it as {path}:FUNCTION.") from None
     except OSError as error:
         raise RequestError(f"{path} can't be read: {error.strerror or error}.", "Check the path.") from None
     except (SyntaxError, ValueError) as error:
         raise explain(error, path, "Mend that line.") from None
+
+
+def _without_function(name: str, path: Path) -> RequestError:
+    """What to write instead of a bare file: with the functions in it that could give the model."""
+    functions = [node for node in _parsed(path).body if isinstance(node, ast.FunctionDef) and _could_build(node)]
+    free = [node for node in functions if not _required(node)]
+    known = " or ".join(node.name for node in free or functions)
+    could = f"it could be {known}" if known else "it has none yet that could give a model"
+    return RequestError(f"{name} doesn't name a function.", f"Write {path}:FUNCTION; {could}.")
+
+
+def _could_build(function: ast.FunctionDef) -> bool:
+    """Public, no feeder, and it returns something."""
+    if function.name.startswith("_") or function.name in _FEEDERS:
+        return False
+    inner = [node for node in ast.walk(function) if isinstance(node, _SCOPES) and node is not function]
+    others = {id(node) for scope in inner for node in ast.walk(scope)}
+    return any(isinstance(node, ast.Return) and node.value and id(node) not in others for node in ast.walk(function))
+
+
+def _required(function: ast.FunctionDef) -> bool:
+    """Whether it can't be called without arguments."""
+    given = function.args
+    return len(given.posonlyargs) + len(given.args) > len(given.defaults) or None in given.kw_defaults
+
+
+def _check_file(path: Path, attribute: str) -> None:
+    tree = _parsed(path)
     names = _top_level_names(tree)
     stars = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body)
     if attribute not in names and not stars:

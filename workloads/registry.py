@@ -178,9 +178,9 @@ def find(name: str, framework: str = "") -> Entry:
     """
     if framework and framework not in FRAMEWORKS:
         raise RequestError(f"There is no framework {framework!r}.", f"Choose one of {_listed(FRAMEWORKS, framework)}.")
-    if ":" in name:
-        from workloads import custom
+    from workloads import custom
 
+    if ":" in name or custom.names_a_file(name):
         return custom.entry(name, framework or "tensorflow")
     entry = _ENTRIES.get(name)
     if entry is None:

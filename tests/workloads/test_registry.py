@@ -85,7 +85,10 @@ def test_own_file_is_parsed_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "name", "says"),
     [
-        (None, "train.py:build", "can't be read"),
+        (None, "train.py:build", "no file train.py"),
+        (None, "train.py", "no file train.py. Check the path, and write it as train.py:FUNCTION"),
+        (None, "./train", "no file train"),
+        ("def build(:\n", "train.py", "train.py:1: SyntaxError"),
         ("def make():\n    pass\n", "train.py:build", "no function 'build'"),
         ("def build(:\n", "train.py:build", "train.py:1: SyntaxError"),
         ("", "train.py:", "doesn't name a function"),
@@ -102,6 +105,46 @@ def test_own_names_that_lead_nowhere(
     with pytest.raises(Exception, match=says) as caught:
         registry.find(name)
     assert "\n" not in str(caught.value)
+
+
+SCRIPT = """
+raise SystemExit('was run')
+def training_data():
+    return 1
+def main():
+    def inner():
+        return 2
+    print(inner())
+def _helper():
+    return 3
+def loss_of(model, *, scale):
+    return 4
+def build(units=3, *, depth=2):
+    return 5
+def network():
+    if True:
+        return 6
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (SCRIPT, "Write train.py:FUNCTION; it could be build or network."),
+        ("def make(units):\n    return units\n", "it could be make."),
+        ("def main():\n    return\nx = 1\n", "it has none yet that could give a model."),
+    ],
+)
+@pytest.mark.parametrize("name", ["train.py", "train.py:"])
+def test_a_file_without_a_function_names_those_that_could_be_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, says: str, name: str
+) -> None:
+    """Public functions that return something, by the text alone: none of it is run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(text)
+    with pytest.raises(RequestError, match="doesn't name a function") as caught:
+        registry.find(name, "torch")
+    assert says in str(caught.value)
 
 
 def test_an_error_in_the_users_function_names_their_line(tmp_path: Path) -> None:
