@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from balancer import verdict
-from balancer.bench import make_prober, understand
+from balancer.bench import Bench, make_prober, understand
 from balancer.probes.prober import Prober
 from balancer.records import Failed, Layout, Observation, OutOfMemory, Probe, Stage, Timed, Warned, layout_of, solo
 from balancer.request import Request
@@ -77,35 +77,34 @@ def run_probe(
     prober = make_prober(found)
     stop = threading.Event()
     if not as_json:
-        _say_devices(found.notes, [found.devices[position] for position in layout.active])
-        print(_announced(repeat, length), flush=True)
-    turns: list[Turn] = []
-    by_gpu = gpus is not None or len(batches) > 1
+        _announce(found, layout, repeat, length)
+    turns = []
     try:
         with stopped_by_signals(stop.set, "stopping") as caught:
             for turn in _measured(prober, layout, repeat, length, stop):
-                turns.append(turn)
+                turns.append(msgspec.to_builtins(turn))
                 if not as_json:
-                    _say_turn(turn, layout, found.devices, by_gpu, length)
+                    _say_turn(turn, layout, found.devices, gpus is not None or len(batches) > 1, length)
     finally:
         prober.close()
     if stop.is_set():
         return caught[0] if caught else 130
-    labels = [device.label for device in found.devices]
-    answer = {"devices": labels, "batches": layout.shares, "runs": [msgspec.to_builtins(turn) for turn in turns]}
+    answer = {"devices": [device.label for device in found.devices], "batches": layout.shares, "runs": turns}
     print(json_text(answer) if as_json else "Done!")
     return 0
 
 
-def _announced(repeat: int, length: Length) -> str:
-    lasts = f"{length.steps} steps" if length.steps else f"about {length.seconds:.0f} seconds"
-    return f"Each of the {repeat} training runs should take {lasts}..."
-
-
-def _say_devices(notes: Sequence[str], devices: Sequence[Device]) -> None:
-    """Notes, and what the seed's word GPU stands for where there is none; beside the answer, not in it."""
+def _announce(found: Bench, layout: Layout, repeat: int, length: Length) -> None:
+    """How long it will take; beside the answer, notes, and what the seed's word GPU stands for where there is none."""
+    devices = [found.devices[position] for position in layout.active]
     others = [f"GPU:{device.index} is {device.label}" for device in devices if device.kind != "gpu"]
-    for line in (*notes, *([f"In the lines below {', '.join(others)}."] if others else ())):
+    _say((*found.notes, *([f"In the lines below {', '.join(others)}."] if others else ())))
+    lasts = f"{length.steps} steps" if length.steps else f"about {length.seconds:.0f} seconds"
+    print(f"Each of the {repeat} training runs should take {lasts}...", flush=True)
+
+
+def _say(lines: Sequence[str]) -> None:
+    for line in lines:
         print(f"evener: {plain(line)}", file=sys.stderr, flush=True)
 
 
@@ -191,8 +190,7 @@ def _alone(prober: Prober, layout: Layout, seconds: float, stop: threading.Event
 def _say_turn(turn: Turn, layout: Layout, devices: Sequence[Device], by_gpu: bool, length: Length) -> None:
     """Its lines, and beside the answer what lessens it."""
     print("\n".join(_lines(turn, layout, devices, by_gpu)), flush=True)
-    for line in verdict.warnings(turn.warnings, devices, "more --steps" if length.steps else "a longer --seconds"):
-        print(f"evener: {plain(line)}", file=sys.stderr, flush=True)
+    _say(verdict.warnings(turn.warnings, devices, "more --steps" if length.steps else "a longer --seconds"))
 
 
 def _lines(turn: Turn, layout: Layout, devices: Sequence[Device], by_gpu: bool) -> list[str]:
