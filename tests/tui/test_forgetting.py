@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 from textual.color import Color
+from textual.dom import DOMNode
 
-from tui.widgets.keys import forget_drawn
+from tui.widgets.keys import forget_drawn, forget_found
 
 
 def test_the_cache_holds_nothing_afterwards() -> None:
@@ -31,3 +33,29 @@ def test_another_textual_has_nothing_to_forget(monkeypatch: pytest.MonkeyPatch, 
         other.StylesCache = type("StylesCache", (), {"get_inner_outer": print} if left == "no cache" else {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "textual._styles_cache", None if left == "no module" else other)  # type: ignore[arg-type]
     forget_drawn()
+
+
+async def test_screens_keep_no_answers_of_before(app_of: Any, script: Any) -> None:
+    """Snapshots and keys in turns: what Textual keeps of a screen's queries goes with the line of keys."""
+    app = app_of()
+    kept: dict[str, list[int]] = {"monitor": [], "balance": [], "runs": []}
+    async with app.run_test(size=(120, 40)) as pilot:
+        if not hasattr(app.screen, "_query_one_cache"):
+            pytest.skip("this Textual keeps nothing there")
+        for _ in range(5):
+            for key, mode in (("1", "monitor"), ("2", "balance"), ("3", "runs")):
+                await pilot.press(key)
+                assert app.current_mode == mode
+                app.feed.push(script.snapshot())
+                await pilot.press("question_mark")
+                await pilot.press("escape")
+                await pilot.pause()
+                kept[mode].append(len(app.screen._query_one_cache))
+    assert all(count < 20 for counts in kept.values() for count in counts), kept
+
+
+def test_a_textual_that_keeps_no_answers_is_fine() -> None:
+    """The private cache may go with any release."""
+    node = DOMNode()
+    del node._query_one_cache
+    forget_found(node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from contextlib import suppress
 
+from textual.dom import DOMNode
 from textual.widgets import Footer
 
 
@@ -22,6 +23,8 @@ class KeysBar(Footer):
         await super().recompose()
         self.mutate_reactive(Footer.compact)
         forget_drawn()
+        for node in self.ancestors:
+            forget_found(node)
 
 
 def forget_drawn() -> None:
@@ -31,3 +34,12 @@ def forget_drawn() -> None:
     """
     with suppress(ImportError, AttributeError):
         importlib.import_module("textual._styles_cache").StylesCache.get_inner_outer.cache_clear()
+
+
+def forget_found(node: DOMNode) -> None:
+    """Let go of what `node` was asked for with `query_one`: Textual keeps the last 1024 answers.
+
+    A new line of keys puts every answer of before out of date, in all nodes above. As private as the other cache.
+    """
+    with suppress(AttributeError):
+        node._query_one_cache.clear()
