@@ -14,6 +14,7 @@ import os
 import platform
 import pty
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -187,6 +188,7 @@ def _watch_on_terminal(name: str, command: list[str], environment: dict[str, str
                 next_key += KEY_SECONDS
                 os.write(ours, KEYS[pressed % len(KEYS)])
                 _resize(ours, *SIZES[pressed // len(KEYS) % len(SIZES)])
+                process.send_signal(signal.SIGWINCH)  # no kernel does: it is nobody's controlling terminal
                 pressed += 1
         _leave(process, ours)
     os.close(ours)

@@ -1,0 +1,231 @@
+"""What grows in the app, half hour by half hour, at many ticks a second: Python's objects, caches, what malloc holds.
+
+    python -m benchmarks.soak_ticks [--ticks 10800] [--devices sim:gtx1080ti,gtx1080,t4,t4]
+
+The app runs on a terminal over simulated devices whose load changes at every tick. Their clock moves a second a tick,
+so that histories fill as in use; keys are pressed and the terminal changes its size as often a tick as in
+`benchmarks.soak`. The app counts for itself; the report goes to the standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import fcntl
+import functools
+import gc
+import math
+import os
+import signal
+import struct
+import sys
+import tempfile
+import termios
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+import msgspec
+import psutil
+from textual.cache import LRUCache
+from textual.events import Key
+
+from benchmarks.monitor import Screen
+from devices.discover import discover
+from devices.sampler import History
+from devices.simulated_source import SimulatedSource
+from devices.surroundings import Surroundings
+from devices.trainings import TrainingRates
+from evener.live import Reporter
+from tui.app import EvenerApp
+from tui.feed import Load, Post
+from tui.messages import Sampled
+
+HALF_HOUR = 1800  # ticks
+LOOK_TICKS = 150  # two rounds of all keys at all sizes, so that each look finds the app as the one before did
+KEYS_OF_FIVE_TICKS = (0, 2, 4)
+TICK_SECONDS, KEY_SECONDS = 0.015, 0.03
+KEYS = (*"231", "question_mark", "escape", "enter", "escape", *"TTs", "down", "up", "slash", "a", "escape")
+SIZES = ((40, 132), (24, 80), (60, 200))  # rows, columns
+SHARE = 600  # samples of each step
+
+
+class Look(msgspec.Struct, frozen=True):
+    """The app at one tick."""
+
+    tick: int
+    memory_bytes: int
+    objects: int  # Python's, after a collection
+    cached: int  # entries of all caches of limited size
+    trimmed_bytes: int | None = None  # resident after malloc gave back what it holds; at the last look
+
+
+class TickFeed:
+    """A feed that is told when a second has gone by."""
+
+    interval_seconds = 1.0
+    state = ""
+
+    def __init__(self, devices: str) -> None:
+        machine = discover(devices).machine
+        if machine is None:
+            raise SystemExit(f"{devices} are no simulated devices; name some, like sim:t4,t4.")
+        self._seconds = 0.0
+        self._began = time.time()
+        around = Surroundings(TrainingRates(clock=self._clock))
+        self.source = SimulatedSource(machine, surroundings=around, clock=self._clock)
+        self._history = History(600)
+        self._reporter = Reporter()
+        self._post: Post | None = None
+        self.started = threading.Event()
+
+    def _clock(self) -> float:
+        return self._seconds
+
+    def start(self, post: Post) -> None:
+        """Ticks may come."""
+        self._post = post
+        self.started.set()
+
+    def stop(self) -> None:
+        """They no longer go anywhere."""
+        self._post = None
+        self._reporter.close()
+
+    def history(self, device_id: str, metric: str) -> tuple[float | None, ...]:
+        """As the sampler keeps it."""
+        return self._history.values(device_id, metric)
+
+    def follow(self, loads: Mapping[str, Load]) -> None:
+        """No search is run here."""
+
+    def tick(self) -> None:
+        """A second later: other loads, a step of a training, a snapshot."""
+        self._seconds += 1.0
+        devices = self.source.devices()
+        for position in range(len(devices)):
+            wave = 500 * math.sin(self._seconds / 37 + position) + 20 * math.sin(1.7 * self._seconds)
+            self.source.set_load(position, 600 + wave, SHARE)
+        self._reporter.report(SHARE, devices=[devices[0].id], workload="soak")
+        snapshot = msgspec.structs.replace(self.source.sample(), at_seconds=self._began + self._seconds)
+        self._history.add(snapshot)
+        if self._post is not None:
+            self._post(Sampled(snapshot))
+
+
+def run_app(devices: str, ticks: int, output: str) -> int:
+    """The app on this terminal for so many ticks, with a line for each look in the file `output`."""
+    feed = TickFeed(devices)
+    app = EvenerApp(feed, devices=devices, known_devices=feed.source.devices())
+    threading.Thread(target=_drive, args=(app, feed, ticks, Path(output)), daemon=True).start()
+    app.run()
+    return app.return_code or 0
+
+
+def _drive(app: EvenerApp, feed: TickFeed, ticks: int, output: Path) -> None:
+    """Give it all its ticks, then end it, whatever happened."""
+    feed.started.wait()
+    time.sleep(1.0)
+    try:
+        _play(app, feed, ticks, output)
+    finally:
+        app.call_from_thread(app.exit)
+
+
+def _play(app: EvenerApp, feed: TickFeed, ticks: int, output: Path) -> None:
+    """Ticks, keys and sizes in turns, each worked off by the app before the next comes."""
+    pressed = 0
+    with output.open("wb") as lines:
+        for tick in range(1, ticks + 1):
+            feed.tick()
+            _settle(app, TICK_SECONDS)
+            if tick % 5 in KEYS_OF_FIVE_TICKS:
+                _press(app, KEYS[pressed % len(KEYS)])
+                pressed += 1
+                if pressed % len(KEYS) == 0:
+                    _resize(*SIZES[pressed // len(KEYS) % len(SIZES)])
+                _settle(app, KEY_SECONDS)
+            if tick % LOOK_TICKS == 0 or tick == ticks:
+                _settle(app, 0.2)
+                seen = app.call_from_thread(look, tick, tick == ticks)
+                lines.write(msgspec.json.encode(seen) + b"\n")
+
+
+def _press(app: EvenerApp, key: str) -> None:
+    app.post_message(Key(key, key if len(key) == 1 else None))
+
+
+def _settle(app: EvenerApp, seconds: float) -> None:
+    time.sleep(seconds)
+    app.call_from_thread(lambda: None)  # comes after what was asked before
+
+
+def _resize(rows: int, columns: int) -> None:
+    fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    os.kill(os.getpid(), signal.SIGWINCH)
+
+
+def look(tick: int, trim: bool) -> Look:
+    """Count what this process holds."""
+    gc.collect()
+    objects = gc.get_objects()
+    kind = type(functools.lru_cache(int))
+    cached = sum(each.cache_info().currsize for each in objects if type(each) is kind)
+    cached += sum(len(each) for each in objects if type(each) is LRUCache)
+    process, count = psutil.Process(), len(objects)
+    memory_bytes, trimmed = process.memory_info().rss, None
+    if trim and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+        library.malloc_trim(0)
+        trimmed = process.memory_info().rss
+    return Look(tick, memory_bytes, count, cached, trimmed)
+
+
+def report(looks: Sequence[Look], devices: str, written_bytes: int, seconds: float) -> str:
+    """One row for each half hour, with the medians of its looks, as Markdown."""
+    ticks = looks[-1].tick
+    lines = [
+        f"`python -m benchmarks.soak_ticks --ticks {ticks} --devices {devices}`, {time.strftime('%Y-%m-%d')}:",
+        f"{ticks} ticks in {seconds / 60:.0f} minutes, {written_bytes / ticks / 1024:.0f} KiB drawn at each.",
+        "",
+        "| ticks | memory | Python's objects | entries of bounded caches |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for first in range(0, ticks, HALF_HOUR):
+        span = [each for each in looks if first < each.tick <= first + HALF_HOUR]
+        memory, objects, cached = (
+            median(getattr(each, name) for each in span) for name in ("memory_bytes", "objects", "cached")
+        )
+        lines.append(f"| {first + 1} – {span[-1].tick} | {memory / 1e6:.2f} MB | {objects:.0f} | {cached:.0f} |")
+    last = looks[-1]
+    if last.trimmed_bytes is not None:
+        freed = last.memory_bytes - last.trimmed_bytes
+        lines += ["", f"Of the last {last.memory_bytes / 1e6:.1f} MB malloc held {freed / 1e6:.1f} MB that were free."]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run the app on a terminal of its own and print what it counted."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ticks", type=int, default=6 * HALF_HOUR)
+    parser.add_argument("--devices", default="sim:gtx1080ti,gtx1080,t4,t4")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as home:
+        output = Path(home) / "looks"
+        call = f"run_app({options.devices!r}, {options.ticks}, {str(output)!r})"
+        variables = {**os.environ, "XDG_STATE_HOME": home, "EVENER_LIVE_DIR": f"{home}/live"}
+        screen = Screen(f"import sys; from benchmarks.soak_ticks import run_app; sys.exit({call})", variables)
+        while screen.process.is_running() and screen.process.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.2)
+        seconds, code = time.perf_counter() - screen.started, screen.close()
+        if code or not output.exists() or not output.read_bytes():
+            print(screen.seen.decode(errors="replace")[-2000:], file=sys.stderr)
+            return 1
+        looks = msgspec.json.decode(b"[" + b",".join(output.read_bytes().splitlines()) + b"]", type=list[Look])
+    print(report(looks, options.devices, screen.written_bytes, seconds))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
