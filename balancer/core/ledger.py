@@ -204,10 +204,12 @@ class Ledger:
         )
 
     def _memory(self, position: int, solo: list[Observation], joint: list[Observation]) -> Memory:
-        points: dict[int, int] = {}
+        alone: dict[int, int] = {}
+        beside: dict[int, int] = {}
         sizes: list[int] = []
         failed, failures = None, 0
         for seen in (*solo, *joint):
+            points = alone if seen.probe.layout.kind == "solo" else beside
             share = seen.probe.layout.shares[position]
             short = isinstance(seen, OutOfMemory) and position in self._short(seen)
             if short or (isinstance(seen, Failed) and self._too_large(position, seen)):
@@ -219,7 +221,16 @@ class Ledger:
                 if used is not None:
                     points[share] = max(used, points.get(share, 0))
         ran = max((share for share in sizes if failed is None or share < failed), default=0)
-        return Memory(self._limit(position), tuple(sorted(points.items())), ran, failed, failures)
+        if len(alone) < 2:
+            alone, beside = {**beside, **alone}, {}
+        return Memory(
+            self._limit(position),
+            tuple(sorted(alone.items())),
+            ran,
+            failed,
+            failures,
+            tuple(sorted(beside.items())),
+        )
 
     def _short(self, seen: OutOfMemory) -> tuple[int, ...]:
         """The devices that ran out: those it names, else the one nearest to the largest batch it ran."""

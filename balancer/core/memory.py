@@ -2,7 +2,7 @@
 
 The guess is where the line through the two largest batches measured that lie apart meets the device's memory. A guess
 that failed refutes the line; from then on the bracket is halved. Without known bytes the batch grows by a factor, then
-halves.
+halves. What a step with others holds beside its samples is learnt from the first such step.
 """
 
 from __future__ import annotations
@@ -25,13 +25,26 @@ APART = 0.8  # of a batch; a slope through two that lie nearer is what allocator
 
 
 class Memory(msgspec.Struct, frozen=True, dict=True):
-    """One device's evidence: `points` are (batch, bytes) in rising batch, `failed` the smallest batch that ran out."""
+    """One device's evidence: `points` are (batch, bytes) in rising batch, `failed` the smallest batch that ran out.
+
+    `beside` are points of steps that it made with others, where buffers for what is exchanged are held too.
+    """
 
     limit_bytes: int | None
     points: tuple[tuple[int, int], ...] = ()
     ran: int = 0
     failed: int | None = None
     failures: int = 0  # times that it ran out
+    beside: tuple[tuple[int, int], ...] = ()
+
+    @cached_property
+    def exchanged_bytes(self) -> int:
+        """The most that a step with others held above the line; 0 where that is unknown."""
+        line = self.line
+        if line is None:
+            return 0
+        above = (round(used - line[0] - line[1] * batch) for batch, used in self.beside)
+        return max(0, max(above, default=0))
 
     @cached_property
     def apart(self) -> tuple[tuple[int, int], ...]:
@@ -104,15 +117,23 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         unknown = self.limit_bytes is None or self.line is None
         if self.failures >= PATIENCE or (unknown and not bold):
             return min(self.ran, cap) // quantum * quantum
-        return self.next_guess(cap, quantum)
+        return self._joined().next_guess(cap, quantum)
 
     def safe(self, cap: int, quantum: int = 1) -> int:
         """The largest batch, at most `cap`, that surely fits: what ran, and a little more far below the limit."""
         known = self.ran
-        guess = self.predicted()
+        guess = self._joined().predicted()
         if self.failed is None and guess is not None and self.ran:
             known = max(known, min(int(guess * SAFE_SHARE), int(self.ran * SAFE_GROWTH)))
         return min(known, cap) // quantum * quantum
+
+    def _joined(self) -> Memory:
+        """The same for steps with others, which leave less room; what ran alone may not fit there."""
+        if self.limit_bytes is None or not self.exchanged_bytes:
+            return self
+        joined = msgspec.structs.replace(self, limit_bytes=max(1, self.limit_bytes - self.exchanged_bytes), beside=())
+        fits = max(joined.predicted() or 0, *(batch for batch, _ in self.beside))
+        return msgspec.structs.replace(joined, ran=min(self.ran, fits))
 
     def _middle(self, failed: int) -> int:
         if self.limit_bytes is None and self.ran and failed > WIDE * self.ran:

@@ -145,6 +145,24 @@ def test_what_an_allocator_rounds_is_not_taken_for_what_samples_take(
     assert line[0] + line[1] * max(batches) == pytest.approx(dict(points)[max(batches)], abs=1)
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 50_000), st.integers(100, 500), st.integers(61_000, 300_000))
+def test_what_a_split_holds_beside_the_samples_leaves_less_room(exchanged: int, share: int, limit: int) -> None:
+    """Gradients that are exchanged take their bytes in splits, and none from what a device can do alone."""
+
+    def used(batch: int) -> int:
+        return 10_000 + 100 * batch
+
+    points = tuple((batch, used(batch)) for batch in (8, 64, 500))
+    memory = Memory(limit, points, ran=500, beside=((share, used(share) + exchanged),))
+    assert memory.exchanged_bytes == exchanged
+    assert used(memory.next_guess(10**6)) == pytest.approx(limit, rel=0.01)
+    room = memory.room(10**6)
+    assert room <= memory.next_guess(10**6)
+    assert used(room) + exchanged <= limit or room == share
+    assert room == share or used(room) + exchanged == pytest.approx(limit, rel=0.01)
+
+
 def test_safe_is_what_ran_or_little_more() -> None:
     """A batch is safe if it ran, or is a quarter larger at most, far below the limit, and nothing failed."""
     points = ((8, 1800), (64, 7400), (200, 21_000))
