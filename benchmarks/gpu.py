@@ -115,7 +115,7 @@ def training(bench: Bench) -> None:
         )
         while child.poll() is None:
             time.sleep(5.0)
-            seen = bench.run("live", "monitor", "--once", "--devices", "gpu", "--json")
+            seen = bench.run(f"live of training at {batch}", "monitor", "--once", "--devices", "gpu", "--json")
             live.append([device["samples_per_second"]["value"] for device in seen.get("devices", [])])
         out, _ = child.communicate()
         bench.keep(

@@ -23,7 +23,7 @@ SCRIPT = (
 
 def draw(devices: str, workload: str, folder: Path, name: str, environment: dict[str, str]) -> dict[str, Any]:
     """Drive the app through its screens; the bytes after each key lie in `folder` as NAME-SCREEN.ansi."""
-    screen = Screen(APP.format(devices=devices, workload=workload), environment)
+    screen = Screen(APP.format(devices=devices, workload=workload), environment, kept_bytes=1 << 24)
     try:
         for keys, seconds, called in SCRIPT:
             screen.press(keys)

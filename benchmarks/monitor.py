@@ -66,7 +66,8 @@ class Cost(msgspec.Struct, frozen=True):
 class Screen:
     """A program on a pseudo-terminal; its output is read all the time, as a terminal does."""
 
-    def __init__(self, code: str, variables: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, code: str, variables: Mapping[str, str] = os.environ, kept_bytes: int = 1 << 20) -> None:
+        self._kept_bytes = kept_bytes  # of what it wrote, from its start
         self._primary, secondary = pty.openpty()
         fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
         environment = {**variables} | {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
@@ -92,7 +93,7 @@ class Screen:
                 if select.select([self._primary], [], [], 0.005)[0]:
                     part = os.read(self._primary, 65536)
                     self.written_bytes += len(part)
-                    if len(self.seen) < 1 << 20:
+                    if len(self.seen) < self._kept_bytes:
                         self.seen += part
             except OSError:
                 return

@@ -17,7 +17,8 @@ from devices.nvml_library import Handle, Library, memory
 
 SLOW_SECONDS = 5.0  # limits that rarely change, the fan; the energy counter, 3.4 ms
 ONCE_SECONDS = 3600.0
-CALM_SECONDS = 1.9  # every other second: heat, 0.4 ms; counters of throttling, which miss nothing in between
+CALM_SECONDS = 1.9  # every other second: heat, 0.4 ms
+THROTTLE_SECONDS = 3.9  # counters of throttling, 1 to 3 ms, which miss nothing in between
 SHORTEST_WINDOW_SECONDS = 0.4  # for rates: the energy counter moves in steps of about a tenth of a second
 ALL_LINKS = 0xFFFFFFFF  # the scope that sums NVLink's counters
 MIB, KIB = 1 << 20, 1 << 10
@@ -70,7 +71,7 @@ class GpuReader:
         self._activity = gpm.Activity(nvml, handle if parent is None else parent, instance)
         links = [(LINK_SEND_KIB, ALL_LINKS), (LINK_RECEIVE_KIB, ALL_LINKS)]
         self._fields = Fields(nvml, handle, [POWER_AVERAGE])
-        self._throttle_fields = Fields(nvml, handle, list(THROTTLING), CALM_SECONDS)
+        self._throttle_fields = Fields(nvml, handle, list(THROTTLING), THROTTLE_SECONDS)
         self._traffic_fields = Fields(nvml, handle, [PCIE_SEND_BYTES, PCIE_RECEIVE_BYTES, *links])
         self._slow_fields = Fields(nvml, handle, [POWER_LIMIT, RECOVERY_ACTION, ECC_UNCORRECTED, ENERGY], SLOW_SECONDS)
         self._counters = {field: Counter(SHORTEST_WINDOW_SECONDS) for field in (ENERGY, *THROTTLING, *_TRAFFIC)}
