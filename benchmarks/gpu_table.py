@@ -1,39 +1,69 @@
-"""What runs on real GPUs found, as a table from their journals: `python -m benchmarks.gpu_table [JOURNAL...]`.
+"""What runs on real GPUs found, as tables from their journals: `python -m benchmarks.gpu_table [JOURNAL...]`.
 
-With `--memory`, what each device's memory line said of a batch before it ran, beside the peak that was then measured.
+With `--compare` the comparisons, layout by layout, instead of the searches; with `--memory`, what each device's memory
+line said of a batch before it ran, beside the peak that was then measured.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
 from balancer import journal, replay
+from balancer.compare.comparison import Comparison
+from balancer.compare.verdict import names
 from balancer.core.curve import Point, fit
 from balancer.core.ledger import Ledger, relative_error
 from balancer.core.memory import Memory
+from balancer.core.stats import relative_half_width
 from balancer.records import OutOfMemory, Timed
 from evener.plan import Plan
 
 RECORDED = Path(__file__).resolve().parent.parent / "tests" / "recorded"
 HEADS = ("run", "devices", "global batch", "chosen shares", "samples/s", "even split", "best alone", "of the solos",
          "probes", "out of memory", "seconds")  # fmt: skip
+COMPARED = ("workload", "layout", "global batch", "samples/s", "±", "of the best alone")
 MEMORY_HEADS = ("run", "layout", "device", "samples", "line from", "predicted, MiB", "measured, MiB", "ratio")
 MIB = 1 << 20
 
 
 def main() -> None:
     """Print the table."""
-    names = [name for name in sys.argv[1:] if name != "--memory"]
-    paths = [Path(name) for name in names] or sorted(RECORDED.glob("*.jsonl"))
-    memory = "--memory" in sys.argv[1:]
-    heads = MEMORY_HEADS if memory else HEADS
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("journals", nargs="*", type=Path)
+    parser.add_argument("--compare", action="store_const", dest="table", const=(COMPARED, _compared))
+    parser.add_argument("--memory", action="store_const", dest="table", const=(MEMORY_HEADS, _memory_rows))
+    options = parser.parse_args()
+    heads, rows_of = options.table or (HEADS, _searched)
     print(f"| {' | '.join(heads)} |")
     print(f"|{' --- |' * 2}{' ---: |' * (len(heads) - 2)}")
-    for path in paths:
-        for row in _memory_rows(path) if memory else [_row(path)]:
+    for path in options.journals or sorted(RECORDED.glob("*.jsonl")):
+        for row in rows_of(path):
             print(f"| {' | '.join(row)} |")
+
+
+def _searched(path: Path) -> Iterator[list[str]]:
+    if journal.read(path).header.request.compare is None:
+        yield _row(path)
+
+
+def _compared(path: Path) -> Iterator[list[str]]:
+    """Each layout of a comparison, the fastest first, against the best of one device."""
+    record = journal.read(path)
+    found = replay.search_of(record.header, (entry.seen for entry in record.seen))
+    if not isinstance(found, Comparison):
+        return
+    standings = found.standings()
+    alone = [
+        one.throughput.value for one in standings if one.candidate.family == "solo" and not one.candidate.layout.knobs
+    ]
+    for one, words in zip(standings, names([each.candidate for each in standings], found.problem.devices), strict=True):
+        rate = one.throughput.value
+        against = f"{rate / max(alone):.2f}" if alone else ""
+        batch = str(one.candidate.layout.global_batch)
+        spread = f"{relative_half_width(one.throughput):.1%}"
+        yield [record.header.workload, words, batch, f"{rate:,.0f}", spread, against]
 
 
 def _row(path: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Multiworker: a process per device; each computes its own rows, and gradients are summed over TCP or NCCL.
+"""Multiworker: a process per device; each computes its own rows, and gradients are summed by NCCL or gRPC.
 
 MultiWorkerMirroredStrategy only carries the sum. Model and optimizer live outside it, so that clipping, loss scaling
 and accumulation act on the gradient of the whole batch, as on one device.
