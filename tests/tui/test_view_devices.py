@@ -148,6 +148,21 @@ def test_graphs_leave_out_what_a_device_does_not_tell(script: Any) -> None:
     assert "power" not in lines[0].text
 
 
+def test_a_graph_of_nothing_gives_way_to_one_that_shows_something(script: Any) -> None:
+    """Where no training tells its samples/s, the temperature is drawn instead; an empty axis has no top."""
+
+    def history(_device: str, metric: str) -> tuple[float | None, ...]:
+        return (None, None) if metric == "samples_per_second" else (10.0, 20.0)
+
+    heads = [graph_lines(script.sample(), history, width, 6, UNICODE)[0].text for width in (80, 160)]
+    assert "throughput" not in heads[0]
+    assert heads[0].index("utilisation") < heads[0].index("memory")
+    assert "temperature" in heads[1]
+    nothing = graph_lines(script.sample(), lambda _device, _metric: (None,), 80, 6, UNICODE)[0].text
+    assert "throughput" in nothing
+    assert "100 %" not in nothing.partition("utilisation")[2].partition("%")[2]
+
+
 def test_the_host_line_shows_figures_and_state(script: Any) -> None:
     shown = host_line(script.snapshot(), 120, UNICODE, "paused").text
     assert "41 % of 32 cores" in shown

@@ -110,10 +110,17 @@ class Graph(NamedTuple):
     axis: str
     tone: Tone
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was ever told."""
+        return all(value is None for value in self.values)
+
 
 def graph_lines(sample: DeviceSample, history: History, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
-    """Graphs of one device, side by side: samples/s, utilisation, memory, and power where there is room."""
-    graphs = _graphs(sample, history)[: 2 if width < 90 else 3 if width < 150 else 4]
+    """Graphs of one device, side by side, as many as there is room for; one that has nothing to show comes last."""
+    graphs = sorted(_graphs(sample, history), key=lambda one: one.is_empty)[
+        : 2 if width < 90 else 3 if width < 150 else 4
+    ]
     each = (width - 2 * (len(graphs) - 1)) // len(graphs)
     columns = [_graph_column(one, each, height, marks) for one in graphs]
     rows = []
@@ -158,7 +165,7 @@ def _graph_column(graph_of: Graph, width: int, height: int, marks: Marks) -> lis
     caption = (Span(f"{graph_of.caption} ", "title"), Span(graph_of.newest, graph_of.tone))
     room = width - len(graph_of.axis) - 1
     head = pad(caption, width)
-    if span_cells(caption) <= room:
+    if span_cells(caption) <= room and not graph_of.is_empty:
         head = (*pad(caption, room), Span(f" {graph_of.axis}", "dim"))
     rows = graph(graph_of.values, width, height - 1, marks, graph_of.highest)
     return [head, *((Span(row, graph_of.tone),) for row in rows)]
