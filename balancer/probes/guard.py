@@ -19,6 +19,7 @@ from devices.cpu import available_memory_bytes
 from devices.nvml_vitals import GpuVitals, Vitals
 
 LOOK_SECONDS = 0.05  # a look takes a millisecond or two; one that takes longer is not waited for
+BACK_SECONDS = 0.5  # before a probe, for a driver that was silent and may be back
 SILENT_SECONDS = 5.0  # a driver that takes longer for one answer can't be trained on
 PATIENCE = 3.0  # times that, in which a busy machine may not come to ask it
 SPREAD, SPREAD_BYTES = 0.02, 1 << 30  # of a GPU's memory: what is not told from the driver's own,
@@ -42,6 +43,9 @@ class Guard:
     def admit(self, positions: Collection[int], stop: threading.Event) -> None:
         """Wait for each driver's answer; BrokenError, which names the device, if it has none or the device is gone."""
         self._looks(positions, LOOK_SECONDS)
+        until = time.monotonic() + BACK_SECONDS
+        for watch in self._watching(positions):
+            watch.answer(max(0.0, until - time.monotonic()))
         until = time.monotonic() + PATIENCE * self._silent_seconds
         while any(w.looks and w.silent_seconds < self._silent_seconds for w in self._watching(positions)):
             if stop.wait(LOOK_SECONDS):
