@@ -1,0 +1,147 @@
+"""How far the search ends from the best on curves that real GPUs gave: `python -m benchmarks.recorded [--seeds 5]`.
+
+Each journal in tests/recorded becomes a simulated machine: a device's step times are those of its solo probes in all
+journals of the same workload and limit, joined by straight lines and ending where they end; keeping in step costs what
+that journal's splits took beyond their slowest device. The best is found by trying every batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import msgspec
+
+from balancer import journal
+from balancer.core.drive import simple
+from balancer.core.search import Search
+from balancer.records import Timed
+from balancer.replay import problem_of
+from benchmarks import search_oracle as oracle
+from benchmarks.search_runs import Watched
+from devices.physics import Machine, SimulatedDevice, Sync
+
+RECORDED = Path(__file__).resolve().parent.parent / "tests" / "recorded"
+NOISE = 0.005  # of a step, as the intervals of most of these probes have it
+BASE_MIB = 1000.0  # any memory line will do, if what ran fits
+
+Curve = dict[int, list[float]]  # samples -> milliseconds of a step
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What one search came to, on one recorded machine."""
+
+    regret: float  # 1 - its throughput / the best there is
+    shares: tuple[int, ...]
+    probes: int
+    best: oracle.Best
+
+
+def records(folder: Path = RECORDED) -> dict[str, journal.Record]:
+    """The searches, by name; comparisons are left out, and what shared the GPUs with other work."""
+    found = {path.stem: journal.read(path) for path in sorted(folder.glob("*.jsonl"))}
+    return {
+        name: record for name, record in found.items() if record.header.request.compare is None and not _shared(record)
+    }
+
+
+def _shared(record: journal.Record) -> bool:
+    return any(device.limit.memory_bytes for device in record.header.devices)
+
+
+def curves(recorded: Iterable[journal.Record]) -> dict[tuple[str, str], Curve]:
+    """Step times by workload and limit."""
+    found: dict[tuple[str, str], Curve] = defaultdict(lambda: defaultdict(list))
+    for record in recorded:
+        for entry in record.seen:
+            seen = entry.seen
+            if isinstance(seen, Timed) and seen.probe.layout.kind == "solo":
+                (position,) = seen.probe.layout.active
+                key = record.header.workload, str(record.header.devices[position].limit)
+                found[key][seen.probe.layout.global_batch].append(1000 * seen.step_seconds)
+    return found
+
+
+def machine(record: journal.Record, known: Mapping[tuple[str, str], Curve]) -> Machine:
+    """The journal's devices as their curves have them."""
+    most = record.header.largest_share
+    parts = [
+        {
+            batch: times
+            for batch, times in known[record.header.workload, str(device.limit)].items()
+            if batch <= (most or batch)
+        }
+        for device in record.header.devices
+    ]
+    devices = tuple(_device(device.name, part) for device, part in zip(record.header.devices, parts, strict=True))
+    return Machine(devices, Sync(1000 * _sync_seconds(record, devices)))
+
+
+def search(record: journal.Record, made: Machine, seed: int) -> Found:
+    """Search the machine as the journal's request has it, with no end to its budget."""
+    batch, tolerance = record.header.request.global_batch, record.header.request.tolerance
+    best = oracle.free(made, tolerance) if batch is None else oracle.fixed(made, batch)
+    memory = tuple(made.usable_memory_bytes(i) for i in range(len(made.devices)))
+    problem = msgspec.structs.replace(problem_of(record.header), memory_bytes=memory, budget_seconds=None)
+    looking = Search(problem)
+    watched = Watched(made, seed)
+    simple(looking, watched.measure)
+    result = looking.best()
+    if result is None:
+        raise RuntimeError(f"nothing was measured: {looking.why_stopped()}")
+    rate = made.samples_per_second(result.layout.shares)
+    return Found(1 - rate / best.samples_per_second, result.layout.shares, len(watched.seen), best)
+
+
+def _device(name: str, curve: Curve) -> SimulatedDevice:
+    """Times that never fall as batches grow, from one sample on."""
+    batches = sorted(curve)
+    times = list(accumulate((statistics.median(curve[batch]) for batch in batches), max))
+    points = tuple(zip(batches, times, strict=True))
+    return SimulatedDevice(
+        name=name,
+        memory_mib=BASE_MIB + batches[-1] + 0.5,
+        memory_base_mib=BASE_MIB,
+        memory_per_sample_mib=1.0,
+        noise=NOISE,
+        curve=points if batches[0] == 1 else ((1, times[0]), *points),
+    )
+
+
+def _sync_seconds(record: journal.Record, devices: Sequence[SimulatedDevice]) -> float:
+    """What its splits took beyond the slowest share; 0 without any."""
+    costs = []
+    for entry in record.seen:
+        seen = entry.seen
+        if isinstance(seen, Timed) and seen.probe.layout.kind == "split":
+            slowest = max(
+                device.seconds(share) for device, share in zip(devices, seen.probe.layout.shares, strict=True)
+            )
+            costs.append(seen.step_seconds - slowest)
+    return max(0.0, statistics.median(costs)) if costs else 0.0
+
+
+def main() -> None:
+    """Print a row for each journal: the median and the worst of the seeds."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    options = parser.parse_args()
+    known = records()
+    drawn = curves(known.values())
+    print("| recorded | best, samples/s | median regret | worst | probes | shares of the worst |")
+    print("| --- | ---: | ---: | ---: | ---: | --- |")
+    for name, record in known.items():
+        made = machine(record, drawn)
+        found = sorted((search(record, made, seed) for seed in range(options.seeds)), key=lambda one: one.regret)
+        middle, worst = found[len(found) // 2], found[-1]
+        shares = " + ".join(map(str, worst.shares))
+        figures = f"{middle.regret:.2%} | {worst.regret:.2%} | {middle.probes} | {shares}"
+        print(f"| {name} | {worst.best.samples_per_second:,.0f} | {figures} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""The search on machines made of what real GPUs measured: it ends near the best that their curves have."""
+
+from __future__ import annotations
+
+import pytest
+
+from balancer import journal
+from balancer.records import Timed
+from benchmarks import recorded
+
+RECORDS = recorded.records()
+CURVES = recorded.curves(RECORDS.values())
+NOISE_COSTS = 0.03  # beyond the tolerance: curves are of few points, and each step has half a per cent of noise
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", RECORDS)
+def test_the_search_ends_near_the_best_of_the_recorded_curves(name: str, seed: int) -> None:
+    """Within the tolerance that was asked for and a little more, on every recorded machine."""
+    record = RECORDS[name]
+    found = recorded.search(record, recorded.machine(record, CURVES), seed)
+    assert found.regret <= record.header.request.tolerance + NOISE_COSTS
+
+
+def test_a_recorded_machine_gives_back_what_was_measured() -> None:
+    """At a batch that one journal alone timed, its step takes what that journal says."""
+    (name,) = [name for name in RECORDS if name.endswith("keras_maxer-60percent")]
+    made = recorded.machine(RECORDS[name], CURVES)
+    alone = {
+        entry.seen.probe.layout.shares: entry.seen.step_seconds
+        for entry in journal.read(recorded.RECORDED / f"{name}.jsonl").seen
+        if isinstance(entry.seen, Timed) and entry.seen.probe.stage == "solo"
+    }
+    (far,) = [shares for shares in alone if shares[1] == 0 and shares[0] > 5000]
+    assert made.devices[0].seconds(far[0]) == pytest.approx(alone[far], rel=0.01)
