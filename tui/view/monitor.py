@@ -117,10 +117,10 @@ class Graph(NamedTuple):
 
 
 def graph_lines(sample: DeviceSample, history: History, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
-    """Graphs of one device, side by side, as many as there is room for; one that has nothing to show comes last."""
-    graphs = sorted(_graphs(sample, history), key=lambda one: one.is_empty)[
-        : 2 if width < 90 else 3 if width < 150 else 4
-    ]
+    """Graphs of one device, side by side, as many as there is room for; none of what was never told."""
+    every = _graphs(sample, history)
+    told = [one for one in every if not one.is_empty]
+    graphs = (told or every)[: 2 if width < 90 else 3 if width < 150 else 4]
     each = (width - 2 * (len(graphs) - 1)) // len(graphs)
     columns = [_graph_column(one, each, height, marks) for one in graphs]
     rows = []
