@@ -138,6 +138,13 @@ def test_small_terminals_keep_all_devices_and_some_processes() -> None:
     assert (sixteen.devices, sixteen.graphs, sixteen.processes, sixteen.framed) == (17, 0, 4, False)
 
 
+def test_a_small_terminal_with_few_devices_has_graphs() -> None:
+    two = arrange(80, 21, 2)
+    assert (two.devices, two.framed) == (3, False)
+    assert two.graphs >= 6
+    assert two.processes >= 8
+
+
 def test_graphs_leave_out_what_a_device_does_not_tell(script: Any) -> None:
     def history(_device: str, metric: str) -> tuple[float | None, ...]:
         return (10.0, 20.0) if metric == "utilization_percent" else (None, None)

@@ -36,7 +36,8 @@ def arrange(width: int, height: int, devices: int) -> Arrangement:
     least_processes = min(3 + frame, max(0, height - 2))
     devices_rows = max(1, min(wanted, height - least_processes))
     left = max(0, height - devices_rows)
-    graphs = min(16, (left - least_processes) * 2 // 3) if framed and left >= 16 else 0
+    spare = left - least_processes
+    graphs = min(16, spare * 2 // 3 if framed else spare // 2) if left >= 16 and width >= 40 else 0
     return Arrangement(devices_rows, graphs, left - graphs, framed)
 
 
