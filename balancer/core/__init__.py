@@ -11,8 +11,10 @@ Theory. A synchronous step of the devices A takes
 with t_i the device's own time for its share b_i, which rises with b_i (straight, flat up to a knee, or in stairs), and
 c_k the exposed cost of keeping k replicas in step. A share fits while m0_i + m1_i * b_i is within the device's memory.
 
-1. `solo`: every device alone, all at the same time: two small batches, the largest that matters, and a fourth where the
-   curve or the memory line was refuted. Devices that noise can't tell apart share one curve, hence equal shares.
+1. `solo`: every device alone, all at the same time: two small batches, the largest that matters (by way of one between
+   if it is far), and a fourth where the curve or the memory line was refuted. Where samples/s fell from a batch to a
+   larger one, up to two more look for their peak. Devices that noise can't tell apart share one curve, hence equal
+   shares.
 2. `fill`: for a fixed global batch, the shares that end together; for a free one, the best finish time. For a given
    finish time the best k devices are those that can do most, so sorting replaces the enumeration of subsets. Among
    layouts within the tolerance of the fastest, the smallest global batch.
@@ -21,9 +23,9 @@ c_k the exposed cost of keeping k replicas in step. A share fits while m0_i + m1
    cheap, so that leaving devices out is tried where it could pay.
 4. `race`: the favourites, the even split and the best single device in turns, judged side by side.
 
-Reading order: `search` (ask, tell, best, why_stopped), `solo`, `split`, `race` (what to measure next), `view` (what the
-evidence says), `ledger` (the evidence), `fill` (the exact solution), `curve` and `stairs`, `memory`, `sync`, `alike`
-(what is learnt from noisy points), `stop` (budget and stopping rules), `stats`, `check`; `drive` shows the loop.
+Reading order: `search` (ask, tell, best, why_stopped), `solo`, `peak`, `split`, `race` (what to measure next), `view`
+(what the evidence says), `ledger` (the evidence), `fill` (the exact solution), `curve` and `stairs`, `memory`, `sync`,
+`alike` (what is learnt from noisy points), `stop` (budget and stopping rules), `stats`, `check`; `drive` is the loop.
 
 Sources: functional performance models, Lastovetsky and Reddy (HeteroPar 2009): measure near the solution and solve
 again. HPOPTA, Khaleghzadeh and others (TPDS 2018): exact partition for rough curves. Birge ratio: Physical Review 40

@@ -263,7 +263,7 @@ def _bends(points: Sequence[Point], line: Line) -> list[tuple[int, float]]:
 def _broken(line: Line, points: Sequence[Point], bends: Sequence[tuple[int, float]], straight: bool) -> Curve:
     """Knots of the line and its bends, made monotone; before the first bend and after the last its factor holds."""
     batches = {0.0, *(float(batch) for batch, _ in bends)}
-    if line.knee > 0:
+    if line.knee > 0 and not bends:  # a refuted one would hide how time rises between two points
         batches.add(line.knee)
     knots = sorted(batches)
     times: list[float] = []

@@ -13,8 +13,8 @@ from balancer.records import Layout, Probe
 WHY_SOLO = (
     "a first time",
     "the slope of time and memory",
-    "the largest batch that matters",
-    "the shape where it is in doubt",
+    "the largest batch that matters, or one on the way to it",
+    "what is still in doubt",
 )
 
 

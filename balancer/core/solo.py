@@ -1,7 +1,8 @@
-"""The solo stage: every device in a process of its own, all at the same time, at most four batches each.
+"""The solo stage: every device in a process of its own, all at the same time, mostly three or four batches each.
 
 Two small batches give a first curve and the memory slope; the third is the largest that matters, which tests the
-memory line and the straight line over their longest lever; a fourth only where these, or the memory, were refuted.
+memory line and the straight line over their longest lever, or one on the way to it if that is far. A fourth where it is
+still to come, or where lines or memory were refuted; two more only where samples/s fell from a batch to a larger one.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ import math
 from itertools import pairwise
 
 from balancer.core.curve import Curve
-from balancer.core.fill import Lane
+from balancer.core.fill import Lane, alone_reaching
+from balancer.core.peak import fallen, hoped
 from balancer.core.stop import Purse
 from balancer.core.view import View, guarded
 from balancer.records import Layout, Probe, Stage, solo
 
 MOST_ROUNDS = 4
+PEAK_ROUNDS = 6  # where samples/s fell from a batch to a larger one
 PATIENT_ROUNDS = 8  # while a device has not run at all, or grows without known memory
 SMALL, SECOND = 8, 64  # the first two batches, of a free global batch
 RATIO = 8  # between them
 SLACK = 2.0  # the third batch may take so many times the predicted finish time
+GROWTH = 32  # times the last batch that a free global batch's next one may be: further, and a peak between is not seen
+WORTH = 0.02  # relative gain in samples/s that is worth going on from there
+ENOUGH = 0.01  # relative: what the batch that is gone on to may miss of it
 FAR = 4  # times the largest batch that ran: the least that the third batch aims at
 ON_SLOPE = 0.55  # of the largest batch: where the fourth point of a curve with a knee lies, beyond most knees
 GROWN = 1.1  # times what ran: a growth worth a round
@@ -34,10 +40,12 @@ def next_probes(view: View, purse: Purse) -> tuple[Probe, ...]:
         return ()
     turn = min(view.devices[i].rounds for i in live)
     stage: Stage = "solo" if turn > 1 else "race"  # without a second round there is nothing to go on with
-    if not _wanted(view, purse, turn) or (turn and not purse.affords(stage, _longest(view))):
+    if not _wanted(view, purse, turn):
         return ()
     due = [i for i in live if view.devices[i].rounds == turn]
     batches = {i: _batch(view, purse, i, turn) for i in due}
+    if turn and not purse.affords(stage, _longest(view, batches)):
+        return ()
     if turn >= 2 and all(_tested(view, i, batch) for i, batch in batches.items()) and len(due) == len(live):
         return ()
     return tuple(_probe(view, purse, i, batch, turn) for i, batch in batches.items())
@@ -50,7 +58,11 @@ def _wanted(view: View, purse: Purse, turn: int) -> bool:
         return turn < PATIENT_ROUNDS
     if turn < 3:
         return True
-    if turn < MOST_ROUNDS and any(_in_doubt(view, i) or _held_back(view, purse, i) for i in live):
+    if turn < MOST_ROUNDS and any(
+        _in_doubt(view, i) or _held_back(view, purse, i) or _further(view, purse, i) for i in live
+    ):
+        return True
+    if turn < PEAK_ROUNDS and any(fallen(view.devices[i].alone) and _peak(view, i) for i in live):
         return True
     return turn < PATIENT_ROUNDS and any(_growing(view, purse, i) for i in live)
 
@@ -69,6 +81,14 @@ def _held_back(view: View, purse: Purse, position: int) -> bool:
     return memory.was_unsure and _largest_that_matters(view, purse, position) > GROWN * memory.ran
 
 
+def _peak(view: View, position: int) -> int:
+    """The batch between two measured ones where samples/s may have their peak; 0: none, or only the edge of a stair."""
+    curve = view.alone[position]
+    if view.problem.global_batch is not None or curve is None or curve.stair:
+        return 0
+    return hoped(view.devices[position].alone, view.quantum)
+
+
 def _in_doubt(view: View, position: int) -> bool:
     device = view.devices[position]
     curve = view.alone[position]
@@ -82,10 +102,10 @@ def _flat(curve: Curve) -> bool:
     return len(curve.batches) > 1 and curve.times[0] == curve.times[1]
 
 
-def _longest(view: View) -> float:
+def _longest(view: View, batches: dict[int, int]) -> float:
     """The step of the slowest device in the round to come, as far as known."""
-    times = [curve.seconds(view.devices[i].memory.ran) for i in view.live if (curve := view.alone[i])]
-    return max(times, default=0.0)
+    sizes = {i: min(batch, view.devices[i].memory.ran) for i, batch in batches.items()}
+    return max((curve.seconds(size) for i, size in sizes.items() if (curve := view.alone[i])), default=0.0)
 
 
 def _batch(view: View, purse: Purse, position: int, turn: int) -> int:
@@ -102,7 +122,9 @@ def _batch(view: View, purse: Purse, position: int, turn: int) -> int:
     if memory.failed is not None and (guess := memory.next_guess(cap, quantum)) > memory.ran:
         return guess
     if turn == 2:
-        return _largest_that_matters(view, purse, position)
+        return _stride(view, memory.ran, _largest_that_matters(view, purse, position))
+    if further := _further(view, purse, position) or _peak(view, position):
+        return further
     if _growing(view, purse, position) or _held_back(view, purse, position):
         return _largest_that_matters(view, purse, position)
     curve = view.alone[position]
@@ -110,6 +132,27 @@ def _batch(view: View, purse: Purse, position: int, turn: int) -> int:
         return max(quantum, int(ON_SLOPE * memory.ran) // quantum * quantum)
     wanted = _predicted_share(view, position)
     return wanted if not _tested(view, position, wanted) else _middle(view, position)
+
+
+def _stride(view: View, ran: int, most: int) -> int:
+    """As far towards `most` as one round goes; all the way for a fixed global batch, whose shares are bounded."""
+    if view.problem.global_batch is not None:
+        return most
+    return min(most, max(view.quantum, GROWTH * ran // view.quantum * view.quantum))
+
+
+def _further(view: View, purse: Purse, position: int) -> int:
+    """The batch to go on to, where one that gains was too far from those before; 0: none."""
+    curve, ran = view.alone[position], view.devices[position].memory.ran
+    if curve is None or not ran or view.problem.global_batch is not None:
+        return 0
+    most = _largest_that_matters(view, purse, position)
+    rate = most / curve.seconds(most)
+    seen = max((p.batch / p.seconds for p in view.devices[position].alone), default=0.0)
+    if most <= GROWN * ran or rate <= seen * (1 + WORTH):
+        return 0
+    enough = alone_reaching(Lane(position, curve, most), rate * (1 - ENOUGH), view.quantum)
+    return _stride(view, ran, max(ran, enough.global_batch if enough else most))
 
 
 def _smalls(view: View) -> tuple[int, int]:
@@ -139,7 +182,8 @@ def _largest_that_matters(view: View, purse: Purse, position: int) -> int:
         return most  # no slope yet: only a large batch tells one
     finish = view.first_guess.seconds if view.first_guess else math.inf
     wanted = curve.largest(SLACK * finish, room, quantum)
-    return min(most, max(wanted, FAR * view.devices[position].memory.ran))
+    device = view.devices[position]
+    return min(most, wanted if len(device.alone) > 2 else max(wanted, FAR * device.memory.ran))
 
 
 def _share_of_fixed(view: View, position: int, told: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 
 import msgspec
@@ -11,12 +12,18 @@ from balancer.records import Observation, OutOfMemory, Probe, Problem, Timed
 
 
 class Bench(msgspec.Struct, frozen=True):
-    """Devices as (fixed ms, ms a sample, samples up to which it is flat, most samples), and the cost of k >= 2."""
+    """Devices as (fixed ms, ms a sample, samples up to which it is flat, most samples), and the cost of k >= 2.
+
+    `curves`, where given, are rising broken lines of (samples, ms) in place of the first three.
+    """
 
     devices: tuple[tuple[float, float, int, int], ...]
     sync_seconds: float = 0.0
+    curves: tuple[tuple[tuple[int, float], ...], ...] = ()
 
     def own(self, i: int, share: int) -> float:
+        if self.curves:
+            return _along(self.curves[i], share) / 1000
         fixed, slope, knee, _ = self.devices[i]
         return (fixed + slope * max(share, knee)) / 1000
 
@@ -26,6 +33,16 @@ class Bench(msgspec.Struct, frozen=True):
 
     def rate(self, shares: tuple[int, ...]) -> float:
         return sum(shares) / self.step(shares)
+
+    def best(self) -> tuple[float, int]:
+        """The most samples/s of one or two devices and their global batch, by trying every finish time."""
+        times = [[self.own(i, share) for share in range(1, most + 1)] for i, (*_, most) in enumerate(self.devices)]
+        found = [(share / t, share) for alone in times for share, t in enumerate(alone, 1)]
+        for t in sorted({t for alone in times for t in alone}) if len(times) == 2 else ():
+            shares = [bisect_right(alone, t) for alone in times]
+            if all(shares):
+                found.append((sum(shares) / (t + self.sync_seconds), sum(shares)))
+        return max(found)
 
     def measure(self, probes: Iterable[Probe], scale: float = 1.0) -> list[Observation]:
         return [self._one(probe, scale) for probe in probes]
@@ -43,6 +60,12 @@ class Bench(msgspec.Struct, frozen=True):
     def problem(self, known: bool = True, **options: object) -> Problem:
         memory = tuple(1000 + 10 * most if known else None for *_, most in self.devices)
         return msgspec.convert({"devices": len(self.devices), "memory_bytes": memory, **options}, Problem)
+
+
+def _along(curve: tuple[tuple[int, float], ...], share: int) -> float:
+    right = min(max(bisect_right(curve, (share, 0.0)), 1), len(curve) - 1)
+    (b0, t0), (b1, t1) = curve[right - 1], curve[right]
+    return t0 + (t1 - t0) * (share - b0) / (b1 - b0)
 
 
 @st.composite
