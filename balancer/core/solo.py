@@ -23,7 +23,8 @@ PATIENT_ROUNDS = 8  # while a device has not run at all, or grows without known 
 SMALL, SECOND = 8, 64  # the first two batches, of a free global batch
 RATIO = 8  # between them
 SLACK = 2.0  # the third batch may take so many times the predicted finish time
-GROWTH = 32  # times the last batch that a free global batch's next one may be: further, and a peak between is not seen
+GROWTH = 32  # times the last batch, on the way to one that is far: beyond it a peak between is not seen
+FARTHEST = 48  # times the last batch that is gone to at once: a little further is not worth a round
 WORTH = 0.02  # relative gain in samples/s that is worth going on from there
 ENOUGH = 0.01  # relative: what the batch that is gone on to may miss of it
 FAR = 4  # times the largest batch that ran: the least that the third batch aims at
@@ -136,9 +137,9 @@ def _batch(view: View, purse: Purse, position: int, turn: int) -> int:
 
 def _stride(view: View, ran: int, most: int) -> int:
     """As far towards `most` as one round goes; all the way for a fixed global batch, whose shares are bounded."""
-    if view.problem.global_batch is not None:
+    if view.problem.global_batch is not None or most <= FARTHEST * ran:
         return most
-    return min(most, max(view.quantum, GROWTH * ran // view.quantum * view.quantum))
+    return max(view.quantum, GROWTH * ran // view.quantum * view.quantum)
 
 
 def _further(view: View, purse: Purse, position: int) -> int:

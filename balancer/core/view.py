@@ -23,7 +23,8 @@ HOPE = -0.6  # how far towards the fastest that it may be a curve with stairs is
 STEPPED_SHARE = 3  # one device in so many with stairs makes them likely in the others
 SAME_SHARE = 0.015  # layouts whose shares differ by less, relatively, are the same measurement
 ROOMS_ALIKE = 0.02  # devices that can't be told apart have one ceiling if theirs differ by less
-REACH = 2  # times the largest batch that ran: curves and memory lines are not believed further
+REACH = 2  # times the largest batch that ran: curves and memory lines are not believed further beside others,
+REACH_ALONE = 4  # and of one device
 TOLD = 2.0  # a slope is told if it makes the guessed knee take so many times the time of an empty batch
 GUESSED_KNEE = 0.25  # of the room
 MORE_THAN_ANY = 1 << 30  # samples
@@ -129,7 +130,7 @@ class View:
         """The lanes, cut where a larger batch gains too little to be measured, or is far from all that ran."""
         if self.problem.global_batch is not None:
             return self.lanes
-        return tuple(Lane(lane.device, lane.curve, self._near(lane)) for lane in self.lanes)
+        return tuple(Lane(lane.device, lane.curve, self._near(lane, REACH)) for lane in self.lanes)
 
     @cached_property
     def guesses(self) -> tuple[Lane, ...]:
@@ -167,10 +168,10 @@ class View:
         enough = math.ceil(overhead / slope / gain / self.quantum) * self.quantum
         return max(self.quantum, min(lane.ceiling, enough))
 
-    def _near(self, lane: Lane) -> int:
+    def _near(self, lane: Lane, reach: int) -> int:
         """The largest useful batch that is near enough to what ran for its curve to be believed."""
         ran = self.devices[lane.device].memory.ran
-        return min(self.useful(lane), REACH * ran) if ran else self.useful(lane)
+        return min(self.useful(lane), reach * ran) if ran else self.useful(lane)
 
     def _quick(self, lane: Lane) -> Lane:
         """The lane, cut where a step takes longer than the problem or its budget allows, though not below what ran."""
@@ -251,7 +252,9 @@ class View:
         if batch is not None:
             return Fill(((position, batch),), curve.seconds(batch)) if batch <= room else None
         lane = Lane(position, curve, room)
-        return fill.alone(Lane(position, curve, self._near(lane)), self.quantum, self.problem.max_global_batch)
+        return fill.alone(
+            Lane(position, curve, self._near(lane, REACH_ALONE)), self.quantum, self.problem.max_global_batch
+        )
 
     @cached_property
     def tolerable(self) -> Fill | None:
