@@ -146,10 +146,16 @@ def _favourites(view: View) -> list[Layout]:
 
 def _levelled(view: View, layout: Layout) -> Layout:
     """Equal shares for the same devices, where no measurement tells them from the layout and they surely fit."""
-    parts = even(layout.global_batch // view.quantum, len(layout.active))
-    shares = dict(zip(layout.active, (part * view.quantum for part in parts), strict=True))
-    level = layout_of(tuple(shares.get(i, 0) for i in range(view.problem.devices)))
-    return level if near(level, layout) and _surely_fits(view, level) else layout
+    batches = [layout.global_batch]
+    if view.problem.global_batch is None:  # the least share fits all
+        batches.append(min(layout.shares[i] for i in layout.active) * len(layout.active))
+    for batch in batches:
+        parts = even(batch // view.quantum, len(layout.active))
+        shares = dict(zip(layout.active, (part * view.quantum for part in parts), strict=True))
+        level = layout_of(tuple(shares.get(i, 0) for i in range(view.problem.devices)))
+        if near(level, layout) and _surely_fits(view, level):
+            return level
+    return layout
 
 
 def _surely_fits(view: View, layout: Layout) -> bool:

@@ -8,6 +8,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from machines import Bench, benches
 from balancer.core import peak, solo, view
 from balancer.core.curve import Point
 from balancer.core.search import Search
-from balancer.records import Observation, Problem
+from balancer.records import Observation, Problem, Timed
 
 WHOLE = (
     (1, 9.5),
@@ -98,10 +99,31 @@ def test_a_fall_is_worth_two_rounds_more_and_nothing_else_is() -> None:
     assert 1 + max(_solo_turns(seen)) == solo.MOST_ROUNDS
 
 
+@pytest.mark.parametrize("budget", [60.0, 100.0, 150.0])
+def test_first_steps_of_seconds_stay_within_the_budget(budget: float) -> None:
+    """Each new size tries kernels out for as long as 45 steps; the plan is still near the best."""
+    search, tuned = Search(H200.problem(budget_seconds=budget)), set[tuple[int, int]]()
+    while probes := search.ask():
+        for one in H200.measure(probes):
+            assert isinstance(one, Timed)
+            sizes = set(enumerate(one.probe.layout.shares))
+            first = one.step_seconds * (1 if sizes <= tuned else 45)
+            tuned |= sizes
+            search.tell(
+                msgspec.structs.replace(
+                    one, first_step_seconds=first, elapsed_seconds=1.0 + first + 20 * one.step_seconds
+                )
+            )
+    best = search.best()
+    assert best is not None
+    assert search.spent_seconds() <= 1.05 * budget
+    assert H200.rate(best.layout.shares) >= (1 - 0.02 - 2 * NEAR) * H200.best()[0]
+
+
 @settings(max_examples=40, deadline=None)
 @given(benches(), st.booleans())
 def test_a_free_batch_grows_in_bounded_steps(bench: Bench, known: bool) -> None:
-    """No device is asked for far more than it ran: alone up to 48 times, beside others up to twice."""
+    """No device is asked for far more than it ran: alone up to 40 times, beside others up to twice."""
     _, seen = searched(bench, bench.problem(known))
     ran = [0] * len(bench.devices)
     for one in seen:
