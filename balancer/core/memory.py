@@ -7,6 +7,7 @@ halves. What a step with others holds beside its samples is learnt from the firs
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from functools import cached_property
 
 import msgspec
@@ -39,21 +40,31 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def exchanged_bytes(self) -> int:
-        """The most that a step with others held above the line; 0 where that is unknown."""
-        line = self.line
-        if line is None:
+        """The most that a step with others held above what the samples take alone; 0 where that is unknown.
+
+        Only up to the largest batch that ran alone: further on, a bend of the line would be taken for it.
+        """
+        if len(self.points) < 2:
             return 0
-        above = (round(used - line[0] - line[1] * batch) for batch, used in self.beside)
-        return max(0, max(above, default=0))
+        above = (used - self._alone(batch) for batch, used in self.beside if batch <= self.points[-1][0])
+        return max(0, round(max(above, default=0)))
+
+    @cached_property
+    def shape(self) -> tuple[tuple[int, int], ...]:
+        """The points, and what steps with others tell of the samples alone; in rising batch."""
+        told = dict(self.points)
+        for batch, used in self.beside:
+            told[batch] = max(told.get(batch, 0), used - self.exchanged_bytes)
+        return tuple(sorted(told.items()))
 
     @cached_property
     def apart(self) -> tuple[tuple[int, int], ...]:
-        """The points that lie apart, counted from the largest down, in rising batch; the outermost two if none do."""
+        """The shape's points that lie apart, from the largest down, in rising batch; the outermost two if none do."""
         kept: list[tuple[int, int]] = []
-        for point in reversed(self.points):
+        for point in reversed(self.shape):
             if not kept or point[0] <= APART * kept[-1][0]:
                 kept.append(point)
-        return tuple(reversed(kept)) if len(kept) > 1 else self.points[:1] + self.points[1:][-1:]
+        return tuple(reversed(kept)) if len(kept) > 1 else self.shape[:1] + self.shape[1:][-1:]
 
     @property
     def line(self) -> tuple[float, float] | None:
@@ -84,7 +95,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         if line is None or self.limit_bytes is None or line[1] <= 0:
             return None
         bend = self._bend()
-        last, used = self.points[-1]
+        last, used = self.shape[-1]
         free = self.limit_bytes - used
         way = free / (line[1] + bend) if free > 0 else free / line[1]
         most = int(last + way * (BELIEVED if bend and free > 0 else 1.0))
@@ -127,11 +138,18 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
             known = max(known, min(int(guess * SAFE_SHARE), int(self.ran * SAFE_GROWTH)))
         return min(known, cap) // quantum * quantum
 
+    def _alone(self, batch: int) -> float:
+        """Bytes at `batch` by straight lines through two or more points."""
+        right = min(max(1, bisect_left(self.points, (batch, 0))), len(self.points) - 1)
+        (b0, m0), (b1, m1) = self.points[right - 1 : right + 1]
+        return m0 + (m1 - m0) / (b1 - b0) * (batch - b0)
+
     def _joined(self) -> Memory:
         """The same for steps with others, which leave less room; what ran alone may not fit there."""
         if self.limit_bytes is None or not self.exchanged_bytes:
             return self
-        joined = msgspec.structs.replace(self, limit_bytes=max(1, self.limit_bytes - self.exchanged_bytes), beside=())
+        less = max(1, self.limit_bytes - self.exchanged_bytes)
+        joined = msgspec.structs.replace(self, limit_bytes=less, points=self.shape, beside=())
         fits = max(joined.predicted() or 0, *(batch for batch, _ in self.beside))
         return msgspec.structs.replace(joined, ran=min(self.ran, fits))
 
