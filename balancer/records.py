@@ -5,6 +5,7 @@ Devices are positions in the request (0 .. K-1); whoever drives a session knows 
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -16,7 +17,7 @@ Cause = Literal[
 ]  # device: it or its driver has gone
 
 
-class Layout(msgspec.Struct, frozen=True):
+class Layout(msgspec.Struct, frozen=True, dict=True):
     """How the workload lies on the devices of the request; `shares` are samples, 0 for a device that is left out."""
 
     kind: Kind
@@ -30,7 +31,7 @@ class Layout(msgspec.Struct, frozen=True):
         """Samples per optimizer step."""
         return sum(self.shares)
 
-    @property
+    @cached_property
     def active(self) -> tuple[int, ...]:
         """Positions of the devices that compute."""
         return tuple(i for i, share in enumerate(self.shares) if share)
