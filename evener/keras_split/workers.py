@@ -29,7 +29,7 @@ class Group:
         )
         self.rank = rank
         self.size = len(peers)
-        self.strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=_communication())
+        self.strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=communication())
         if self.strategy.num_replicas_in_sync != self.size:
             raise RequestError(
                 f"{self.size} processes see {self.strategy.num_replicas_in_sync} devices between them.",
@@ -64,7 +64,7 @@ class Group:
         return list(self._sum(list(tensors))) if tensors else []
 
 
-def _communication() -> Any:
+def communication() -> Any:
     """NCCL between GPUs: left to itself, TensorFlow sums over gRPC, a second for the gradients of 79 M parameters."""
     ways = tf.distribute.experimental.CommunicationImplementation
     way = ways.NCCL if tf.config.list_physical_devices("GPU") else ways.AUTO

@@ -163,6 +163,22 @@ def test_what_a_split_holds_beside_the_samples_leaves_less_room(exchanged: int, 
     assert room == share or used(room) + exchanged == pytest.approx(limit, rel=0.01)
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.floats(1.1, 3.0), st.lists(st.integers(600, 3000), min_size=1, max_size=4))
+def test_a_bend_of_memory_is_not_taken_for_what_a_split_holds(bend: float, shares: list[int]) -> None:
+    """Splits of more samples than ran alone tell where the line goes on, and take no room from anybody."""
+
+    def used(batch: int) -> int:
+        return round(10_000 + 100 * min(batch, 500) + 100 * bend * max(0, batch - 500))
+
+    points = tuple((batch, used(batch)) for batch in (8, 64, 500))
+    memory = Memory(10**6, points, ran=max(shares), beside=tuple((share, used(share)) for share in sorted(set(shares))))
+    assert memory.exchanged_bytes == 0
+    assert memory.line is not None
+    assert memory.line[0] + memory.line[1] * max(shares) == pytest.approx(used(max(shares)), abs=2)
+    assert memory.room(10**6) == memory.next_guess(10**6)
+
+
 def test_safe_is_what_ran_or_little_more() -> None:
     """A batch is safe if it ran, or is a quarter larger at most, far below the limit, and nothing failed."""
     points = ((8, 1800), (64, 7400), (200, 21_000))
