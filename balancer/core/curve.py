@@ -65,6 +65,8 @@ class Curve(msgspec.Struct, frozen=True):
 
     def largest(self, seconds: float, ceiling: int, quantum: int = 1) -> int:
         """The most samples, a multiple of `quantum` up to `ceiling`, that take no longer than `seconds`; 0: none."""
+        if math.isinf(seconds):
+            return ceiling // quantum * quantum
         seconds *= 1 + ROUNDING
         if self.stair:
             seconds = math.floor(seconds / self.stair + 1e-6) * self.stair * (1 + ROUNDING)

@@ -22,7 +22,7 @@ SAFE_GROWTH = 1.25  # if it is not more than so many times what ran
 TELLING = 0.02  # of the bytes: a rise over twice the batch that is smaller leaves the line unsure
 STRAIGHT = 0.01  # slopes that differ by less, relatively, are alike
 BELIEVED = 0.7  # of the way that a bend leaves
-APART = 0.8  # of a batch; a slope through two that lie nearer is what allocators round, not what samples take
+APART = 0.95  # of a batch; a slope through two that lie nearer is what allocators round, not what samples take
 
 
 class Memory(msgspec.Struct, frozen=True, dict=True):

@@ -76,6 +76,8 @@ def test_stairs_are_found_and_their_edges_bounded() -> None:
     surest = fit([Point(*p) for p in points], doubt=1.0)
     assert surest is not None
     assert all(surest.seconds(b) >= truth(b) * 0.998 for b in range(1, 990))
+    assert surest.stair
+    assert surest.largest(math.inf, 1003, 10) == 1000  # without a limit, no number of stairs is the last
 
 
 @settings(max_examples=60, deadline=None)
@@ -141,7 +143,7 @@ def test_what_an_allocator_rounds_is_not_taken_for_what_samples_take(
     points = tuple((batch, 10_000 + 100 * batch + chance.randint(0, rounded)) for batch in [8, *sorted(batches)])
     line = Memory(10**9, points, ran=max(batches)).line
     assert line is not None
-    assert line[1] == pytest.approx(100, abs=rounded / (0.2 * max(batches)) + 1e-6)
+    assert line[1] == pytest.approx(100, abs=rounded / (0.05 * max(batches)) + 1e-6)
     assert line[0] + line[1] * max(batches) == pytest.approx(dict(points)[max(batches)], abs=1)
 
 
