@@ -25,6 +25,11 @@ PLACED = {
     "tensorflow": ("keras_towers",),
     "torch": ("torch_depth", "torch_tiles", "torch_dataparallel"),
 }
+BATCHES: dict[str, tuple[str, ...]] = {
+    "free": (),
+    "at 256": ("--global-batch", "256"),
+    "at 2048": ("--global-batch", "2048"),
+}
 STEPS_WITHOUT_TROUBLE = 500
 
 
@@ -53,18 +58,18 @@ def unequal(bench: Bench) -> None:
     """3. The second GPU at 60 % and 30 % of its multiprocessors, free and fixed global batch."""
     with mps_daemon(bench.out / "mps") as variables:
         for workload in WORKLOADS[bench.framework]:
-            for percent in (60, 30):
-                bench.balance(f"{percent} % {workload} free", bench.limited("", f"{percent}%"), workload, env=variables)
-            for batch in (256, 2048):
-                fixed = ("--global-batch", str(batch))
-                bench.balance(f"60 % {workload} at {batch}", bench.limited("", "60%"), workload, *fixed, env=variables)
+            for name, fixed in BATCHES.items():
+                bench.balance(f"60 % {workload} {name}", bench.limited("", "60%"), workload, *fixed, env=variables)
+            bench.balance(f"30 % {workload} free", bench.limited("", "30%"), workload, env=variables)
 
 
 def neighbour(bench: Bench) -> None:
     """3. The second GPU shared with another process' matrix products, which a driver gives turns."""
     for workload in WORKLOADS[bench.framework]:
-        with loaded(bench.gpus[1:2], 600.0):
-            bench.balance(f"neighbour {workload}", bench.pair, workload)
+        for name, fixed in BATCHES.items():
+            if bench.match in f"neighbour {workload} {name}":
+                with loaded(bench.gpus[1:2], 600.0):
+                    bench.balance(f"neighbour {workload} {name}", bench.pair, workload, *fixed)
 
 
 def caps(bench: Bench) -> None:
