@@ -13,9 +13,10 @@ from pathlib import Path
 from balancer import journal, replay
 from balancer.compare.comparison import Comparison
 from balancer.compare.verdict import names
-from balancer.core.curve import Point, fit
+from balancer.core.curve import fit
 from balancer.core.ledger import Ledger, relative_error
 from balancer.core.memory import Memory
+from balancer.core.points import Point
 from balancer.core.stats import relative_half_width
 from balancer.records import OutOfMemory, Timed
 from evener.plan import Plan

@@ -8,7 +8,8 @@ where the curve of the single device says that it would gain.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from balancer.compare.layouts import PackMode, packed
@@ -92,10 +93,11 @@ class Packing:
         """The batch of each of so many trainings in a share of the memory, in whole quanta, at most the single's."""
         batch, quantum = self._single.global_batch, self._problem.multiple_of
         room = self._problem.memory_bytes[self._position]
-        if self._problem.global_batch is not None or room is None or self._line is None:
+        if self._problem.global_batch is not None or room is None or not self._held:
             return batch
-        base, slope = self._line
-        return max(0, min(batch, int((share * room / size - base) / slope)) // quantum * quantum)
+        each = share * room / size
+        base, slope = _line(self._held, [held for _, held in self._held], each)
+        return max(0, min(batch, int((each - base) / slope)) // quantum * quantum)
 
     def _filled(self) -> Layout | None:
         """The number of trainings that should gain most with the memory filled to the brim; None if none should.
@@ -117,10 +119,10 @@ class Packing:
     def _most(self) -> int:
         """How many trainings can fit, by the device's memory line."""
         room = self._problem.memory_bytes[self._position]
-        if room is None or self._line is None:
+        if room is None or not self._held:
             return MOST_PROCESSES
-        base, slope = self._line
         least = self._single.global_batch if self._problem.global_batch is not None else self._problem.multiple_of
+        base, slope = _line(self._held, [batch for batch, _ in self._held], least)
         held = base + slope * least
         share = TO_THE_BRIM if self._problem.global_batch is not None else MEMORY_SHARE
         return max(1, min(MOST_PROCESSES, int(share * room / held))) if held > 0 else MOST_PROCESSES
@@ -133,19 +135,24 @@ class Packing:
         return by_size
 
     @cached_property
-    def _line(self) -> tuple[float, float] | None:
-        """(bytes, bytes per sample) of one training: the line through its two largest batches, never falling."""
+    def _held(self) -> tuple[tuple[int, float], ...]:
+        """(batch, the most bytes that a training held there), in rising batch."""
         held: dict[int, float] = {}
         for seen in self._told.timed():
             layout, size = seen.probe.layout, seen.memory_bytes[self._position]
             if layout.kind in ("solo", "pack") and layout.active == (self._position,) and size:
                 each = size / layout.processes
                 held[layout.global_batch] = max(each, held.get(layout.global_batch, 0.0))
-        if not held:
-            return None
-        (batch0, size0), (batch1, size1) = [*[(0, 0.0)] * (len(held) == 1), *sorted(held.items())][-2:]
-        slope = max(0.0, (size1 - size0) / (batch1 - batch0))
-        return (max(0.0, size1 - slope * batch1), slope) if slope else (size1, 1e-9)
+        return tuple(sorted(held.items()))
 
     def _mine(self, layout: Layout) -> bool:
         return layout.active == (self._position,) and layout.placement == self._mode
+
+
+def _line(held: Sequence[tuple[int, float]], along: Sequence[float], at: float) -> tuple[float, float]:
+    """(bytes, bytes per sample) of one training, never falling: of the two points around `at`, as memory may bend."""
+    points = [(0, 0.0), *held] if len(held) == 1 else held
+    right = min(max(1, bisect_left(along, at)), len(points) - 1)
+    (batch0, size0), (batch1, size1) = points[right - 1 : right + 1]
+    slope = max(0.0, (size1 - size0) / (batch1 - batch0))
+    return (size1 - slope * batch1, slope) if slope else (size1, 1e-9)

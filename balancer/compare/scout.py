@@ -14,11 +14,11 @@ from balancer.compare.costs import solo_start
 from balancer.compare.layouts import Candidate, Wanted, alone, device_counts, evenly
 from balancer.compare.ration import within
 from balancer.core.search import Search
-from balancer.records import Belief, CurveSketch, Layout, Observation, OutOfMemory, Probe, Problem, Result, Timed
+from balancer.records import Belief, CurveSketch, Observation, OutOfMemory, Probe, Problem, Result, Timed
 
 BETTER = 0.005  # relative: a predicted split joins the race if it should beat the measured ones by more
 
-ALIKE = 0.03  # relative
+ALIKE = 0.03  # relative: splits whose shares differ by less are not raced against each other
 
 
 class Scout:
@@ -26,7 +26,7 @@ class Scout:
 
     def __init__(self, problem: Problem, wanted: Wanted) -> None:
         self._asked_for, self._wanted = problem, wanted
-        splits = "split" in wanted.families and problem.devices > 1
+        splits = "split" in wanted.families or problem.devices == 1  # one device goes on alone there
         self._stages = ("solo", "split") if splits else ("solo",)
         self._failed: list[int] = []  # batches that ran out of memory alone
         self._told: list[Observation] = []
@@ -110,18 +110,18 @@ class Scout:
         kept = [chosen.layout]
         for layout in self._search.contenders():
             known = (*kept, *(result.layout for result in found))
-            if layout.kind == "split" and not any(_alike(layout, other) for other in known):
+            if layout.kind == "split" and not any(self._search.same(layout, other, ALIKE) for other in known):
                 kept.append(layout)
         return tuple(Candidate("split", layout, extra=layout != chosen.layout) for layout in kept)
 
     def better_single(self) -> Candidate | None:
         """A batch of one device that was not measured and should be faster than any that was; None without one."""
-        rates = [self.rate(i) for i in range(self._problem.devices)]
+        if self._problem.global_batch is not None:
+            return None
+        least = max(self.rate(i) for i in range(self._problem.devices)) * (1 + BETTER)
         for layout in self._search.contenders():
-            if layout.kind == "solo" and self._problem.global_batch is None:
-                (position,) = layout.active
-                if self.rate_at(position, layout.global_batch) > max(rates) * (1 + BETTER):
-                    return Candidate("solo", layout, extra=True)
+            if layout.kind == "solo" and self._search.predicted_rate(layout) > least:
+                return Candidate("solo", layout, extra=True)
         return None
 
     def common_batch(self) -> int | None:
@@ -171,12 +171,6 @@ def seconds(curve: CurveSketch, batch: int) -> float:
     right = min(max(bisect_left([size for size, _ in points], batch), 1), len(points) - 1)
     (size0, time0), (size1, time1) = list(pairwise(points))[right - 1]
     return time0 + (time1 - time0) * (batch - size0) / (size1 - size0)
-
-
-def _alike(one: Layout, other: Layout) -> bool:
-    """Whether two splits have the same devices, and shares that differ too little to be raced against each other."""
-    pairs = list(zip(one.shares, other.shares, strict=True))
-    return one.active == other.active and all(abs(a - b) <= ALIKE * max(a, b) for a, b in pairs)
 
 
 def _fits(curve: CurveSketch, batch: int) -> bool:

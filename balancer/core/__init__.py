@@ -20,12 +20,15 @@ c_k the exposed cost of keeping k replicas in step. A share fits while m0_i + m1
    layouts within the tolerance of the fastest, the smallest global batch.
 3. `split`: the predicted layout is measured as a real synchronous step. It gives c_k, and one more point of every curve
    under contention; the fill is repeated, until it says nothing new. Numbers of devices not yet tried are believed
-   cheap, so that leaving devices out is tried where it could pay.
-4. `race`: the favourites, the even split and the best single device in turns, judged side by side.
+   cheap, so that leaving devices out is tried where it could pay. Of stairs, each share is put on the likeliest edge,
+   and a device's own time says on which side of it the share lies: every split halves what is not known of all edges.
+4. `race`: the favourites, the even split and the best single device in turns, judged side by side. Of stairs, the
+   layout that no doubt can slow and the one that likely is faster both take part.
 
 Reading order: `search` (ask, tell, best, why_stopped), `solo`, `peak`, `split`, `race` (what to measure next), `view`
-(what the evidence says), `ledger` (the evidence), `fill` (the exact solution), `curve` and `stairs`, `memory`, `sync`,
-`alike` (what is learnt from noisy points), `stop` (budget and stopping rules), `stats`, `check`; `drive` is the loop.
+(what the evidence says), `ledger` (the evidence), `fill` (the exact solution), `points`, `line`, `curve`, `stairs`,
+`memory`, `sync`, `alike` and `beside` (what is learnt from noisy points), `stop` (budget and stopping rules), `stats`,
+`check`; `drive` is the loop.
 
 Sources: functional performance models, Lastovetsky and Reddy (HeteroPar 2009): measure near the solution and solve
 again. HPOPTA, Khaleghzadeh and others (TPDS 2018): exact partition for rough curves. Birge ratio: Physical Review 40

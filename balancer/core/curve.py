@@ -10,42 +10,17 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import msgspec
 
-from balancer.core.stairs import Seen, Stairs, stairs
+from balancer.core.line import STRAIGHT, Line, simplest
+from balancer.core.points import LEAST_ERROR, SAME_BATCH, Point, merged, typical
+from balancer.core.stairs import Seen, Stairs, Straight, stairs
 
-SAME_BATCH = 0.02  # points nearer than this, relatively, are one point
-LEAST_ERROR = 0.0005  # relative; no timing is believed to be better
-STRAIGHT = 2.5  # a fit stands if no point is further off than so many of its errors (of 95 % of small fits none is)
 MOST_KEPT = 8192  # fits of one search: of 1024 devices in a few kinds of doubt
+EDGE = 1e-6  # of a stair: a time so little above a whole number of them is that number
 ROUNDING = 1e-9  # relative slack where a time is compared with its own inverse
-
-
-class Point(msgspec.Struct, frozen=True):
-    """One measured time; `error` is its relative standard error."""
-
-    batch: int
-    seconds: float
-    error: float
-
-
-class Line(msgspec.Struct, frozen=True):
-    """seconds(b) = max(flat, fixed + slope * b)."""
-
-    fixed: float
-    slope: float
-    flat: float = 0.0
-
-    def seconds(self, batch: float) -> float:
-        """Predicted step time."""
-        return max(self.flat, self.fixed + self.slope * batch)
-
-    @property
-    def knee(self) -> float:
-        """The batch up to which it is flat; 0 if it never is."""
-        return max(0.0, (self.flat - self.fixed) / self.slope) if self.slope > 0 else 0.0
 
 
 class Curve(msgspec.Struct, frozen=True):
@@ -57,6 +32,7 @@ class Curve(msgspec.Struct, frozen=True):
     stair: float = 0.0  # step height in seconds; 0: smooth
     straight: bool = True  # the points lie on a simple shape within their errors
     error: float = 0.0  # relative standard error of a typical point
+    under: tuple[Straight, ...] = ()  # corners of the lines that may lie under its stairs
 
     def seconds(self, batch: float) -> float:
         """Predicted step time of `batch` samples."""
@@ -93,6 +69,13 @@ class Curve(msgspec.Struct, frozen=True):
             return [last - n * skip * self.stair for n in range(min(count, most)) if last - n * skip * self.stair > 0]
         return [time for batch, time in zip(self.batches, self.times, strict=True) if batch < ceiling] + [last]
 
+    def levels(self, batch: float) -> range:
+        """The numbers of stairs that `batch` may take, by every line that may lie under them; none if it has none."""
+        times = [(fixed + slope * batch) / self.stair for fixed, slope in self.under]
+        if not times:
+            return range(0)
+        return range(max(1, math.floor(min(times) + EDGE) + 1), max(1, math.ceil(max(times) - EDGE)) + 1)
+
     @property
     def bent(self) -> bool:
         """Whether it has a knee, a bend or stairs."""
@@ -109,34 +92,59 @@ class Curve(msgspec.Struct, frozen=True):
         return times[i - 1] + (times[i] - times[i - 1]) * (batch - left) / (batches[i] - left)
 
 
-FindStairs = Callable[[tuple[Seen, ...], bool], Stairs | None]
-Fit = Callable[[tuple[Point, ...], float, bool], Curve | None]
+class Shape(msgspec.Struct, frozen=True):
+    """What points look like without stairs: the simplest line and its worst residual in errors."""
+
+    single: tuple[Point, ...]  # one for each batch
+    known: tuple[Point, ...]  # one for those that are nearly the same
+    line: Line
+    worst: float
 
 
-def fit(points: Iterable[Point], doubt: float = 0.0, stepped: bool = False, find: FindStairs = stairs) -> Curve | None:
+Points = tuple[Point, ...]
+Fit = Callable[[Points, float, bool], Curve | None]
+
+
+def shaped(points: Points) -> Shape | None:
+    """The shape of the points; None without any."""
+    single = tuple(merged(points, 0.0))
+    known = tuple(merged(single, SAME_BATCH))
+    return Shape(single, known, *simplest(known)) if known else None
+
+
+class Fitting(msgspec.Struct, frozen=True):
+    """How curves are fitted: what points look like, and the stairs that they may show."""
+
+    shape: Callable[[Points], Shape | None] = shaped
+    stairs: Callable[[tuple[Seen, ...], bool], Stairs | None] = stairs
+
+    def curve(self, points: Points, doubt: float, stepped: bool) -> Curve | None:
+        """As `fit` has it."""
+        found = self.shape(points)
+        if found is None:
+            return None
+        smooth = found.worst <= STRAIGHT
+        if smooth and found.line.flat == 0:
+            return _broken(found.line, found.known, [], True)
+        if steps := self.stairs(tuple((p.batch, p.seconds, p.error) for p in found.single), stepped or not smooth):
+            return _stepped(steps, found.known, doubt)
+        curve = _broken(found.line, found.known, [] if smooth else _bends(found.known, found.line), smooth)
+        return _late(curve) if doubt >= 1 and not smooth else curve
+
+
+def fit(points: Iterable[Point], doubt: float = 0.0, stepped: bool = False) -> Curve | None:
     """The curve that explains the points; None without any.
 
     `doubt`: where stairs or bends leave doubt, 0 takes the middle and 1 the slowest that may be. `stepped`: devices
-    like this one show stairs, so they need less evidence here. `find` finds these.
+    like this one show stairs, so they need less evidence here.
     """
-    single = merged(points, 0.0)
-    if not single:
-        return None
-    known = merged(single, SAME_BATCH)
-    shape, worst = simplest(known)
-    smooth = worst <= STRAIGHT
-    if smooth and shape.flat == 0:
-        return _broken(shape, known, [], True)
-    if found := find(tuple((p.batch, p.seconds, p.error) for p in single), stepped or not smooth):
-        return _stepped(found, known, doubt)
-    curve = _broken(shape, known, [] if smooth else _bends(known, shape), smooth)
-    return _late(curve) if doubt >= 1 and not smooth else curve
+    return Fitting().curve(tuple(points), doubt, stepped)
 
 
 def remembered() -> Fit:
     """`fit` for the length of one search: what was fitted once is not fitted again, and goes when the search does."""
-    find = lru_cache(MOST_KEPT)(stairs)  # hope, middle and doubt ask for the same
-    return lru_cache(MOST_KEPT)(partial(fit, find=find))
+    keep = lru_cache(MOST_KEPT)  # hope, middle and doubt ask for the same shapes and stairs
+    return lru_cache(MOST_KEPT)(Fitting(keep(shaped), keep(stairs)).curve)
 
 
 def _late(curve: Curve) -> Curve:
@@ -151,108 +159,13 @@ def _stepped(found: Stairs, points: Sequence[Point], doubt: float) -> Curve:
     knots, slope = found.knots(doubt)
     knots.append((knots[-1][0] + 1.0, knots[-1][1] + slope))
     batches, times = zip(*knots, strict=True)
-    return Curve(batches, times, slope, found.height, False, _typical(points))
-
-
-def merged(points: Iterable[Point], within: float) -> list[Point]:
-    """Points in rising batch; those whose batches are nearer than `within`, relatively, averaged by their errors."""
-    groups: list[list[Point]] = []
-    for point in sorted(points, key=lambda p: (p.batch, p.seconds, p.error)):
-        if groups and point.batch <= groups[-1][0].batch * (1 + within):
-            groups[-1].append(point)
-        else:
-            groups.append([point])
-    return [_average(group) for group in groups]
-
-
-def simplest(points: Sequence[Point]) -> tuple[Line, float]:
-    """The simplest of straight line and flat-then-straight that stands, and its worst residual in errors."""
-    line = _straight(points)
-    worst = _worst(points, line)
-    if worst <= STRAIGHT or len(points) < 3:
-        return line, worst
-    hinge = _hinge(points)
-    off = _worst(points, hinge)
-    return (hinge, off) if off < worst else (line, worst)
-
-
-def _average(group: Sequence[Point]) -> Point:
-    if len(group) == 1:
-        return group[0]
-    weights = [1 / max(p.error, LEAST_ERROR) ** 2 for p in group]
-    total = math.fsum(weights)
-    batch = round(math.fsum(w * p.batch for w, p in zip(weights, group, strict=True)) / total)
-    rate = math.fsum(w * p.seconds / p.batch for w, p in zip(weights, group, strict=True)) / total
-    return Point(batch, rate * batch, 1 / math.sqrt(total))
-
-
-def _straight(points: Sequence[Point]) -> Line:
-    """Least squares of relative residuals, neither part negative; one point alone is taken to be all slope."""
-    if len(points) == 1:
-        return Line(0.0, points[0].seconds / points[0].batch)
-    w = [1 / (max(p.error, LEAST_ERROR) * p.seconds) ** 2 for p in points]
-    total = math.fsum(w)
-    mean_b = math.fsum(a * p.batch for a, p in zip(w, points, strict=True)) / total
-    mean_t = math.fsum(a * p.seconds for a, p in zip(w, points, strict=True)) / total
-    spread = math.fsum(a * (p.batch - mean_b) ** 2 for a, p in zip(w, points, strict=True))
-    joint = math.fsum(a * (p.batch - mean_b) * (p.seconds - mean_t) for a, p in zip(w, points, strict=True))
-    slope = joint / spread
-    if slope <= 0:
-        return Line(mean_t, 0.0)
-    if mean_t - slope * mean_b < 0:
-        square = math.fsum(a * p.batch**2 for a, p in zip(w, points, strict=True))
-        return Line(0.0, math.fsum(a * p.batch * p.seconds for a, p in zip(w, points, strict=True)) / square)
-    return Line(mean_t - slope * mean_b, slope)
-
-
-def _hinge(points: Sequence[Point]) -> Line:
-    """Flat through the first points and straight through the rest, wherever the cut fits best."""
-    best, worst = _straight(points), math.inf
-    for cut in range(1, len(points)):
-        flat = _level(points[:cut])
-        rest = points[cut:]
-        if len(rest) == 1:  # one point on the slope: the knee is unknown, the longest flat stretch rises the steepest
-            left = points[cut - 1]
-            slope = max(0.0, (rest[0].seconds - flat) / (rest[0].batch - left.batch))
-            line = Line(flat - slope * left.batch, slope, flat)
-        else:
-            base = _rising(rest)
-            line = Line(base.fixed, base.slope, flat)
-        off = _worst(points, line)
-        if off < worst:
-            best, worst = line, off
-    return best
-
-
-def _rising(points: Sequence[Point]) -> Line:
-    """Least squares of relative residuals, whatever the sign of the fixed part: beyond a knee it may be negative."""
-    w = [1 / (max(p.error, LEAST_ERROR) * p.seconds) ** 2 for p in points]
-    total = math.fsum(w)
-    mean_b = math.fsum(a * p.batch for a, p in zip(w, points, strict=True)) / total
-    mean_t = math.fsum(a * p.seconds for a, p in zip(w, points, strict=True)) / total
-    spread = math.fsum(a * (p.batch - mean_b) ** 2 for a, p in zip(w, points, strict=True))
-    joint = math.fsum(a * (p.batch - mean_b) * (p.seconds - mean_t) for a, p in zip(w, points, strict=True))
-    slope = max(0.0, joint / spread)
-    return Line(mean_t - slope * mean_b, slope)
-
-
-def _level(points: Sequence[Point]) -> float:
-    weights = [1 / max(p.error, LEAST_ERROR) ** 2 for p in points]
-    return math.fsum(w * p.seconds for w, p in zip(weights, points, strict=True)) / math.fsum(weights)
-
-
-def _worst(points: Sequence[Point], line: Line) -> float:
-    return max(abs(line.seconds(p.batch) / p.seconds - 1) / max(p.error, LEAST_ERROR) for p in points)
-
-
-def _typical(points: Sequence[Point]) -> float:
-    return math.sqrt(math.fsum(p.error**2 for p in points) / len(points))
+    return Curve(batches, times, slope, found.height, False, typical(points), found.corners)
 
 
 def _bends(points: Sequence[Point], line: Line) -> list[tuple[int, float]]:
     """(batch, factor on the line) at each point, shrunk towards 1 by the share of its residual that is noise."""
     residuals = [p.seconds / line.seconds(p.batch) - 1 for p in points]
-    noise = _typical(points) ** 2
+    noise = typical(points) ** 2
     spread = max(0.0, math.fsum(r * r for r in residuals) / len(points) - noise)
     if spread <= 0:
         return []
@@ -270,12 +183,12 @@ def _broken(line: Line, points: Sequence[Point], bends: Sequence[tuple[int, floa
     knots = sorted(batches)
     times: list[float] = []
     for batch in knots:
-        time = line.seconds(batch) * _factor(bends, batch)
+        time = (line.flat if 0 < batch <= line.knee else line.seconds(batch)) * _factor(bends, batch)
         times.append(max(time, times[-1]) if times else max(time, 0.0))
     tail = line.slope * (bends[-1][1] if bends else 1.0)
     if not bends and len(knots) == 1:
         knots, times = [0.0, 1.0], [times[0], max(times[0], line.seconds(1.0))]
-    return Curve(tuple(knots), tuple(times), tail, 0.0, straight, _typical(points))
+    return Curve(tuple(knots), tuple(times), tail, 0.0, straight, typical(points))
 
 
 def _factor(bends: Sequence[tuple[int, float]], batch: float) -> float:

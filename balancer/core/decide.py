@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import msgspec
 
 from balancer.core import race, solo, split
@@ -26,16 +28,15 @@ class Decision(msgspec.Struct, frozen=True):
     ended: str | None = None
 
 
-class Judged(msgspec.Struct, frozen=True):
+class Judged(msgspec.Struct, frozen=True, dict=True):
     """What was known before the race, and who races on the strength of it."""
 
     view: View
-    rivals: tuple[Layout, ...]
 
-
-def judged(view: View) -> Judged:
-    """The view with its contenders."""
-    return Judged(view, race.contenders(view))
+    @cached_property
+    def rivals(self) -> tuple[Layout, ...]:
+        """The contenders, the favourite first."""
+        return race.contenders(self.view)
 
 
 def decide(known: Judged, everything: Ledger) -> Decision:

@@ -94,10 +94,12 @@ def free(
     """The layout of most samples/s on `fewest` devices or more, with at most `limit` samples; None if none fits."""
     lanes = [lane for lane in lanes if lane.ceiling >= quantum]
     best: Fill | None = None
+    before = 0.0
     for seconds in _finish_times(lanes, quantum):
-        found = _best_count(lanes, costs, seconds, quantum, limit, fewest)
+        found = _best_count(lanes, costs, seconds, quantum, limit, fewest, Bar(before, best))
         if found and (best is None or found.samples_per_second > best.samples_per_second):
             best = found
+        before = seconds if len(lanes) > EXACT_DEVICES else 0.0
     if limit is not None and sum(lane.ceiling for lane in lanes) > limit:
         capped = fixed(lanes, costs, limit // quantum * quantum, quantum, fewest)
         if capped and (best is None or capped.samples_per_second > best.samples_per_second):
@@ -141,7 +143,7 @@ def alone(lane: Lane, quantum: int = 1, limit: int | None = None) -> Fill | None
 def alone_reaching(lane: Lane, rate: float, quantum: int = 1, limit: int | None = None) -> Fill | None:
     """One device's smallest batch that reaches `rate` samples/s; None if none does."""
     ceiling = lane.ceiling if limit is None else min(lane.ceiling, limit) // quantum * quantum
-    if ceiling < quantum:
+    if ceiling < quantum or ceiling < rate * lane.curve.seconds(quantum):  # even if all took no longer than the least
         return None
     return smallest([Lane(lane.device, lane.curve, ceiling)], (0.0, 0.0), rate, quantum, limit, fewest=1)
 
@@ -248,17 +250,34 @@ def _finish_times(lanes: Sequence[Lane], quantum: int) -> list[float]:
     return times
 
 
+class Bar(msgspec.Struct, frozen=True):
+    """What a layout that ends later than `seconds` has to beat to be worth a closer look."""
+
+    seconds: float = 0.0
+    best: Fill | None = None
+
+    def beaten(self, samples: int, cost: float) -> bool:
+        """Whether so many samples may be faster."""
+        return self.best is None or samples > self.best.samples_per_second * (self.seconds + cost)
+
+
 def _best_count(
-    lanes: Sequence[Lane], costs: Costs, seconds: float, quantum: int, limit: int | None, fewest: int
+    lanes: Sequence[Lane],
+    costs: Costs,
+    seconds: float,
+    quantum: int,
+    limit: int | None,
+    fewest: int,
+    bar: Bar = Bar(),  # noqa: B008 - frozen
 ) -> Fill | None:
-    """Of the layouts that end by `seconds`, that of the number of devices with most samples/s."""
+    """Of the layouts that end by `seconds`, that of the number of devices with most samples/s; None below the bar."""
     sizes = _most(lanes, seconds, quantum)
     order = _top(sizes, len(sizes))
     best, rate = 0, 0.0
     for k, total in enumerate(accumulate(sizes[i] for i in order), 1):
         if k >= fewest and (limit is None or total <= limit) and total > rate * (seconds + costs[k]):
             best, rate = k, total / (seconds + costs[k])
-    if not best:
+    if not best or not bar.beaten(round(rate * (seconds + costs[best])), costs[best]):
         return None
     shares = {i: sizes[i] for i in order[:best]}
     return _fill(lanes, shares, _slowest(lanes, shares) + costs[best])

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from balancer.core.curve import Point
 from balancer.core.memory import Memory
+from balancer.core.points import Point
 from balancer.core.stats import student
 from balancer.records import Failed, Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed
 
@@ -22,6 +22,7 @@ class Device(msgspec.Struct, frozen=True):
     """What is known of one device. `rounds` counts its solo probes; `lost` says why it is left out, "" if it isn't."""
 
     alone: tuple[Point, ...]  # a process of its own, the other devices at work as well
+    rested: tuple[Point, ...]  # a process of its own, the others at rest
     beside: tuple[Point, ...]  # its own part of splits
     memory: Memory
     rounds: int
@@ -196,7 +197,8 @@ class Ledger:
         joint = [self._seen[p] for p in sorted(self._joint, key=_order) if p.layout.shares[position]]
         settled = [seen for seen in solo if self.probe(seen.probe) is not None]
         return Device(
-            alone=tuple(_points(solo)),
+            alone=tuple(_points(solo, "solo")),
+            rested=tuple(_points(solo, "split")),
             beside=tuple(_own_points(joint, position)),
             memory=self._memory(position, solo, joint),
             rounds=sum(1 for seen in settled if seen.probe.stage == "solo"),
@@ -276,8 +278,8 @@ def relative_error(seen: Timed) -> float:
     return half / seen.step_seconds / student(TYPICAL_BLOCKS - 1) if seen.step_seconds > 0 else 1.0
 
 
-def _points(seen: list[Observation]) -> Iterator[Point]:
-    timed = [one for one in seen if isinstance(one, Timed) and one.probe.stage == "solo" and one.step_seconds > 0]
+def _points(seen: list[Observation], stage: Stage) -> Iterator[Point]:
+    timed = [one for one in seen if isinstance(one, Timed) and one.probe.stage == stage and one.step_seconds > 0]
     for one, error in zip(timed, _errors(timed), strict=True):
         yield Point(one.probe.layout.global_batch, one.step_seconds, error)
 

@@ -6,12 +6,13 @@ after the last turn is a tie. Only batches that surely fit take part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from balancer.core import stats
+from balancer.core.fill import Fill
 from balancer.core.ledger import Ledger
 from balancer.core.stop import Purse, Rule
-from balancer.core.view import UNMEASURABLE, View, near
+from balancer.core.view import LIKELY, UNMEASURABLE, View
 from balancer.records import Interval, Layout, OutOfMemory, Probe, Result, Timed, layout_of
 from evener.shares import even
 
@@ -55,10 +56,8 @@ def contenders(view: View) -> tuple[Layout, ...]:
     level = even_split(view, favourite)
     if level is not None:
         wanted.append(level)
-    lone = best_single(view)
-    if lone is not None:
-        wanted.append(lone)
-    return _distinct(wanted)
+    wanted.extend(best_singles(view))
+    return _distinct(view, wanted)
 
 
 def even_split(view: View, batch: int | None) -> Layout | None:
@@ -79,12 +78,29 @@ def even_split(view: View, batch: int | None) -> Layout | None:
     return layout_of(tuple(shares.get(i, 0) * quantum for i in range(view.problem.devices)))
 
 
-def best_single(view: View) -> Layout | None:
-    """The device that is fastest alone, at its best batch that surely fits."""
+def best_singles(view: View) -> list[Layout]:
+    """The device that is fastest alone, at its best batch that surely fits; of stairs, also the batch likely to be."""
     rested = [(seen.samples_per_second, seen.probe.layout) for i, seen in sorted(view.rested.items()) if i in view.live]
-    others = [f for i in view.live if i not in view.rested and (f := view.single(i, safe=True))]
-    found = [*rested, *((f.samples_per_second, view.layout(f)) for f in others)]
-    return max(found, key=lambda pair: pair[0])[1] if found else None
+    sure, likely = (max(_alone_at(view, doubt), key=_rate, default=None) for doubt in (1.0, LIKELY))
+    found = [*rested, (sure.samples_per_second, view.layout(sure))] if sure else rested
+    if not found:
+        return []
+    rate, layout = max(found, key=lambda pair: pair[0])
+    gains = likely is not None and view.stepped_alone and _rate(likely) > rate * (1 + UNMEASURABLE)
+    return [layout, view.layout(likely)] if likely and gains else [layout]
+
+
+def _alone_at(view: View, doubt: float) -> Iterator[Fill]:
+    """Each device alone, as doubted if its curve is in stairs; else as its curve has it, if not seen at rest."""
+    for i in view.live:
+        curve = view.alone[i]
+        stepped = curve is not None and curve.stair > 0
+        if (stepped or i not in view.rested) and (f := view.single(i, safe=True, doubt=doubt if stepped else 0.0)):
+            yield f
+
+
+def _rate(found: Fill) -> float:
+    return found.samples_per_second
 
 
 def next_probe(
@@ -131,7 +147,7 @@ def _favourites(view: View) -> list[Layout]:
         surest = view.surest_split if view.splits else None  # what was measured has no room any more
         return [view.layout(surest)] if surest and _surely_fits(view, view.layout(surest)) else []
     layouts = [chosen.layout]
-    for wanted in (view.tolerable, view.surest_split, view.fastest_split):
+    for wanted in (view.tolerable, view.surest_split, view.likely_split, view.fastest_split):
         if wanted is None or not _surely_fits(view, view.layout(wanted)):
             continue
         layout = view.layout(wanted)
@@ -153,7 +169,7 @@ def _levelled(view: View, layout: Layout) -> Layout:
         parts = even(batch // view.quantum, len(layout.active))
         shares = dict(zip(layout.active, (part * view.quantum for part in parts), strict=True))
         level = layout_of(tuple(shares.get(i, 0) for i in range(view.problem.devices)))
-        if near(level, layout) and _surely_fits(view, level):
+        if view.same(level, layout) and _surely_fits(view, level):
             return level
     return layout
 
@@ -162,10 +178,10 @@ def _surely_fits(view: View, layout: Layout) -> bool:
     return all(layout.shares[i] <= view.devices[i].memory.safe(view.cap, view.quantum) for i in layout.active)
 
 
-def _distinct(layouts: Sequence[Layout]) -> tuple[Layout, ...]:
+def _distinct(view: View, layouts: Sequence[Layout]) -> tuple[Layout, ...]:
     kept: list[Layout] = []
     for layout in layouts:
-        if not any(near(layout, other) for other in kept):
+        if not any(view.same(layout, other) for other in kept):
             kept.append(layout)
     return tuple(kept)
 

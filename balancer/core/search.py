@@ -7,7 +7,7 @@ from collections.abc import Callable
 from balancer.core import race
 from balancer.core.check import check
 from balancer.core.curve import remembered
-from balancer.core.decide import Decision, Judged, decide, judged
+from balancer.core.decide import Decision, Judged, decide
 from balancer.core.ledger import Ledger
 from balancer.core.view import View
 from balancer.records import Belief, CurveSketch, Failed, Layout, Observation, Probe, Problem, Result
@@ -85,6 +85,14 @@ class Search:
         curves = [(view.alone[i], layout.shares[i]) for i in layout.active]
         return max((curve.seconds(share) for curve, share in curves if curve), default=None)
 
+    def predicted_rate(self, layout: Layout) -> float:
+        """Samples/s of a layout as the curves have it; 0 if one of its devices has none."""
+        return self._known().view.predicted_rate(layout)
+
+    def same(self, one: Layout, other: Layout, within: float) -> bool:
+        """Whether shares differ by less than `within`, relatively, and by no edge of a stair."""
+        return self._known().view.same(one, other, within)
+
     def even_split(self) -> Result | None:
         """The even split over all devices that take part, as measured; None if it wasn't."""
         return _first(
@@ -116,7 +124,7 @@ class Search:
 
     def _known(self) -> Judged:
         if self._judged is None:
-            self._judged = judged(View(self.problem, self._before_race, self._fit))
+            self._judged = Judged(View(self.problem, self._before_race, self._fit))
         return self._judged
 
     def _decision(self) -> Decision:

@@ -13,6 +13,7 @@ from itertools import combinations
 import msgspec
 
 Seen = tuple[int, float, float]  # batch, seconds, relative error
+Mark = tuple[int, float, float, float]  # batch, seconds, how far its step may be, weight
 Straight = tuple[float, float]  # fixed, slope
 
 MOST_STEPS = 40  # the largest time in step heights: finer stairs are no matter
@@ -21,8 +22,9 @@ WITHIN = 3.5  # errors that a point may be off its step
 TIGHT = 0.3  # step heights that errors may reach for a time to tell its step
 MOST_VAGUE = 3.0  # step heights
 CHANCE = 0.02  # of smooth times to lie so near to multiples of some height; above it stairs are not believed
-LOOSE = 0.3  # the same once smooth curves were refuted
+LOOSE = 0.5  # the same once smooth curves were refuted
 LEAST_ERROR = 0.0005
+REFINED = 3  # times that a height is fitted
 
 
 class Stairs(msgspec.Struct, frozen=True):
@@ -59,39 +61,60 @@ def stairs(points: tuple[Seen, ...], convinced: bool) -> Stairs | None:
     """
     if len(points) < FEWEST_POINTS:
         return None
+    marks = tuple(_marked(point) for point in points)
     top = max(seconds for _, seconds, _ in points)
+    tried: set[float] = set()
     for steps in range(2, MOST_STEPS + 1):  # finer stairs fit anything
-        height = _refined(points, top / steps)
-        if not height or (not convinced and _chance(points, height) * (steps - 1) > CHANCE):
+        height = _refined(marks, top / steps)
+        if not height or height in tried:
             continue
-        if convinced and _chance(points, height) > LOOSE:
+        tried.add(height)
+        others = 1 if convinced else max(1, round(top / height) - 1)  # heights above it that might have fitted
+        if _chance(points, height) * others > (LOOSE if convinced else CHANCE):
             continue
-        if corners := _under(points, height):
+        if corners := _under(marks, height):
             return Stairs(height, corners)
     return None
 
 
-def _counts(seen: Seen, height: float) -> tuple[int, int]:
-    """The fewest and most whole heights that a time can be, by its error; (1, 0) if it can't be any."""
-    _, seconds, error = seen
-    reach = min(WITHIN * max(error, LEAST_ERROR) * seconds / height, MOST_VAGUE)
-    steps = seconds / height
+def _marked(seen: Seen) -> Mark:
+    batch, seconds, error = seen
+    off = max(error, LEAST_ERROR) * seconds
+    return batch, seconds, WITHIN * off, 1 / off**2
+
+
+def _counts(seconds: float, reach: float, height: float) -> tuple[int, int]:
+    """The fewest and most whole heights that a time can be, give or take its reach; (1, 0) if it can't be any."""
+    reach, steps = min(reach / height, MOST_VAGUE), seconds / height
     if reach < TIGHT:
         nearest = max(1, round(steps))
         return (nearest, nearest) if abs(steps - nearest) <= reach else (1, 0)
     return max(1, math.ceil(steps - reach)), max(1, math.floor(steps + reach))
 
 
-def _refined(points: Sequence[Seen], height: float) -> float:
+def _refined(marks: Sequence[Mark], height: float) -> float:
     """The height nearby that fits best as whole multiples; 0 if none does."""
-    for _ in range(2):
-        known = [(p, low) for p in points for low, high in [_counts(p, height)] if low == high]
-        if not known:
+    for _ in range(REFINED):
+        above = below = 0.0
+        for _, seconds, reach, weight in marks:
+            if count := _nearest(seconds, reach, height):
+                above += weight * count * seconds
+                below += weight * count * count
+        if not below:
             return 0.0
-        weights = [1 / (max(error, LEAST_ERROR) * seconds) ** 2 for (_, seconds, error), _ in known]
-        above = math.fsum(w * n * p[1] for w, (p, n) in zip(weights, known, strict=True))
-        height = above / math.fsum(w * n * n for w, (_, n) in zip(weights, known, strict=True))
-    return height if all(low <= high for low, high in (_counts(p, height) for p in points)) else 0.0
+        last, height = height, above / below
+        if height == last:
+            break
+    counts = (_counts(seconds, reach, height) for _, seconds, reach, _ in marks)
+    return height if all(low <= high for low, high in counts) else 0.0
+
+
+def _nearest(seconds: float, reach: float, height: float) -> int:
+    """The whole heights that a time tells, though the height be a little off; 0 if its error is too large."""
+    if reach < TIGHT * height:
+        return max(1, round(seconds / height))
+    low, high = _counts(seconds, reach, height)
+    return low if low == high else 0
 
 
 def _chance(points: Sequence[Seen], height: float) -> float:
@@ -104,9 +127,9 @@ def _chance(points: Sequence[Seen], height: float) -> float:
     return math.prod(sorted(levels.values())[1:])  # one level is spent on the height itself
 
 
-def _under(points: Sequence[Seen], height: float) -> tuple[Straight, ...]:
+def _under(marks: Sequence[Mark], height: float) -> tuple[Straight, ...]:
     """Corners of the polygon of rising lines that pass within one step below every point; none if it is empty."""
-    counts = [(*_counts(p, height), p[0]) for p in points]
+    counts = [(*_counts(seconds, reach, height), batch) for batch, seconds, reach, _ in marks]
     bands = [((low - 1) * height, high * height, batch) for low, high, batch in counts]
     slack = 1e-9 * height
     corners = []

@@ -8,18 +8,21 @@ from functools import cached_property
 
 from balancer.core import fill
 from balancer.core.alike import classes
-from balancer.core.curve import LEAST_ERROR, Curve, Fit, Point, fit
+from balancer.core.beside import slowed
+from balancer.core.curve import Curve, Fit, fit
 from balancer.core.fill import Fill, Lane
 from balancer.core.ledger import Device, Ledger, relative_error
+from balancer.core.points import Point
 from balancer.core.stop import Purse
 from balancer.core.sync import costs
 from balancer.records import Layout, Problem, Timed, layout_of
 
 UNMEASURABLE = 0.002  # relative: a gain below it can't be seen
 MATTERS_OF_TOLERANCE = 0.25  # a batch that gains less than this part of the tolerance does not matter either
-NEAR_BATCH = 0.15  # a solo point so near to a split's share shows contention, not shape
-CONTENTION_ERRORS = 2.5  # standard errors before a split is said to slow a device
 HOPE = -0.6  # how far towards the fastest that it may be a curve with stairs is hoped to lie, where nothing else gains
+LIKELY = 0.5  # how far towards the slowest that it may be a curve with stairs is likely faster,
+SURER = (0.75, 0.5, 0.25)  # and what is tried for a layout that is as fast in more cases
+AS_FAST = 1e-6  # relative
 STEPPED_SHARE = 3  # one device in so many with stairs makes them likely in the others
 SAME_SHARE = 0.015  # layouts whose shares differ by less, relatively, are the same measurement
 ROOMS_ALIKE = 0.02  # devices that can't be told apart have one ceiling if theirs differ by less
@@ -38,6 +41,7 @@ class View:
         self.ledger = ledger
         self._fit = fitted
         self.quantum = problem.multiple_of
+        self._doubted: dict[float, tuple[Curve | None, ...]] = {}  # curves alone, by doubt
         self.devices: tuple[Device, ...] = tuple(ledger.device(i) for i in range(problem.devices))
 
     @cached_property
@@ -66,7 +70,7 @@ class View:
     @cached_property
     def alone(self) -> tuple[Curve | None, ...]:
         """Each device's curve as its own process; those that can't be told apart share theirs."""
-        return self._shared(lambda i: self.devices[i].alone)
+        return self._shared(self._own)
 
     @cached_property
     def beside(self) -> tuple[Curve | None, ...]:
@@ -187,11 +191,12 @@ class View:
 
     @cached_property
     def fastest_split(self) -> Fill | None:
-        """The split of most samples/s that is predicted to fit."""
-        batch, limit = self.problem.global_batch, self.problem.max_global_batch
-        if batch is not None:
-            return fill.fixed(self.lanes, self.costs, batch, self.quantum)
-        return fill.free(self.useful_lanes, self.costs, self.quantum, limit)
+        """The split of most samples/s that is predicted to fit; of several as fast, the one most sure to be."""
+        best = self._filled(self.useful_lanes)
+        if best is None or self.problem.global_batch is None or not self.stepped:
+            return best
+        surer = (self._split_at(doubt) for doubt in SURER)
+        return next((f for f in surer if f and f.seconds <= best.seconds * (1 + AS_FAST)), best)
 
     @cached_property
     def surest_split(self) -> Fill | None:
@@ -199,22 +204,48 @@ class View:
         return self._split_at(1.0)
 
     @cached_property
+    def likely_split(self) -> Fill | None:
+        """The split of most samples/s that likely is as fast as predicted; None where there are no stairs."""
+        return self._split_at(LIKELY) if self.stepped else None
+
+    @cached_property
     def hopeful_split(self) -> Fill | None:
         """The split of most samples/s if stairs lie luckily; None where there are none."""
-        return self._split_at(HOPE) if any(lane.curve.stair for lane in self.lanes) else None
+        return self._split_at(HOPE) if self.stepped else None
+
+    @cached_property
+    def stepped(self) -> bool:
+        """Whether a device's time beside others comes in stairs."""
+        return any(lane.curve.stair for lane in self.lanes)
+
+    @cached_property
+    def stepped_alone(self) -> bool:
+        """Whether a device's time alone comes in stairs."""
+        return any(curve.stair for curve in self.alone if curve)
 
     def _split_at(self, doubt: float) -> Fill | None:
         curves = self._shared(self._together, doubt)
-        lanes = [Lane(x.device, curve, x.ceiling) for x in self.useful_lanes if (curve := curves[x.device])]
+        return self._filled(Lane(x.device, curve, x.ceiling) for x in self.useful_lanes if (curve := curves[x.device]))
+
+    def _filled(self, lanes: Iterable[Lane]) -> Fill | None:
         batch, limit = self.problem.global_batch, self.problem.max_global_batch
         if batch is not None:
-            return fill.fixed(lanes, self.costs, batch, self.quantum)
-        return fill.free(lanes, self.costs, self.quantum, limit)
+            return fill.fixed(tuple(lanes), self.costs, batch, self.quantum)
+        return fill.free(tuple(lanes), self.costs, self.quantum, limit)
+
+    def _own(self, position: int) -> tuple[Point, ...]:
+        """A device's solo points; also those with the others at rest, where there are none or all show one stair."""
+        device = self.devices[position]
+        if not device.rested:
+            return device.alone
+        points = (*device.alone, *device.rested)
+        curve = self._fit(points, 0.0, False)
+        return points if len(self.live) == 1 or (curve and curve.stair) else device.alone
 
     def _together(self, position: int) -> tuple[Point, ...]:
         """A device's points within a split: its solo points, slowed as its splits were, and its own part of these."""
         device = self.devices[position]
-        return (*_slowed(device, self.alone[position]), *device.beside)
+        return (*slowed(device, self.alone[position]), *device.beside)
 
     @cached_property
     def rested(self) -> dict[int, Timed]:
@@ -241,9 +272,9 @@ class View:
         fills = [self.single(i) for i in self.live]
         return max((f for f in fills if f), key=lambda f: f.samples_per_second, default=None)
 
-    def single(self, position: int, safe: bool = False) -> Fill | None:
+    def single(self, position: int, safe: bool = False, doubt: float = 0.0) -> Fill | None:
         """The best batch of one device alone; `safe`: among batches that surely fit."""
-        curve = self.alone[position]
+        curve = self.alone[position] if not doubt else self._alone_at(doubt)[position]
         memory = self.devices[position].memory
         room = memory.safe(self.cap, self.quantum) if safe else self.rooms[position]
         if curve is None or not room:
@@ -255,6 +286,11 @@ class View:
         return fill.alone(
             Lane(position, curve, self._near(lane, REACH_ALONE)), self.quantum, self.problem.max_global_batch
         )
+
+    def _alone_at(self, doubt: float) -> tuple[Curve | None, ...]:
+        if doubt not in self._doubted:
+            self._doubted[doubt] = self._shared(self._own, doubt)
+        return self._doubted[doubt]
 
     @cached_property
     def tolerable(self) -> Fill | None:
@@ -279,6 +315,15 @@ class View:
         times = [curve.seconds(layout.shares[i]) for i, curve in zip(active, curves, strict=True) if curve]
         seconds = max(times) + self.costs[len(active)] if len(times) == len(active) else math.inf
         return layout.global_batch / seconds if seconds > 0 else 0.0
+
+    def same(self, one: Layout, other: Layout, within: float = SAME_SHARE) -> bool:
+        """Whether two layouts would be the same measurement; not if the edge of a stair lies between them."""
+        if not near(one, other, within):
+            return False
+        if not any((curve := self.beside[i]) and curve.stair for i in one.active):
+            return True
+        rate = self.predicted_rate(other)
+        return abs(self.predicted_rate(one) - rate) <= UNMEASURABLE * rate
 
     def layout(self, wanted: Fill) -> Layout:
         """A fill as a layout of the request."""
@@ -315,33 +360,7 @@ def guarded(lane: Lane) -> Lane:
     return Lane(lane.device, Curve((0.0, knee), (level, level), level / knee), lane.ceiling)
 
 
-def near(one: Layout, other: Layout) -> bool:
+def near(one: Layout, other: Layout, within: float = SAME_SHARE) -> bool:
     """Whether two layouts are the same for all that can be measured."""
     pairs = list(zip(one.shares, other.shares, strict=True))
-    return all((a > 0) == (b > 0) and abs(a - b) <= max(SAME_SHARE * max(a, b), 0) for a, b in pairs)
-
-
-def _known_at(batch: int, batches: list[int], alone: Curve) -> bool:
-    """Whether the solo points tell the time at `batch`: one lies near, or a straight curve spans it."""
-    if any(abs(batch - known) <= NEAR_BATCH * known for known in batches):
-        return True
-    return alone.straight and not alone.bent and min(batches) <= batch <= max(batches)
-
-
-def _slowed(device: Device, alone: Curve | None) -> tuple[Point, ...]:
-    """The solo points, as slow as the device was beside others where that can be told from the curve's shape."""
-    if alone is None or not device.beside:
-        return device.alone
-    batches = [p.batch for p in device.alone]
-    ratios = [
-        (p.seconds / alone.seconds(p.batch), math.hypot(max(p.error, LEAST_ERROR), max(alone.error, LEAST_ERROR)))
-        for p in device.beside
-        if _known_at(p.batch, batches, alone)
-    ]
-    total = math.fsum(1 / error**2 for _, error in ratios)
-    if not ratios:
-        return device.alone
-    factor = math.fsum(ratio / error**2 for ratio, error in ratios) / total
-    if abs(factor - 1) <= CONTENTION_ERRORS / math.sqrt(total):
-        return device.alone
-    return tuple(Point(p.batch, p.seconds * factor, p.error) for p in device.alone)
+    return all((a > 0) == (b > 0) and abs(a - b) <= within * max(a, b) for a, b in pairs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable
 
@@ -14,18 +15,21 @@ from balancer.records import Observation, OutOfMemory, Probe, Problem, Timed
 class Bench(msgspec.Struct, frozen=True):
     """Devices as (fixed ms, ms a sample, samples up to which it is flat, most samples), and the cost of k >= 2.
 
-    `curves`, where given, are rising broken lines of (samples, ms) in place of the first three.
+    `curves`, where given, are rising broken lines of (samples, ms) in place of the first three; times are rounded up to
+    multiples of `stairs`, in ms.
     """
 
     devices: tuple[tuple[float, float, int, int], ...]
     sync_seconds: float = 0.0
     curves: tuple[tuple[tuple[int, float], ...], ...] = ()
+    stairs: tuple[float, ...] = ()
 
     def own(self, i: int, share: int) -> float:
-        if self.curves:
-            return _along(self.curves[i], share) / 1000
         fixed, slope, knee, _ = self.devices[i]
-        return (fixed + slope * max(share, knee)) / 1000
+        time = _along(self.curves[i], share) if self.curves else fixed + slope * max(share, knee)
+        if self.stairs:
+            time = math.ceil(time / self.stairs[i] - 1e-9) * self.stairs[i]
+        return time / 1000
 
     def step(self, shares: tuple[int, ...]) -> float:
         active = [i for i, share in enumerate(shares) if share]

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balancer.core.curve import Point, fit
+from balancer.core.curve import fit
 from balancer.core.memory import Memory
+from balancer.core.points import Point
 from balancer.core.stairs import stairs
 from balancer.core.sync import costs
 

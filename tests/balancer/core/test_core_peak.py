@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from machines import Bench, benches
 
 from balancer.core import peak, solo, view
-from balancer.core.curve import Point
+from balancer.core.points import Point
 from balancer.core.search import Search
 from balancer.records import Observation, Problem, Timed
 

@@ -1,0 +1,53 @@
+"""Comparisons on one device whose memory bends: the single batch goes on past the bend, packs stay below it."""
+
+from __future__ import annotations
+
+import threading
+
+from balancer.compare.comparison import Comparison
+from balancer.compare.layouts import Wanted
+from balancer.probes.simulated import SimulatedProber
+from balancer.records import Layout, OutOfMemory, Problem
+from benchmarks import compare as benchmark
+from devices.physics import Machine, SimulatedDevice
+
+BEND = ((1, 901.2), (500, 1500.0), (1000, 2600.0))  # samples, MiB
+
+
+def compared(**changes: object) -> tuple[Machine, Comparison, list[Layout]]:
+    """A comparison to its end, and what ran out of memory in it."""
+    keys: dict[str, object] = {
+        "name": "bent",
+        "memory_mib": 2601.0,
+        "memory_curve": BEND,
+        "curve": ((1, 4.0), (1000, 300.0)),
+        "noise": 0.002,
+    }
+    machine = Machine((SimulatedDevice(**(keys | changes)),))  # type: ignore[arg-type]
+    comparison = Comparison(Problem(1, (machine.usable_memory_bytes(0),), tolerance=0.0), Wanted())
+    prober, full = SimulatedProber(machine, seed=1), list[Layout]()
+    while asked := comparison.ask():
+        for seen in prober.measure(asked, lambda _: None, threading.Event()):
+            comparison.tell(seen)
+            full += [seen.probe.layout] if isinstance(seen, OutOfMemory) else []
+    return machine, comparison, full
+
+
+def test_packs_below_the_bend_are_sized_by_the_memory_there() -> None:
+    """The line through the two largest batches, past the bend, says that small ones take less than nothing."""
+    machine, comparison, full = compared(pack_gain=((1, 1.0), (2, 1.5)))
+    best = comparison.best()
+    assert best is not None
+    assert best.layout.processes == 2
+    assert not [layout for layout in full if layout.kind == "pack"]
+    most = max(b for b in range(1, 1000) if 2 * machine.memory_bytes(0, b) <= machine.usable_memory_bytes(0))
+    assert best.layout.global_batch >= 0.9 * most
+
+
+def test_one_device_is_measured_beyond_what_four_rounds_reach() -> None:
+    """A bend hides how much fits; with nothing to split, the search goes on alone."""
+    machine, comparison, _ = compared(curve=((1, 60.0), (1000, 300.0)))
+    best = comparison.best()
+    assert best is not None
+    truth = max(b / machine.device_seconds(0, b, False) for b in range(1, 1001))
+    assert benchmark.true_throughput(machine, best.layout) >= 0.985 * truth
