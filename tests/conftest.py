@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -28,6 +29,13 @@ def hang_ups_are_heard() -> None:
     """Tests that are run under nohup send hang-ups all the same: processes inherit what is ignored."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def terminals_have_their_own_size() -> None:
+    """A size that whoever started the tests has exported would count for every terminal that a test opens."""
+    for name in ("COLUMNS", "LINES"):
+        os.environ.pop(name, None)
 
 
 @pytest.fixture
