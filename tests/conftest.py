@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,20 @@ def terminals_have_their_own_size() -> None:
     """A size that whoever started the tests has exported would count for every terminal that a test opens."""
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)
+
+
+@pytest.fixture
+def cores_of_one_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """For tests that measure on the machine's cores, side by side where there are several workers.
+
+    The open file is locked by all of them, so whoever locks it alone (LOCK_EX) may play another user on these cores.
+    """
+    own = tmp_path_factory.getbasetemp()
+    run = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    descriptor = os.open(run / "cores", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    yield descriptor
+    os.close(descriptor)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_state(cores_of_one_user: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """XDG_STATE_HOME in the test's own folder."""
     home = tmp_path / "state"
     monkeypatch.setenv("XDG_STATE_HOME", str(home))

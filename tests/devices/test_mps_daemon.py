@@ -18,6 +18,8 @@ import pytest
 from devices.mps import PROGRAM, MpsDaemon, find_program
 from evener.errors import DeviceError
 
+pytestmark = pytest.mark.usefixtures("cores_of_one_user")
+
 SCRIPT = """#!{python}
 import os, signal, subprocess, sys, time
 folder = os.environ["CUDA_MPS_PIPE_DIRECTORY"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pwd
 import signal
@@ -24,10 +25,11 @@ SOMEBODY = 12345
 
 
 @pytest.fixture
-def somebody() -> Iterator[Callable[[tuple[Device, ...]], int]]:
+def somebody(cores_of_one_user: int) -> Iterator[Callable[[tuple[Device, ...]], int]]:
     """Forks a process of another user that takes the lock and holds it."""
     if os.geteuid():
         pytest.skip("only root can be somebody else")
+    fcntl.flock(cores_of_one_user, fcntl.LOCK_EX)  # no other worker's test meets this user
     born: list[int] = []
 
     def hold(devices: tuple[Device, ...]) -> int:

@@ -44,7 +44,7 @@ QUICK = ("-w", "synthetic", "--set", "base_ms=2", "--set", "per_sample_ms=0.02",
 
 
 @pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_state(cores_of_one_user: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are kept in the test's own folder."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)

@@ -18,6 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.usefixtures("cores_of_one_user")
+
 RUN = "import sys; from tui.app import run_app; sys.exit(run_app({devices!r}))"
 BREAK = """
 import sys
