@@ -26,10 +26,13 @@ OTHER = Device("cpu-1-of-2", 1, "CPU", "cpu", 1 << 30, (1,))
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     """A child whose command holds control characters."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "\x1b[31mred\u202e"])
+    code = "import time; print('up', flush=True); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", code, "\x1b[31mred\u202e"], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()  # before that it may hold next to no memory
     yield child
     child.kill()
-    child.wait()
+    child.communicate()
 
 
 def training(rate: float, pid: int = 1, devices: tuple[LiveDevice, ...] = (), age: float = 0.0) -> Training:
