@@ -1,7 +1,8 @@
 """What summing gradients between TensorFlow's processes costs: `python -m benchmarks.collectives [--processes 2]`.
 
 Each process has a GPU, or none at all where there are none, and sums tensors of the sizes asked for as a training step
-does. Rows: as evener has it (NCCL between GPUs), and as TensorFlow chooses by itself (gRPC). Milliseconds a sum.
+does. Rows: as evener does it, as MultiWorkerMirroredStrategy does with the same choice (NCCL between GPUs), and as it
+does when it chooses by itself (gRPC). Milliseconds a sum.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 SIZES = (1_000, 78_923_530)  # floats: the second are keras_maxer's gradients
 REPEATS = {1_000: 100}  # sums to time; few of a large size
 FEW = 5
+WAYS = {"evener": "evener", "strategy": "the strategy, by evener's choice", "itself": "the strategy, by its own choice"}
 
 
 def main() -> None:
@@ -27,19 +31,19 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="floats")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--peers", nargs="+", help=argparse.SUPPRESS)
-    parser.add_argument("--by-itself", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--way", choices=list(WAYS), help="one row only")
     options = parser.parse_args()
     if options.rank is not None:
         print(json.dumps(timed(options)))
         return
     print(f"| summed by | {' | '.join(f'{size:,} floats, ms' for size in options.sizes)} |")
     print(f"| --- |{' ---: |' * len(options.sizes)}")
-    for name, more in (("evener's choice", ()), ("TensorFlow's own", ("--by-itself",))):
-        cells = (f"{1000 * seconds:,.2f}" for seconds in group(options, more))
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    for way in [options.way] if options.way else WAYS:
+        cells = (f"{1000 * seconds:,.2f}" for seconds in group(options, way))
+        print(f"| {WAYS[way]} | {' | '.join(cells)} |", flush=True)
 
 
-def group(options: argparse.Namespace, more: tuple[str, ...]) -> list[float]:
+def group(options: argparse.Namespace, way: str) -> list[float]:
     """Seconds of a sum for each size, as the slowest process of a new group has them."""
     doors = [socket.create_server(("127.0.0.1", 0)) for _ in range(options.processes)]
     peers = [f"127.0.0.1:{door.getsockname()[1]}" for door in doors]
@@ -48,7 +52,7 @@ def group(options: argparse.Namespace, more: tuple[str, ...]) -> list[float]:
     gpus = Path("/dev/nvidia0").exists()
     children = []
     for rank in range(options.processes):
-        words = ["--rank", str(rank), "--peers", *peers, "--sizes", *map(str, options.sizes), *more]
+        words = ["--rank", str(rank), "--peers", *peers, "--sizes", *map(str, options.sizes), "--way", way]
         environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": str(rank) if gpus else "-1"}
         command = [sys.executable, "-m", "benchmarks.collectives", *words]
         children.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
@@ -62,23 +66,41 @@ def timed(options: argparse.Namespace) -> list[float]:
     """Seconds of a sum for each size, in this process of a group."""
     import tensorflow as tf
 
-    from evener.keras_split import workers
-
     for gpu in tf.config.list_physical_devices("GPU"):
         tf.config.experimental.set_memory_growth(gpu, True)
-    if options.by_itself:
-        workers.communication = tf.distribute.experimental.CommunicationOptions
-    found = workers.Group(options.peers, options.rank)
+    add = adder(options)
     seconds = []
     for size in options.sizes:
         tensors, repeats = [tf.ones([size])], REPEATS.get(size, FEW)
-        float(found.sum_now(tensors)[0][0])  # traced, and each process has come so far
+        float(add(tensors)[0][0])  # traced, and each process has come so far
         began = time.perf_counter()
         for _ in range(repeats):
-            (total,) = found.sum_now(tensors)
+            (total,) = add(tensors)
         float(total[0])
         seconds.append((time.perf_counter() - began) / repeats)
     return seconds
+
+
+def adder(options: argparse.Namespace) -> Callable[[list[Any]], list[Any]]:
+    """What sums tensors over the processes, as `--way` says."""
+    import tensorflow as tf
+
+    from evener.keras_split import workers
+
+    if options.way == "itself":
+        workers.communication = tf.distribute.experimental.CommunicationOptions
+    group = workers.Group(options.peers, options.rank)
+    if options.way == "evener":
+        return group.sum_now
+
+    def reduce(tensors: list[Any]) -> Any:
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, [tf.identity(tensor) for tensor in tensors])
+
+    add: Callable[[list[Any]], list[Any]] = tf.function(
+        lambda tensors: group.strategy.run(reduce, args=(tensors,)), autograph=False
+    )
+    return add
 
 
 if __name__ == "__main__":
