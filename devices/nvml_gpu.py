@@ -15,7 +15,8 @@ from devices.base import UNSUPPORTED, Device, DeviceSample, Reading, State, valu
 from devices.nvml_calls import Counter, Fields, Metric, first_known, scaled
 from devices.nvml_library import Handle, Library, memory
 
-SLOW_SECONDS = 5.0  # limits that rarely change, the fan; the energy counter, 3.4 ms
+SLOW_SECONDS = 5.0  # limits that rarely change, the fan
+ENERGY_SECONDS = 9.9  # the energy counter, 4.4 ms; it only grows
 ONCE_SECONDS = 3600.0
 CALM_SECONDS = 1.9  # every other second: heat, 0.4 ms
 THROTTLE_SECONDS = 3.9  # counters of throttling, 1 to 3 ms, which miss nothing in between
@@ -73,7 +74,8 @@ class GpuReader:
         self._fields = Fields(nvml, handle, [POWER_AVERAGE])
         self._throttle_fields = Fields(nvml, handle, list(THROTTLING), THROTTLE_SECONDS)
         self._traffic_fields = Fields(nvml, handle, [PCIE_SEND_BYTES, PCIE_RECEIVE_BYTES, *links])
-        self._slow_fields = Fields(nvml, handle, [POWER_LIMIT, RECOVERY_ACTION, ECC_UNCORRECTED, ENERGY], SLOW_SECONDS)
+        self._slow_fields = Fields(nvml, handle, [POWER_LIMIT, RECOVERY_ACTION, ECC_UNCORRECTED], SLOW_SECONDS)
+        self._energy_fields = Fields(nvml, handle, [ENERGY], ENERGY_SECONDS)
         self._counters = {field: Counter(SHORTEST_WINDOW_SECONDS) for field in (ENERGY, *THROTTLING, *_TRAFFIC)}
         self.first_joules: float | None = None  # the energy counter when the sampler started
         self._metrics = {name: Metric(nvml, call, period) for name, call, period in self._calls()}
@@ -83,6 +85,7 @@ class GpuReader:
         read = {name: metric.read(now) for name, metric in self._metrics.items() if name not in _FALLBACKS}
         activity = self._activity.read(now)
         slow = self._slow_fields.read(now)
+        energy = self._energy_fields.read(now)[ENERGY]
         throttled, reasons = self._throttling(now)
         return DeviceSample(
             device=self.device,
@@ -95,9 +98,9 @@ class GpuReader:
             memory_total_bytes=UNSUPPORTED if self.device.memory_bytes is None else value(self.device.memory_bytes),
             temperature_celsius=read["temperature"],
             temperature_limit_celsius=read["temperature_limit"],
-            power_watts=self._power(slow[ENERGY], now),
+            power_watts=self._power(energy, now),
             power_limit_watts=self._power_limit(slow, now),
-            energy_joules=self._energy(slow[ENERGY]),
+            energy_joules=self._energy(energy),
             clock_mhz=read["clock"],
             clock_max_mhz=read["clock_max"],
             throttled_percent=throttled,
@@ -139,14 +142,15 @@ class GpuReader:
         return used
 
     def _power(self, energy: Reading, now: float) -> Reading:
-        """The driver's own mean over a second; else a mean from the energy counter; else the plain call."""
+        """The driver's own mean over a second; else the plain call; else a mean from the energy counter."""
         told = scaled(self._fields.read(now)[POWER_AVERAGE], 1e-3)
         mean = scaled(self._counters[ENERGY].rate(energy, now), 1e-3)
         if told.current is not None:
             return told
-        if mean.current:  # a counter that stands still is broken: no card draws nothing
-            return mean
-        return first_known(self._metrics["power"].read(now), mean, told)
+        plain = self._metrics["power"].read(now)
+        if plain.current is not None or not mean.current:  # a counter that stands still is broken
+            return first_known(plain, told)
+        return mean
 
     def _power_limit(self, slow: Mapping[int, Reading], now: float) -> Reading:
         told = scaled(slow[POWER_LIMIT], 1e-3)

@@ -61,7 +61,7 @@ def states(sample: DeviceSample) -> dict[str, State]:
 def test_every_metric_of_a_healthy_gpu_has_its_value(rig: Rig) -> None:
     rig.nvml.gpus[0].fan_percent = 30
     rig.nvml.gpus[0].throttled = {74: 0.25, 270: 0.1}
-    sample = rig.tick(times=6).devices[0]  # the energy counter is looked at every five seconds
+    sample = rig.tick(times=11).devices[0]  # the energy counter is looked at every ten seconds
     expected = {
         "utilization_percent": 95,
         "sm_percent": 80,
@@ -74,7 +74,7 @@ def test_every_metric_of_a_healthy_gpu_has_its_value(rig: Rig) -> None:
         "temperature_limit_celsius": 90,
         "power_watts": 300,
         "power_limit_watts": 700,
-        "energy_joules": 1500,
+        "energy_joules": 3000,
         "clock_mhz": 1500,
         "clock_max_mhz": 1980,
         "throttled_percent": 25,
