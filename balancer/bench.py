@@ -52,7 +52,7 @@ def understand(request: Request) -> Bench:
         for device in found.devices:
             child_environment([device], entry.framework)
     largest = None if simulated else entry.largest_share
-    notes = (*found.notes, SIMULATED) if simulated else found.notes
+    notes = (*found.notes, SIMULATED) if simulated else (*found.notes, *_busy(found.devices))
     return Bench(request, found.devices, name, entry.framework, largest, notes, found.machine)
 
 
@@ -84,6 +84,15 @@ def _check_json(settings: object) -> None:
         msgspec.json.encode(settings)
     except (TypeError, ValueError, OverflowError) as error:
         raise RequestError(f"A setting can't be journalled: {error}.", "Give numbers, texts and lists.") from None
+
+
+def _busy(devices: tuple[Device, ...]) -> tuple[str, ...]:
+    """What is said of GPUs that work for others already."""
+    if devices[0].kind != "gpu":
+        return ()
+    from devices.busy import busy_notes
+
+    return busy_notes(devices)
 
 
 def _driver(devices: tuple[Device, ...]) -> str:

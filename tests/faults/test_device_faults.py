@@ -74,6 +74,7 @@ def test_a_gpu_that_is_lost_midway_is_left_out_and_said(
     """
     double = fake_nvml(2)
     double.gpus[0].used_bytes = double.gpus[1].used_bytes = 0
+    double.gpus[0].utilization = double.gpus[1].utilization = 0
     flag = tmp_path / "lost"
     monkeypatch.setattr(Guard.__init__, "__defaults__", (0.5,))  # not 5 s: a quick race would be over
     if by == "SIGABRT":

@@ -12,8 +12,8 @@ from balancer.session import Request, Session
 
 
 def test_fake_gpus_are_balanced_by_real_children(fake_nvml: Callable[..., Any]) -> None:
-    """Two GPUs of a scripted driver and a workload that needs none: UUIDs, driver and layout stand in the plan."""
-    fake_nvml(2)
+    """UUIDs, driver and layout stand in the plan, and that one of the GPUs was busy before."""
+    fake_nvml(2).gpus[0].utilization = 0
     session = Session(Request(devices="gpu", workload="synthetic", budget_seconds=6.0, max_global_batch=128))
     events = list(session.events())
     session.close()
@@ -21,4 +21,7 @@ def test_fake_gpus_are_balanced_by_real_children(fake_nvml: Callable[..., Any]) 
     plan = events[-1].plan
     assert [share.device for share in plan.layout.share] == [device.id for device in session.discovery.devices]
     assert plan.fingerprint.driver
+    assert [warning.partition(" of the time")[0] for warning in plan.warnings if "busy" in warning] == [
+        "GPU:1 was busy 95 %"
+    ]
     assert not psutil.Process().children()

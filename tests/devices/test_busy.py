@@ -1,0 +1,48 @@
+"""GPUs that others keep busy are said when a session begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from devices.busy import busy_notes
+from devices.discover import discover
+
+
+def notes(nvml: Any) -> tuple[str, ...]:
+    """What is said of all GPUs of a scripted driver."""
+    return busy_notes(discover("gpu", environ={}).devices, nvml)
+
+
+def test_a_gpu_that_works_for_others_is_said_with_their_pids(fake_nvml: Callable[..., Any]) -> None:
+    """The idle one, and one with a desktop on it, are not."""
+    nvml = fake_nvml(gpus=3)
+    nvml.gpus[0].utilization, nvml.gpus[2].utilization = 0, 15
+    process = type("Process", (), {"used_bytes": 1, "sm_percent": 9, "graphics": False})
+    nvml.gpus[1].processes = [process() for _ in range(4)]
+    for pid, each in enumerate(nvml.gpus[1].processes):
+        each.pid = 40 + pid
+    (said,) = notes(nvml)
+    assert said.startswith("GPU:1 was busy 95 % of the time with others' work (pid 40, 41, 42, ...) when this began")
+
+
+def test_where_the_driver_names_no_processes_the_load_is_said_alone(fake_nvml: Callable[..., Any]) -> None:
+    """As in a container with process ids of its own."""
+    (said,) = notes(fake_nvml(gpus=1))
+    assert said.startswith("GPU:0 was busy 95 % of the time with others' work when this began")
+
+
+def test_a_gpu_that_does_not_tell_its_load_is_not_said(fake_nvml: Callable[..., Any]) -> None:
+    """Instances of a GPU tell none; one that can't be asked spoils nothing for the other."""
+    nvml = fake_nvml(gpus=2)
+    nvml.fail("nvmlDeviceGetUtilizationRates", nvml.NVML_ERROR_NOT_SUPPORTED, gpu=0)
+    (said,) = notes(nvml)
+    assert said.startswith("GPU:1")
+
+
+def test_a_driver_that_went_away_is_no_error(fake_nvml: Callable[..., Any]) -> None:
+    """The session's own first look will say it."""
+    nvml = fake_nvml(gpus=1)
+    devices = discover("gpu", environ={}).devices
+    nvml.unload()
+    assert busy_notes(devices, nvml) == ()
