@@ -45,12 +45,14 @@ def records(folder: Path = RECORDED) -> dict[str, journal.Record]:
     """The searches, by name; comparisons are left out, and what shared the GPUs with other work."""
     found = {path.stem: journal.read(path) for path in sorted(folder.glob("*.jsonl"))}
     return {
-        name: record for name, record in found.items() if record.header.request.compare is None and not _shared(record)
+        name: record
+        for name, record in found.items()
+        if record.header.request.compare is None and not _shared(name, record)
     }
 
 
-def _shared(record: journal.Record) -> bool:
-    return any(device.limit.memory_bytes for device in record.header.devices)
+def _shared(name: str, record: journal.Record) -> bool:
+    return name.endswith("-neighbour") or any(device.limit.memory_bytes for device in record.header.devices)
 
 
 def curves(recorded: Iterable[journal.Record]) -> dict[tuple[str, str], Curve]:

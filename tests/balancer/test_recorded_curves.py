@@ -24,7 +24,7 @@ def test_the_search_ends_near_the_best_of_the_recorded_curves(name: str, seed: i
 
 def test_a_recorded_machine_gives_back_what_was_measured() -> None:
     """At a batch that one journal alone timed, its step takes what that journal says."""
-    (name,) = [name for name in RECORDS if name.endswith("keras_maxer-60percent")]
+    (name,) = [name for name in RECORDS if name.endswith("keras_maxer-60percent-strategy")]
     made = recorded.machine(RECORDS[name], CURVES)
     alone = {
         entry.seen.probe.layout.shares: entry.seen.step_seconds
