@@ -17,6 +17,7 @@ from balancer.records import Interval, Layout, OutOfMemory, Probe, Result, Timed
 from evener.shares import even
 
 MOST_TURNS = 3
+OTHER_BATCH = 0.03  # relative: tolerable global batches that differ by more are worth a race
 SLACK = 0.005  # of the throughput: what a tolerable layout may miss by where the measurements can't tell
 
 
@@ -139,7 +140,10 @@ def still_running(rivals: Iterable[Layout], ledger: Ledger, turn: int) -> list[L
 
 
 def _favourites(view: View) -> list[Layout]:
-    """The measured layout that is preferred, a prediction that should beat it, and the fastest measured."""
+    """The measured layout that is preferred, predictions that should beat it, and the fastest measured.
+
+    Of a tolerance also the smallest batches that are predicted to keep to it, wholly and with a little to spare.
+    """
     found = results(view.ledger.standing(view.ledger.timed(["split"])))
     problem = view.problem
     chosen = preferred(found, problem.tolerance, problem.global_batch)
@@ -147,13 +151,13 @@ def _favourites(view: View) -> list[Layout]:
         surest = view.surest_split if view.splits else None  # what was measured has no room any more
         return [view.layout(surest)] if surest and _surely_fits(view, view.layout(surest)) else []
     layouts = [chosen.layout]
-    for wanted in (view.tolerable, view.surest_split, view.likely_split, view.fastest_split):
+    for wanted in (view.tolerable, view.insured, view.surest_split, view.likely_split, view.fastest_split):
         if wanted is None or not _surely_fits(view, view.layout(wanted)):
             continue
         layout = view.layout(wanted)
         better = wanted.samples_per_second > view.predicted_rate(chosen.layout) * (1 + UNMEASURABLE)
-        smaller = problem.tolerance > 0 and layout.global_batch < chosen.layout.global_batch * 0.97
-        if (better and wanted is not view.tolerable) or (smaller and wanted is view.tolerable):
+        other = abs(layout.global_batch / chosen.layout.global_batch - 1) > OTHER_BATCH
+        if other if wanted in (view.tolerable, view.insured) else better:
             layouts.append(layout)
     if problem.tolerance and problem.global_batch is None:
         layouts.append(max(found, key=lambda r: r.throughput.value).layout)

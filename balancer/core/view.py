@@ -17,6 +17,7 @@ from balancer.core.stop import Purse
 from balancer.core.sync import costs
 from balancer.records import Layout, Problem, Timed, layout_of
 
+INSURED = 0.85  # of the tolerance, for a layout that keeps to it although its measurement goes against it
 UNMEASURABLE = 0.002  # relative: a gain below it can't be seen
 MATTERS_OF_TOLERANCE = 0.25  # a batch that gains less than this part of the tolerance does not matter either
 HOPE = -0.6  # how far towards the fastest that it may be a curve with stairs is hoped to lie, where nothing else gains
@@ -295,11 +296,19 @@ class View:
     @cached_property
     def tolerable(self) -> Fill | None:
         """The smallest global batch predicted to be within the tolerance of the fastest; None for a fixed batch."""
+        return self._within(1.0)
+
+    @cached_property
+    def insured(self) -> Fill | None:
+        """The same for a little less than the tolerance, should the measurements go against it by as much."""
+        return self._within(INSURED)
+
+    def _within(self, part: float) -> Fill | None:
         problem = self.problem
         if problem.global_batch is not None or not problem.tolerance:
             return None
         tops = [f.samples_per_second for f in (self.fastest_split, self.fastest_single) if f]
-        rate = max(tops, default=0.0) * (1 - problem.tolerance)
+        rate = max(tops, default=0.0) * (1 - part * problem.tolerance)
         limit, quantum = problem.max_global_batch, self.quantum
         fills = [fill.smallest(self.useful_lanes, self.costs, rate, quantum, limit)] if rate else []
         for lane in self.lanes if rate else ():
