@@ -26,6 +26,7 @@ HEADS = ("run", "devices", "global batch", "chosen shares", "samples/s", "even s
          "probes", "out of memory", "seconds")  # fmt: skip
 COMPARED = ("workload", "layout", "global batch", "samples/s", "±", "of the best alone")
 MEMORY_HEADS = ("run", "layout", "device", "samples", "line from", "predicted, MiB", "measured, MiB", "ratio")
+WORDS = {"neighbour": "other work on the second", "strategy": "the strategy's sums", "grpc": "sums over gRPC"}
 MIB = 1 << 20
 
 
@@ -73,8 +74,9 @@ def _row(path: Path) -> list[str]:
         return [path.stem, "not finished", *[""] * (len(HEADS) - 2)]
     plan, request = record.ended.plan, record.header.request
     solos, rate = _alone_at_shares(record, plan), plan.throughput.samples_per_second
+    how = [words for end, words in WORDS.items() if path.stem.endswith(end)]
     return [
-        record.header.workload,
+        ", ".join([record.header.workload, *how]),
         f"`{request.devices}`",
         str(request.global_batch or "free"),
         " + ".join(str(batch) for batch in plan.batches),
