@@ -42,7 +42,7 @@ async def test_screens_keep_no_answers_of_before(app_of: Any, script: Any) -> No
     async with app.run_test(size=(120, 40)) as pilot:
         if not hasattr(app.screen, "_query_one_cache"):
             pytest.skip("this Textual keeps nothing there")
-        for _ in range(5):
+        for _ in range(3):
             for key, mode in (("1", "monitor"), ("2", "balance"), ("3", "runs")):
                 await pilot.press(key)
                 assert app.current_mode == mode
