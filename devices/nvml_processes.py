@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from devices.base import DENIED, UNSUPPORTED, Reading, State, value
@@ -12,6 +12,7 @@ from devices.surroundings import OnDevice
 
 PERIOD_SECONDS = 2.5
 GRAPHICS_EVERY = 4  # of these periods: on a desktop this call takes 4.5 ms
+USE_EVERY = 2  # of these periods, while the processes stay the same: 2 ms on an H200
 FIRST_WINDOW_MICROSECONDS = 3_000_000  # of the driver's buffer, at the first look
 LISTS = {
     "compute": ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2"),
@@ -27,6 +28,7 @@ class GpuProcesses:
         self._due = 0.0
         self._looks = 0
         self._memory: dict[str, dict[int, int | None]] = {"compute": {}, "graphics": {}}
+        self._use: tuple[Mapping[int, float], Reading] = {}, UNSUPPORTED  # by pid, and of the others
         self._since = 0  # the driver's own time of the newest use sample, in microseconds
         self._seen: tuple[OnDevice, ...] = ()
 
@@ -38,9 +40,11 @@ class GpuProcesses:
         self._list("compute")
         if self._looks % GRAPHICS_EVERY == 0 and not self._is_mig:
             self._list("graphics")
-        self._looks += 1
         memory = {**self._memory["graphics"], **self._memory["compute"]}
-        use, otherwise = self._use() if memory else ({}, UNSUPPORTED)
+        if self._looks % USE_EVERY == 0 or memory.keys() != {each.pid for each in self._seen}:
+            self._use = self._ask_use() if memory else ({}, UNSUPPORTED)
+        self._looks += 1
+        use, otherwise = self._use
         self._seen = tuple(
             OnDevice(
                 pid,
@@ -67,7 +71,7 @@ class GpuProcesses:
             self._memory[kind] = {int(each.pid): each.usedGpuMemory for each in listed}
             return
 
-    def _use(self) -> tuple[dict[int, float], Reading]:
+    def _ask_use(self) -> tuple[dict[int, float], Reading]:
         """Percent of the multiprocessors by pid, and what holds for the others: the driver lists only busy ones."""
         try:
             samples: Sequence[Any] = self._nvml.nvmlDeviceGetProcessUtilization(self._handle, self._since)

@@ -335,11 +335,24 @@ def test_an_older_driver_lists_processes_by_the_older_call(rig: Rig) -> None:
     assert [row.pid for row in rig.tick().processes] == [os.getpid()]
 
 
+def test_a_new_process_has_its_share_at_once_and_the_same_ones_at_every_second_look(rig: Rig) -> None:
+    rig.nvml.gpus[0].processes = [type_of_process(rig)(os.getpid(), sm_percent=10)]
+    rig.tick(3.0, times=2)
+    before = rig.nvml.calls["nvmlDeviceGetProcessUtilization"]
+    rig.tick(3.0, times=4)
+    assert rig.nvml.calls["nvmlDeviceGetProcessUtilization"] == before + 2
+    rig.tick(3.0)
+    rig.nvml.gpus[0].processes.append(type_of_process(rig)(os.getppid(), sm_percent=40))
+    shares = {row.pid: row.sm_percent.current for row in rig.tick(3.0).processes}
+    assert shares == {os.getpid(): 10, os.getppid(): 40}
+    assert rig.nvml.calls["nvmlDeviceGetProcessUtilization"] == before + 4
+
+
 def test_an_idle_process_is_idle_and_one_that_cannot_be_told_is_not_zero(rig: Rig) -> None:
     rig.nvml.gpus[0].processes = [type_of_process(rig)(os.getpid(), sm_percent=0)]
     assert rig.tick().processes[0].sm_percent.current == 0
     rig.nvml.fail("nvmlDeviceGetProcessUtilization", rig.nvml.NVML_ERROR_NOT_SUPPORTED)
-    assert rig.tick(3.0).processes[0].sm_percent.state is State.UNSUPPORTED
+    assert rig.tick(3.0, times=2).processes[0].sm_percent.state is State.UNSUPPORTED
 
 
 def test_a_mig_instance_is_a_row_of_its_own(fake_nvml: Callable[..., Any]) -> None:
