@@ -25,7 +25,7 @@ CPU seconds of `ask` and `tell` over a whole search, without the measuring; at m
 | --- | --- | ---: | ---: | --- |"""
 
 REASON = """
-Where it takes longer: each decision fits all devices' curves again, some 28 000 fits in 14 decisions (by cProfile)."""
+Where it takes longer: each decision fits the curves of all devices that something new is known of."""
 
 
 def main() -> None:
