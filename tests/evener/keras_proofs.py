@@ -514,6 +514,21 @@ def orders(split: Split) -> dict[str, Any]:
     }
 
 
+def sums(split: Split) -> dict[str, list[float]]:
+    """What a group sums, of two types and of lengths that come and go, beside what the sum is."""
+    group = split.required_group
+    told: list[float] = []
+    right: list[float] = []
+    every = group.size * (group.size - 1) // 2  # the ranks' sum
+    for turn in range(40):
+        count = 1 + turn % 3
+        own = [tf.fill([count], float(group.rank + turn)), tf.constant(group.rank * turn, tf.int64)]
+        floats, number = group.sum_now([*own, tf.fill([2, count], 1.0)])[:2]
+        told += [*floats.numpy().tolist(), int(number)]
+        right += [*[float(every + group.size * turn)] * count, every * turn]
+    return {"told": told, "right": right}
+
+
 def group_cases() -> dict[str, Any]:
     """This process' part of a group of two or three."""
     config = json.loads(os.environ["TF_CONFIG"])
@@ -541,6 +556,7 @@ def group_cases() -> dict[str, Any]:
         }
     found: dict[str, Any] = {name: case() for name, case in cases.items()}
     found["engine"] = split.engine
+    found["sums"] = sums(split)
     return found
 
 

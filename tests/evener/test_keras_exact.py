@@ -116,6 +116,13 @@ def test_two_processes_learn_what_one_device_learns(proofs: Any, case: str) -> N
         assert found[case]["logs"] <= 1e-12
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_group_sums_each_tensor_whatever_was_summed_before(proofs: Any, size: int) -> None:
+    """Two types, and lengths that come and go: each is settled between the processes once, under its own key."""
+    for found in proofs(f"group of {size}"):
+        assert found["sums"]["told"] == found["sums"]["right"]
+
+
 @pytest.mark.parametrize("case", ["adam L2", "clipnorm"])
 def test_three_processes_learn_what_one_device_learns(proofs: Any, case: str) -> None:
     """Shares 15, 6, 3 of a plan that leaves a fourth device out; the last batch is one row."""
