@@ -30,8 +30,8 @@ def busy_notes(devices: Sequence[Device], library: Library | None = None) -> tup
 
 def _note(device: Device, percent: float, pids: Sequence[int]) -> str:
     more = ", ..." if len(pids) > MOST_NAMED else ""
-    named = f" (pid {', '.join(map(str, pids[:MOST_NAMED]))}{more})" if pids else ""
+    whose = f"others' work (pid {', '.join(map(str, pids[:MOST_NAMED]))}{more})" if pids else "work of no named process"
     return (
-        f"{device.label} was busy {percent:.0f} % of the time with others' work{named} when this began: "
+        f"{device.label} was busy {percent:.0f} % of the time with {whose} when this began: "
         "what is measured holds while that goes on."
     )

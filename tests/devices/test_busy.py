@@ -27,9 +27,9 @@ def test_a_gpu_that_works_for_others_is_said_with_their_pids(fake_nvml: Callable
 
 
 def test_where_the_driver_names_no_processes_the_load_is_said_alone(fake_nvml: Callable[..., Any]) -> None:
-    """As in a container with process ids of its own."""
+    """As in a container with process ids of its own, or after what has just ended."""
     (said,) = notes(fake_nvml(gpus=1))
-    assert said.startswith("GPU:0 was busy 95 % of the time with others' work when this began")
+    assert said.startswith("GPU:0 was busy 95 % of the time with work of no named process when this began")
 
 
 def test_a_gpu_that_does_not_tell_its_load_is_not_said(fake_nvml: Callable[..., Any]) -> None:
