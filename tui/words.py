@@ -11,7 +11,7 @@ from balancer.figures import rate as rate
 from evener.errors import RequestError
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_PART = re.compile(r"(\d+(?:\.\d+)?) *(ms|s|min|m|h)(?![a-z]) *")
+_PART = re.compile(r"(?<![\d.])(\d++(?:\.\d++)?+) *+(ms|s|min|m|h)(?![a-z]) *")  # no digit is looked at twice
 NO_BREAK = "\u00a0"
 _WITHIN_FIGURE = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)|(?<=±) (?=\d)")
 
