@@ -26,15 +26,16 @@ def shrunk(bench: Bench, room: tuple[int, ...]) -> Bench:
 
 
 def course(bench: Bench, room: tuple[int, ...], after: int) -> tuple[Search, list[Observation]]:
-    """A whole search in which others take memory after so many observations; every later one tells of it."""
+    """A whole search in which others take memory after so many observations; every probe begun later tells of it."""
     search, seen, less = Search(bench.problem()), [], shrunk(bench, room)
     short = tuple(10 * (had[3] - has) for had, has in zip(bench.devices, room, strict=True))
     for _ in range(MOST_ASKS):
         probes = search.ask()
         if not probes:
             return search, seen
-        for one in less.measure(probes) if len(seen) >= after else bench.measure(probes):
-            told = msgspec.structs.replace(one, short_bytes=short) if len(seen) >= after else one
+        taken = len(seen) >= after
+        for one in (less if taken else bench).measure(probes):
+            told = msgspec.structs.replace(one, short_bytes=short) if taken else one
             seen.append(told)
             search.tell(told)
     raise AssertionError("the search does not end")
