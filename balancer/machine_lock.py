@@ -18,6 +18,7 @@ from evener.errors import DeviceError
 SYS = Path("/sys")
 LOCKS = Path("/proc/locks")
 MOST_LOCKS_BYTES = 4 << 20
+TRIES = 3  # at a lock that nobody has any more when it is looked for
 
 
 class MachineLock:
@@ -41,21 +42,21 @@ class MachineLock:
         except OSError:
             return
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = holder(descriptor)
-            os.close(descriptor)
-            if pid and _user_id(pid) == os.getuid():
-                return
-            self.release()
-            raise DeviceError(
-                f"{device.label} is being measured by another user's evener{_words(pid)}.",
-                "Wait for it, or run beside it with --share.",
-            ) from None
+            pid = taken_by(descriptor)
         except OSError:  # a file system without locks
             os.close(descriptor)
             return
-        self._descriptors.append(descriptor)
+        if pid is None:
+            self._descriptors.append(descriptor)
+            return
+        os.close(descriptor)
+        if pid and _user_id(pid) == os.getuid():
+            return
+        self.release()
+        raise DeviceError(
+            f"{device.label} is being measured by another user's evener{_words(pid)}.",
+            "Wait for it, or run beside it with --share.",
+        )
 
 
 def kernel_files(device: Device) -> list[Path]:
@@ -66,6 +67,18 @@ def kernel_files(device: Device) -> list[Path]:
         return []
     address = _bus_address(device.id)
     return [SYS / "bus/pci/devices" / address / "vendor"] if address else []
+
+
+def taken_by(descriptor: int) -> int | None:
+    """Lock an open file: None if that was done, else the pid of whoever has it; 0 where the kernel doesn't say."""
+    for _ in range(TRIES):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return None
+        except BlockingIOError:
+            if pid := holder(descriptor):
+                return pid
+    return 0
 
 
 def holder(descriptor: int) -> int:

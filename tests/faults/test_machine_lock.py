@@ -77,6 +77,22 @@ def test_a_core_that_somebody_else_measures_on_is_not_taken(somebody: Callable[[
     Session(Request(devices="cpu", workload="synthetic")).close()
 
 
+def test_a_lock_that_is_let_go_while_its_holder_is_looked_for_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nobody has it any more, so nobody is another user; one whose holder is never told stays his."""
+    path = tmp_path / "core"
+    path.touch()
+    first, second = os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY)
+    fcntl.flock(first, fcntl.LOCK_EX)
+    monkeypatch.setattr(machine_lock, "holder", lambda descriptor: 0)
+    assert machine_lock.taken_by(second) == 0
+    monkeypatch.setattr(machine_lock, "holder", lambda descriptor: fcntl.flock(first, fcntl.LOCK_UN) or 0)
+    assert machine_lock.taken_by(second) is None
+    os.close(first)
+    os.close(second)
+
+
 def test_a_gpu_is_known_by_its_place_on_the_bus(
     fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
