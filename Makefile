@@ -16,7 +16,7 @@ format: ## rewrite what the formatter and the linter can mend
 	$(PYTHON) -m ruff check --fix .
 
 test: ## the whole suite
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n 2 --dist loadfile
 
 pictures: ## make the pictures of docs/ again
 	$(PYTHON) -m docs.pictures
