@@ -85,9 +85,14 @@ def test_a_lock_that_is_let_go_while_its_holder_is_looked_for_is_taken(
     path.touch()
     first, second = os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY)
     fcntl.flock(first, fcntl.LOCK_EX)
-    monkeypatch.setattr(machine_lock, "holder", lambda descriptor: 0)
+    monkeypatch.setattr(machine_lock, "holder", lambda _: 0)
     assert machine_lock.taken_by(second) == 0
-    monkeypatch.setattr(machine_lock, "holder", lambda descriptor: fcntl.flock(first, fcntl.LOCK_UN) or 0)
+
+    def let_go(_: int) -> int:
+        fcntl.flock(first, fcntl.LOCK_UN)
+        return 0
+
+    monkeypatch.setattr(machine_lock, "holder", let_go)
     assert machine_lock.taken_by(second) is None
     os.close(first)
     os.close(second)
