@@ -10,7 +10,7 @@ from typing import cast
 
 import msgspec
 
-from balancer.probes.orders import Job
+from balancer.probes.orders import ONE_PROCESS, Job
 from balancer.probes.pool import ChildProber
 from balancer.probes.prober import Prober
 from balancer.probes.simulated import SimulatedProber
@@ -18,6 +18,7 @@ from balancer.request import Request, check
 from devices.base import Device
 from devices.discover import discover
 from devices.environment import child_environment
+from devices.limits import write_limit
 from devices.physics import Machine
 from evener.errors import RequestError
 from workloads import registry
@@ -45,6 +46,7 @@ def understand(request: Request) -> Bench:
     simulated = found.machine is not None
     name = request.workload or registry.default_name(request.framework, found.devices[0].kind)
     entry = registry.find(name, request.framework)
+    _check_engine(request.engine, entry.framework, found.devices)
     settings = registry.resolve_settings(entry, request.settings)
     _check_json(settings)
     if not simulated:
@@ -69,9 +71,26 @@ def make_prober(bench: Bench, start_seconds: float = 0.0) -> Prober:
         precision=cast(Precision, request.precision),
         xla=request.xla,
         input=cast(Input, request.input),
+        engine=request.engine,
         driver=_driver(bench.devices),
     )
     return ChildProber(job, start_seconds=start_seconds)
+
+
+def _check_engine(engine: str, framework: str, devices: tuple[Device, ...]) -> None:
+    """RequestError unless the devices can be kept in step as asked for."""
+    if engine == "auto":
+        return
+    if framework != "tensorflow" or devices[0].kind == "sim":
+        whose = "simulated devices have none" if devices[0].kind == "sim" else f"{framework} has no choice of it"
+        raise RequestError(f"--engine {engine} is TensorFlow's; {whose}.", "Leave --engine out.")
+    held = [d for d in devices if d.limit and (d.limit.percent or d.kind != "gpu")]
+    if engine in ONE_PROCESS and held:
+        raise RequestError(
+            f"{held[0].label} is held to {write_limit(held[0].limit)} in a process of its own; "
+            f"--engine {engine} has one for all.",
+            "Use --engine multiworker, or leave the limit out.",
+        )
 
 
 def _check_installed(framework: str) -> None:

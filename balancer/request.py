@@ -14,6 +14,7 @@ LARGEST_BATCH = 1 << 30
 OBJECTIVES = ("throughput",)
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 INPUTS = ("host", "device")
+ENGINES = ("auto", "towers", "mirrored", "multiworker")
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -33,6 +34,7 @@ class Request(msgspec.Struct, frozen=True):
     precision: str = "float32"
     xla: bool = False
     input: str = "host"  # where each step's batch comes from
+    engine: str = "auto"  # how TensorFlow keeps a split in step
     pace: float = 0.0  # simulated devices: 1 takes real time
     share: bool = False  # run though another session holds the devices
     compare: Wanted | None = None  # which layouts to compare; None: the best split is looked for
@@ -64,6 +66,7 @@ def check(request: Request) -> None:
         ("--objective", request.objective, OBJECTIVES),
         ("--precision", request.precision, PRECISIONS),
         ("--input", request.input, INPUTS),
+        ("--engine", request.engine, ENGINES),
     ):
         if word not in known:
             raise RequestError(f"{option} {word!r} is not known.", f"Choose {' or '.join(known)}.")

@@ -17,6 +17,7 @@ from tui.cli_runs import export, report, runs_app
 from tui.commands.options import (
     BudgetOption,
     DevicesOption,
+    EngineOption,
     ExportOption,
     FrameworkOption,
     GlobalBatchOption,
@@ -93,6 +94,7 @@ def balance(
     precision: PrecisionOption = "float32",
     xla: XlaOption = False,
     inputs: InputOption = "host",
+    engine: EngineOption = "auto",
     pace: PaceOption = 0.0,
     share: ShareOption = False,
     as_json: JsonOption = False,
@@ -116,6 +118,7 @@ def balance(
         precision=precision,
         xla=xla,
         inputs=inputs,
+        engine=engine,
         pace=pace,
         share=share,
     )
@@ -148,6 +151,7 @@ def compare(
     precision: PrecisionOption = "float32",
     xla: XlaOption = False,
     inputs: InputOption = "host",
+    engine: EngineOption = "auto",
     pace: PaceOption = 0.0,
     share: ShareOption = False,
     as_json: JsonOption = False,
@@ -170,6 +174,7 @@ def compare(
         precision=precision,
         xla=xla,
         inputs=inputs,
+        engine=engine,
         pace=pace,
         share=share,
     )
@@ -196,6 +201,7 @@ def probe(
     precision: PrecisionOption = "float32",
     xla: XlaOption = False,
     inputs: InputOption = "host",
+    engine: EngineOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Time training at batch sizes that you choose: `evener probe --gpus 0 1 --batches 820 568`."""
@@ -211,6 +217,7 @@ def probe(
         precision=precision,
         xla=xla,
         inputs=inputs,
+        engine=engine,
     )
     length = length_of(seconds, steps)
     raise typer.Exit(run_probe(request, gpus, tuple(batches), repeat=repeat, length=length, as_json=as_json))

@@ -17,6 +17,7 @@ from devices.environment import ChildEnvironment
 from workloads.base import Input, Place, Precision
 
 MIXED: Precision = "mixed_bfloat16"  # what the knob "mixed" means: no loss scaling is needed
+ONE_PROCESS = ("towers", "mirrored")  # engines in which one process drives all devices
 Groups = list[list[Device]]  # the devices of each child, in rank order
 
 
@@ -30,6 +31,7 @@ class Job(msgspec.Struct, frozen=True):
     precision: Precision = "float32"
     xla: bool = False
     input: Input = "host"
+    engine: str = "auto"  # of TensorFlow's splits
     driver: str = ""
 
 
@@ -54,15 +56,15 @@ def engine_of(job: Job, key: Key) -> str:
         return ""
     if job.framework == "torch":
         return "ddp"
-    if job.framework == "none":
-        return "auto"
+    if job.framework == "none" or job.engine != "auto":
+        return job.engine
     free = all(job.devices[i].kind == "gpu" and not job.devices[i].limit for i in key.positions)
     return "towers" if free else "multiworker"
 
 
 def one_child(job: Job, key: Key) -> bool:
     """Whether one process drives all of its devices."""
-    return key.kind == "place" or engine_of(job, key) == "towers"
+    return key.kind == "place" or engine_of(job, key) in ONE_PROCESS
 
 
 def groups_of(job: Job, key: Key) -> Groups:

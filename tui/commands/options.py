@@ -40,6 +40,9 @@ SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a w
 PrecisionOption = Annotated[str, typer.Option("--precision", help="float32, mixed_bfloat16 or mixed_float16.")]
 XlaOption = Annotated[bool, typer.Option("--xla", help="Compile the step with XLA.")]
 InputOption = Annotated[str, typer.Option("--input", help="host: batches come from host memory; device: they don't.")]
+EngineOption = Annotated[
+    str, typer.Option("--engine", help="How TensorFlow keeps a split in step: auto, towers, mirrored or multiworker.")
+]
 PaceOption = Annotated[float, typer.Option("--pace", help="Simulated devices: 1 runs in real time.")]
 ShareOption = Annotated[bool, typer.Option("--share", help="Run though another evener holds the devices.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
@@ -49,6 +52,7 @@ _CHOICES = {
     "objective": ("throughput",),
     "precision": ("float32", "mixed_bfloat16", "mixed_float16"),
     "inputs": ("host", "device"),
+    "engine": ("auto", "towers", "mirrored", "multiworker"),
 }
 
 
