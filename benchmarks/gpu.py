@@ -72,6 +72,15 @@ def neighbour(bench: Bench) -> None:
                     bench.balance(f"neighbour {workload} {name}", bench.pair, workload, *fixed)
 
 
+def engines(bench: Bench) -> None:
+    """3. Each of TensorFlow's engines at the same shares of two free GPUs."""
+    for workload in WORKLOADS["tensorflow"]:
+        for engine in ("towers", "mirrored", "multiworker"):
+            where = ("--devices", bench.pair, "--workload", workload, "--engine", engine)
+            shares = ("--gpus", "0", "1", "--batches", "1024", "1024", "--repeat", "2", "--seconds", "5s")
+            bench.run(f"engine {engine} {workload}", "probe", *where, *shares, "--json")
+
+
 def caps(bench: Bench) -> None:
     """4. 8 GiB and 5 GiB: real out-of-memory, the retreat from it, and 500 steps of what was chosen."""
     devices = bench.limited("8GiB", "5GiB")
@@ -168,6 +177,7 @@ SECTIONS = {
     "control": control,
     "unequal": unequal,
     "neighbour": neighbour,
+    "engines": engines,
     "caps": caps,
     "regret": regret,
     "training": training,

@@ -13,7 +13,7 @@ from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Button, Input, Static
 
-from balancer.request import INPUTS, OBJECTIVES, PRECISIONS, Request
+from balancer.request import ENGINES, INPUTS, OBJECTIVES, PRECISIONS, Request
 from evener.errors import EvenerError
 from tui.view.cells import Span, clean, cut, line
 from tui.view.devices import short_name
@@ -29,10 +29,12 @@ if TYPE_CHECKING:
 
 _OWN = "your own"
 _CHOICES = {"objective": OBJECTIVES, "precision": PRECISIONS, "input": INPUTS}
+_ENGINE = {"engine": ENGINES}
 _TOLD = {
     "objective": "what the search makes as large as it can",
     "precision": "what the training computes in",
     "input": "host: batches come from host memory, as in training; device: they don't",
+    "engine": "how TensorFlow keeps a split in step; auto: one process for free GPUs, else one for each device",
     "own": "measured in place of a workload of the list, if the last one there is ticked",
 }
 _FIELDS = {
@@ -81,7 +83,7 @@ class Setup(VerticalScroll):
             yield Lines(id="problem", classes="bar")
 
     def _options(self) -> Iterable[Widget]:
-        for name, words in _CHOICES.items():
+        for name, words in (_CHOICES if self._simulated else _CHOICES | _ENGINE).items():
             yield self._row(name, OneOf(words, id=name))
         yield self._row("own", Input(self._own_workload(), "file.py:build", id="own", compact=True))
         fields = _FIELDS | _PACE if self._simulated else _FIELDS

@@ -65,6 +65,7 @@ def request_fields(devices: str, workload: str, framework: str, typed: Mapping[s
         "objective": typed["objective"],
         "precision": typed["precision"],
         "inputs": typed["input"],
+        "engine": typed.get("engine", "auto"),
         "global_batch": whole_number(typed.get("global_batch", ""), "global batch"),
         "max_global_batch": whole_number(typed.get("max_global_batch", ""), "at most"),
     }
