@@ -216,9 +216,10 @@ async def test_a_search_from_form_to_exported_plan(app_of: Any, events: Any, ses
         await _until(pilot, lambda: app.screen.query("#pick-devices"), "the form")
         await _until(pilot, lambda: "[x] GPU:1" in _text(app, "#pick-devices"), "the devices")
         app.screen.query_one("#global_batch", Input).value = "512"
-        await pilot.press("ctrl+s")
+        app.screen.query_one("#engine").focus()
+        await pilot.press("right", "right", "ctrl+s")
         await _until(pilot, lambda: app.balance.ended, "the verdict")
-        assert (requests[0].devices, requests[0].global_batch) == ("gpu:0,1", 512)
+        assert (requests[0].devices, requests[0].global_batch, requests[0].engine) == ("gpu:0,1", 512, "mirrored")
         await _until(pilot, lambda: "18 % faster than even" in _text(app, "#search"), "the verdict's words")
         assert "820 (59 %)" in _text(app, "#shares")
         assert "even split" in _text(app, "#rivals")
