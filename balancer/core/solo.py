@@ -148,9 +148,11 @@ def _further(view: View, purse: Purse, position: int) -> int:
     if curve is None or not ran or view.problem.global_batch is not None:
         return 0
     most = _largest_that_matters(view, purse, position)
+    if most <= GROWN * ran:
+        return 0
     rate = most / curve.seconds(most)
     seen = max((p.batch / p.seconds for p in view.devices[position].alone), default=0.0)
-    if most <= GROWN * ran or rate <= seen * (1 + WORTH):
+    if rate <= seen * (1 + WORTH):
         return 0
     enough = alone_reaching(Lane(position, curve, most), rate * (1 - ENOUGH), view.quantum)
     return _stride(view, ran, max(ran, enough.global_batch if enough else most))

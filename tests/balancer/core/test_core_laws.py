@@ -165,6 +165,16 @@ def test_it_ends_whatever_it_is_told(data: st.DataObject, count: int) -> None:
     assert search.why_stopped()
 
 
+def test_a_device_with_nothing_left_to_try_goes_no_further() -> None:
+    """The second of three takes so long that no batch of it ends with the others' best one."""
+    search, steps = Search(Problem(3, (None,) * 3)), iter([1.0, 8.0, 0.03125, 0.125, 0.125, 0.125, *[2.0] * 1000])
+    while probes := search.ask():
+        for probe in probes:
+            step, nothing = next(steps), (None,) * 3
+            search.tell(Timed(probe, step, step * 0.9, step * 1.1, 5, nothing, nothing, step, 1.0))
+    assert search.why_stopped()
+
+
 def _anything(data: st.DataObject, probe: Probe) -> Observation:
     active = probe.layout.active
     outcome = data.draw(st.sampled_from(["timed", "timed", "timed", "full", "failed"]))
