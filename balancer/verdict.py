@@ -12,6 +12,7 @@ from devices.base import Device
 
 GIB = 1 << 30
 ORDER = ("disturbed", "throttled", "capped", "drift", "noisy", "slow_start", "stalled", "too_short")
+MOSTLY = 0.5  # of a rival's blocks, from which other work is said to have slowed the chosen layout too
 
 
 class Rivals(msgspec.Struct, frozen=True):
@@ -130,11 +131,17 @@ def _names(layout: Layout, devices: Sequence[Device]) -> str:
 
 
 def doubts_of(seen: Iterable[Observation], chosen: Layout) -> tuple[Warned, ...]:
-    """Doubts about the chosen layout's own measurement, the worst of each kind."""
+    """Doubts about the chosen layout's own measurement, the worst of each kind.
+
+    Processes that wait for each other can't tell other work from waiting: what a rival saw of it in turns with them
+    counts, if it saw that most of the time.
+    """
     worst: dict[str, Warned] = {}
     for one in seen:
-        if isinstance(one, Timed) and one.probe.layout == chosen:
+        if isinstance(one, Timed) and (one.probe.layout == chosen or one.probe.stage == "race"):
             for doubt in one.warnings:
+                if one.probe.layout != chosen and not (doubt.code == "disturbed" and doubt.value >= MOSTLY):
+                    continue
                 if doubt.code not in worst or abs(doubt.value) > abs(worst[doubt.code].value):
                     worst[doubt.code] = doubt
     return tuple(worst[code] for code in ORDER if code in worst)

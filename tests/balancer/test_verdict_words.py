@@ -101,6 +101,7 @@ def test_every_doubt_has_a_sentence_and_the_worst_of_a_kind_is_told_once() -> No
     )
     assert doubtful("Do it.", [Warned("noisy", 0.1)]) == "Do it."
     assert not doubts_of(seen, EVEN.layout)
+    assert doubts_of([timed(Warned("disturbed", 0.9))], EVEN.layout), "a rival saw other work in turns with it"
 
 
 def test_what_failed_is_told_by_each_device_s_smallest_failure() -> None:

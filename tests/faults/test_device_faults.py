@@ -317,7 +317,7 @@ def test_memory_that_another_process_takes_midway_is_measured_anew(
 @pytest.mark.slow
 def test_devices_that_are_held_back_while_they_are_measured_are_doubted_in_the_verdict() -> None:
     """For real: every child is stopped for half of the time from the first race on, as a throttled device would be."""
-    session = Session(Request(devices="cpu", workload="synthetic", budget_seconds=10.0, max_global_batch=64))
+    session = Session(Request(devices="cpu", workload="synthetic", budget_seconds=7.0, max_global_batch=64))
     racing, over = threading.Event(), threading.Event()
 
     def hold_back() -> None:
