@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -131,20 +131,24 @@ def _names(layout: Layout, devices: Sequence[Device]) -> str:
 
 
 def doubts_of(seen: Iterable[Observation], chosen: Layout) -> tuple[Warned, ...]:
-    """Doubts about the chosen layout's own measurement, the worst of each kind.
-
-    Processes that wait for each other can't tell other work from waiting: what a rival saw of it in turns with them
-    counts, if it saw that most of the time.
-    """
+    """Doubts about the chosen layout's own measurement, the worst of each kind."""
     worst: dict[str, Warned] = {}
-    for one in seen:
-        if isinstance(one, Timed) and (one.probe.layout == chosen or one.probe.stage == "race"):
-            for doubt in one.warnings:
-                if one.probe.layout != chosen and not (doubt.code == "disturbed" and doubt.value >= MOSTLY):
-                    continue
-                if doubt.code not in worst or abs(doubt.value) > abs(worst[doubt.code].value):
-                    worst[doubt.code] = doubt
+    for doubt in _about(seen, chosen):
+        if doubt.code not in worst or abs(doubt.value) > abs(worst[doubt.code].value):
+            worst[doubt.code] = doubt
     return tuple(worst[code] for code in ORDER if code in worst)
+
+
+def _about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Warned]:
+    """The layout's own doubts, and of several devices what a rival saw of other work in turns with it, if mostly that.
+
+    Processes that wait for each other can't tell other work from waiting.
+    """
+    for one in seen:
+        if isinstance(one, Timed) and one.probe.layout == chosen:
+            yield from one.warnings
+        elif isinstance(one, Timed) and one.probe.stage == "race" and len(chosen.active) > 1:
+            yield from (each for each in one.warnings if each.code == "disturbed" and each.value >= MOSTLY)
 
 
 def warnings(doubts: Iterable[Warned], devices: Sequence[Device], longer: str = "a longer --budget") -> tuple[str, ...]:

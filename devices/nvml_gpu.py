@@ -20,7 +20,7 @@ ENERGY_SECONDS = 9.9  # the energy counter, 4.4 ms; it only grows
 ONCE_SECONDS = 3600.0
 CALM_SECONDS = 1.9  # every other second: heat, 0.4 ms
 THROTTLE_SECONDS = 3.9  # counters of throttling, 1 to 3 ms, which miss nothing in between
-SHORTEST_WINDOW_SECONDS = 0.4  # for rates: the energy counter moves in steps of about a tenth of a second
+SHORTEST_WINDOW_SECONDS = 0.4  # for rates: drivers renew some counters ten times a second
 ALL_LINKS = 0xFFFFFFFF  # the scope that sums NVLink's counters
 MIB, KIB = 1 << 20, 1 << 10
 
@@ -76,7 +76,7 @@ class GpuReader:
         self._traffic_fields = Fields(nvml, handle, [PCIE_SEND_BYTES, PCIE_RECEIVE_BYTES, *links])
         self._slow_fields = Fields(nvml, handle, [POWER_LIMIT, RECOVERY_ACTION, ECC_UNCORRECTED], SLOW_SECONDS)
         self._energy_fields = Fields(nvml, handle, [ENERGY], ENERGY_SECONDS)
-        self._counters = {field: Counter(SHORTEST_WINDOW_SECONDS) for field in (ENERGY, *THROTTLING, *_TRAFFIC)}
+        self._counters = {field: Counter(SHORTEST_WINDOW_SECONDS) for field in (*THROTTLING, *_TRAFFIC)}
         self.first_joules: float | None = None  # the energy counter when the sampler started
         self._metrics = {name: Metric(nvml, call, period) for name, call, period in self._calls()}
 
@@ -98,7 +98,7 @@ class GpuReader:
             memory_total_bytes=UNSUPPORTED if self.device.memory_bytes is None else value(self.device.memory_bytes),
             temperature_celsius=read["temperature"],
             temperature_limit_celsius=read["temperature_limit"],
-            power_watts=self._power(energy, now),
+            power_watts=self._power(now),
             power_limit_watts=self._power_limit(slow, now),
             energy_joules=self._energy(energy),
             clock_mhz=read["clock"],
@@ -141,16 +141,10 @@ class GpuReader:
             raise self.nvml.NVMLError(self.nvml.NVML_ERROR_NOT_SUPPORTED)
         return used
 
-    def _power(self, energy: Reading, now: float) -> Reading:
-        """The driver's own mean over a second; else the plain call; else a mean from the energy counter."""
+    def _power(self, now: float) -> Reading:
+        """The driver's own mean over a second; else the plain call."""
         told = scaled(self._fields.read(now)[POWER_AVERAGE], 1e-3)
-        mean = scaled(self._counters[ENERGY].rate(energy, now), 1e-3)
-        if told.current is not None:
-            return told
-        plain = self._metrics["power"].read(now)
-        if plain.current is not None or not mean.current:  # a counter that stands still is broken
-            return first_known(plain, told)
-        return mean
+        return told if told.current is not None else first_known(self._metrics["power"].read(now), told)
 
     def _power_limit(self, slow: Mapping[int, Reading], now: float) -> Reading:
         told = scaled(slow[POWER_LIMIT], 1e-3)

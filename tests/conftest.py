@@ -53,6 +53,16 @@ def cores_of_one_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]
     os.close(descriptor)
 
 
+@pytest.fixture(scope="module")
+def one_torch_thread() -> Iterator[None]:
+    """Small tensors are fastest on one thread, as each rank has; a place sets the threads of the whole process."""
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """`fake_nvml(gpus=2, driver=True)` puts a scripted double in the place of pynvml and returns it."""

@@ -44,19 +44,12 @@ def _straight(points: Sequence[Point]) -> Line:
     """Least squares of relative residuals, neither part negative; one point alone is taken to be all slope."""
     if len(points) == 1:
         return Line(0.0, points[0].seconds / points[0].batch)
-    w = [1 / (max(p.error, LEAST_ERROR) * p.seconds) ** 2 for p in points]
-    total = math.fsum(w)
-    mean_b = math.fsum(a * p.batch for a, p in zip(w, points, strict=True)) / total
-    mean_t = math.fsum(a * p.seconds for a, p in zip(w, points, strict=True)) / total
-    spread = math.fsum(a * (p.batch - mean_b) ** 2 for a, p in zip(w, points, strict=True))
-    joint = math.fsum(a * (p.batch - mean_b) * (p.seconds - mean_t) for a, p in zip(w, points, strict=True))
-    slope = joint / spread
-    if slope <= 0:
-        return Line(mean_t, 0.0)
-    if mean_t - slope * mean_b < 0:
-        square = math.fsum(a * p.batch**2 for a, p in zip(w, points, strict=True))
-        return Line(0.0, math.fsum(a * p.batch * p.seconds for a, p in zip(w, points, strict=True)) / square)
-    return Line(mean_t - slope * mean_b, slope)
+    found = _rising(points)
+    if found.fixed >= 0:
+        return found
+    w = _weights(points)
+    square = math.fsum(a * p.batch**2 for a, p in zip(w, points, strict=True))
+    return Line(0.0, math.fsum(a * p.batch * p.seconds for a, p in zip(w, points, strict=True)) / square)
 
 
 def _hinge(points: Sequence[Point]) -> Line:
@@ -80,7 +73,7 @@ def _hinge(points: Sequence[Point]) -> Line:
 
 def _rising(points: Sequence[Point]) -> Line:
     """Least squares of relative residuals, whatever the sign of the fixed part: beyond a knee it may be negative."""
-    w = [1 / (max(p.error, LEAST_ERROR) * p.seconds) ** 2 for p in points]
+    w = _weights(points)
     total = math.fsum(w)
     mean_b = math.fsum(a * p.batch for a, p in zip(w, points, strict=True)) / total
     mean_t = math.fsum(a * p.seconds for a, p in zip(w, points, strict=True)) / total
@@ -88,6 +81,10 @@ def _rising(points: Sequence[Point]) -> Line:
     joint = math.fsum(a * (p.batch - mean_b) * (p.seconds - mean_t) for a, p in zip(w, points, strict=True))
     slope = max(0.0, joint / spread)
     return Line(mean_t - slope * mean_b, slope)
+
+
+def _weights(points: Sequence[Point]) -> list[float]:
+    return [1 / (max(p.error, LEAST_ERROR) * p.seconds) ** 2 for p in points]
 
 
 def _level(points: Sequence[Point]) -> float:

@@ -212,7 +212,9 @@ class ChildProber:
         except BaseException:
             self._end(standing)
             raise
-        self._learn(cast(Built, replies[0]).facts, engine_of(self._job, key))
+        facts = cast(Built, replies[0]).facts
+        asked = engine_of(self._job, key)
+        self._learn(facts, facts.get("engine", asked) if asked not in ("", "auto") else "")
         return standing
 
     def _environment(self, group: list[Device], key: Key) -> ChildEnvironment:
@@ -265,8 +267,7 @@ class ChildProber:
             parts = [self._job.workload, self._job.settings, facts.get("parameters", "")]
             own = facts.get("digest") or blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
             digest = known.workload_digest or own
-            engine = engine if engine not in ("", "auto") else known.engine
-            self._facts = Facts(versions, known.driver, engine, digest)
+            self._facts = Facts(versions, known.driver, engine or known.engine, digest)
 
     def _mishap(self, probe: Probe, mishap: Mishap, phase: str, elapsed_seconds: float) -> Observation:
         key = key_of(probe.layout)

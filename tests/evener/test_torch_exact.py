@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 
 from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
 SCRIPT = Path(__file__).with_name("torch_ranks.py")
 
@@ -33,15 +32,6 @@ def script() -> ModuleType:
 
 
 RANKS = script()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """As every rank has: threads that wait for each other take ten times as long for matrices this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def plan(batches: tuple[int, ...]) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -14,16 +14,8 @@ from torch import nn  # noqa: E402
 from evener.errors import RequestError  # noqa: E402
 from workloads.torch_tiling import cut, run_tiled  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 CPU = [torch.device("cpu")] * 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors are fastest on one thread, and a place sets the threads of the whole process."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def seed_layers() -> nn.Sequential:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,17 +18,9 @@ from workloads.torch_depth import DepthNet  # noqa: E402
 from workloads.torch_placements import cross_entropy, picture_batch  # noqa: E402
 from workloads.torch_tiles import TilesNet  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 CPU = torch.device("cpu")
 TWO = Place(("CPU:0", "CPU:1"), threads=1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors are fastest on one thread, and a place sets the threads of the whole process."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def gradients(make: Callable[[], nn.Module], images: Any, labels: Any) -> list[Any]:

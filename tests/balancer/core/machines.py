@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import msgspec
 from hypothesis import strategies as st
 
+from balancer.core.search import Search
 from balancer.records import Observation, OutOfMemory, Probe, Problem, Timed
 
 
@@ -79,3 +80,14 @@ def benches(draw: st.DrawFn, fewest: int = 1, most: int = 4) -> Bench:
     )
     devices = draw(st.lists(device, min_size=fewest, max_size=most))
     return Bench(tuple(devices), draw(st.sampled_from([0.0, 0.002, 0.05])))
+
+
+def searched(bench: Bench, problem: Problem) -> tuple[Search, list[Observation]]:
+    """A whole search, and what it saw."""
+    search, seen = Search(problem), []
+    while probes := search.ask():
+        for one in bench.measure(probes):
+            seen.append(one)
+            search.tell(one)
+        assert len(seen) < 200, "the search does not end"
+    return search, seen

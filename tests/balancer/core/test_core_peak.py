@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
-from machines import Bench, benches
+from machines import Bench, benches, searched
 
 from balancer.core import peak, solo, view
 from balancer.core.points import Point
 from balancer.core.search import Search
-from balancer.records import Observation, Problem, Timed
+from balancer.records import Observation, Timed
 
 WHOLE = (
     (1, 9.5),
@@ -51,17 +51,6 @@ def seeded(seed: int) -> Bench:
         )
         most.append(round(past * chance.uniform(1.5, 6)))
     return Bench(tuple((0, 0, 0, size) for size in most), 0.001 * chance.uniform(0.5, 5), tuple(curves))
-
-
-def searched(bench: Bench, problem: Problem) -> tuple[Search, list[Observation]]:
-    """A whole search, and what it saw."""
-    search, seen = Search(problem), []
-    while probes := search.ask():
-        for one in bench.measure(probes):
-            seen.append(one)
-            search.tell(one)
-        assert len(seen) < 200, "the search does not end"
-    return search, seen
 
 
 def regret(bench: Bench, tolerance: float = 0.0) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
-from machines import Bench
+from machines import Bench, searched
 
 from balancer.core import split
 from balancer.core.beside import slowed
@@ -21,10 +21,9 @@ from balancer.core.curve import Curve, fit
 from balancer.core.ledger import Device
 from balancer.core.memory import Memory
 from balancer.core.points import Point
-from balancer.core.search import Search
 from balancer.core.stairs import stairs
 from balancer.core.view import View
-from balancer.records import Layout, Observation, Timed
+from balancer.records import Layout, Timed
 
 ERROR = 0.002
 MACHINES = 16
@@ -50,17 +49,6 @@ def seeded(seed: int, devices: int) -> Bench:
         drawn.append((slope * chance.uniform(5, 80), slope, 0, most))
     heights = tuple((fixed + slope * most) / chance.uniform(6, 18) for fixed, slope, _, most in drawn)
     return Bench(tuple(drawn), 0.001 * chance.uniform(1, 10), stairs=heights)
-
-
-def searched(bench: Bench, **options: object) -> tuple[Search, list[Observation]]:
-    """A whole search at tolerance 0, and what it saw."""
-    search, seen = Search(bench.problem(tolerance=0.0, **options)), []
-    while probes := search.ask():
-        for one in bench.measure(probes):
-            seen.append(one)
-            search.tell(one)
-        assert len(seen) < 200, "the search does not end"
-    return search, seen
 
 
 @settings(max_examples=60, deadline=None)
@@ -138,7 +126,7 @@ def test_a_knee_between_batches_is_no_sign_of_contention() -> None:
 def test_layouts_on_two_sides_of_an_edge_are_not_the_same() -> None:
     """Their shares differ by less than a measurement of a smooth curve tells."""
     bench = Bench(((4.0, 0.32, 0, 1135), (6.0, 0.97, 0, 900)), 0.018, stairs=(36.0, 88.0))
-    search, _ = searched(bench)
+    search, _ = searched(bench, bench.problem(tolerance=0.0))
     view: View = search._known().view
     curve = view.beside[0]
     assert curve is not None
@@ -156,7 +144,7 @@ def test_searches_end_near_the_edges(devices: int) -> None:
     missed = []
     for seed in range(MACHINES):
         bench = seeded(seed, devices)
-        search, seen = searched(bench)
+        search, seen = searched(bench, bench.problem(tolerance=0.0))
         best = search.best()
         assert best is not None
         missed.append(1 - bench.rate(best.layout.shares) / best_rate(bench))
@@ -179,7 +167,7 @@ def test_a_fixed_batch_gives_what_it_has_to_spare_to_those_in_doubt() -> None:
     """Of shares that are predicted to be as fast, each device's lies as far below its edge as the sum allows."""
     devices = ((2.653, 0.2594, 0, 479), (5.381, 0.1991, 0, 1775), (8.897, 0.7842, 0, 3755), (20.136, 0.574, 0, 1905))
     bench = Bench(devices, 0.0011, stairs=(9.584, 26.122, 175.536, 81.695))
-    search, seen = searched(bench, global_batch=1024)
+    search, seen = searched(bench, bench.problem(tolerance=0.0, global_batch=1024))
     best = search.best()
     assert best is not None
     assert bench.step(best.layout.shares) == pytest.approx(least_step(bench, 1024), rel=1e-6)
@@ -198,7 +186,7 @@ def least_step(bench: Bench, batch: int) -> float:
 def test_one_device_alone_goes_on_to_the_edge_of_its_best_stair() -> None:
     """With nothing to split, the rounds that splits would have taken go to its own edges."""
     bench = Bench(((4.5, 0.32, 0, 1135),), stairs=(36.4,))
-    search, seen = searched(bench)
+    search, seen = searched(bench, bench.problem(tolerance=0.0))
     best = search.best()
     assert best is not None
     assert bench.rate(best.layout.shares) >= (1 - NEAR) * best_rate(bench)
@@ -210,7 +198,7 @@ def test_one_device_alone_goes_on_to_the_edge_of_its_best_stair() -> None:
 def test_what_a_device_did_at_rest_counts_for_its_stairs() -> None:
     """Its points alone and those with the others at rest show one stair, so all are read together."""
     bench = Bench(((4.5, 0.32, 0, 1135), (60.0, 9.0, 0, 40)), 0.5, stairs=(36.4, 100.0))
-    search, seen = searched(bench)
+    search, seen = searched(bench, bench.problem(tolerance=0.0))
     rested = [one for one in seen if one.probe.stage == "split" and one.probe.layout.kind == "solo"]
     assert rested
     view = search._known().view
@@ -224,7 +212,7 @@ def test_what_a_device_did_at_rest_counts_for_its_stairs() -> None:
 def test_singles_rise_with_their_batches() -> None:
     """The surest batch of one device is never believed to be faster than what was measured of it."""
     bench = seeded(3, 1)
-    search, seen = searched(bench)
+    search, seen = searched(bench, bench.problem(tolerance=0.0))
     ran = sorted((one.probe.layout.global_batch, one.step_seconds) for one in seen if isinstance(one, Timed))
     assert all(a <= b * (1 + 1e-9) for (_, a), (_, b) in pairwise(ran))
     fastest = max(batch / seconds for batch, seconds in ran)
