@@ -108,7 +108,7 @@ def regret(bench: Bench) -> None:
             where = ("--devices", devices, "--workload", workload, "--framework", bench.framework)
             command = [sys.executable, "-m", "benchmarks.grid", str(plan), *where]
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=200, env={**bench.environment, **variables}
+                command, capture_output=True, text=True, timeout=300, env={**bench.environment, **variables}
             )
             found = json.loads(done.stdout) if done.returncode == 0 else done.stderr[-2000:]
             bench.keep(f"grid {workload}", {"command": command[1:], "exit_code": done.returncode, "answer": found})

@@ -74,13 +74,19 @@ def beside(seconds: float, environment: dict[str, str]) -> dict[str, Any]:
         time.sleep(2 * SETTLE_SECONDS)
         alive = {name: screen for name, screen in screens.items() if screen.process.status() != psutil.STATUS_ZOMBIE}
         before = {name: _spent(screen) for name, screen in alive.items()}
+        json_before, parts_before = sum(psutil.Process(reader.pid).cpu_times()[:2]), _threads(alive["evener"])
         began = time.perf_counter()
         smi = []
         while time.perf_counter() - began < seconds:
-            smi.append({"at": time.time(), "rows": _smi()})
+            smi.append({"at": time.time(), "rows": smi()})
             time.sleep(5.0)
         took = time.perf_counter() - began
         costs = {name: _cost(before[name], screen, took) for name, screen in alive.items()}
+        parts = {thread: spent - parts_before.get(thread, 0.0) for thread, spent in _threads(alive["evener"]).items()}
+        costs["evener"]["cpu_percent_by_thread"] = sorted((100 * part / took for part in parts.values()), reverse=True)
+        costs["evener --json"] = {
+            "cpu_percent": 100 * (sum(psutil.Process(reader.pid).cpu_times()[:2]) - json_before) / took
+        }
         reader.terminate()
         reader.wait(timeout=10)
         lines.seek(0)
@@ -92,9 +98,15 @@ def beside(seconds: float, environment: dict[str, str]) -> dict[str, Any]:
     return {"seconds": took, "costs": costs, "did_not_run": missing, "nvidia_smi": smi, "readings": readings}
 
 
-def _smi() -> list[list[str]]:
+def smi() -> list[list[str]]:
+    """nvidia-smi's rows: GPU, utilisation, MiB in use, watts, degrees, clocks of multiprocessors and memory."""
     done = subprocess.run(SMI, capture_output=True, text=True, timeout=20)
     return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+
+
+def _threads(screen: Screen) -> dict[int, float]:
+    """CPU seconds of each thread so far; the first is the one that draws."""
+    return {each.id: each.user_time + each.system_time for each in screen.process.threads()}
 
 
 def _spent(screen: Screen) -> tuple[float, int]:
@@ -102,7 +114,7 @@ def _spent(screen: Screen) -> tuple[float, int]:
     return times.user + times.system, screen.written_bytes
 
 
-def _cost(before: tuple[float, int], screen: Screen, seconds: float) -> dict[str, float]:
+def _cost(before: tuple[float, int], screen: Screen, seconds: float) -> dict[str, Any]:
     cpu, written = _spent(screen)
     return {
         "cpu_percent": 100 * (cpu - before[0]) / seconds,

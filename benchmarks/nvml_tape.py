@@ -1,0 +1,224 @@
+"""Tapes of NVML: what the driver answered to a NvmlSource, with its times, and a double of the module that plays it.
+
+    python -m benchmarks.nvml_tape --out FILE [--seconds 32]
+
+records all GPUs once a second while matrix products run on the last of them for the middle half of that time, with
+nvidia-smi's rows of the same seconds as a witness. A tape is JSON lines: a header, then a line for each question that
+was asked, with every answer that differs from the one before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import ctypes
+import json
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pynvml
+
+from benchmarks.gpu_watch import loaded, smi
+from devices.nvml import NvmlSource
+from devices.nvml_events import address
+from devices.nvml_library import Library
+
+FORMAT = 1
+UNKEYED = "nvmlDeviceGetProcessUtilization"  # its argument is a time, which would make each question another one
+WITNESS_EVERY = 4  # ticks
+Key = tuple[str, int | None, str]  # call or kind, GPU, arguments
+
+
+class Recorder:
+    """The module, or a double of it, with an ear at each of its functions."""
+
+    def __init__(self, library: Library = pynvml) -> None:
+        self._library = library
+        self.began = time.monotonic()
+        self.answers: dict[Key, list[tuple[float, Any]]] = {}
+        self._gpus: dict[int, int] = {}  # by the address of a handle
+        self._sampled: dict[int, int] = {}  # the GPU that a GPM sample was taken of, by its address
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._library, name)
+        if not (name.startswith("nvml") and callable(found)) or name.startswith("nvmlEvent"):
+            return found
+        return lambda *arguments, **keywords: self._call(name, found, *arguments, **keywords)
+
+    def _call(self, name: str, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        handles = [self._gpus[address(each)] for each in arguments if address(each) in self._gpus]
+        gpu = handles[0] if handles else None
+        told = [each for each in (*arguments, *keywords.values()) if isinstance(each, int) and name != UNKEYED]
+        try:
+            answer = call(*arguments, **keywords)
+        except pynvml.NVMLError as error:
+            self._keep((name, gpu, json.dumps(told)), {"error": error.value})
+            raise
+        if name == "nvmlDeviceGetHandleByIndex":
+            self._gpus[address(answer)] = arguments[0]
+        elif name == "nvmlGpmSampleGet":
+            self._sampled[address(arguments[1])] = self._gpus[address(arguments[0])]
+        elif name == "nvmlGpmMetricsGet":
+            self._keep_metrics(arguments[0])
+        elif name == "nvmlDeviceGetFieldValues":
+            for asked, got in zip(arguments[1], answer, strict=True):
+                self._keep(("field", gpu, json.dumps(asked)), [got.nvmlReturn, got.valueType, got.value.ullVal])
+        elif not name.startswith("nvmlGpmSample"):
+            self._keep((name, gpu, json.dumps(told)), _plain(answer))
+        return answer
+
+    def _keep_metrics(self, request: Any) -> None:
+        gpu = self._sampled[address(request.sample1)]
+        for metric in request.metrics[: request.numMetrics]:
+            self._keep(("gpm", gpu, str(metric.metricId)), [metric.nvmlReturn, round(metric.value, 4)])
+
+    def _keep(self, key: Key, answer: Any) -> None:
+        answers = self.answers.setdefault(key, [])
+        if not answers or answers[-1][1] != answer:
+            answers.append((round(time.monotonic() - self.began, 3), answer))
+
+    def lines(self, **header: Any) -> list[str]:
+        """The tape."""
+        rows = ({"call": key[0], "gpu": key[1], "of": key[2], "answers": kept} for key, kept in self.answers.items())
+        return [json.dumps(row, separators=(",", ":")) for row in ({"nvml_tape": FORMAT, **header}, *rows)]
+
+
+class Player:
+    """The module's double: each question is answered as it was at the tape's time `now`, which a test moves on.
+
+    A question that is not on the tape raises KeyError: it needs another recording.
+    """
+
+    def __init__(self, path: Path) -> None:
+        header, *rows = map(json.loads, path.read_text().splitlines())
+        if header.get("nvml_tape") != FORMAT:
+            raise ValueError(f"{path} is no tape of format {FORMAT}.")
+        self.header: dict[str, Any] = header
+        self.now = 0.0
+        self._answers: dict[Key, list[tuple[float, Any]]] = {
+            (row["call"], row["gpu"], row["of"]): row["answers"] for row in rows
+        }
+        self._samples: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("nvml") or not callable(getattr(pynvml, name)):
+            return getattr(pynvml, name)
+        return lambda *arguments, **keywords: self._call(name, *arguments, **keywords)
+
+    def nvmlInit(self) -> None:  # noqa: N802 - the names are the module's
+        """It is always there."""
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        """Nothing is held."""
+
+    def nvmlEventSetCreate(self) -> None:  # noqa: N802
+        """Events are not on tapes."""
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> _Handle:  # noqa: N802
+        """A handle is the number behind it."""
+        return _Handle(index)
+
+    def nvmlDeviceGetFieldValues(self, handle: _Handle, fields: list[Any]) -> Any:  # noqa: N802
+        """Each field by itself, so that other batches than those of the recording can be asked."""
+        values = (pynvml.c_nvmlFieldValue_t * len(fields))()
+        for value, asked in zip(values, fields, strict=True):
+            value.nvmlReturn, value.valueType, value.value.ullVal = self._at("field", handle.gpu, json.dumps(asked))
+        return values
+
+    def nvmlGpmSampleAlloc(self) -> Any:  # noqa: N802
+        """Room for the number of a GPU."""
+        self._samples.append(ctypes.create_string_buffer(8))
+        return ctypes.cast(self._samples[-1], pynvml.c_nvmlGpmSample_t)
+
+    def nvmlGpmSampleFree(self, sample: Any) -> None:  # noqa: N802
+        """Python frees it."""
+
+    def nvmlGpmSampleGet(self, handle: _Handle, sample: Any) -> Any:  # noqa: N802
+        """The sample notes whose it is."""
+        ctypes.cast(sample, ctypes.POINTER(ctypes.c_int64))[0] = handle.gpu
+        return sample
+
+    def nvmlGpmMetricsGet(self, request: Any) -> Any:  # noqa: N802
+        """The metrics as they were."""
+        gpu = ctypes.cast(request.sample1, ctypes.POINTER(ctypes.c_int64))[0]
+        for metric in request.metrics[: request.numMetrics]:
+            metric.nvmlReturn, metric.value = self._at("gpm", gpu, str(metric.metricId))
+        return request
+
+    def _call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
+        gpu = next((each.gpu for each in arguments if isinstance(each, _Handle)), None)
+        told = [each for each in (*arguments, *keywords.values()) if isinstance(each, int) and name != UNKEYED]
+        answer = self._at(name, gpu, json.dumps(told))
+        if isinstance(answer, dict) and "error" in answer:
+            raise pynvml.NVMLError(answer["error"])
+        return _thing(answer)
+
+    def _at(self, *key: Any) -> Any:
+        answers = self._answers[key]
+        return answers[max(0, bisect.bisect_right(answers, self.now, key=lambda entry: entry[0]) - 1)][1]
+
+
+class _Handle:
+    def __init__(self, gpu: int) -> None:
+        self.gpu = gpu
+
+
+class _Thing:
+    """A structure of the module, by its members' names."""
+
+    def __init__(self, members: dict[str, Any]) -> None:
+        self.__dict__.update(members)
+
+
+def _plain(answer: Any) -> Any:
+    """What JSON can hold of an answer."""
+    if isinstance(answer, list | tuple):
+        return [_plain(each) for each in answer]
+    if isinstance(answer, bytes):
+        return answer.decode(errors="replace")
+    if answer is None or isinstance(answer, int | float | str):
+        return answer
+    names = [name for name, *_ in getattr(answer, "_fields_", ())] or list(vars(answer))
+    members = {name: getattr(answer, name) for name in names}
+    return {name: member for name, member in members.items() if member is None or isinstance(member, int | float | str)}
+
+
+def _thing(answer: Any) -> Any:
+    if isinstance(answer, list):
+        return [_thing(each) for each in answer]
+    return _Thing(answer) if isinstance(answer, dict) else answer
+
+
+def main() -> None:
+    """Record."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=int, default=32)
+    options = parser.parse_args()
+    recorder = Recorder()
+    source = NvmlSource(library=recorder)
+    last, busy = len(source.devices()) - 1, (options.seconds // 4, 3 * options.seconds // 4)
+    ticks: list[float] = []
+    witness = []
+    with ExitStack() as load:
+        for second in range(options.seconds):
+            if second == busy[0]:
+                load.enter_context(loaded([last], options.seconds))
+            if second == busy[1]:
+                load.close()
+            time.sleep(max(0.0, recorder.began + second - time.monotonic()))
+            ticks.append(round(time.monotonic() - recorder.began, 3))
+            source.sample()
+            if second % WITNESS_EVERY == WITNESS_EVERY - 1:
+                witness.append([round(time.monotonic() - recorder.began, 3), smi()])
+    source.close()
+    note = f"matrix products on GPU {last} from second {busy[0]} to {busy[1]}, their start and end included"
+    options.out.write_text("\n".join(recorder.lines(note=note, ticks=ticks, nvidia_smi=witness)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
