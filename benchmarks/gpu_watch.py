@@ -76,9 +76,9 @@ def beside(seconds: float, environment: dict[str, str]) -> dict[str, Any]:
         before = {name: _spent(screen) for name, screen in alive.items()}
         json_before, parts_before = sum(psutil.Process(reader.pid).cpu_times()[:2]), _threads(alive["evener"])
         began = time.perf_counter()
-        smi = []
+        witness = []
         while time.perf_counter() - began < seconds:
-            smi.append({"at": time.time(), "rows": smi()})
+            witness.append({"at": time.time(), "rows": smi()})
             time.sleep(5.0)
         took = time.perf_counter() - began
         costs = {name: _cost(before[name], screen, took) for name, screen in alive.items()}
@@ -95,7 +95,7 @@ def beside(seconds: float, environment: dict[str, str]) -> dict[str, Any]:
     missing = {
         name: bytes(screens[name].seen[-300:]).decode(errors="replace") for name in screens.keys() - alive.keys()
     }
-    return {"seconds": took, "costs": costs, "did_not_run": missing, "nvidia_smi": smi, "readings": readings}
+    return {"seconds": took, "costs": costs, "did_not_run": missing, "nvidia_smi": witness, "readings": readings}
 
 
 def smi() -> list[list[str]]:
