@@ -63,10 +63,14 @@ def failures(found: Comparison, labels: Sequence[str]) -> tuple[str, ...]:
 def left_out(found: Comparison, labels: Sequence[str]) -> tuple[str, ...]:
     """What the budget did not suffice for, and one that should; and what was measured smaller than was meant."""
     missing = [name(one, len(labels)) for one in found.unmeasured()]
+    larger = [name(one, len(labels)) for one in found.ungrown()]
     lines = []
-    if missing and found.problem.budget_seconds is not None:
-        enough = STEP_SECONDS * math.ceil(MARGIN * found.enough_seconds() / STEP_SECONDS)
-        lines.append(f"The budget left no time to measure {listed(missing)}; --budget {enough}s should do.")
+    if found.problem.budget_seconds is not None and (missing or larger):
+        enough = f"--budget {STEP_SECONDS * math.ceil(MARGIN * found.enough_seconds() / STEP_SECONDS)}s should do"
+        if missing:
+            lines.append(f"The budget left no time to measure {listed(missing)}; {enough}.")
+        if larger:
+            lines.append(f"Packs still gained when the budget left no time for a {listed(larger)}; {enough}.")
     for wished, instead in found.retreats():
         if found.timed(instead.layout):
             lines.append(

@@ -9,7 +9,7 @@ import msgspec
 from balancer.compare.entrants import Entrants
 from balancer.compare.layouts import Candidate, Knob, PackMode, Wanted
 from balancer.compare.packing import Packing
-from balancer.compare.purse import Part, Purse
+from balancer.compare.purse import GROWN_BY, Part, Purse
 from balancer.compare.rank import ENOUGH_TURNS, MOST_TURNS, Standing, contenders, ranked
 from balancer.compare.scout import Scout
 from balancer.compare.told import FIRST, Told
@@ -38,7 +38,7 @@ class Comparison:
         """What to measure now, at the same time; empty when the comparison is over. Asking changes nothing."""
         if probes := self._scout.ask():
             return probes
-        for stage in (self._measure_once, self._grow, self._race, self._try_knobs):
+        for stage in (self._measure_once, self._grow, self._measure_copies, self._race, self._try_knobs):
             probe = stage()
             if probe is not None:
                 return (probe,)
@@ -112,9 +112,17 @@ class Comparison:
         turns = self._with_earlier(self._race_turns())
         return tuple(one for one in self._runners() if not turns[one.layout] and not one.extra)
 
+    def ungrown(self) -> tuple[Candidate, ...]:
+        """The next packs in each mode that still gained with its last one, when its part of the budget was spent."""
+        found = [packing.next_layout() for _, packing in self._packings() if packing.still_gains]
+        return tuple(Candidate("pack", layout) for layout in found if layout is not None)
+
     def enough_seconds(self) -> float:
-        """A budget that should have sufficed to measure every layout once."""
-        return self._told.spent_seconds() + self._purse().costs.total(one.layout for one in self.unmeasured())
+        """A budget that should have sufficed to measure every layout once, and another pack of each mode."""
+        costs, spent = self._purse().costs, self._told.spent_seconds()
+        once = spent + costs.total(one.layout for one in self.unmeasured())
+        grown = costs.total(one.layout for one in self.ungrown())
+        return max(once, (self._told.spent_seconds(until=FIRST) + grown) / GROWN_BY) if grown else once
 
     def broken(self) -> tuple[tuple[Candidate, Observation], ...]:
         """The layouts of the race that did not run, and what came instead."""
@@ -134,16 +142,27 @@ class Comparison:
 
     def _measure_once(self) -> Probe | None:
         """The first turn: of those without one, the cheapest; what a short budget can't pay is left out last."""
+        return self._first_turn([one for one in self._left() if not _copies(one)])
+
+    def _measure_copies(self) -> Probe | None:
+        """The first turn of what has as many trainings as packs ended with."""
+        return self._first_turn([one for one in self._left() if _copies(one)])
+
+    def _left(self) -> list[Candidate]:
+        """The layouts that had no turn."""
         turns = self._race_turns()
-        left = [one for one in self._runners() if not turns[one.layout]]
-        if not left:
+        return [one for one in self._runners() if not turns[one.layout]]
+
+    def _first_turn(self, wanted: Sequence[Candidate]) -> Probe | None:
+        if not wanted:
             return None
         purse = self._purse(self._knobs_to_come())
-        layout = min(left, key=lambda one: (one.extra, purse.costs.least(one.layout))).layout
+        layout = min(wanted, key=lambda one: (one.extra, purse.costs.least(one.layout))).layout
         if not purse.affords("first", layout):
             return None
         stage: Stage = "pack" if layout.kind == "pack" and layout.placement != "logical" else "race"
-        probes = len(left) + (ENOUGH_TURNS - 1) * len(turns)
+        left = self._left()
+        probes = len(left) + (ENOUGH_TURNS - 1) * len(self._race_turns())
         others = purse.costs.total(other.layout for other in left if other.layout != layout and not other.extra)
         seconds = self._purse(self._knobs_to_come() + others).seconds("first", layout, probes)
         return Probe(layout, stage, seconds, FIRST)
@@ -264,6 +283,11 @@ class Comparison:
         if probe.turn >= KNOB_TURNS:
             return "Measures the winner with other knobs, in turns."
         return f"Races the layouts, turn {probe.turn + 1}."
+
+
+def _copies(one: Candidate) -> bool:
+    """Whether a layout takes its number of trainings from another mode of packing, and so waits for it."""
+    return one.layout.placement == "logical"
 
 
 def _running(

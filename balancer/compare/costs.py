@@ -6,6 +6,7 @@ first of all and so the slowest: what they have read from the disk is in memory 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 import msgspec
@@ -40,11 +41,17 @@ class Costs:
         if own:
             paid = [seconds for seconds in own if seconds]
             return min(paid) if len(paid) > 1 else 0.0
-        if layout.kind == "pack":
-            each = [s.start_seconds / s.probe.layout.processes for s in self._seen if s.probe.layout.kind == "pack"]
-            if each:
-                return median(each) * layout.processes
+        if layout.kind == "pack" and (starts := self._pack_starts()):
+            return _along(starts, layout.processes)
         return solo_start(self._seen) * STARTS[layout.kind] * layout.processes
+
+    def _pack_starts(self) -> list[tuple[int, float]]:
+        """(trainings, seconds that their start took) in rising number; the middle of several."""
+        found: defaultdict[int, list[float]] = defaultdict(list)
+        for seen in self._seen:
+            if seen.probe.layout.kind == "pack" and seen.start_seconds:
+                found[seen.probe.layout.processes].append(seen.start_seconds)
+        return [(size, median(seconds)) for size, seconds in sorted(found.items())]
 
     def overhead(self, layout: Layout) -> float:
         """What the probe takes beside its start and the time that it is given to measure."""
@@ -66,6 +73,14 @@ def solo_start(seen: Iterable[Timed]) -> float:
 def _crew(layout: Layout) -> Layout:
     """The layout without its sizes: what runs on the same children reads equal."""
     return msgspec.structs.replace(layout, shares=tuple(int(share > 0) for share in layout.shares))
+
+
+def _along(starts: list[tuple[int, float]], processes: int) -> float:
+    """Seconds to start so many trainings: in proportion, or less where a second size shows that cores are free."""
+    (least, quickest), (most, longest) = starts[0], starts[-1]
+    each = longest / most
+    slope = each if most == least else min(each, max(0.0, (longest - quickest) / (most - least)))
+    return max(0.0, longest + slope * (processes - most))
 
 
 def _rates(seen: Iterable[Timed]) -> dict[int, float]:

@@ -54,6 +54,12 @@ class Packing:
         ran = [seen for seen in self._by_size.get(size or 0, []) if isinstance(seen, Timed)]
         return max(ran, key=lambda seen: seen.samples_per_second).probe.layout if ran else None
 
+    @property
+    def still_gains(self) -> bool:
+        """Whether the most trainings that were tried are the best so far."""
+        rates = self._rates()
+        return len(rates) > 1 and best_size(rates) == max(rates)
+
     def refused(self) -> Observation | None:
         """What came of the fewest trainings, if none of more than one ever ran."""
         return None if not self.seen or any(isinstance(seen, Timed) for seen in self.seen) else self.seen[0]

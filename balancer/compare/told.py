@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -64,14 +65,17 @@ class Told:
         """Everything that ran."""
         return [seen for seen in self._seen.values() if isinstance(seen, Timed)]
 
-    def spent_seconds(self) -> float:
-        """What all probes cost; solo probes of one turn run at the same time, everything else one after another."""
+    def spent_seconds(self, until: float = math.inf) -> float:
+        """What all probes cost, those of the race up to the turn `until`.
+
+        Solo probes of one turn run at the same time, everything else one after another.
+        """
         together: defaultdict[int, float] = defaultdict(float)
         total = 0.0
         for (stage, turn, _), seen in self._seen.items():
             if stage == "solo":
                 together[turn] = max(together[turn], seen.elapsed_seconds)
-            else:
+            elif stage != "race" or turn <= until:
                 total += seen.elapsed_seconds
         return total + sum(together.values())
 

@@ -6,10 +6,14 @@ import threading
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from balancer.compare.comparison import BUDGET, Comparison
-from balancer.compare.layouts import Placement, Wanted, smaller
+from balancer.compare.costs import Costs
+from balancer.compare.layouts import PackMode, Placement, Wanted, smaller
 from balancer.compare.ration import within
+from balancer.compare.told import Told
 from balancer.compared import left_out
 from balancer.core.search import Search
 from balancer.probes.simulated import SimulatedProber
@@ -105,6 +109,60 @@ def test_what_a_budget_can_not_hold_is_the_dearest_and_is_told_with_one_that_can
     enough = float(sentence.partition("--budget ")[2].partition("s should")[0])
     assert 70 < enough < 400
     assert compared(enough, 12.0)[0].unmeasured() == ()
+
+
+def packed(budget: float | None, start: float, *modes: PackMode) -> tuple[Comparison, SlowStarts]:
+    """One device, of which packs get more up to six trainings, to the end of its comparison."""
+    device = msgspec.structs.replace(machine().devices[0], pack_gain=((1, 1.0), (6, 2.5), (40, 2.0)))
+    of = Machine((device,), Sync(1.0))
+    prober = SlowStarts(of, start)
+    problem = Problem(1, (of.usable_memory_bytes(0),), global_batch=64, budget_seconds=budget)
+    return prober.run(Comparison(problem, Wanted(("solo", "pack"), pack_modes=modes))), prober
+
+
+def test_packs_that_still_gained_are_told_with_a_budget_that_tries_another() -> None:
+    comparison, _ = packed(60.0, 3.0, "")
+    (larger,) = comparison.ungrown()
+    (sentence,) = left_out(comparison, ("SIM:0",))
+    assert f"pack of {larger.layout.processes}" in sentence
+    enough = float(sentence.partition("--budget ")[2].partition("s should")[0])
+    assert 60 < enough < 200
+    again, _ = packed(enough, 3.0, "")
+    assert larger.layout in [seen.probe.layout for seen in again.packs()[""]]
+
+
+def test_packs_that_were_grown_to_their_best_are_no_matter_of_budget() -> None:
+    comparison, _ = packed(600.0, 3.0, "")
+    assert left_out(comparison, ("SIM:0",)) == ()
+    assert comparison.standings()[0].candidate.layout.processes in (5, 6, 7)
+
+
+@pytest.mark.parametrize("budget", [120.0, 600.0, None])
+def test_equal_parts_of_the_memory_wait_for_the_number_of_trainings(budget: float | None) -> None:
+    """Their children are started once, with as many trainings as ran best."""
+    comparison, prober = packed(budget, 2.0, "", "logical")
+    best = max(comparison.packs()[""], key=lambda seen: seen.samples_per_second if isinstance(seen, Timed) else 0.0)
+    sizes = {probe.layout.processes for probe in prober.asked if probe.layout.placement == "logical"}
+    assert len(sizes) == 1
+    assert abs(sizes.pop() - best.probe.layout.processes) <= 1, "of equals the fewest"
+    assert comparison.unmeasured() == ()
+
+
+@given(st.floats(0.1, 60), st.floats(0, 60), st.integers(2, 30), st.integers(1, 30), st.integers(1, 50))
+def test_a_larger_pack_starts_no_slower_than_in_proportion(
+    first: float, more: float, least: int, further: int, processes: int
+) -> None:
+    """And no quicker than the largest known, if it is larger; two sizes that took the same promise the same."""
+    told = Told()
+    for size, seconds in ((least, first), (least + further, first + more)):
+        probe = Probe(Layout("pack", (8,), size), "pack", 1.0)
+        told.add(Timed(probe, 0.1, 0.1, 0.1, 10, (None,), (None,), 0.1, seconds + 1, start_seconds=seconds))
+    most = least + further
+    asked = Costs(told).start(Layout("pack", (8,), most + processes))
+    assert first + more <= asked * (1 + 1e-9)
+    assert asked <= (first + more) / most * (most + processes) * (1 + 1e-9)
+    if not more:
+        assert asked == pytest.approx(first)
 
 
 def test_without_a_budget_nothing_is_left_out() -> None:
