@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 SIZES = (1_000, 78_923_530)  # floats: the second are keras_maxer's gradients
-REPEATS = {1_000: 100}  # sums to time; few of a large size
-FEW = 5
+WARM_UPS, REPEATS = 5, 40  # sums; memory is taken and kernels are loaded in the first
 WAYS = {"evener": "evener", "strategy": "the strategy, by evener's choice", "itself": "the strategy, by its own choice"}
 
 
@@ -71,13 +70,14 @@ def timed(options: argparse.Namespace) -> list[float]:
     add = adder(options)
     seconds = []
     for size in options.sizes:
-        tensors, repeats = [tf.ones([size])], REPEATS.get(size, FEW)
-        float(add(tensors)[0][0])  # traced, and each process has come so far
+        tensors = [tf.ones([size])]
+        for _ in range(WARM_UPS):
+            float(add(tensors)[0][0])  # each process has come so far
         began = time.perf_counter()
-        for _ in range(repeats):
+        for _ in range(REPEATS):
             (total,) = add(tensors)
         float(total[0])
-        seconds.append((time.perf_counter() - began) / repeats)
+        seconds.append((time.perf_counter() - began) / REPEATS)
     return seconds
 
 
