@@ -1,8 +1,9 @@
 """What summing gradients between TensorFlow's processes costs: `python -m benchmarks.collectives [--processes 2]`.
 
-Each process has a GPU, or none at all where there are none, and sums tensors of the sizes asked for as a training step
-does. Rows: as evener does it, as MultiWorkerMirroredStrategy does with the same choice (NCCL between GPUs), and as it
-does when it chooses by itself (gRPC). Milliseconds a sum.
+Each process has a GPU, or none at all where there are none, and sums tensors of the sizes asked for in a graph, as a
+training step does, each sum of what the one before gave. Rows: as evener does it, as MultiWorkerMirroredStrategy does
+with the same choice (NCCL between GPUs), and as it does when it chooses by itself (gRPC). Milliseconds a sum, the
+middle of several graphs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -19,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 SIZES = (1_000, 78_923_530)  # floats: the second are keras_maxer's gradients
-WARM_UPS, REPEATS = 5, 40  # sums; memory is taken and kernels are loaded in the first
+SUMS = {1_000: 100}  # in a graph; fewer of a larger size
+FEW = 4
+GRAPHS, WARM_UPS = 5, 1  # run one after another; in the first, memory is taken and kernels are loaded
 WAYS = {"evener": "evener", "strategy": "the strategy, by evener's choice", "itself": "the strategy, by its own choice"}
 
 
@@ -65,42 +69,51 @@ def timed(options: argparse.Namespace) -> list[float]:
     """Seconds of a sum for each size, in this process of a group."""
     import tensorflow as tf
 
-    for gpu in tf.config.list_physical_devices("GPU"):
-        tf.config.experimental.set_memory_growth(gpu, True)
-    add = adder(options)
-    seconds = []
-    for size in options.sizes:
-        tensors = [tf.ones([size])]
-        for _ in range(WARM_UPS):
-            float(add(tensors)[0][0])  # each process has come so far
-        began = time.perf_counter()
-        for _ in range(REPEATS):
-            (total,) = add(tensors)
-        float(total[0])
-        seconds.append((time.perf_counter() - began) / REPEATS)
-    return seconds
-
-
-def adder(options: argparse.Namespace) -> Callable[[list[Any]], list[Any]]:
-    """What sums tensors over the processes, as `--way` says."""
-    import tensorflow as tf
-
     from evener.keras_split import workers
 
+    for gpu in tf.config.list_physical_devices("GPU"):
+        tf.config.experimental.set_memory_growth(gpu, True)
     if options.way == "itself":
         workers.communication = tf.distribute.experimental.CommunicationOptions
     group = workers.Group(options.peers, options.rank)
-    if options.way == "evener":
-        return group.sum_now
+    add = adder(group, options.way)
+    seconds = []
+    for size in options.sizes:
+        sums = SUMS.get(size, FEW)
+        step = tf.function(chain(add, sums), autograph=False)
+        took = []
+        for _ in range(WARM_UPS + GRAPHS):
+            began = time.perf_counter()
+            float(step(tf.ones([size]))[0])
+            took.append((time.perf_counter() - began) / sums)
+        seconds.append(statistics.median(took[WARM_UPS:]))
+    return seconds
+
+
+def chain(add: Callable[[list[Any]], list[Any]], sums: int) -> Callable[[Any], Any]:
+    """So many sums of one tensor, each of a part of what the one before gave."""
+
+    def chained(tensor: Any) -> Any:
+        for _ in range(sums):
+            (total,) = add([tensor])
+            tensor = total * 0.5
+        return tensor
+
+    return chained
+
+
+def adder(group: Any, way: str) -> Callable[[list[Any]], list[Any]]:
+    """What sums tensors over the processes."""
+    import tensorflow as tf
+
+    if way == "evener":
+        return group.sum
 
     def reduce(tensors: list[Any]) -> Any:
         context = tf.distribute.get_replica_context()
         return context.all_reduce(tf.distribute.ReduceOp.SUM, [tf.identity(tensor) for tensor in tensors])
 
-    add: Callable[[list[Any]], list[Any]] = tf.function(
-        lambda tensors: group.strategy.run(reduce, args=(tensors,)), autograph=False
-    )
-    return add
+    return lambda tensors: group.strategy.run(reduce, args=(tensors,))
 
 
 if __name__ == "__main__":
