@@ -168,14 +168,14 @@ class Comparison:
         return Probe(layout, stage, seconds, FIRST)
 
     def _grow(self) -> Probe | None:
-        """Larger packs, while another turn of every layout can be paid as well."""
+        """Larger packs, the smallest of all modes first, while another turn of every layout can be paid as well."""
         wanted = [layout for _, packing in self._packings() if (layout := packing.next_layout()) is not None]
         if not wanted or self._raced():
             return None
         costs = self._purse().costs
         turn = costs.total(one.layout for one in self._runners())
         purse = self._purse(turn + self._knobs_to_come())
-        for layout in wanted:
+        for layout in sorted(wanted, key=lambda one: one.processes):
             if purse.affords("grow", layout):
                 return Probe(layout, "pack", purse.seconds("grow", layout, 6))
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -40,10 +41,16 @@ class SlowStarts:
             probes = comparison.ask()
             if not probes:
                 return comparison
-            for seen in self._prober.measure(probes, lambda _: None, threading.Event()):
-                self.asked.append(seen.probe)
-                comparison.tell(self._late(seen))
+            for probe, seen in zip(probes, self._measured(probes), strict=True):
+                self.asked.append(probe)
+                comparison.tell(self._late(msgspec.structs.replace(seen, probe=probe)))
         raise AssertionError("a comparison ends")
+
+    def _measured(self, probes: Sequence[Probe]) -> list[Observation]:
+        """As plain processes: simulated devices know no other mode of packing."""
+        plain = [_plain(probe) for probe in probes]
+        seen = {one.probe: one for one in self._prober.measure(plain, lambda _: None, threading.Event())}
+        return [seen[probe] for probe in plain]
 
     def _late(self, seen: Observation) -> Observation:
         layout = seen.probe.layout
@@ -55,6 +62,12 @@ class SlowStarts:
         if not isinstance(seen, Timed):
             return seen
         return msgspec.structs.replace(seen, start_seconds=start, elapsed_seconds=seen.elapsed_seconds + start)
+
+
+def _plain(probe: Probe) -> Probe:
+    if probe.layout.kind != "pack":
+        return probe
+    return msgspec.structs.replace(probe, layout=msgspec.structs.replace(probe.layout, placement=""))
 
 
 def machine(per_sample_ms: float = 0.8) -> Machine:
@@ -135,6 +148,17 @@ def test_packs_that_were_grown_to_their_best_are_no_matter_of_budget() -> None:
     comparison, _ = packed(600.0, 3.0, "")
     assert left_out(comparison, ("SIM:0",)) == ()
     assert comparison.standings()[0].candidate.layout.processes in (5, 6, 7)
+
+
+def test_modes_of_packing_grow_in_step() -> None:
+    """So that time which ends early ends early for both."""
+    comparison, prober = packed(90.0, 2.0, "", "mps")
+    grown = [probe.layout for probe in prober.asked if probe.stage == "pack"]
+    assert len(grown) >= 4
+    assert [layout.processes for layout in grown] == sorted(layout.processes for layout in grown)
+    plain, mps = (sum(layout.placement == mode for layout in grown) for mode in ("", "mps"))
+    assert abs(plain - mps) <= 1
+    assert len(comparison.ungrown()) == 2
 
 
 @pytest.mark.parametrize("budget", [120.0, 600.0, None])
