@@ -15,6 +15,10 @@ from devices.nvml import NvmlSource
 from devices.surroundings import Surroundings
 from devices.trainings import TrainingRates
 
+TAPE = Path(__file__).parents[1] / "recorded" / "h200x2-nvml.tape"
+LOADED = slice(14, 24)  # ticks, a second each, with matrix products on the second GPU all the while
+MIB = 1 << 20
+
 
 def sampled(library: Any, clock: Callable[[], float], times: int, move: Callable[[int], None]) -> list[Snapshot]:
     """Looks at what a library tells, `move` being told the number of each before it."""
@@ -62,3 +66,81 @@ def test_what_is_no_tape_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match="no tape"):
         Player(tmp_path / "other.jsonl")
+
+
+@pytest.fixture(scope="module")
+def tape() -> Player:
+    """Two H200: idle, then matrix products on the second, then idle again."""
+    return Player(TAPE)
+
+
+@pytest.fixture(scope="module")
+def seen(tape: Player) -> list[Snapshot]:
+    """What evener reads of the tape, at each of its ticks."""
+    ticks = tape.header["ticks"]
+
+    def wind(look: int) -> None:
+        tape.now = ticks[look] + 0.1  # the answers of a tick came in its first tenth
+
+    return sampled(tape, lambda: tape.now, len(ticks), wind)
+
+
+def test_every_reading_is_what_nvidia_smi_said(tape: Player, seen: list[Snapshot]) -> None:
+    assert len(tape.header["nvidia_smi"]) == 8
+    for at, rows in tape.header["nvidia_smi"]:
+        snapshot = seen[int(at)]
+        for device, row in zip(snapshot.devices, rows, strict=True):
+            utilization, used, watts, celsius, clock = map(float, row[1:6])
+            assert device.utilization_percent.value == utilization
+            assert (device.memory_used_bytes.value or 0) / MIB == pytest.approx(used, abs=1)
+            assert device.power_watts.value == pytest.approx(watts, rel=0.03)
+            assert device.temperature_celsius.value == pytest.approx(celsius, abs=3)
+            assert device.clock_mhz.value == pytest.approx(clock, rel=0.05)
+
+
+def test_a_gpu_at_its_power_cap_is_shown_as_one(seen: list[Snapshot]) -> None:
+    idle, busy = (snapshot.devices for snapshot in (seen[6], seen[22]))
+    for device in (*idle, busy[0]):
+        assert (device.utilization_percent.value, device.sm_percent.value) == (0, 0)
+        assert (device.throttled_percent.value, device.throttle_reasons) == (0, ())
+    products = busy[1]
+    assert products.utilization_percent.value == 100
+    assert (products.sm_percent.value or 0) > 95
+    assert (products.tensor_percent.value or 0) > 90
+    assert 10 < (products.dram_percent.value or 0) < 25
+    assert products.power_watts.value == pytest.approx(products.power_limit_watts.value, rel=0.02)
+    assert (products.throttled_percent.value or 0) > 95
+    assert products.throttle_reasons == ("power cap",)
+
+
+def test_energy_is_the_sum_of_the_power(seen: list[Snapshot]) -> None:
+    """By two different counters of the driver: one of energy, one of mean power over a second."""
+    counted_at = 30  # the last tick at which the counter of energy was asked
+    for place in (0, 1):
+        watts = [snapshot.devices[place].power_watts.value or 0.0 for snapshot in seen[1 : counted_at + 1]]
+        assert seen[counted_at].devices[place].energy_joules.value == pytest.approx(sum(watts), rel=0.03)
+
+
+def test_a_process_is_there_while_it_runs_and_on_its_gpus(seen: list[Snapshot]) -> None:
+    """It computed on the second; its library held memory on the first, too."""
+    for snapshot in (*seen[:11], *seen[27:]):
+        assert snapshot.processes == ()
+    for snapshot in seen[19:24]:
+        first, second = snapshot.processes
+        assert first.pid == second.pid
+        assert (first.device_label, second.device_label) == ("GPU:0", "GPU:1")
+        assert (second.memory_bytes.value or 0) / MIB == pytest.approx(874, abs=1)
+        assert (second.sm_percent.value or 0) > 90
+        assert (first.sm_percent.value or 0) < 5
+
+
+def test_nothing_that_an_h200_tells_is_missing(seen: list[Snapshot]) -> None:
+    """It has no fan, and these had no link in use."""
+    absent = {"fan_percent", "samples_per_second"}
+    for snapshot in seen[LOADED]:
+        assert snapshot.driver == "580.159.04"
+        assert snapshot.notes == ()
+        for device in snapshot.devices:
+            readings = {name: getattr(device, name) for name in device.__struct_fields__}
+            unknown = {name for name, told in readings.items() if isinstance(told, Reading) and told.value is None}
+            assert unknown == absent
