@@ -6,6 +6,7 @@ Pure integer arithmetic, shared by the search and by both adapters, so that what
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -40,7 +41,7 @@ def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
     A device with ratio 0 gets none. Ties go to the earlier device.
     """
     check_ratios(ratios)
-    _check_batch(batch)
+    batch = _check_batch(batch)
     active = [i for i, ratio in enumerate(ratios) if ratio > 0]
     sizes = [0] * len(ratios)
     if batch <= len(active):
@@ -55,9 +56,21 @@ def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _check_batch(batch: int) -> None:
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 0:
+def whole_number(value: object) -> int | None:
+    """An int of what counts as one, NumPy's and PyTorch's too; None for all else, True and False included."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _check_batch(batch: int) -> int:
+    whole = whole_number(batch)
+    if whole is None or whole < 0:
         raise RequestError(f"A batch of {batch!r} samples can't be split.", "Give a whole number of samples.")
+    return whole
 
 
 def _whole_parts(ratios: Sequence[float]) -> list[int]:
@@ -81,7 +94,10 @@ def _settle(sizes: list[int], quotas: dict[int, int], unit: int, batch: int) -> 
 
 def even(batch: int, devices: int) -> tuple[int, ...]:
     """Split `batch` as evenly as whole samples allow; the first devices take the rest."""
-    return apportion(batch, [1.0] * devices)
+    if devices < 1:
+        raise RequestError(f"A batch can't be split over {devices} devices.", "Name at least one.")
+    each, rest = divmod(_check_batch(batch), devices)
+    return tuple(each + (i < rest) for i in range(devices))
 
 
 def bounds(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:

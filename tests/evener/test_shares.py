@@ -72,6 +72,7 @@ def test_a_larger_ratio_never_gets_less(batch: int, ratios: list[int]) -> None:
 @given(st.integers(0, 10**6), st.integers(1, 64))
 def test_even_shares_differ_by_at_most_one(batch: int, devices: int) -> None:
     sizes = even(batch, devices)
+    assert sizes == apportion(batch, [1.0] * devices)
     assert sum(sizes) == batch
     assert max(sizes) - min(sizes) <= 1
     assert list(sizes) == sorted(sizes, reverse=True)
