@@ -151,13 +151,14 @@ def _favourites(view: View) -> list[Layout]:
         surest = view.surest_split if view.splits else None  # what was measured has no room any more
         return [view.layout(surest)] if surest and _surely_fits(view, view.layout(surest)) else []
     layouts = [chosen.layout]
-    for wanted in (view.tolerable, view.insured, view.surest_split, view.likely_split, view.fastest_split):
+    for wanted in (view.surest_split, view.likely_split, view.tolerable, view.insured, view.fastest_split):
         if wanted is None or not _surely_fits(view, view.layout(wanted)):
             continue
         layout = view.layout(wanted)
         better = wanted.samples_per_second > view.predicted_rate(chosen.layout) * (1 + UNMEASURABLE)
         other = abs(layout.global_batch / chosen.layout.global_batch - 1) > OTHER_BATCH
-        if other if wanted in (view.tolerable, view.insured) else better:
+        tolerated = wanted in (view.tolerable, view.insured)
+        if (tolerated and other) or (better and (view.stepped or not tolerated)):
             layouts.append(layout)
     if problem.tolerance and problem.global_batch is None:
         layouts.append(max(found, key=lambda r: r.throughput.value).layout)

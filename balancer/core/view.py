@@ -20,9 +20,9 @@ from balancer.records import Layout, Problem, Timed, layout_of
 INSURED = 0.85  # of the tolerance, for a layout that keeps to it although its measurement goes against it
 UNMEASURABLE = 0.002  # relative: a gain below it can't be seen
 MATTERS_OF_TOLERANCE = 0.25  # a batch that gains less than this part of the tolerance does not matter either
-HOPE = -0.6  # how far towards the fastest that it may be a curve with stairs is hoped to lie, where nothing else gains
-LIKELY = 0.5  # how far towards the slowest that it may be a curve with stairs is likely faster,
-SURER = (0.75, 0.5, 0.25)  # and what is tried for a layout that is as fast in more cases
+HOPE = -0.8  # how far towards the fastest that it may be a curve with stairs is hoped to lie, where nothing else gains
+LIKELY = 0.5  # how far towards the slowest that it may be a curve with stairs is likely faster
+DOUBTS = 5  # halvings, towards the most doubt at which a layout is as fast
 AS_FAST = 1e-6  # relative
 STEPPED_SHARE = 3  # one device in so many with stairs makes them likely in the others
 SAME_SHARE = 0.015  # layouts whose shares differ by less, relatively, are the same measurement
@@ -196,8 +196,19 @@ class View:
         best = self._filled(self.useful_lanes)
         if best is None or self.problem.global_batch is None or not self.stepped:
             return best
-        surer = (self._split_at(doubt) for doubt in SURER)
-        return next((f for f in surer if f and f.seconds <= best.seconds * (1 + AS_FAST)), best)
+        return self._surer(best, 0.0, 1.0)
+
+    def _surer(self, best: Fill, low: float, high: float) -> Fill:
+        """A split as fast as that at doubt `low`, at the most doubt that allows it: edges are kept to alike."""
+        seconds = best.seconds * (1 + AS_FAST)
+        for _ in range(DOUBTS):
+            middle = (low + high) / 2
+            found = self._split_at(middle)
+            if found and found.seconds <= seconds:
+                best, low = found, middle
+            else:
+                high = middle
+        return best
 
     @cached_property
     def surest_split(self) -> Fill | None:
@@ -212,7 +223,10 @@ class View:
     @cached_property
     def hopeful_split(self) -> Fill | None:
         """The split of most samples/s if stairs lie luckily; None where there are none."""
-        return self._split_at(HOPE) if self.stepped else None
+        if not self.stepped:
+            return None
+        found = self._split_at(HOPE)
+        return self._surer(found, HOPE, 0.0) if found and self.problem.global_batch is not None else found
 
     @cached_property
     def stepped(self) -> bool:
