@@ -13,7 +13,7 @@ import msgspec
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.reactive import var
-from textual.screen import Screen
+from textual.screen import ModalScreen, Screen
 
 from balancer.request import Request
 from devices.base import Device, DeviceSample, Snapshot
@@ -224,8 +224,8 @@ class EvenerApp(App[int]):
         self.feed.interval_seconds = steps[max(0, min(place, len(steps) - 1))]
 
     def action_show(self, name: str) -> None:
-        """Open one of the screens."""
-        if name != self.current_mode and len(self.screen_stack) == 1:
+        """Open one of the screens, unless a dialog waits for an answer; a replay goes on meanwhile."""
+        if name != self.current_mode and not isinstance(self.screen, ModalScreen):
             self.switch_mode(name)
 
     def action_help(self) -> None:
@@ -247,7 +247,7 @@ class EvenerApp(App[int]):
         yield SystemCommand("Theme", "Choose among all themes", self.action_change_theme)
         yield SystemCommand("Help", "Keys, and what the marks mean", self.action_help)
         yield SystemCommand("Save a picture", "The screen as an SVG file", self.action_screenshot)
-        yield SystemCommand("Quit", "Leave evener", self.exit)
+        yield SystemCommand("Quit", "Leave evener", self.action_leave)
 
     def _handle_exception(self, error: Exception) -> None:
         """Keep the traceback in a file, so that the terminal stays clean; `run_app` prints where."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -95,9 +96,10 @@ def check_target(path: Path) -> None:
     """Raise RequestError now, not after minutes of probing, if `path` can't be written."""
     if path.suffix not in (".toml", ".json"):
         raise RequestError(f"--export {path} ends neither in .toml nor in .json.", "Name it plan.toml or plan.json.")
-    if path.is_dir():
-        raise RequestError(f"--export {path} is a folder.", "Name a file in it.")
     try:
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISDIR(path.stat().st_mode):
+                raise RequestError(f"--export {path} is a folder.", "Name a file in it.")
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:

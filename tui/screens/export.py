@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from textual.widgets import Input
 from evener.errors import EvenerError, RequestError
 from evener.plan import Plan
 from tui.screens.dialogs import ConfirmDialog, Dialog, Text
-from tui.view.cells import Span, line
+from tui.view.cells import Span, clean, line, wrap
 from tui.view.paths import complete_path
 
 
@@ -62,18 +63,19 @@ class ExportDialog(Dialog[None]):
         self.query_one(PathInput).focus()
 
     def _say(self, text: str, *, bad: bool) -> None:
-        self.query_one("#hint", Text).show([line(Span(text, "bad" if bad else "dim"))])
+        rows = wrap(clean(text), self.text_width, 8)
+        self.query_one("#hint", Text).show([line(Span(row, "bad" if bad else "dim")) for row in rows])
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """Write, or say why not."""
         event.stop()
-        path = Path(event.value.strip()).expanduser()
+        path = Path(os.path.expanduser(event.value.strip()))  # one that stands for nobody's home stays as it is
         try:
             self._check(path)
         except RequestError as fault:
             self._say(f"{fault.message} {fault.remedy}", bad=True)
             return
-        if path.exists():
+        if os.path.exists(path):  # what can't be looked at is said by the attempt to write it
             question = f"{path} is there already. Replace it?"
             self.app.push_screen(
                 ConfirmDialog("Replace", question, "Replace"), lambda yes: self._write(path) if yes else None
@@ -84,7 +86,7 @@ class ExportDialog(Dialog[None]):
     def _check(self, path: Path) -> None:
         if path.suffix not in (".toml", ".json"):
             raise RequestError(f"{path} ends neither in .toml nor in .json.", "The ending chooses the format.")
-        if path.is_dir():
+        if os.path.isdir(path):
             raise RequestError(f"{path} is a folder.", "Name a file in it.")
 
     def _write(self, path: Path) -> None:

@@ -59,13 +59,18 @@ class ReplayScreen(PanelScreen):
         """Go on to the next event."""
         message.stop()
         self.state = advance(self.state, message.event)
-        self.redraw()
+        self._follow()
 
     def on_session_ended(self, message: SessionEnded) -> None:
         """The journal is at its end."""
         message.stop()
         self.state = msgspec.structs.replace(self.state, ended=True, running=())
-        self.redraw()
+        self._follow()
+
+    def _follow(self) -> None:
+        """Draw the state if another screen isn't in front; this one is drawn anew when it is back."""
+        if self.is_current:
+            self.redraw()
 
     def action_pause(self) -> None:
         """Hold the replay, or let it go on."""

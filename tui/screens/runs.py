@@ -135,15 +135,19 @@ class RunsScreen(PanelScreen):
     def _plan_lines(self, name: str, width: int) -> tuple[Line, ...]:
         if not name:
             return ()
+        found = self._found(name)
+        if isinstance(found, str):
+            return tuple(line(Span(f" {row}", "bad")) for row in wrap(clean(found), max(4, width - 2), 6))
+        return plan_lines(found, width, self.evener.marks)
+
+    def _found(self, name: str) -> Run | str:
+        """The run, or why it can't be read."""
         if name not in self._plans:
             try:
                 self._plans[name] = runs.load_run(name)
             except EvenerError as fault:
                 self._plans[name] = str(fault)
-        found = self._plans[name]
-        if isinstance(found, str):
-            return tuple(line(Span(f" {row}", "bad")) for row in wrap(clean(found), max(4, width - 2), 6))
-        return plan_lines(found, width, self.evener.marks)
+        return self._plans[name]
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Keys that need a run are not offered without one."""
@@ -160,11 +164,14 @@ class RunsScreen(PanelScreen):
 
     def action_export(self) -> None:
         """Write the plan of the run under the cursor."""
-        found = self._plans.get(self.query_one(RunPanel).chosen)
-        if isinstance(found, Run) and found.plan is not None:
-            self.app.push_screen(ExportDialog(found.plan))
-        else:
+        name = self.query_one(RunPanel).chosen
+        found = self._found(name) if name else ""
+        if isinstance(found, str):
+            self.evener.say(found, severity="error")
+        elif found.plan is None:
             self.evener.say("This run has no plan.", severity="warning")
+        else:
+            self.app.push_screen(ExportDialog(found.plan))
 
     def action_replay(self) -> None:
         """Show again how the run under the cursor went."""

@@ -14,7 +14,7 @@ from textual.widget import Widget
 from textual.widgets import Button, Input, Static
 
 from balancer.request import ENGINES, INPUTS, OBJECTIVES, PRECISIONS, Request
-from evener.errors import EvenerError
+from evener.errors import EvenerError, RequestError
 from tui.view.cells import Span, clean, cut, line
 from tui.view.devices import short_name
 from tui.view.setup import request_fields, subset
@@ -30,12 +30,14 @@ if TYPE_CHECKING:
 _OWN = "your own"
 _CHOICES = {"objective": OBJECTIVES, "precision": PRECISIONS, "input": INPUTS}
 _ENGINE = {"engine": ENGINES}
+_FRAMEWORKS = tuple(name for name in registry.FRAMEWORKS if name != "none")
 _TOLD = {
     "objective": "what the search makes as large as it can",
     "precision": "what the training computes in",
     "input": "host: batches come from host memory, as in training; device: they don't",
     "engine": "how TensorFlow keeps a split in step; auto: one process for free GPUs, else one for each device",
-    "own": "measured in place of a workload of the list, if the last one there is ticked",
+    "own": "measured in place of a workload of the list: what is typed here ticks the last one there",
+    "framework": "what your own function builds its model in",
 }
 _FIELDS = {
     "budget": ("120s", "time for probing, like 120s or 5m; none: until sure"),
@@ -85,14 +87,15 @@ class Setup(VerticalScroll):
     def _options(self) -> Iterable[Widget]:
         for name, words in (_CHOICES if self._simulated else _CHOICES | _ENGINE).items():
             yield self._row(name, OneOf(words, id=name))
-        yield self._row("own", Input(self._own_workload(), "file.py:build", id="own", compact=True))
+        own = Input(self._own_workload(), "file.py:build", id="own", compact=True)
+        yield self._row("own", own, *(() if self._simulated else (OneOf(_FRAMEWORKS, id="framework"),)))
         fields = _FIELDS | _PACE if self._simulated else _FIELDS
         for name, (default, hint) in fields.items():
             yield self._row(name, Input(default, hint, id=name, compact=True))
 
-    def _row(self, name: str, field: Widget) -> Widget:
+    def _row(self, name: str, *fields: Widget) -> Widget:
         words = f"{_OWN} workload" if name == "own" else name.replace("_", " ")
-        return Horizontal(Static(f" {words}", classes="label", markup=False), field, classes="field")
+        return Horizontal(Static(f" {words}", classes="label", markup=False), *fields, classes="field")
 
     @property
     def _simulated(self) -> bool:
@@ -136,6 +139,12 @@ class Setup(VerticalScroll):
         """Start."""
         event.stop()
         self.action_send()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """A workload of one's own that is named is the one that is meant."""
+        if event.input.id == "own" and event.value.strip():
+            workloads = self.query_one("#pick-workload", Ticks)
+            workloads.tick_only(workloads.count - 1)
 
     def on_input_submitted(self) -> None:
         """Enter in a field starts too."""
@@ -182,11 +191,19 @@ class Setup(VerticalScroll):
         spec = subset(self.evener.devices, known, chosen)
         names = registry.names()
         place = min(self.query_one("#pick-workload", Ticks).ticked)
-        workload = names[place] if place < len(names) else self.query_one("#own", Input).value.strip()
-        framework = registry.find(workload).framework if place < len(names) else "tensorflow"
-        framework = framework if framework != "none" else "tensorflow"
-        fields = request_fields(spec, workload, framework, self._typed())
+        workload = names[place] if place < len(names) else ""
+        fields = request_fields(spec, *self._workload(workload), self._typed())
         return make_request(**fields), tuple(known[position] for position in chosen)  # type: ignore[arg-type]
+
+    def _workload(self, name: str) -> tuple[str, str]:
+        """What is measured, and its framework; without the name of a known workload the person's own."""
+        if name:
+            framework = registry.find(name).framework
+            return name, framework if framework != "none" else "tensorflow"
+        own = self.query_one("#own", Input).value.strip()
+        if not own:
+            raise RequestError("No workload of your own is named.", "Write it like train.py:build, or tick another.")
+        return own, "tensorflow" if self._simulated else self.query_one("#framework", OneOf).value
 
     def _typed(self) -> Mapping[str, str]:
         typed = {field.id or "": field.value for field in self.query(Input)}

@@ -67,7 +67,7 @@ def request_fields(devices: str, workload: str, framework: str, typed: Mapping[s
         "inputs": typed["input"],
         "engine": typed.get("engine", "auto"),
         "global_batch": whole_number(typed.get("global_batch", ""), "global batch"),
-        "max_global_batch": whole_number(typed.get("max_global_batch", ""), "at most"),
+        "max_global_batch": whole_number(typed.get("max_global_batch", ""), "max global batch"),
     }
     if typed.get("budget", "").strip():
         fields["budget"] = typed["budget"].strip()

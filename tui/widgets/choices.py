@@ -92,6 +92,13 @@ class Ticks(ListPanel):
         self.redraw()
         self.post_message(self.Changed(self))
 
+    def tick_only(self, place: int) -> None:
+        """Tick this entry and no other, unless it is so already."""
+        if 0 <= place < self.count and self.ticked != frozenset({place}):
+            self.ticked = frozenset({place})
+            self.cursor = place
+            self.redraw()
+
     def on_lines_row_clicked(self, event: Lines.RowClicked) -> None:
         """A click ticks."""
         event.stop()

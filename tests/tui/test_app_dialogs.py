@@ -1,0 +1,173 @@
+"""What a person types or presses that nobody foresaw: odd paths, a workload without a name, keys in a hurry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from evener.plan import load_plan
+from tui.screens.dialogs import ConfirmDialog
+from tui.screens.export import ExportDialog
+from tui.screens.replay import ReplayScreen
+from tui.screens.runs import RunPanel
+from tui.widgets.choices import OneOf, Ticks
+from tui.widgets.lines import Lines
+
+NOBODY = "~nobody-of-that-name/plan.toml"
+
+
+async def _until(pilot: Pilot[Any], condition: Callable[[], object], what: str) -> None:
+    """Wait for what a thread or a message brings about."""
+    for _ in range(400):
+        if condition():
+            return
+        await pilot.pause(0.02)
+    pytest.fail(f"it never came: {what}")
+
+
+def _text(app: Any, selector: str) -> str:
+    return app.screen.query_one(selector, Lines).text
+
+
+def _words(app: Any, selector: str) -> str:
+    """The text without its line breaks."""
+    return " ".join(_text(app, selector).split())
+
+
+async def _form(pilot: Pilot[Any]) -> None:
+    await pilot.press("2")
+    await _until(pilot, lambda: "[x] GPU:1" in _text(pilot.app, "#pick-devices"), "the form")
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        (NOBODY, "can't be written: No such file or directory. Name a file in a folder that you may write."),
+        (f"{'x' * 300}.toml", "can't be written: File name too long. Name a file in a folder that you may write."),
+        ("/proc/self/no/such/place/anywhere/on/this/machine/plan.json", "Name a file in a folder that you may write."),
+        (".", "ends neither in .toml nor in .json. The ending chooses the format."),
+    ],
+    ids=("nobody's home", "a long name", "a long path", "no name"),
+)
+async def test_a_path_that_cannot_be_written_is_said_whole(app_of: Any, plan: Any, path: str, reason: str) -> None:
+    app = app_of()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await app.push_screen(ExportDialog(plan))
+        app.screen.query_one("#path", Input).value = path
+        await pilot.press("enter")
+        assert reason in _words(app, "#hint")
+        assert max(map(len, _text(app, "#hint").splitlines())) <= app.screen.text_width, (
+            "nothing is cut off at the frame"
+        )
+        assert isinstance(app.screen, ExportDialog)
+
+
+async def test_a_run_s_plan_is_exported_however_soon_it_is_asked_for(app_of: Any, tmp_path: Path) -> None:
+    """Between the key that moves the cursor and the one that exports nothing needs to have been drawn."""
+    app = app_of()
+    await asyncio.to_thread(_make_runs, 2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.press("3")
+        await _until(
+            pilot, lambda: app.screen.query(RunPanel) and app.screen.query_one(RunPanel).count == 2, "the list"
+        )
+        panel = app.screen.query_one(RunPanel)
+        panel.cursor = 1
+        app.screen.action_export()
+        await _until(pilot, lambda: isinstance(app.screen, ExportDialog) and app.screen.query("#path"), "the dialog")
+        app.screen.query_one("#path", Input).value = str(tmp_path / "second.toml")
+        await pilot.press("enter")
+        assert load_plan(tmp_path / "second.toml").workload
+
+
+async def test_screens_can_be_opened_while_a_run_is_replayed(app_of: Any) -> None:
+    app = app_of()
+    await asyncio.to_thread(_make_runs, 1)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.press("3")
+        await _until(
+            pilot, lambda: app.screen.query(RunPanel) and app.screen.query_one(RunPanel).count == 1, "the list"
+        )
+        await pilot.press("r")
+        await _until(pilot, lambda: isinstance(app.screen, ReplayScreen), "the replay")
+        replay = app.screen
+        await pilot.press("1")
+        assert app.current_mode == "monitor"
+        await _until(pilot, lambda: replay.state.finished is not None, "the end of what goes on behind it")
+        await pilot.press("3")
+        assert app.screen is replay
+        await _until(pilot, lambda: "faster than" in _words(app, "#search"), "the verdict that came meanwhile")
+        await pilot.press("escape")
+        assert app.screen.query(RunPanel)
+
+
+async def test_an_own_workload_needs_a_name(app_of: Any) -> None:
+    """Ticked and not named, nothing else is measured in its place."""
+    app = app_of(session_maker=lambda _: pytest.fail("nothing may start"))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _form(pilot)
+        app.screen.query_one("#pick-workload").focus()
+        await pilot.press("end", "space", "ctrl+s")
+        assert "No workload of your own is named" in _text(app, "#problem")
+        assert not app.balance.active
+
+
+async def test_an_own_workload_that_is_typed_is_measured_in_its_framework(
+    app_of: Any, events: Any, session_of: Any
+) -> None:
+    """Its name ticks it, and it may be PyTorch's."""
+    requests: list[Any] = []
+
+    def make(request: Any) -> Any:
+        requests.append(request)
+        return session_of(events)
+
+    app = app_of(session_maker=make)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _form(pilot)
+        app.screen.query_one("#own", Input).value = "train.py:build"
+        workloads = app.screen.query_one("#pick-workload", Ticks)
+        await _until(pilot, lambda: workloads.ticked == {workloads.count - 1}, "the tick")
+        app.screen.query_one("#framework", OneOf).focus()
+        await pilot.press("right", "ctrl+s")
+        await _until(pilot, lambda: requests, "the search")
+        assert (requests[0].workload, requests[0].framework) == ("train.py:build", "torch")
+        await _until(pilot, lambda: app.balance.ended, "its end")
+
+
+async def test_a_wrong_number_is_named_as_its_field_is(app_of: Any) -> None:
+    app = app_of()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _form(pilot)
+        app.screen.query_one("#max_global_batch", Input).value = "many"
+        await pilot.press("ctrl+s")
+        assert "max global batch 'many' is not a whole number" in _text(app, "#problem")
+
+
+async def test_the_palette_s_quit_asks_while_a_search_goes_on(app_of: Any, events: Any, session_of: Any) -> None:
+    """As the key does."""
+    app = app_of(session_maker=lambda _: session_of(events, hold=True))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _form(pilot)
+        await pilot.press("ctrl+s")
+        await _until(pilot, lambda: app.balance.probes == 6, "the measurements")
+        await pilot.press("ctrl+p", *"quit", "down", "enter")
+        await _until(pilot, lambda: isinstance(app.screen, ConfirmDialog), "the question")
+        await pilot.press("y")
+
+
+def _make_runs(count: int) -> None:
+    from balancer.session import Request, Session
+
+    for seed in range(count):
+        session = Session(Request(devices="sim:gtx1080ti,gtx1080", seed=seed))
+        try:
+            assert list(session.events())
+        finally:
+            session.close()
