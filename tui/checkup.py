@@ -15,6 +15,8 @@ from typing import Literal
 
 import msgspec
 
+from evener.errors import EvenerError
+
 Level = Literal["ok", "note", "problem"]
 
 ROOMS = ("evener", "devices", "workloads", "balancer", "tui")
@@ -135,7 +137,10 @@ def _version(distribution: str) -> str | None:
 def _check_state_folder() -> Check:
     from balancer.runs import runs_folder
 
-    folder = runs_folder()
+    try:
+        folder = runs_folder()
+    except EvenerError as fault:
+        return Check("runs folder", "problem", fault.message, fault.remedy)
     trouble = _cannot_write(folder)
     if trouble:
         return Check("runs folder", "problem", f"{folder}: {trouble}", "Set XDG_STATE_HOME to a folder of yours.")

@@ -36,7 +36,7 @@ from tui.commands.options import (
     WorkloadOption,
     XlaOption,
 )
-from tui.streams import ReaderGoneError, draws_screens, guard_streams
+from tui.streams import OutputError, ReaderGoneError, draws_screens, guard_streams
 
 READER_GONE_EXIT_CODE = 141  # what a shell says of a process that a closed pipe ended
 
@@ -301,7 +301,7 @@ def run(arguments: list[str]) -> int:
         result = app(args=spread_lists(arguments), standalone_mode=False, prog_name="evener")
         sys.stdout.flush()
     except EvenerError as fault:
-        return report_fault(fault, as_json)
+        return report_fault(fault, as_json and not isinstance(fault, OutputError))
     except typer.Exit as done:
         return done.exit_code
     except (KeyboardInterrupt, typer.Abort):

@@ -1,23 +1,29 @@
 """Standard streams that a command can lose: a pipe without a reader, a terminal that was closed, no stream at all.
 
 What is said about the work (standard error) never ends it; when nobody reads the answer (standard output), the command
-ends by `ReaderGoneError`, once, wherever it was.
+ends by `ReaderGoneError`, once, wherever it was; when its file can't take the answer, by `OutputError`.
 """
 
 from __future__ import annotations
 
 import codecs
+import errno
 import io
 import os
 import shutil
 import sys
 from typing import TextIO
 
+from evener.errors import RequestError
 from tui.view.marks import to_ascii
 
 
 class ReaderGoneError(Exception):
     """Nobody reads standard output any more. No OSError, as argument parsers take those for their own affair."""
+
+
+class OutputError(RequestError):
+    """Standard output is a file that can't be written, as on a full disk; to be said on standard error."""
 
 
 class _Outlasting(io.FileIO):
@@ -26,17 +32,24 @@ class _Outlasting(io.FileIO):
     def __init__(self, descriptor: int, raises: bool) -> None:
         super().__init__(descriptor, "w", closefd=False)
         self._raises = raises
+        self._is_terminal = os.isatty(descriptor)  # one that hung up no longer tells
 
     def write(self, data: object) -> int:
         """The bytes taken; what nobody takes counts as written."""
         size = memoryview(data).nbytes  # type: ignore[arg-type]  # a buffer, as everywhere in io
         try:
             return super().write(data) or 0  # type: ignore[arg-type]
-        except OSError:
+        except OSError as error:
             raises, self._raises = self._raises, False
             if raises:
-                raise ReaderGoneError from None
+                raise self._loss(error) from None
             return size
+
+    def _loss(self, error: OSError) -> Exception:
+        if self._is_terminal or error.errno == errno.EPIPE:
+            return ReaderGoneError()
+        reason = error.strerror or str(error)
+        return OutputError(f"Standard output can't be written: {reason}.", "Make room, or send it elsewhere.")
 
 
 def terminal_columns() -> int | None:

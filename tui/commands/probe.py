@@ -81,7 +81,7 @@ def run_probe(
     turns = []
     try:
         with stopped_by_signals(stop.set, "stopping") as caught:
-            for turn in _measured(prober, layout, repeat, length, stop):
+            for turn in _measured(prober, layout, found.devices, repeat, length, stop):
                 turns.append(msgspec.to_builtins(turn))
                 if not as_json:
                     _say_turn(turn, layout, found.devices, gpus is not None or len(batches) > 1, length)
@@ -143,13 +143,15 @@ def _layout(devices: int, positions: tuple[int, ...] | None, batches: tuple[int,
     return layout_of(tuple(shares.get(i, 0) for i in range(devices)))
 
 
-def _measured(prober: Prober, layout: Layout, repeat: int, length: Length, stop: threading.Event) -> Iterator[Turn]:
+def _measured(
+    prober: Prober, layout: Layout, devices: Sequence[Device], repeat: int, length: Length, stop: threading.Event
+) -> Iterator[Turn]:
     """The runs, each as it ends."""
     samples, spent = 0, 0.0
     stage: Stage = "split" if layout.kind == "split" else "solo"
     alone: tuple[float | None, ...] = ()
     for turn in range(repeat):
-        seen = _timed(_one(prober, Probe(layout, stage, length.seconds, turn, True, length.steps), stop))
+        seen = _timed(_one(prober, Probe(layout, stage, length.seconds, turn, True, length.steps), stop), devices)
         if seen is None:
             return
         samples += seen.steps * layout.global_batch
@@ -168,10 +170,11 @@ def _one(prober: Prober, probe: Probe, stop: threading.Event) -> Observation | N
     return next(iter(prober.measure((probe,), lambda _: None, stop)), None)
 
 
-def _timed(seen: Observation | None) -> Timed | None:
-    """What was timed; NoLayoutError if the batch doesn't fit or fails."""
+def _timed(seen: Observation | None, devices: Sequence[Device]) -> Timed | None:
+    """What was timed; NoLayoutError if the batch doesn't fit, with where if that is known, or fails."""
     if isinstance(seen, OutOfMemory):
-        raise NoLayoutError(f"Out of memory: {plain(seen.detail, 200)}.", "Take smaller batches.")
+        where = f" on {', '.join(devices[i].label for i in seen.devices)}" if seen.devices else ""
+        raise NoLayoutError(f"Out of memory{where}: {plain(seen.detail, 200)}.", "Take smaller batches.")
     if isinstance(seen, Failed):
         raise NoLayoutError(f"The training failed: {plain(seen.detail, 300)}.", "Mend that and try again.")
     return seen

@@ -60,7 +60,7 @@ def run_show(name: str, as_json: bool) -> int:
     for seen in run.observations:
         print(f"  {progress.observation_words(seen)}")
     if run.plan is None:
-        print("no layout was measured")
+        print("no plan came of it")
         return 0
     print("\n".join(["", *summary_lines(run.plan, labels, run.verdict, terminal_columns())]))
     return 0
@@ -80,7 +80,7 @@ def _as_json(run: Run) -> dict[str, Any]:
 
 def run_delete(names: list[str], yes: bool) -> int:
     """Delete runs; asks first on a terminal, and refuses to guess elsewhere."""
-    found = [runs.find(name) for name in names]
+    found = list(dict.fromkeys(runs.find(name) for name in names))
     if not yes:
         if not sys.stdin.isatty():
             raise RequestError("Deleting runs needs a yes.", "Say --yes, or answer on a terminal.")
@@ -107,7 +107,7 @@ def run_export(name: str, form: str | None, output: Path | None) -> int:
     run = runs.load_run(name)
     if run.plan is None:
         raise RequestError(
-            f"The run {run.header.run} has no plan: nothing was measured in it.",
+            f"The run {run.header.run} has no plan.",
             f"Go on with evener balance --resume {run.header.run}.",
         )
     if output is None:

@@ -1,0 +1,103 @@
+"""Odd things asked of commands: names given twice, folders and disks that take nothing, runs that came to nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tui.checkup import check_machine
+from tui.cli import run
+
+PAIR = "sim:gtx1080ti,gtx1080"
+FULL = Path("/dev/full")
+
+
+@pytest.fixture(autouse=True)
+def own_state(cores_of_one_user: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are kept in the test's own folder."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+
+
+def _last_run(capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert run(["runs", "--json"]) == 0
+    return str(json.loads(capsys.readouterr().out)["runs"][0]["run"])
+
+
+def test_a_target_that_cannot_be_looked_at_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the probing, not by a traceback nor after minutes of it."""
+    assert run(["balance", "--devices", PAIR, "--export", f"{'x' * 300}.toml"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "File name too long" in line
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None and os.geteuid() == 0, reason="root may look everywhere")
+def test_a_target_in_a_folder_of_somebody_else_is_one_sentence(tmp_path: Path) -> None:
+    """A folder that may not even be entered."""
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0)
+    rights = "-dac_override,-dac_read_search"
+    bound = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}"] if os.geteuid() == 0 else []
+    command = [*bound, sys.executable, "-m", "evener", "balance", "-d", PAIR, "--export", str(closed / "plan.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "Permission denied" in line
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no such device here")
+@pytest.mark.parametrize("more", [(), ("--json",)], ids=("words", "json"))
+def test_a_full_disk_is_told(more: tuple[str, ...]) -> None:
+    """An answer that was lost is not passed over as if its reader had left."""
+    with FULL.open("w") as stream:
+        command = [sys.executable, "-m", "evener", "devices", "-d", PAIR, *more]
+        done = subprocess.run(command, stdout=stream, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "No space left on device" in line
+
+
+def test_a_run_that_is_named_twice_is_deleted_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without an error for the second time."""
+    assert run(["balance", "--devices", PAIR, "--budget", "1s"]) == 0
+    name = _last_run(capsys)
+    assert run(["runs", "delete", "last", name, "--yes"]) == 0
+    assert capsys.readouterr().err == f"evener: deleted {name}\n"
+
+
+def test_a_run_without_a_plan_is_not_said_to_have_measured_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its measurements are listed, and only the plan is missing."""
+    assert run(["balance", "--devices", PAIR, "--global-batch", "1000000"]) == 1
+    name = _last_run(capsys)
+    assert run(["runs", "show", name]) == 0
+    shown = capsys.readouterr().out
+    assert "solo  SIM:0[64]" in shown
+    assert shown.endswith("no plan came of it\n")
+    assert run(["export", name]) == 2
+    told = capsys.readouterr().err
+    assert "has no plan" in told
+    assert "nothing was measured" not in told
+
+
+def test_a_probe_names_the_device_whose_memory_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    """And not those where the batch fits."""
+    assert run(["probe", "--devices", PAIR, "--batches", "64", "9000", "--steps", "10"]) == 1
+    assert "Out of memory on SIM:1: " in capsys.readouterr().err
+
+
+def test_the_doctor_tells_of_a_runs_folder_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one check among the others."""
+    (tmp_path / "taken").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "taken"))
+    monkeypatch.setattr("tui.checkup._ASK", {})
+    checks = {check.name: check for check in check_machine()}
+    assert checks["runs folder"].level == "problem"
+    assert "XDG_STATE_HOME" in checks["runs folder"].remedy
+    assert checks["python"].level == "ok"
