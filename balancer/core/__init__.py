@@ -25,7 +25,7 @@ c_k the exposed cost of keeping k replicas in step. A share fits while m0_i + m1
 4. `race`: the favourites, the even split and the best single device in turns, judged side by side. Of stairs, the
    layout that no doubt can slow and the one that likely is faster both take part.
 
-Reading order: `search` (ask, tell, best, why_stopped), `solo`, `peak`, `split`, `race` (what to measure next), `view`
+Reading order: `search` (ask, tell, best, why_stopped), `solo`, `peak`, `split`, `race` (what to measure next), `view` and `known`
 (what the evidence says), `ledger` (the evidence), `fill` (the exact solution), `points`, `line`, `curve`, `stairs`,
 `memory`, `sync`, `alike` and `beside` (what is learnt from noisy points), `stop` (budget and stopping rules), `stats`,
 `check`; `drive` is the loop.

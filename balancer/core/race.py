@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from balancer.core import stats
 from balancer.core.fill import Fill
+from balancer.core.known import UNMEASURABLE
 from balancer.core.ledger import Ledger
 from balancer.core.stop import Purse, Rule
-from balancer.core.view import LIKELY, UNMEASURABLE, View
+from balancer.core.view import LIKELY, View
 from balancer.records import Interval, Layout, OutOfMemory, Probe, Result, Timed, layout_of
 from evener.shares import even
 

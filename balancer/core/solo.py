@@ -12,9 +12,10 @@ from itertools import pairwise
 
 from balancer.core.curve import Curve
 from balancer.core.fill import Lane, alone_reaching
+from balancer.core.known import guarded
 from balancer.core.peak import fallen, hoped
 from balancer.core.stop import Purse
-from balancer.core.view import View, guarded
+from balancer.core.view import View
 from balancer.records import Layout, Probe, Stage, solo
 
 MOST_ROUNDS = 4

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from balancer.core.fill import Fill
+from balancer.core.known import UNMEASURABLE
 from balancer.core.stop import Purse
-from balancer.core.view import UNMEASURABLE, View
+from balancer.core.view import View
 from balancer.records import Failed, Probe
 
 MOST_SPLITS = 4

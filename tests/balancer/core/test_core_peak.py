@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from machines import Bench, benches, searched
 
 from balancer.core import peak, solo, view
+from balancer.core.known import REACH
 from balancer.core.points import Point
 from balancer.core.search import Search
 from balancer.records import Observation, Timed
@@ -118,7 +119,7 @@ def test_a_free_batch_grows_in_bounded_steps(bench: Bench, known: bool) -> None:
     for one in seen:
         shares = one.probe.layout.shares
         alone = view.REACH_ALONE if one.probe.stage == "split" else solo.FARTHEST
-        most = view.REACH if one.probe.layout.kind == "split" else alone
+        most = REACH if one.probe.layout.kind == "split" else alone
         assert all(share <= most * size for share, size in zip(shares, ran, strict=True) if size)
         ran = [
             max(size, share) if share <= most else size
