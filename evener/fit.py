@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from evener.errors import PlanError
 from evener.plan import Plan, Share
+from evener.shares import whole_number
 
 
 def check_fit(
@@ -38,13 +39,15 @@ def check_fit(
     return tuple(warnings)
 
 
-def check_global_batch(global_batch: int, devices: int) -> None:
-    """PlanError unless each device can have a sample of every full batch."""
-    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < devices:
+def check_global_batch(global_batch: int, devices: int) -> int:
+    """The batch as an int, NumPy's whole numbers too; PlanError unless each device can have a sample of every one."""
+    whole = whole_number(global_batch)
+    if whole is None or whole < devices:
         raise PlanError(
             f"A global batch of {global_batch!r} samples can't give each of {devices} devices one.",
             f"Give a whole number, {devices} or above, or a plan that leaves devices out.",
         )
+    return whole
 
 
 def describe(share: Share) -> str:

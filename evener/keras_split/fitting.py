@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -17,7 +18,8 @@ import tensorflow as tf
 from evener.errors import RequestError
 from evener.fit import check_global_batch
 from evener.keras_split.data import Feed, fold_weights, given, length
-from evener.keras_split.refusals import check_compiled
+from evener.keras_split.refusals import check_compiled, check_step, check_test_step
+from evener.keras_split.steps import overrides
 
 if TYPE_CHECKING:
     from evener.keras_split.split import Split
@@ -31,31 +33,48 @@ class Fitting:
         self.model = model
         self.engine = engine
         self.check = check
+        self.batch: int | None = None  # samples of a step of the fit that runs, where it feeds arrays
+        self._is_fit = False  # a fit begins
 
     def attach(self) -> None:
         """Put the engine's steps in the place of the model's own."""
         model = self.model
         for name in ("train_step", "test_step", "predict_step"):
-            if hasattr(self.engine, name):
+            if name != "train_step" and overrides(model, name):
+                setattr(model, name, partial(self._own_step, name))
+            elif hasattr(self.engine, name):
                 setattr(model, name, getattr(self.engine, name))
         if hasattr(self.engine, "metrics_result"):
             model.get_metrics_result = self.engine.metrics_result
         model.make_train_function = self.make_train_function
         model.make_test_function = self.make_test_function
         model.make_predict_function = self.make_predict_function
+        if self.split.group is not None:
+            model.train_on_batch = self.train_on_batch
+        if self.split.strategy is not None:
+            model.predict_on_batch = self.predict_on_batch
         model.fit = self.fit
         model.evaluate = self.evaluate
+
+    def _own_step(self, name: str, data: Any) -> Any:
+        """A step of the user's own: on the whole batch, on the device that has the weights."""
+        device = self.split.devices[0] if self.split.strategy is None and self.split.group is None else None
+        with tf.device(device):
+            return getattr(type(self.model), name)(self.model, data)
 
     def make_train_function(self, force: bool = False) -> Any:
         """As Keras does, after refusing what the engine can't train; XLA would draw the whole step onto one device."""
         self.check()
         self._without_xla()
-        if self.split.group is not None:
+        if self.split.group is not None and (self._is_fit or self.model.train_function is None):
             self._share_weights()
+        self._is_fit = False
         return type(self.model).make_train_function(self.model, force)
 
     def make_test_function(self, force: bool = False) -> Any:
         """As Keras does, without XLA."""
+        if self.split.engine in ("mirrored", "multiworker"):
+            check_test_step(self.model, self.split.engine)
         self._without_xla()
         return type(self.model).make_test_function(self.model, force)
 
@@ -66,12 +85,13 @@ class Fitting:
 
     def fit(self, *arguments: Any, **keywords: Any) -> Any:
         """`keras.Model.fit`; the batch size is the split's global batch unless said."""
-        check_compiled(self.model)
+        (check_compiled if self.split.engine == "solo" else check_step)(self.model)
         own = type(self.model).fit
         call = inspect.signature(own).bind(self.model, *arguments, **keywords)
         call.apply_defaults()
         chosen = call.arguments
         self._build(chosen["x"])
+        self.batch, self._is_fit = None, True
         if _is_arrays(chosen["x"]):
             self._fit_arrays(chosen)
         elif self.split.engine == "mirrored":
@@ -96,10 +116,19 @@ class Fitting:
                 chosen |= {"x": self._fed(data, size), "y": None, "sample_weight": None, "batch_size": None}
         return own(*call.args, **call.kwargs)
 
+    def train_on_batch(self, x: Any, *arguments: Any, **keywords: Any) -> Any:
+        """As Keras does, on weights that are there and the same in every process."""
+        self._build(x)
+        return type(self.model).train_on_batch(self.model, x, *arguments, **keywords)
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """As Keras does on one device; under a strategy it would predict the whole batch on each replica."""
+        return self.model.predict(x, batch_size=length(x), verbose=0)
+
     def _fit_arrays(self, chosen: dict[str, Any]) -> None:
         """Feed arrays epoch after epoch without a pause; what only Keras' own feeding knows is left to it."""
-        size = chosen["batch_size"] or self.split.global_batch or 32
-        check_global_batch(size, len(self.split.devices))
+        size = check_global_batch(chosen["batch_size"] or self.split.global_batch or 32, len(self.split.devices))
+        self.batch = size
         if self.split.engine in ("towers", "solo"):
             if not _plain(chosen, self.model):
                 chosen["batch_size"] = size

@@ -15,6 +15,7 @@ import tensorflow as tf
 from evener.keras_split.cut import Cut
 from evener.keras_split.refusals import check_mask
 from evener.keras_split.rows import Tensors, count, head, piece
+from evener.keras_split.steps import call, report
 
 
 class UnevenMirroredStrategy(tf.distribute.MirroredStrategy):  # type: ignore[misc]
@@ -47,30 +48,23 @@ class Mirrored:
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         size, rows = _rows(x if y is None else y)
         with tf.GradientTape() as tape:
-            outputs = head(model(x, training=True), size)
+            outputs = head(call(model, x, True), size)
             check_mask(outputs, self.name)
             loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=True)
             mean = loss / _keras_scale(loss.dtype)
             scaled = model.optimizer.scale_loss(mean * _part(size, rows, loss.dtype))
         weights = model.trainable_weights
         model.optimizer.apply_gradients(zip(tape.gradient(scaled, weights), weights, strict=True))
-        return self._report(mean, size, x, y, outputs, weight)
+        return report(model, mean, size, x, y, outputs, weight)
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
         """What `keras.Model.test_step` does, for a replica that may have no row that counts."""
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         size, _ = _rows(x if y is None else y)
-        outputs = head(model(x, training=False), size)
+        outputs = head(call(model, x, False), size)
         loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=False)
-        return self._report(loss / _keras_scale(loss.dtype), size, x, y, outputs, weight)
-
-    def _report(self, loss: Any, size: Any, x: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]:
-        for metric in self.model.metrics:
-            if metric.name == "loss":
-                metric.update_state(loss, sample_weight=size)
-        logs: dict[str, Any] = self.model.compute_metrics(x, y, outputs, sample_weight=weight)
-        return logs
+        return report(model, loss / _keras_scale(loss.dtype), size, x, y, outputs, weight)
 
 
 def pieces(dataset: Any, cut: Cut) -> Any:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 
 from evener.errors import RequestError
+from evener.keras_split.steps import overrides
 
 MEANS = ("sum_over_batch_size", "mean")
 _TOWERS = "Use engine='towers', which computes the loss on the whole batch."
@@ -20,7 +21,7 @@ class SplitWarning(UserWarning):
 
 def check_towers(model: Any) -> None:
     """Refuse what towers can't do; warn of what they do otherwise than one device."""
-    _check_step(model)
+    check_step(model)
     for layer in layers(model):
         if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
             raise RequestError(
@@ -32,7 +33,7 @@ def check_towers(model: Any) -> None:
 
 def check_workers(model: Any) -> None:
     """Refuse what a process per device can't do: it sees the loss of its own rows only."""
-    _check_step(model)
+    check_step(model)
     _check_loss(model, "multiworker")
     _check_executions(model, "multiworker")
     if model.run_eagerly:
@@ -47,7 +48,7 @@ def check_workers(model: Any) -> None:
 
 def check_mirrored(model: Any) -> None:
     """Refuse what Keras does wrongly, or not at all, under a MirroredStrategy with unequal shares."""
-    _check_step(model)
+    check_step(model)
     _check_loss(model, "mirrored")
     _check_executions(model, "mirrored")
     if model.jit_compile:
@@ -75,12 +76,28 @@ def warn_added(model: Any, found: int) -> None:
         )
 
 
-def layers(model: Any) -> Iterator[Any]:
-    """Every layer of a model, those of inner models too."""
-    for layer in model.layers:
-        yield layer
-        if hasattr(layer, "layers"):
-            yield from layers(layer)
+def check_assigned(weights: Sequence[Any]) -> None:
+    """Refuse a model that gives its trainable weights new values as it is called: each device has a copy of them."""
+    if weights:
+        raise RequestError(
+            f"A call of the model assigns {weights[0].path}, as SpectralNormalization does; towers can't keep that.",
+            "Use engine='mirrored', whose replicas have weights of their own, or leave that layer out.",
+        )
+
+
+def warn_counted(metric: Any) -> None:
+    """Warn of a metric that the model updates as it is called: nobody can tell a mean over rows from rows."""
+    warnings.warn(
+        f"{metric.path} is counted inside the model, once on each device: give that metric the rows, not their mean.",
+        SplitWarning,
+        stacklevel=2,
+    )
+
+
+def layers(model: Any) -> list[Any]:
+    """Every layer of a model, those of inner models, of wrappers and of the user's own layers too."""
+    found: list[Any] = model._flatten_layers(include_self=False)
+    return found
 
 
 def check_compiled(model: Any) -> None:
@@ -89,17 +106,29 @@ def check_compiled(model: Any) -> None:
         raise RequestError("The model isn't compiled.", "Call model.compile(optimizer, loss) before fit.")
 
 
-def _check_step(model: Any) -> None:
+def check_test_step(model: Any, engine: str) -> None:
+    """Refuse a test_step of the user's own where it would see one device's rows for the whole batch."""
+    if overrides(model, "test_step"):
+        raise RequestError(
+            f"{type(model).__name__} has a test_step of its own, which engine={engine!r} would replace.",
+            "Use engine='towers', which runs it whole on the first device.",
+        )
+
+
+def check_step(model: Any) -> None:
+    """Refuse what no engine can split: a model without a loss, with a train_step of its own, with states of rows."""
     check_compiled(model)
-    if type(model).train_step is not keras.Model.train_step and type(model).train_step not in _stock_steps():
+    if overrides(model, "train_step"):
         raise RequestError(
             f"{type(model).__name__} has a train_step of its own, which a split would replace.",
             "Put its loss into compute_loss, or its loop around gradients that you weight yourself.",
         )
-
-
-def _stock_steps() -> tuple[Any, ...]:
-    return (keras.Model.train_step, keras.Sequential.train_step)
+    for layer in layers(model):
+        if getattr(layer, "stateful", False):
+            raise RequestError(
+                f"{layer.name} keeps a state for each row from batch to batch (stateful=True), so none can be cut.",
+                "Make it with stateful=False, or train on one device.",
+            )
 
 
 def _check_executions(model: Any, engine: str) -> None:
@@ -111,7 +140,7 @@ def _check_executions(model: Any, engine: str) -> None:
 
 
 def _check_loss(model: Any, engine: str) -> None:
-    if type(model).compute_loss not in (keras.Model.compute_loss, keras.Sequential.compute_loss):
+    if overrides(model, "compute_loss"):
         raise RequestError(f"{type(model).__name__} has a compute_loss of its own, unseen by {engine!r}.", _TOWERS)
     for loss in keras.tree.flatten(model.loss):
         if not isinstance(loss, keras.losses.Loss):

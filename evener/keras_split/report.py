@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from evener.keras_split.fitting import Fitting
 from evener.live import Reporter
 
 if TYPE_CHECKING:
@@ -15,18 +16,25 @@ if TYPE_CHECKING:
 class Report(keras.callbacks.Callback):  # type: ignore[misc]
     """Reports samples/s of each device after every step; `split` says which devices, `batch` the samples of a step.
 
-    Without a split that has a global batch, `batch` is needed. A short last batch is counted by its true size if
-    `samples`, those of an epoch, is given. In a group each process reports its own rows.
+    Without `batch` it is the batch size that arrays are fitted with, else the split's global batch. A short last batch
+    is counted by its true size if `samples`, those of an epoch, is given. In a group each process reports its own rows.
     """
 
     def __init__(self, split: Split | None = None, *, batch: int | None = None, samples: int | None = None) -> None:
         super().__init__()
         self._split = split
-        self._batch = batch or (_own_batch(split) if split else None)
+        self._given = batch
+        self.batch = batch
         self._samples = samples
         self._reporter = Reporter()
         self._seen = -1
         self._counted = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """The samples of a step are those of this training."""
+        fitting = getattr(self.model.fit, "__self__", None)
+        size = fitting.batch if isinstance(fitting, Fitting) else None
+        self.batch = self._given or (_own_batch(self._split, size) if self._split else None)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """A new epoch counts from its first step."""
@@ -34,9 +42,9 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count the steps since the last call: Keras calls once for several when it runs them in one execution."""
-        if self._batch is None:
+        if self.batch is None:
             return
-        samples = (batch - self._seen) * self._batch
+        samples = (batch - self._seen) * self.batch
         if self._samples is not None:
             samples = min(samples, self._samples - self._counted)
         self._seen, self._counted = batch, self._counted + samples
@@ -60,8 +68,9 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return words | {"devices": numbers, "batches": split.shares}
 
 
-def _own_batch(split: Split) -> int | None:
-    """The samples of a step that this process computes."""
-    if split.global_batch is None:
+def _own_batch(split: Split, size: int | None) -> int | None:
+    """The samples of a step of `size`, else of the split's global batch, that this process computes."""
+    size = size or split.global_batch
+    if size is None:
         return None
-    return split.shares[split.group.rank] if split.group else split.global_batch
+    return split.cut.sizes(size)[split.group.rank] if split.group else size

@@ -35,7 +35,7 @@ def count(data: Tensors) -> Any:
 def piece(data: Tensors, start: Any, stop: Any) -> Tensors:
     """Rows `start` to `stop` of every tensor, or row 0 where there are none (`filled`)."""
     start, stop = filled(start, stop)
-    return _each(lambda tensor: tensor[start:stop], data)
+    return _each(lambda tensor: _cut(tensor, start, stop), data)
 
 
 def filled(start: Any, stop: Any) -> tuple[Any, Any]:
@@ -48,8 +48,8 @@ def filled(start: Any, stop: Any) -> tuple[Any, Any]:
 
 
 def head(data: Tensors, rows: Any) -> Tensors:
-    """The first `rows` rows of every tensor, masks kept."""
-    return _each(lambda tensor: _masked(tensor[:rows], [tensor], lambda masks: masks[0][:rows]), data)
+    """The first `rows` rows of every tensor, masks kept; RequestError for a single number, which has no rows."""
+    return _each(lambda tensor: _masked(_head(tensor, rows), [tensor], lambda masks: masks[0][:rows]), data)
 
 
 def join(parts: Sequence[Tensors]) -> Tensors:
@@ -57,6 +57,24 @@ def join(parts: Sequence[Tensors]) -> Tensors:
     return keras.tree.map_structure(
         lambda *tensors: _masked(tf.concat(tensors, 0), tensors, lambda masks: tf.concat(masks, 0)), *parts
     )
+
+
+def _cut(tensor: Any, start: Any, stop: Any) -> Any:
+    if not isinstance(tensor, tf.SparseTensor):
+        return tensor[start:stop]
+    first = tf.concat([[start], tf.zeros_like(tensor.dense_shape[1:])], 0)
+    return tf.sparse.slice(tensor, first, tf.concat([[stop - start], tensor.dense_shape[1:]], 0))
+
+
+def _head(tensor: Any, rows: Any) -> Any:
+    if isinstance(tensor, tf.SparseTensor):
+        return _cut(tensor, tf.zeros_like(rows), rows)
+    if tensor.shape.rank == 0:
+        raise RequestError(
+            "An output of the model is a single number, so it can't be put together from the devices' rows.",
+            "Give it a value for each row, or use add_loss or a metric for it.",
+        )
+    return tensor[:rows]
 
 
 def _each(function: Callable[[Any], Any], data: Tensors) -> Tensors:

@@ -63,7 +63,7 @@ class Split:
         if engine == "auto" and len(self.devices) == 1 and self.group is None:
             self.engine, self.why = "solo", "One device computes, so there is nothing to split."
         if self.global_batch is not None:
-            check_global_batch(self.global_batch, len(self.devices))
+            self.global_batch = check_global_batch(self.global_batch, len(self.devices))
         if self.group is None:
             names.check_present(self.devices)
         elif self.group.size != len(self.devices):
@@ -132,7 +132,7 @@ class Split:
         size = batch_size or self.global_batch
         if size is None:
             raise RequestError("This split has no global batch.", "Give batch_size, or Split(global_batch=...).")
-        check_global_batch(size, len(self.devices))
+        size = check_global_batch(size, len(self.devices))
         weight = fold_weights(y, sample_weight, class_weight)
         return Feed(given(x, y, weight), size, shuffle, seed).whole()
 
@@ -165,7 +165,9 @@ class Split:
     ) -> tuple[tuple[str, ...], Cut, int | None]:
         """The devices that compute, how a batch is cut for them, and the global batch where there is one."""
         if self.plan is not None:
-            size = global_batch or self.plan.layout.global_batch
+            size = self.plan.layout.global_batch
+            if global_batch is not None:
+                size = check_global_batch(global_batch, len(self.plan.layout.active))
             return self._devices_of(self.plan), Cut([share for share in self.plan.shares(size) if share]), size
         chosen = names.names_of_gpus(gpus) if gpus is not None else tuple(devices or ())
         return chosen, _seed_cut(chosen, ratios), global_batch

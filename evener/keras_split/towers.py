@@ -8,7 +8,6 @@ the rows of a batch (BatchNormalization) see their device's rows alone.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,8 +16,10 @@ import keras
 import tensorflow as tf
 
 from evener.keras_split.cut import Cut
-from evener.keras_split.refusals import warn_added
+from evener.keras_split.refusals import check_assigned, warn_added
 from evener.keras_split.rows import Tensors, count, head, join, piece
+from evener.keras_split.states import Move, States, settle
+from evener.keras_split.steps import call, report
 
 
 class Tower(NamedTuple):
@@ -26,7 +27,7 @@ class Tower(NamedTuple):
 
     outputs: Tensors
     losses: list[Any]  # of activity regularizers and add_loss: means over the device's rows
-    moved: dict[int, Any]  # position among non_trainable_variables -> its new value
+    moves: list[Move]
     copies: list[Any]  # the device's copy of the trainable weights
     tape: Any
     part: Any  # rows / rows of the batch
@@ -60,10 +61,11 @@ class Towers:
                 outputs = join([tower.outputs for tower in towers])
                 loss = self._loss(x, y, outputs, weight, towers, training=True)
                 scaled = model.optimizer.scale_loss(loss)
-            gradients = self._gradients(tape, scaled, towers)
-            model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+            if model.trainable_weights:
+                gradients = self._gradients(tape, scaled, towers)
+                model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
             self._settle(towers)
-            return self._report(loss, rows, x, y, outputs, weight)
+            return report(model, loss, rows, x, y, outputs, weight)
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
         """What `keras.Model.test_step` does, with the rows spread over the devices."""
@@ -73,13 +75,15 @@ class Towers:
         with tf.device(self.devices[0]):
             outputs = join([tower.outputs for tower in towers])
             loss = self._loss(x, y, outputs, weight, towers, training=False)
-            return self._report(loss, rows, x, y, outputs, weight)
+            self._settle(towers)
+            return report(self.model, loss, rows, x, y, outputs, weight)
 
     def predict_step(self, data: Tensors) -> Tensors:
         """The model's outputs for the whole batch, in its order."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         towers = self._run(self.pieces(x), count(x), training=False)
         with tf.device(self.devices[0]):
+            self._settle(towers)
             return join([tower.outputs for tower in towers])
 
     def pieces(self, x: Tensors) -> list[tuple[Tensors, Any]]:
@@ -92,43 +96,32 @@ class Towers:
         if not self.model.built:
             self.model(pieces[0][0], training=False)
         towers: list[Tower] = []
-        seeds: dict[int, Any] = {}
+        states = States(self.model)
         for device, (part, size) in zip(self.devices, pieces, strict=True):
             with tf.device(device):
-                towers.append(self._tower(part, size, rows, training, seeds))
+                towers.append(self._tower(part, size, rows, training, states))
         return towers
 
-    def _tower(self, part: Tensors, size: Any, rows: Any, training: bool, seeds: dict[int, Any]) -> Tower:
-        """Run the model on one device's rows; `seeds` goes on to the next, so that no two draw the same numbers."""
+    def _tower(self, part: Tensors, size: Any, rows: Any, training: bool, states: States) -> Tower:
+        """Run the model on one device's rows."""
         model = self.model
         copies = [tf.identity(variable) for variable in model.trainable_variables]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(copies)
-            outputs, losses, moved = self._call(copies, part, training, seeds)
+            outputs, losses, scope = self._call(copies, part, training, states)
             warn_added(model, len(losses))
             outputs = head(outputs, size)
-        states = model.non_trainable_variables
-        seeds.update({i: new for i, new in moved.items() if not _is_float(states[i])})
         share = tf.cast(size, tf.float64) / tf.cast(rows, tf.float64)
-        return Tower(outputs, losses, moved, copies, tape, share)
+        return Tower(outputs, losses, states.moves(scope, size), copies, tape, share)
 
-    def _call(self, copies: list[Any], part: Tensors, training: bool, seeds: dict[int, Any]) -> tuple[Any, ...]:
-        """The model on these weights: outputs, losses of its own, and the states it moved, all as tensors."""
-        model = self.model
-        states = model.non_trainable_variables
-        mapping = [
-            *zip(model.trainable_variables, copies, strict=True),
-            *((states[i], new) for i, new in seeds.items()),
-        ]
-        with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
-            outputs = model(part, training=training) if _takes(model.call, "training") else model(part)
+    def _call(self, copies: list[Any], part: Tensors, training: bool, states: States) -> tuple[Any, ...]:
+        """The model on these weights: outputs, losses of its own, and the scope that has the states it moved."""
+        weights = list(zip(self.model.trainable_variables, copies, strict=True))
+        with keras.StatelessScope(state_mapping=[*weights, *states.handed], collect_losses=True) as scope:
+            outputs = call(self.model, part, training)
             losses = self._own_losses()
-        moved = {}
-        for i, state in enumerate(states):
-            new = scope.get_current_value(state)
-            if new is not None and new is not seeds.get(i):
-                moved[i] = new
-        return outputs, losses, moved
+        check_assigned([weight for weight, copy in weights if scope.get_current_value(weight) is not copy])
+        return outputs, losses, scope
 
     def _own_losses(self) -> list[Any]:
         """The model's losses less the weights' regularizers, which stand last and count once, not once per device."""
@@ -136,14 +129,16 @@ class Towers:
         return losses[: len(losses) - count_regularizers(self.model)]
 
     def _loss(self, x: Any, y: Any, outputs: Any, weight: Any, towers: list[Tower], training: bool) -> Any:
-        """The model's loss on the whole batch; losses that arose inside the model are averaged over devices by rows."""
+        """The model's loss on the whole batch; it sees losses that arose inside the model averaged by rows."""
         model = self.model
-        keywords = {"training": training} if _takes(model.compute_loss, "training") else {}
-        loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, **keywords)
-        for tower in towers:
-            for own in tower.losses:
-                loss += tf.cast(own, loss.dtype) * tf.cast(tower.part, loss.dtype)
-        return loss
+        each = zip(*(tower.losses for tower in towers), strict=True)
+        added = [tf.add_n([tf.cast(t.part, o.dtype) * o for t, o in zip(towers, own, strict=True)]) for own in each]
+        if added:
+            model._losses_override.extend([*added, *model.losses])  # what `model.losses` is while it isn't empty
+        try:
+            return model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=training)
+        finally:
+            model._losses_override.clear()
 
     def _gradients(self, tape: Any, scaled: Any, towers: list[Tower]) -> list[Any]:
         weights = self.model.trainable_weights
@@ -157,34 +152,12 @@ class Towers:
         return [_sum(each) for each in zip(*parts, strict=True)]
 
     def _settle(self, towers: list[Tower]) -> None:
-        """Give the model the states that the towers moved: averages by rows, and the last of the seeds."""
-        for i, state in enumerate(self.model.non_trainable_variables):
-            moved = [(tower.part, tower.moved[i]) for tower in towers if i in tower.moved]
-            if moved and _is_float(state):
-                state.assign(tf.add_n([tf.cast(part, new.dtype) * new for part, new in moved]))
-            elif moved:
-                state.assign(moved[-1][1])
-
-    def _report(self, loss: Any, rows: Any, x: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]:
-        for metric in self.model.metrics:
-            if metric.name == "loss":
-                metric.update_state(loss, sample_weight=rows)
-        logs: dict[str, Any] = self.model.compute_metrics(x, y, outputs, sample_weight=weight)
-        return logs
+        settle([(tower.part, tower.moves) for tower in towers])
 
 
 def count_regularizers(model: Any) -> int:
     """How many of `model.losses` come from regularized weights."""
     return sum(1 for weight in model.trainable_weights if getattr(weight, "regularizer", None) is not None)
-
-
-def _takes(function: Any, name: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _is_float(variable: Any) -> bool:
-    return bool(tf.as_dtype(variable.dtype).is_floating)
 
 
 def _floats(outputs: Tensors) -> list[Any]:

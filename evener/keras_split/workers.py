@@ -18,6 +18,7 @@ from evener.errors import RequestError
 from evener.keras_split.cut import Cut
 from evener.keras_split.refusals import check_mask
 from evener.keras_split.rows import OwnRows, Tensors, count, head, piece
+from evener.keras_split.steps import call, report
 
 GROUP_KEY = 10_000  # of the collectives here; the strategy counts its own from 1
 KINDS = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)  # that TensorFlow can sum so
@@ -100,16 +101,30 @@ def _has_gpu() -> bool:
 
 
 def group_from_environment() -> Group | None:
-    """The group that TF_CONFIG describes, if it has more than one worker."""
+    """The group that TF_CONFIG describes, if it has more than one process that trains."""
     text = os.environ.get("TF_CONFIG", "")
     if not text:
         return None
     try:
-        config = json.loads(text)
-        peers, rank = config.get("cluster", {}).get("worker", []), int(config.get("task", {}).get("index", 0))
+        peers, rank = _place(json.loads(text))
     except (ValueError, AttributeError, TypeError):
         raise RequestError("TF_CONFIG can't be read.", "It is JSON with cluster.worker and task.index.") from None
     return Group(peers, rank) if len(peers) > 1 else None
+
+
+def _place(config: Any) -> tuple[list[str], int]:
+    """The addresses of the processes that train, the chief first as TensorFlow counts them, and this one's rank."""
+    cluster, task = config.get("cluster", {}), config.get("task", {})
+    chiefs, workers = list(cluster.get("chief", [])), list(cluster.get("worker", []))
+    kind, index = task.get("type", "worker"), int(task.get("index", 0))
+    known = {"chief": chiefs, "worker": workers}
+    if chiefs + workers and index not in range(len(known.get(kind, []))):
+        raise RequestError(
+            f"TF_CONFIG makes this process {kind} {index}, but its cluster has {len(chiefs)} chiefs and "
+            f"{len(workers)} workers.",
+            "Start the script only where task is one of them.",
+        )
+    return chiefs + workers, index + (len(chiefs) if kind == "worker" else 0)
 
 
 class Workers:
@@ -132,7 +147,7 @@ class Workers:
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
-            outputs = head(model(x, training=True), size)
+            outputs = head(call(model, x, True), size)
             check_mask(outputs, self.name)
             y, weight = head(y, size), head(weight, size)
             loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=True)
@@ -142,24 +157,25 @@ class Workers:
         gradients = tape.gradient(scaled, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         *gradients, loss = self.group.sum([*map(tf.convert_to_tensor, gradients), loss])
         model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
-        return self._report(loss, rows, x, y, outputs, weight)
+        return report(model, loss, rows, x, y, outputs, weight)
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
         """What `keras.Model.test_step` does, on own rows."""
         data, size, rows = self.own_rows(data)
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        outputs, y, weight = head(model(x, training=False), size), head(y, size), head(weight, size)
+        outputs, y, weight = head(call(model, x, False), size), head(y, size), head(weight, size)
         loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=False)
         (loss,) = self.group.sum([loss * (tf.cast(size, loss.dtype) / tf.cast(rows, loss.dtype))])
-        return self._report(loss, rows, x, y, outputs, weight)
+        return report(model, loss, rows, x, y, outputs, weight)
 
     def own_rows(self, data: Tensors) -> OwnRows:
         """This process' rows of a whole batch, how many of them count, and the batch's rows."""
         if isinstance(data, OwnRows):
             return data
         with tf.device("CPU:0"):
-            rows = count(data)
+            # Keras leaves no number but an empty tensor as the loss where it knows in advance that there is no row
+            rows = tf.compat.v1.placeholder_with_default(count(data), [])
             start, stop = self.cut.bounds(rows)[self.group.rank : self.group.rank + 2]
             return OwnRows(piece(data, start, stop), stop - start, rows)
 
@@ -174,11 +190,4 @@ class Workers:
 
     def _counted(self) -> list[Any]:
         """The metrics that count own rows only; "loss" is the whole batch's already."""
-        return [metric for metric in self.model.metrics if metric.name != "loss"]
-
-    def _report(self, loss: Any, rows: Any, x: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]:
-        for metric in self.model.metrics:
-            if metric.name == "loss":
-                metric.update_state(loss, sample_weight=rows)
-        logs: dict[str, Any] = self.model.compute_metrics(x, y, outputs, sample_weight=weight)
-        return logs
+        return [metric for metric in self.model.metrics if metric is not self.model._loss_tracker]

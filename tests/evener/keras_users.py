@@ -1,0 +1,289 @@
+"""Run as a script: models as users write them, on one device and over several, and what differs, as JSON.
+
+`keras_users.py towers` and `keras_users.py mirrored` use logical CPU devices, `keras_users.py chief` is one process of
+a group, with TF_CONFIG set. Everything is float64.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+from evener.errors import EvenerError
+from evener.keras_split import Report, Split, make_logical_cpus
+
+BATCH = 24
+RANDOM = np.random.default_rng(7)
+ROWS = 2 * BATCH + 1  # the last batch is a single row
+X = RANDOM.normal(size=(ROWS, 6))
+X *= X > 0.5
+Y = RANDOM.integers(0, 3, ROWS)
+
+Model = Any
+
+
+def network(*extra: Any, base: Any = keras.Sequential, **compiled: Any) -> Model:
+    """Two dense layers; `extra` stands between them."""
+    dense = layers.Dense(8, activation="tanh", activity_regularizer=keras.regularizers.L2(0.1), kernel_regularizer="l2")
+    model = base([keras.Input((6,)), dense, *extra, layers.Dense(3, activation="softmax")])
+    model.compile("sgd", "sparse_categorical_crossentropy", **{"metrics": ["accuracy"], **compiled})
+    return model
+
+
+class OwnLoss(keras.Sequential):
+    """As Keras' documentation writes a compute_loss: a tracker named loss, and the layers' losses as it likes."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.loss_tracker = keras.metrics.Mean(name="loss")
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True) -> Any:
+        """A quarter of the layers' losses."""
+        own = keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, y_pred))
+        loss = own + 0.25 * keras.ops.sum(self.losses)
+        self.loss_tracker.update_state(loss)
+        return loss
+
+    @property
+    def metrics(self) -> list[Any]:
+        """The tracker alone."""
+        return [self.loss_tracker]
+
+
+class OwnSteps(keras.Sequential):
+    """A model that tests and predicts in its own way."""
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        """A figure of its own."""
+        return {"mine": keras.ops.sum(self(data[0]))}
+
+    def predict_step(self, data: Any) -> Any:
+        """Twice the outputs."""
+        return 2 * super().predict_step(data)
+
+
+class Watched(layers.Layer):
+    """Counts its rows in a metric and its calls in a whole number; in test it adds noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = keras.metrics.Mean(name="seen")
+        self.calls = self.add_weight(shape=(), dtype="int64", initializer="zeros", trainable=False)
+        self.noise = keras.random.SeedGenerator(1)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        """The rows."""
+        self.seen.update_state(x)
+        self.calls.assign_add(1)
+        return x if training else x + keras.random.normal(keras.ops.shape(x), seed=self.noise, dtype=x.dtype)
+
+
+class Added(layers.Layer):
+    """A loss of its own."""
+
+    def call(self, x: Any) -> Any:
+        """Mean squares."""
+        self.add_loss(keras.ops.mean(x**2))
+        return x
+
+
+class NotTold(keras.Model):
+    """A call without `training`, which Keras never tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.drop = layers.Dense(3, activation="softmax"), layers.Dropout(0.5)
+
+    def call(self, x: Any, **words: Any) -> Any:
+        """Dropout that stays off."""
+        return self.dense(self.drop(x, **words))
+
+
+class Block(layers.Layer):
+    """Normalization inside a layer of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normal = layers.BatchNormalization(synchronized=True)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        """Normalized."""
+        return self.normal(x, training=training)
+
+
+class Single(layers.Layer):
+    """One number for all rows."""
+
+    def call(self, x: Any) -> Any:
+        """Their mean."""
+        return keras.ops.mean(x)
+
+    def compute_output_shape(self, shape: Any) -> tuple[int, ...]:
+        """None."""
+        return ()
+
+
+def added() -> Model:
+    """A model with no loss but that of its layer."""
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(4), Added()])
+    model.compile("sgd")
+    return model
+
+
+def sparse() -> Model:
+    """A model that takes sparse rows."""
+    model = keras.Sequential([keras.Input((6,), sparse=True), layers.Dense(3, activation="softmax")])
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return model
+
+
+def not_told() -> Model:
+    """The model of that name."""
+    model = NotTold()
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return model
+
+
+def frozen() -> Model:
+    """A model with nothing to train."""
+    model = network()
+    model.trainable = False
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return model
+
+
+def stateful() -> Model:
+    """A recurrent layer whose rows go on in the next batch."""
+    model = keras.Sequential([keras.Input(batch_shape=(BATCH, 3, 2)), layers.SimpleRNN(4, stateful=True)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def single() -> Model:
+    """An output without rows."""
+    entry = keras.Input((6,))
+    model = keras.Model(entry, {"kind": layers.Dense(3, activation="softmax")(entry), "mean": Single()(entry)})
+    model.compile("sgd", {"kind": "sparse_categorical_crossentropy"})
+    return model
+
+
+def fit(x: Any = X, y: Any = Y, **words: Any) -> Callable[[Model], list[float]]:
+    """Two epochs and an evaluation."""
+
+    def run(model: Model) -> list[float]:
+        history = model.fit(x, y, epochs=2, shuffle=False, verbose=0, **words).history
+        return [figure for name in sorted(history) for figure in history[name]]
+
+    return run
+
+
+def sparse_batches(model: Model) -> list[float]:
+    """A dataset of sparse batches."""
+    data = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(X), Y)).batch(BATCH)
+    return list(model.fit(data, epochs=2, verbose=0).history["loss"])
+
+
+def watched(model: Model) -> list[float]:
+    """The layer's metric over training and evaluation, and its count."""
+    figures = fit(batch_size=BATCH)(model)
+    model.reset_metrics()
+    model.predict(X, batch_size=BATCH, verbose=0)
+    return [*figures, float(model.layers[1].seen.result()), float(model.layers[1].calls.numpy())]
+
+
+def own_test(model: Model) -> list[float]:
+    """The model's own figure, of the last batch."""
+    return [model.evaluate(X, Y, batch_size=BATCH, verbose=0, return_dict=True)["mine"]]
+
+
+def steps(model: Model) -> list[float]:
+    """Single batches, one of a single row, by the methods for them."""
+    figures = [float(np.sum(model.train_on_batch(X[:rows], Y[:rows]))) for rows in (BATCH, 2, 1)]
+    return [*figures, float(np.sum(model.test_on_batch(X[:1], Y[:1]))), *np.ravel(model.predict_on_batch(X[:3]))]
+
+
+def apart(split: Split, make: Callable[[], Model], run: Callable[[Model], list[float]]) -> float:
+    """The largest difference of weights and figures between one device and the split."""
+    models = []
+    for maker in (make, lambda: split.build(make)):
+        keras.utils.set_random_seed(3)
+        models.append(maker())
+    first, second = (np.asarray(run(model)) for model in models)
+    pairs = zip(models[0].get_weights(), models[1].get_weights(), strict=True)
+    return max(float(np.abs(first - second).max()), *(float(np.abs(a - b).max()) for a, b in pairs))
+
+
+def refused(split: Split, make: Callable[[], Model], run: Callable[[Model], Any]) -> str:
+    """What is said instead of training."""
+    try:
+        run(split.build(make))
+    except EvenerError as error:
+        return str(error)
+    return ""
+
+
+def towers() -> dict[str, Any]:
+    """Every model over three devices."""
+    split = Split(devices=["CPU:0", "CPU:1", "CPU:2"], ratios=[5, 2, 1], global_batch=BATCH)
+    by_batch = fit(batch_size=np.int64(BATCH))
+    noisy = split.build(lambda: network(Watched()))
+    noise = [noisy.predict(X[:8], verbose=0) for _ in range(2)]
+    return {
+        "own loss": apart(split, lambda: network(base=OwnLoss), by_batch),
+        "own test": apart(split, lambda: network(base=OwnSteps, metrics=None), own_test),
+        "own predict": apart(split, lambda: network(base=OwnSteps), lambda m: [m.predict(X, verbose=0).sum()]),
+        "added": apart(split, added, lambda m: fit(y=None, batch_size=BATCH)(m)),
+        "watched": apart(split, lambda: network(Watched()), watched),
+        "not told": apart(split, not_told, by_batch),
+        "frozen": apart(split, frozen, by_batch),
+        "sparse": apart(split, sparse, sparse_batches),
+        "fresh noise": float(np.abs(noise[0] - noise[1]).max()),
+        "reported": reported(split),
+        "refusals": {
+            "assigned": refused(split, lambda: network(layers.SpectralNormalization(layers.Dense(8))), by_batch),
+            "stateful": refused(split, stateful, lambda m: m.fit(X[:BATCH].reshape(-1, 3, 2), X[:BATCH, :4])),
+            "single": refused(split, single, lambda m: m.fit(X, {"kind": Y}, verbose=0)),
+            "inner": refused(split, lambda: network(Block()), by_batch),
+        },
+    }
+
+
+def reported(split: Split) -> int | None:
+    """The samples of a step that a report counts where fit is given another batch size than the split's."""
+    callback = Report(split)
+    split.build(network).fit(X, Y, batch_size=12, verbose=0, callbacks=[callback])
+    return callback.batch
+
+
+def mirrored() -> dict[str, Any]:
+    """Two replicas: what Keras leaves to each."""
+    split = Split(devices=["CPU:0", "CPU:1"], ratios=[5, 1], global_batch=BATCH, engine="mirrored")
+    own = refused(split, lambda: network(base=OwnSteps), lambda m: m.evaluate(X, Y, verbose=0))
+    assigned = apart(split, lambda: network(layers.SpectralNormalization(layers.Dense(8))), steps)
+    return {"steps": apart(split, network, steps), "assigned": assigned, "refusals": {"own test": own}}
+
+
+def chief() -> dict[str, Any]:
+    """One process of two."""
+    split = Split(devices=["CPU:0", "CPU:1"], ratios=[3, 1], global_batch=BATCH)
+    assigned = apart(split, lambda: network(layers.SpectralNormalization(layers.Dense(8)), metrics=None), steps)
+    return {"rank": split.required_group.rank, "steps": apart(split, not_told, steps), "assigned": assigned}
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    keras.config.set_floatx("float64")
+    if sys.argv[1] != "chief":
+        make_logical_cpus(3)
+    print(json.dumps({"towers": towers, "mirrored": mirrored, "chief": chief}[sys.argv[1]]()))

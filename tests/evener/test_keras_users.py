@@ -1,0 +1,91 @@
+"""Models as users write them learn and report by a split what they do on one device, or are refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SCRIPT = Path(__file__).with_name("keras_users.py")
+SECONDS = 240
+
+
+def start(what: str, task: str = "") -> subprocess.Popen[str]:
+    """One process of the script; `task` is its part in a group with a chief and a worker."""
+    environment = {**os.environ, "TF_CONFIG": task} if task else dict(os.environ)
+    command = [sys.executable, str(SCRIPT), what]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    """What each process printed, all started at once."""
+    doors = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    first, second = (f"127.0.0.1:{door.getsockname()[1]}" for door in doors)
+    for door in doors:
+        door.close()
+    cluster = {"chief": [first], "worker": [second]}
+    tasks = {kind: json.dumps({"cluster": cluster, "task": {"type": kind, "index": 0}}) for kind in cluster}
+    running = {"towers": start("towers"), "mirrored": start("mirrored")}
+    running |= {kind: start("chief", task) for kind, task in tasks.items()}
+    try:
+        printed = {name: process.communicate(timeout=SECONDS) for name, process in running.items()}
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in running.values()] == [0] * 4, [err[-2000:] for _, err in printed.values()]
+    return {name: json.loads(output) for name, (output, _) in printed.items()}
+
+
+@pytest.mark.parametrize(
+    "case", ["own loss", "own test", "own predict", "added", "watched", "not told", "frozen", "sparse"]
+)
+def test_towers_do_with_a_users_model_what_one_device_does(found: Any, case: str) -> None:
+    """A compute_loss and steps of the user's own, losses and metrics inside layers, sparse rows, nothing to train."""
+    assert found["towers"][case] <= 1e-12
+
+
+def test_each_prediction_draws_fresh_numbers(found: Any) -> None:
+    """A model that samples doesn't give the same noise again."""
+    assert found["towers"]["fresh noise"] > 0.01
+
+
+def test_a_report_counts_the_batch_that_is_fitted(found: Any) -> None:
+    """Not the split's own, where fit is given another."""
+    assert found["towers"]["reported"] == 12
+
+
+@pytest.mark.parametrize(
+    ("engine", "case", "says"),
+    [
+        ("towers", "assigned", "SpectralNormalization"),
+        ("towers", "stateful", "stateful=True"),
+        ("towers", "single", "a single number"),
+        ("towers", "inner", "synchronizes its statistics"),
+        ("mirrored", "own test", "a test_step of its own"),
+    ],
+)
+def test_what_a_split_would_do_otherwise_is_refused(found: Any, engine: str, case: str, says: str) -> None:
+    """In a sentence; a layer inside a layer of the user's own is seen too."""
+    assert says in found[engine]["refusals"][case]
+
+
+def test_single_batches_under_a_strategy_are_those_of_one_device(found: Any) -> None:
+    """train_on_batch, test_on_batch and predict_on_batch, which Keras would do once for each replica."""
+    assert found["mirrored"]["steps"] <= 1e-12
+    assert found["mirrored"]["assigned"] <= 1e-12
+
+
+def test_a_chief_is_the_first_of_a_group(found: Any) -> None:
+    """TF_CONFIG with a chief and a worker: two ranks, the weights of one device, a single row in a batch included."""
+    assert [found[kind]["rank"] for kind in ("chief", "worker")] == [0, 1]
+    assert max(found[kind][case] for kind in ("chief", "worker") for case in ("steps", "assigned")) <= 1e-12
