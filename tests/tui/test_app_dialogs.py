@@ -16,6 +16,7 @@ from tui.screens.dialogs import ConfirmDialog
 from tui.screens.export import ExportDialog
 from tui.screens.replay import ReplayScreen
 from tui.screens.runs import RunPanel
+from tui.view.cells import cells
 from tui.widgets.choices import OneOf, Ticks
 from tui.widgets.lines import Lines
 
@@ -66,6 +67,22 @@ async def test_a_path_that_cannot_be_written_is_said_whole(app_of: Any, plan: An
             "nothing is cut off at the frame"
         )
         assert isinstance(app.screen, ExportDialog)
+
+
+@pytest.mark.parametrize("key", ["question_mark", "enter"], ids=("help", "details"))
+async def test_no_word_of_a_dialog_is_under_its_scroll_bar(app_of: Any, key: str) -> None:
+    """At the size that it opens at, and at those that its terminal is given then."""
+    app = app_of()
+    async with app.run_test(size=(100, 30)) as pilot:
+        await _until(pilot, lambda: "GPU:0" in _text(app, "#devices"), "the first snapshot")
+        await pilot.press(key)
+        await _until(pilot, lambda: app.screen.query("#scroll Lines"), "the dialog")
+        for size in ((100, 30), (80, 24), (60, 12)):
+            await pilot.resize_terminal(*size)
+            await pilot.pause()
+            text = app.screen.query_one("#scroll Lines", Lines)
+            assert max(map(cells, text.text.splitlines())) <= text.size.width, size
+        assert app.screen.query_one("#scroll").max_scroll_y > 0, "one that has a scroll bar"
 
 
 async def test_a_run_s_plan_is_exported_however_soon_it_is_asked_for(app_of: Any, tmp_path: Path) -> None:

@@ -37,4 +37,4 @@ class DetailsDialog(Dialog[None]):
         """Work the facts out again."""
         snapshot = self.evener.snapshot
         if snapshot is not None:
-            self.query_one(Text).show(self._draw(snapshot, self.text_width))
+            self.query_one(Text).show(self._draw(snapshot, self.scrolled_width))

@@ -62,6 +62,11 @@ class Dialog(ModalScreen[AnswerT], Generic[AnswerT]):
         """Cells for text inside the frame."""
         return max(1, min(72, self.app.size.width - 4))
 
+    @property
+    def scrolled_width(self) -> int:
+        """Cells for text that a scroll bar may stand beside."""
+        return max(1, self.text_width - 1)
+
 
 class ConfirmDialog(Dialog[bool]):
     """Asks before something that can't be undone; only its own button, or `y`, says yes."""

@@ -23,6 +23,14 @@ class HelpDialog(Dialog[None]):
 
     def on_mount(self) -> None:
         """Write it for this terminal."""
+        self.redraw()
+
+    def on_resize(self) -> None:
+        """Wrap anew."""
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Work the page out again."""
         app = self.evener
         notes = app.snapshot.notes if app.snapshot is not None else ()
-        self.query_one(Text).show(help_lines(notes, app.marks, self.text_width))
+        self.query_one(Text).show(help_lines(notes, app.marks, self.scrolled_width))
