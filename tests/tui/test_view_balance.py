@@ -14,7 +14,9 @@ from tui.view.balance import BalanceState, advance, best_solo, curves, memory_wa
 from tui.view.balance_lines import chosen_shares, rival_lines, search_lines, share_lines, warning_lines
 from tui.view.cells import span_cells
 from tui.view.lanes import lane_lines
-from tui.view.marks import ASCII, UNICODE
+from tui.view.marks import ASCII, UNICODE, Marks
+
+GAINS = ("+18.1 %", "+58.0 %", "94 % of it")  # of the scripted plan over what else was measured
 
 
 def _after(events: Any, count: int | None = None) -> BalanceState:
@@ -136,6 +138,25 @@ def test_every_panel_keeps_to_its_width(events: Any, width: int, height: int) ->
         ):
             for line in lines:
                 assert span_cells(line.spans) <= max(width, 50), line.text
+
+
+@pytest.mark.parametrize("width", [30, 39, 40, 46, 47, 48, 60, 80, 120])
+@pytest.mark.parametrize("marks", [UNICODE, ASCII], ids=("unicode", "ascii"))
+def test_no_figure_of_a_rival_is_cut(events: Any, width: int, marks: Marks) -> None:
+    """Where there is no room for all of them, some are left out whole."""
+    best, *others = [line.text for line in rival_lines(_after(events, len(events)), width, 0, marks)]
+    assert f"2 127 {marks.plus_minus}0.4 %" in best
+    assert all(gain in row for row, gain in zip(others, GAINS, strict=True))
+
+
+def test_a_wide_interval_leaves_a_blank_before_the_bar(events: Any) -> None:
+    """An interval of 10 % and more has no decimal."""
+    state = _after(events, len(events))
+    assert state.finished is not None
+    wide = msgspec.structs.replace(state.finished.plan.throughput, low=1700.0, high=2554.0)
+    plan = msgspec.structs.replace(state.finished.plan, throughput=wide)
+    state = msgspec.structs.replace(state, finished=msgspec.structs.replace(state.finished, plan=plan))
+    assert "±20 %  ━" in rival_lines(state, 120, 0, UNICODE)[0].text
 
 
 def test_a_warning_that_is_cut_says_so(events: Any) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from balancer.runs import RunSummary
+from balancer.journal import Header
+from balancer.request import Request
+from balancer.runs import Run, RunSummary
+from tui.view.cells import span_cells
 from tui.view.marks import UNICODE
-from tui.view.runs import brief_devices, run_lines
+from tui.view.runs import brief_devices, plan_lines, run_lines
 
 RUN = RunSummary(
     "20261121-145431-fb1d",
@@ -38,3 +43,29 @@ def test_devices_of_several_kinds_keep_their_kinds() -> None:
     assert brief_devices(("GPU:0", "GPU:2", "GPU:3")) == "GPU:0,2,3"
     assert brief_devices(("GPU:0", "CPU:0")) == "GPU:0, CPU:0"
     assert brief_devices(()) == ""
+
+
+def _run(script: Any, plan: Any) -> Run:
+    devices = (script.device(0), script.device(1))
+    header = Header(
+        "20261121-145431-fb1d", "2026-11-21T14:54:31Z", Request(), devices, "keras_maxer", "tensorflow", "1"
+    )
+    return Run(header, (), plan, "Split 820 and 568: 18 % faster than even." if plan else "", False)
+
+
+def test_beside_another_a_plan_is_told_without_bars_where_rows_are_few(script: Any, plan: Any) -> None:
+    """What was measured comes before how it looks, and nothing is cut in the middle."""
+    low = [row.text.rstrip() for row in plan_lines(_run(script, plan), 39, 14, UNICODE)]
+    high = [row.text.rstrip() for row in plan_lines(_run(script, plan), 39, 40, UNICODE)]
+    assert any(row.startswith(" sum of solos") and row.endswith(" 94 % of it") for row in low[:14])
+    assert any("18 % faster" in row for row in low[:17])
+    assert not any(row.startswith(" ━") for row in low)
+    assert sum(row.startswith(" ━") for row in high) == 4
+    assert " tensorflow, float32; 6 probes, 1 out" in low, "which goes on in the next row"
+    assert all(span_cells(row.spans) <= 39 for row in plan_lines(_run(script, plan), 39, 14, UNICODE))
+
+
+def test_a_run_without_a_plan_is_told_so_in_a_narrow_panel(script: Any) -> None:
+    """Whether it is over or going on."""
+    rows = [row.text for row in plan_lines(_run(script, None), 30, 9, UNICODE)]
+    assert rows[1:] == [" No plan yet, after 0", " measurements."]

@@ -128,17 +128,17 @@ class RunsScreen(PanelScreen):
         right.display = bool(taken)
         left.entitle("Compared with" if taken else "Plan")
         right.entitle("Plan")
-        left.show(self._plan_lines(taken or panel.chosen, left.size.width))
+        left.show(self._plan_lines(taken or panel.chosen, *left.size))
         if taken:
-            right.show(self._plan_lines(panel.chosen, right.size.width))
+            right.show(self._plan_lines(panel.chosen, *right.size))
 
-    def _plan_lines(self, name: str, width: int) -> tuple[Line, ...]:
+    def _plan_lines(self, name: str, width: int, height: int) -> tuple[Line, ...]:
         if not name:
             return ()
         found = self._found(name)
         if isinstance(found, str):
             return tuple(line(Span(f" {row}", "bad")) for row in wrap(clean(found), max(4, width - 2), 6))
-        return plan_lines(found, width, self.evener.marks)
+        return plan_lines(found, width, height, self.evener.marks)
 
     def _found(self, name: str) -> Run | str:
         """The run, or why it can't be read."""

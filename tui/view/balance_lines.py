@@ -102,15 +102,25 @@ def rival_lines(state: BalanceState, width: int, height: int, marks: Marks) -> t
 
 
 _RIVAL_CELLS = 68  # of a row without its bar
+_WHOLE_CELLS = 47  # below them a row has the best one's interval, or what it gains on another, and no more
+_BRIEF_CELLS = 21  # of such a row without its name
 
 
 def _rival_line(each: Rival, best: Rival, width: int, marks: Marks, drawn: tuple[Span, ...], *, first: bool) -> Line:
     half = (each.high - each.low) / 2 / each.samples_per_second if each.samples_per_second else 0.0
+    error = f"{marks.plus_minus}{percent(half, 1 if half < 0.1 else 0)}"
     versus = "" if first else _versus(best.samples_per_second, each)
-    spans = (
-        Span(f" {each.name:<18}", "strong" if first else "text"),
+    room = max(1, min(18, width - _BRIEF_CELLS))
+    spans: tuple[Span, ...] = (
+        Span(f" {cut(each.name, room, marks.ellipsis):<{room}}", "strong" if first else "text"),
         Span(f"{rate(each.samples_per_second):>9}", "speed"),
-        Span(f" {marks.plus_minus}{percent(half, 1):<6}", "dim"),
+    )
+    if width < _WHOLE_CELLS:
+        last = Span(f" {error}", "dim") if first else Span(f" {versus}", _versus_tone(versus))
+        return Line(pad((*spans, last), width))
+    spans = (
+        *spans,
+        Span(f" {error:<7}", "dim"),
         *drawn,
         Span(f" {versus:<7} ", _versus_tone(versus)),
         Span(cut(each.detail, max(1, min(22, width - 45)), marks.ellipsis), "dim"),

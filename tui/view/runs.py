@@ -13,7 +13,6 @@ from tui.view.marks import Marks
 from tui.view.table import Column, column_widths, heading, table_row, window
 from tui.words import duration, rate
 
-MOST_RIVALS = 4
 _STATE_TONES: dict[str, Tone] = {"finished": "good", "interrupted": "warn", "unfinished": "dim", "unreadable": "bad"}
 
 
@@ -125,26 +124,28 @@ def state_of(run: Run) -> BalanceState:
     )
 
 
-def plan_lines(run: Run, width: int, marks: Marks) -> tuple[Line, ...]:
-    """A run's plan: shares, rivals, the search behind it, its warnings."""
+def plan_lines(run: Run, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
+    """A run's plan: shares, rivals with bars where `height` has room for them, the search behind it, its warnings."""
     head = line(Span(f" {clean(run.header.run)} ", "strong"), Span(clean(run.header.workload), "dim"))
     if run.plan is None:
-        text = f"No plan: the session ended after {len(run.observations)} measurements."
-        return (head, line(Span(f" {text}", "warn")))
+        text = f"No plan yet, after {len(run.observations)} measurement{'s' * (len(run.observations) != 1)}."
+        return (head, *(line(Span(f" {row}", "warn")) for row in wrap(text, max(4, width - 2), 2)))
     plan, state = run.plan, state_of(run)
     facts = f"{plan.framework}, {plan.precision}{', XLA' if plan.xla else ''}"
     search = plan.search
     effort = f"{search.probes} probes, {search.out_of_memory} out of memory, {duration(search.seconds)}"
     rows = wrap(clean(run.verdict), max(4, width - 2), 4)
-    return (
+    before = (
         head,
-        line(Span(f" {clean(facts)}; {effort}", "dim")),
+        *(line(Span(f" {row}", "dim")) for row in wrap(f"{clean(facts)}; {effort}", max(4, width - 2), 3)),
         Line(),
         *share_lines(state, width, 3, marks),
         Line(),
-        *rival_lines(state, width, 2 * MOST_RIVALS, marks),
+    )
+    after = (
         Line(),
         *(line(Span(f" {row}", "good")) for row in rows),
-        line(Span(f" {clean(search.why_stopped)}", "dim")),
+        *(line(Span(f" {row}", "dim")) for row in wrap(clean(search.why_stopped), max(4, width - 2), 3)),
         *warning_lines(plan.warnings, width, marks),
     )
+    return (*before, *rival_lines(state, width, height - len(before), marks), *after)
