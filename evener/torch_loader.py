@@ -20,8 +20,9 @@ class Loader:
     """Batches of this rank's rows, in step with the other ranks. Use each batch before the next one is taken.
 
     Every pass is a new epoch in a new order, unless `set_epoch` or `load_state_dict` says which. `begin` is told the
-    rows of all ranks as each step begins, `done` this rank's rows as it ends. With a `prefetch` of 1 or more, so many
-    batches are fetched ahead and sent to `device`; with 0, each is fetched when it is asked for and stays on the host.
+    rows of all ranks as each step begins, `done` this rank's rows as it ends; `end` is called when a pass is over, or
+    left. With a `prefetch` of 1 or more, so many batches are fetched ahead and sent to `device`; with 0, each is
+    fetched when it is asked for and stays on the host.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Loader:
         options: dict[str, Any],
         device: torch.device | None = None,
         prefetch: int | None = None,
+        end: Callable[[], None] | None = None,
     ) -> None:
         self.dataset = dataset
         self.sampler = sampler
@@ -43,8 +45,11 @@ class Loader:
         self._fetch = Fetch(dataset, sampler, options, pinned)
         self._begin = begin
         self._done = done
+        self._end = end
         self._steps = 0  # of this pass, begun
         self._fresh = True  # the next pass is the epoch that the sampler says
+        self._chosen = False  # by set_epoch, so the next pass is that one, whatever is left of it
+        self._loaded = False  # a state, and no pass since
         self._ahead: Prefetcher | None = None  # of the pass that runs
 
     def __len__(self) -> int:
@@ -52,9 +57,9 @@ class Loader:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._fresh or not len(self.sampler):
+        if not self._fresh or not (len(self.sampler) or self._chosen):
             self.sampler.set_epoch(self.sampler.epoch + 1)
-        self._fresh = False
+        self._fresh = self._chosen = self._loaded = False
         self._steps = 0
         return self._walk()
 
@@ -72,6 +77,8 @@ class Loader:
         finally:
             if ahead is not None:
                 ahead.close()
+            if self._end is not None:
+                self._end()
 
     def wait_until_full(self) -> None:
         """Return when all that is fetched ahead is there; at once where nothing is."""
@@ -79,10 +86,11 @@ class Loader:
             self._ahead.wait_until_full()
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass this epoch, from its first row."""
-        self.sampler.set_epoch(epoch)
+        """Make the next pass this epoch, from its first row; of an epoch whose state was just loaded, what is left."""
+        if not (self._loaded and epoch == self.sampler.epoch):
+            self.sampler.set_epoch(epoch)
         self._steps = 0
-        self._fresh = True
+        self._fresh = self._chosen = True
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training is once the batch in hand is done; the same on every rank, fit for JSON."""
@@ -92,7 +100,8 @@ class Loader:
         """Make the next pass go on where `state` was taken, also under another plan."""
         self.sampler.load_state_dict(state)
         self._steps = 0
-        self._fresh = True
+        self._fresh = self._loaded = True
+        self._chosen = False
 
 
 def count_rows(dataset: Any) -> int:

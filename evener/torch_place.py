@@ -35,8 +35,22 @@ def find_stand() -> Stand:
         return Stand(dist.get_rank(), dist.get_world_size(), _number("LOCAL_RANK", dist.get_rank()))
     if "WORLD_SIZE" not in os.environ:
         return Stand(0, 1, 0)
+    world = _number("WORLD_SIZE", 1)
+    _check_set(world, "RANK")
     rank = _number("RANK", 0)
-    return Stand(rank, _number("WORLD_SIZE", 1), _number("LOCAL_RANK", rank))
+    if rank >= max(1, world):
+        raise PlanError(f"There is no rank {rank} among WORLD_SIZE={world}.", "Start the script with torchrun.")
+    return Stand(rank, world, _number("LOCAL_RANK", rank))
+
+
+def _check_set(world: int, *names: str) -> None:
+    """PlanError unless the variables are set that several processes find each other by."""
+    missing = [name for name in names if name not in os.environ]
+    if world > 1 and missing:
+        raise PlanError(
+            f"WORLD_SIZE says that {world} processes take part, but nothing is said of {' and '.join(missing)}.",
+            "Start the script with torchrun, or set what it would.",
+        )
 
 
 def _number(name: str, default: int) -> int:
@@ -107,6 +121,7 @@ def join(device: Any, backend: str | None) -> bool:
     """Make the process group that torchrun described, NCCL for GPUs, gloo for CPUs; True if it wasn't there before."""
     if dist.is_initialized():
         return False
+    _check_set(_number("WORLD_SIZE", 1), "MASTER_ADDR", "MASTER_PORT")
     if device.type == "cuda":
         dist.init_process_group(backend or "cpu:gloo,cuda:nccl", device_id=None if backend else device)
     else:

@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -79,6 +80,7 @@ class Split:
             atexit.register(self.close)
         self._weights = GradientWeights(self.shares, self.rank)
         self._rows = self.shares[self.rank]
+        self._in_hand: dict[object, tuple[int, ...]] = {}  # pass of a loader -> the rows of its batch, the latest last
         self._reporter = Reporter()
         weakref.finalize(self, self._reporter.close)  # a split that is dropped reports no more
         self._live = (share or _unplanned(self.device, gpus),)
@@ -120,8 +122,19 @@ class Split:
         sampler = UnevenBatchSampler(
             count_rows(dataset), self.shares, self.rank, shuffle=shuffle, seed=seed, drop_last=drop_last
         )
-        done = self.report if training else _ignore
-        return Loader(dataset, sampler, self.begin, done, options, self.device, prefetch)
+        done, key = self.report if training else _ignore, object()
+        begin, end = partial(self._take, key), partial(self._let_go, key)
+        return Loader(dataset, sampler, begin, done, options, self.device, prefetch, end)
+
+    def _take(self, key: object, sizes: Sequence[int]) -> None:
+        self._in_hand.pop(key, None)
+        self._in_hand[key] = tuple(sizes)
+        self.begin(sizes)
+
+    def _let_go(self, key: object) -> None:
+        """A loader's pass is over: if it ran inside another one's step, as a validation does, that step goes on."""
+        if self._in_hand.pop(key, None) is not None and self._in_hand:
+            self.begin(next(reversed(self._in_hand.values())))
 
     def wrap(self, model: Any, **options: Any) -> Any:
         """The model on this process's device, in DistributedDataParallel (`options` are its own), gradients weighted.
@@ -157,6 +170,19 @@ class Split:
         if self.weigh != "loss":
             raise RequestError("The gradients are weighted already.", "Call loss.backward(), or Split(weigh='loss').")
         return loss * (self.world * self.weight)
+
+    def loss(self, total: Any, count: Any) -> Any:
+        """The loss `total / count` over the global batch, for a mean that isn't over rows; every rank calls it.
+
+        `total` is this rank's sum of losses, `count` of what it is to be divided by: tokens that aren't ignored, or the
+        sum of class weights. `loss.backward()`, `scale` and `mean` then do what they do with a mean over rows.
+        """
+        counted = torch.as_tensor(count).detach().to(self.device, torch.float64, copy=True)
+        if not self._rows:
+            total, counted = total * 0, counted * 0
+        if self.world > 1:
+            dist.all_reduce(counted)
+        return total / (counted * (self.weight or 1.0)).to(torch.promote_types(total.dtype, torch.float32))
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         """The model's `no_sync`, for all but the last step of an accumulation; nothing where there is no other rank."""
@@ -250,7 +276,8 @@ def _check_normalization(model: Any, weigh: str) -> None:
     if kinds and not synchronized:
         warnings.warn(
             f"{kinds[0].__name__} normalizes over each device's own share, so training depends on the split; "
-            "SyncBatchNorm (on GPUs), GroupNorm or LayerNorm don't.",
+            "SyncBatchNorm (on GPUs), GroupNorm or LayerNorm don't. A short last batch can leave a device a single "
+            "row, of which PyTorch takes no statistics: use drop_last=True.",
             stacklevel=3,
         )
 

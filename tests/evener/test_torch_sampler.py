@@ -193,6 +193,22 @@ def test_a_loader_goes_on_in_mid_epoch(taken: int, workers: int) -> None:
     assert seen == expected
 
 
+@pytest.mark.parametrize("taken", [2, 5])
+def test_a_loop_that_sets_every_epoch_goes_on_too(taken: int) -> None:
+    """set_epoch of the epoch that was loaded leaves what is left of it, also nothing; another time it starts anew."""
+    whole = Told().loader(37, [8])
+    expected = [[batch.tolist() for batch in whole] for _ in range(2)]
+    loader = Told().loader(37, [8])
+    for step, _ in enumerate(loader, 1):
+        if step == taken:
+            break
+    again = Told().loader(37, [8])
+    again.load_state_dict(loader.state_dict())
+    for epoch, left in ((0, expected[0][taken:]), (1, expected[1]), (1, expected[1])):
+        again.set_epoch(epoch)
+        assert [batch.tolist() for batch in again] == left
+
+
 class Stream(torch.utils.data.IterableDataset):
     """Rows without a number."""
 

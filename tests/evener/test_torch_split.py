@@ -166,6 +166,39 @@ def test_a_torn_environment_is_one_sentence(monkeypatch: pytest.MonkeyPatch, nam
         Split(plan((6, 2)))
 
 
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({}, "nothing is said of RANK"),
+        ({"RANK": "2"}, "no rank 2 among WORLD_SIZE=2"),
+        ({"RANK": "1"}, "MASTER_ADDR and MASTER_PORT"),
+    ],
+)
+def test_what_torchrun_would_have_set_is_named(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], named: str
+) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"WORLD_SIZE": "2", **variables}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PlanError, match=named) as caught:
+        Split(plan((6, 2)))
+    assert "torchrun" in caught.value.remedy
+
+
+def test_a_validation_inside_a_step_leaves_the_steps_rows_and_weights() -> None:
+    """Over or broken off; a batch of it is in hand while it runs."""
+    split = Split(plan((0, 8)))
+    for _ in split.loader(ROWS, shuffle=False):
+        rows, held_out = split.rows, split.loader(ROWS, shuffle=False, training=False)
+        assert [split.rows for _ in held_out] == [8, 8, 4]
+        assert split.rows == rows
+        for _ in held_out:
+            break
+        assert split.rows == rows
+    assert split.rows == 4
+
+
 def test_a_plan_of_other_devices_or_another_framework_warns_and_strict_refuses() -> None:
     for odd, named in ((plan((8,), "GPU-{}"), "GPU-0"), (plan((8,), framework="tensorflow"), "tensorflow")):
         made: list[Any] = []
@@ -364,6 +397,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_both(ended: list[dict[str, Any]])
     ("mode", "named"),
     [
         ("normalize", "normalizes over each device"),
+        ("normalize", "drop_last=True"),
         ("synchronize", "weigh='loss'"),
         ("twice", "communication hook"),
     ],

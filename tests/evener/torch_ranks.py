@@ -19,6 +19,7 @@ import torch
 from evener.torch_sampler import UnevenBatchSampler
 
 STEPS = 21
+CLASSES = torch.tensor([1.0, 0.0, 5.0], dtype=torch.float64)  # what each class weighs; the second is ignored
 WIDTH = 7
 
 
@@ -35,6 +36,8 @@ class Case(msgspec.Struct, frozen=True):
     options: dict[str, Any] = {}
     auxiliary: bool = False  # a loss that the model keeps as an attribute
     normalize: bool = False  # over the global batch: on GPUs only
+    ignore: bool = False  # one class, and weigh the others
+    validate: bool = False  # within each step
 
 
 CASES = {
@@ -56,6 +59,10 @@ CASES = {
     "static graph": Case("momentum", options={"static_graph": True}),
     "auxiliary": Case("momentum", auxiliary=True),
     "loss": Case("momentum", weigh="loss"),
+    "ignored and weighted classes": Case("momentum", rows=51, ignore=True),
+    "the same, by loss, accumulated": Case("adam", rows=51, ignore=True, weigh="loss", accumulate=2),
+    "validation in each step": Case("momentum", validate=True),
+    "the same, by loss": Case("momentum", validate=True, weigh="loss"),
     "loss, accumulate, penalty": Case("adamw", accumulate=3, weigh="loss", penalty=1e-2),
 }
 GPU_CASES = {  # a row that only keeps step would count in the statistics: every rank has rows of its own in each step
@@ -101,8 +108,14 @@ def optimizer(case: Case, net: torch.nn.Module) -> torch.optim.Optimizer:
     return makers[case.optimizer](net.parameters())
 
 
-def objective(case: Case, net: Net, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    loss = torch.nn.functional.cross_entropy(outputs, labels)
+def objective(case: Case, net: Net, outputs: torch.Tensor, labels: torch.Tensor, split: Any = None) -> torch.Tensor:
+    weights = CLASSES.to(outputs.device) if case.ignore else None
+    how = {"weight": weights, "ignore_index": 1 if case.ignore else -100}
+    if case.ignore and split is not None:
+        total = torch.nn.functional.cross_entropy(outputs, labels, reduction="sum", **how)
+        loss = split.loss(total, weights[labels].sum())
+    else:
+        loss = torch.nn.functional.cross_entropy(outputs, labels, **how)
     if case.auxiliary:
         loss = loss + net.auxiliary
     return loss + case.penalty * sum((weights**2).sum() for weights in net.parameters())
@@ -153,8 +166,11 @@ def train(case: Case, plan: str) -> tuple[list[torch.Tensor], list[float]]:
             inputs, labels = rows.to(split.device), classes.to(split.device)
             step = len(losses)
             last = (step + 1) % case.accumulate == 0
+            if case.validate:
+                for _ in split.loader(data(case), training=False):
+                    pass
             with nullcontext() if last or not case.no_sync else split.no_sync(net):
-                loss = objective(case, getattr(net, "module", net), net(inputs), labels)
+                loss = objective(case, getattr(net, "module", net), net(inputs), labels, split)
                 losses.append(split.mean(loss))
                 loss = loss / case.accumulate
                 (split.scale(loss) if case.weigh == "loss" else loss).backward()
