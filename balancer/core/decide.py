@@ -54,9 +54,10 @@ def decide(known: Judged, everything: Ledger) -> Decision:
             return Decision(probes, f"Measures every device alone: {WHY_SOLO[min(probes[0].turn, 3)]}.")
         if probes := split.next_probe(view, purse):
             return Decision(probes, _split_words(view, probes[0]))
-    probes, rule = race.next_probe(view, known.rivals, everything, purse)
+    rivals = race.with_overlooked(view, known.rivals, everything)
+    probes, rule = race.next_probe(view, rivals, everything, purse)
     if probes:
-        return Decision(probes, f"Races {len(known.rivals)} layouts in turns; this is turn {probes[0].turn + 1}.")
+        return Decision(probes, f"Races {len(rivals)} layouts in turns; this is turn {probes[0].turn + 1}.")
     if rule is None:
         rule = Rule.BUDGET if everything.timed(["split"]) or view.lanes_hold_batch else Rule.NO_FIT
     return Decision((), "Done.", rule.value)

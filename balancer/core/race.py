@@ -62,6 +62,19 @@ def contenders(view: View) -> tuple[Layout, ...]:
     return _distinct(view, wanted)
 
 
+def with_overlooked(view: View, rivals: tuple[Layout, ...], ledger: Ledger) -> tuple[Layout, ...]:
+    """The rivals; after a turn of all, also what was measured before to be faster than any of them turned out to be."""
+    raced = results({layout: turns for layout, turns in ledger.timed(["race"]).items() if layout in rivals})
+    broken = {seen.probe.layout for seen in ledger.of("race") if not isinstance(seen, Timed)}
+    if not raced or len({*broken.intersection(rivals), *(one.layout for one in raced)}) < len(rivals):
+        return rivals
+    lead = max(one.throughput.high for one in raced)
+    earlier = results(view.ledger.standing(view.ledger.timed(["solo", "split"])))
+    best = preferred(earlier, 0.0, view.problem.global_batch)
+    faster = best is not None and best.layout not in rivals and best.throughput.low > lead
+    return (*rivals, best.layout) if best and faster else rivals
+
+
 def even_split(view: View, batch: int | None) -> Layout | None:
     """The even split over all live devices at `batch`, or the largest that surely fits; None for fewer than two."""
     quantum, live = view.quantum, view.live

@@ -19,6 +19,7 @@ MOST_OF_STAIRS = 6  # splits, where times come in stairs: each halves what is no
 PATIENT_SPLITS = 8  # while none has run
 MOST_FAILED = 2  # splits that can't run, after which there are none
 NEAR_GLOBAL = 0.04  # a tolerable global batch so near to a measured one, relatively, is not measured again
+PROMISE = 0.02  # relative: a gain that one device alone is not believed to have before it was measured
 HIDDEN = 1.3  # a device may be so many times as fast alone as it was with the others at work
 
 
@@ -75,7 +76,7 @@ def next_single(view: View) -> Fill | None:
         return lone if lone.samples_per_second * HIDDEN > known else None
     ((position, batch),) = lone.shares
     fits = batch <= view.devices[position].memory.safe(view.cap, view.quantum)
-    return None if fits and not _edge(view, lone, known) else lone
+    return None if fits and not (_edge(view, lone, known) or _promises(view, lone, known)) else lone
 
 
 def _most(view: View) -> int:
@@ -90,7 +91,7 @@ def _untried(view: View, lone: Fill, known: float) -> bool:
         for seen in view.ledger.of("split")
         if seen.probe.layout.kind == "solo" and seen.probe.layout.active == (position,)
     ]
-    return not tried or (batch not in tried and _edge(view, lone, known))
+    return not tried or (batch not in tried and (_edge(view, lone, known) or _promises(view, lone, known)))
 
 
 def _edge(view: View, lone: Fill, known: float) -> bool:
@@ -101,6 +102,15 @@ def _edge(view: View, lone: Fill, known: float) -> bool:
         return False
     known = max(known, *(p.batch / p.seconds for p in alone))
     return lone.samples_per_second > known * (1 + UNMEASURABLE)
+
+
+def _promises(view: View, lone: Fill, known: float) -> bool:
+    """Whether the only device is predicted to gain so much over all that was measured that it has to be seen."""
+    ((position, batch),) = lone.shares
+    alone = view.devices[position].alone
+    if len(view.live) > 1 or any(p.batch == batch for p in alone):
+        return False
+    return lone.samples_per_second > max(known, *(p.batch / p.seconds for p in alone)) * (1 + PROMISE)
 
 
 def _gains(view: View, wanted: Fill | None) -> bool:

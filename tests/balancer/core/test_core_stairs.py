@@ -21,9 +21,11 @@ from balancer.core.curve import Curve, fit
 from balancer.core.ledger import Device
 from balancer.core.memory import Memory
 from balancer.core.points import Point
+from balancer.core.search import Search
 from balancer.core.stairs import stairs
 from balancer.core.view import View
 from balancer.records import Layout, Timed
+from benchmarks.search_runs import Job, run
 
 ERROR = 0.002
 MACHINES = 16
@@ -234,6 +236,27 @@ def test_one_device_alone_goes_on_to_the_edge_of_its_best_stair() -> None:
     assert any(one.probe.stage == "split" for one in seen)
     batches = [one.probe.layout.global_batch for one in seen if one.probe.stage == "split"]
     assert len(set(batches)) == len(batches), "none is measured twice"
+
+
+def test_a_knee_that_only_one_device_is_believed_to_have_is_seen_before_it_is_raced() -> None:
+    """Four times look like a knee at 639 samples, with twice the samples/s of all that was measured: it is none."""
+    assert run(Job("stairs", 1, 0.002, "free", 131)).regret <= 0.01
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_was_measured_to_be_faster_than_all_that_raced_races_too(devices: int) -> None:
+    """Where everything is slow in the race, the fastest that was seen before it is among what is."""
+    for seed in range(MACHINES):
+        bench = seeded(seed, devices)
+        search, seen = Search(bench.problem(tolerance=0.02)), list[Timed]()
+        while probes := search.ask():
+            for one in bench.measure(probes, 3.0 if probes[0].stage == "race" else 1.0):
+                search.tell(one)
+                seen += [one] if isinstance(one, Timed) else []
+        before = [one for one in seen if one.probe.stage != "race"]
+        fastest = max(one.samples_per_second for one in before)
+        raced = {one.probe.layout for one in seen if one.probe.stage == "race"}
+        assert any(one.probe.layout in raced for one in before if one.samples_per_second > 0.999 * fastest)
 
 
 def test_what_a_device_did_at_rest_counts_for_its_stairs() -> None:
