@@ -22,8 +22,10 @@ c_k the exposed cost of keeping k replicas in step. A share fits while m0_i + m1
    under contention; the fill is repeated, until it says nothing new. Numbers of devices not yet tried are believed
    cheap, so that leaving devices out is tried where it could pay. Of stairs, each share is put on the likeliest edge,
    and a device's own time says on which side of it the share lies: every split halves what is not known of all edges.
+   With one device, a batch that is predicted to gain is measured here instead.
 4. `race`: the favourites, the even split and the best single device in turns, judged side by side. Of stairs, the
-   layout that no doubt can slow and the one that likely is faster both take part.
+   layout that no doubt can slow and the one that likely is faster both take part. What was measured to be faster than
+   all of them turn out to be joins after their first turn: a prediction that fails doesn't hide it.
 
 Reading order: `search` (ask, tell, best, why_stopped), `solo`, `peak`, `split`, `race` (what to measure next), `view` and `known`
 (what the evidence says), `ledger` (the evidence), `fill` (the exact solution), `points`, `line`, `curve`, `stairs`,
