@@ -122,9 +122,23 @@ def test_a_failed_probe_is_told_harmlessly(events: Any) -> None:
     assert "\x1b" not in text
 
 
+def test_a_measurement_s_words_that_are_cut_say_so(events: Any) -> None:
+    failed = Failed(Probe(solo(2, 0, 8), "solo", 1.0), "raised", "a long story " * 9, (0,), 1.0)
+    state = advance(_after(events, 1), msgspec.structs.replace(events[3], seen=failed))
+    for width in (60, 100):
+        row = next(line for line in search_lines(state, width, 8, UNICODE) if "failed:" in line.text)
+        assert row.text.endswith("…")
+        assert span_cells(row.spans) == width
+    assert "…" not in _text(search_lines(state, 200, 8, UNICODE))
+
+
 def test_a_fault_stands_in_place_of_the_verdict(events: Any) -> None:
     state = msgspec.structs.replace(_after(events, 4), ended=True, fault="No layout ran.", remedy="Free memory.")
     assert "No layout ran. Free memory." in _text(search_lines(state, 100, 8, UNICODE))
+    long = msgspec.structs.replace(
+        state, fault="CPU:0 failed with 8 samples, building: train.py:2: no such model. " * 4
+    )
+    assert "Free memory." in _text(search_lines(long, 80, 6, UNICODE)), "the remedy is the last of a long story"
 
 
 @pytest.mark.parametrize("width", [1, 20, 60, 100, 220])

@@ -166,7 +166,7 @@ def _doing_lines(state: BalanceState, width: int) -> list[Line]:
     else:
         text, tone = (state.belief.doing if state.belief is not None else "The first probes are starting."), "text"
     tones: dict[str, Tone] = {"bad": "bad", "good": "good", "warn": "warn", "text": "text"}
-    return [line(Span(f" {row}", tones[tone])) for row in wrap(clean(text), max(4, width - 2), 3)]
+    return [line(Span(f" {row}", tones[tone])) for row in wrap(clean(text), max(4, width - 2), 6 if state.fault else 3)]
 
 
 def _progress_lines(state: BalanceState, width: int, marks: Marks) -> list[Line]:
@@ -192,13 +192,9 @@ def layout_text(state: BalanceState, layout: Layout) -> str:
 def _seen_line(state: BalanceState, seen: Observation, at_seconds: float, width: int, marks: Marks) -> Line:
     where = f"{seen.probe.stage:<6}{layout_text(state, seen.probe.layout)}"
     mark, tone, what = _outcome(state, seen, marks)
-    spans = (
-        Span(f" {duration(at_seconds):>10} ", "dim"),
-        Span(f"{mark} ", tone),
-        Span(f"{where}: "),
-        Span(what, tone),
-    )
-    return Line(pad(spans, width))
+    spans = (Span(f" {duration(at_seconds):>10} ", "dim"), Span(f"{mark} ", tone), Span(f"{where}: "))
+    room = width - span_cells(spans)
+    return Line(pad((*spans, Span(cut(what, room, marks.ellipsis) if room > 0 else "", tone)), width))
 
 
 def _outcome(state: BalanceState, seen: Observation, marks: Marks) -> tuple[str, Tone, str]:
