@@ -147,7 +147,7 @@ class Split:
         _check_normalization(model, self.weigh)
         if not isinstance(model, DistributedDataParallel):
             devices = [self.device] if self.device.type == "cuda" else None
-            model = DistributedDataParallel(model.to(self.device), device_ids=devices, **options)
+            model = DistributedDataParallel(model.to(self.device), **{"device_ids": devices, **options})
         if self.weigh == "gradients":
             self._weights.attach(model)
         return model

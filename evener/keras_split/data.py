@@ -102,7 +102,10 @@ def given(x: Any, y: Any, weight: Any) -> tuple[Any, ...]:
 
 def length(data: Any) -> int:
     """Rows of nested arrays; RequestError if they differ or there are none."""
-    counts = {int(array.shape[0]) for array in keras.tree.flatten(data) if array is not None}
+    shapes = [array.shape for array in keras.tree.flatten(data) if array is not None]
+    if not all(shapes):
+        raise RequestError("A list of single numbers has no rows.", "Give an array: numpy.asarray(...).")
+    counts = {int(shape[0]) for shape in shapes}
     if len(counts) != 1:
         raise RequestError(f"The arrays have {sorted(counts)} rows.", "Give arrays of as many rows each.")
     (rows,) = counts

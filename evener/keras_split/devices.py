@@ -50,6 +50,16 @@ def short_name(name: str) -> str:
     return name.rpartition("/")[2].removeprefix("device:")
 
 
+def known_as(name: str) -> str | int:
+    """A GPU by its number for the driver, or the UUID that this process sees it by; a CPU by TensorFlow's name."""
+    kind, _, number = name.partition(":")
+    if kind != "GPU":
+        return name.lower()
+    visible = _visible()
+    entry = number if visible is None or int(number) >= len(visible) else visible[int(number)]
+    return int(entry) if entry.isdecimal() else entry
+
+
 def make_logical_cpus(count: int) -> None:
     """Cut TensorFlow's CPU into so many devices, unless it has started already."""
     (cpu, *_) = tf.config.list_physical_devices("CPU")

@@ -19,6 +19,16 @@ class SplitWarning(UserWarning):
     """The training will run, but something differs from what the plan or the user may expect."""
 
 
+def check_backend() -> None:
+    """Refuse Keras on another backend: the engines' steps are TensorFlow's."""
+    backend = keras.config.backend()
+    if backend != "tensorflow":
+        raise RequestError(
+            f"Keras runs on {backend} here, and a split needs TensorFlow.",
+            "Set KERAS_BACKEND=tensorflow, or take evener.torch_split for a training loop in PyTorch.",
+        )
+
+
 def check_towers(model: Any) -> None:
     """Refuse what towers can't do; warn of what they do otherwise than one device."""
     check_step(model)
@@ -85,10 +95,11 @@ def check_assigned(weights: Sequence[Any]) -> None:
         )
 
 
-def warn_counted(metric: Any) -> None:
+def warn_counted(state: Any) -> None:
     """Warn of a metric that the model updates as it is called: nobody can tell a mean over rows from rows."""
+    metric = state.path.rpartition("/")[0]
     warnings.warn(
-        f"{metric.path} is counted inside the model, once on each device: give that metric the rows, not their mean.",
+        f"{metric} is counted inside the model, once on each device: give that metric the rows, not their mean.",
         SplitWarning,
         stacklevel=2,
     )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from evener.keras_split.devices import known_as
 from evener.keras_split.fitting import Fitting
 from evener.live import Reporter
 
@@ -61,11 +62,12 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
             return words
         if split.plan is not None and split.group is None:
             return words | {"devices": split.plan.layout.active}
-        if split.group is not None and split.plan is not None:
-            share = split.plan.layout.active[split.group.rank]
-            return words | {"devices": [share], "batches": [share.batch]}
-        numbers = [int(name.rpartition(":")[2]) for name in split.devices]
-        return words | {"devices": numbers, "batches": split.shares}
+        if split.group is None:
+            return words | {"devices": [known_as(name) for name in split.devices], "batches": split.shares}
+        rank, own = split.group.rank, split.group.device
+        if split.plan is not None:
+            return words | {"devices": [split.plan.layout.active[rank]]}
+        return words | {"devices": [known_as(own if own.startswith("GPU") else split.devices[rank])]}
 
 
 def _own_batch(split: Split, size: int | None) -> int | None:

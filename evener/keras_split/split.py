@@ -52,6 +52,7 @@ class Split:
     ) -> None:
         if engine not in ENGINES:
             raise RequestError(f"There is no engine {engine!r}.", f"Choose one of {', '.join(ENGINES)}.")
+        refusals.check_backend()
         _check_one(plan, gpus, devices)
         self.plan = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
         self.strict = strict

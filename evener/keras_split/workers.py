@@ -40,8 +40,8 @@ class Group:
                 f"{self.size} processes see {self.strategy.num_replicas_in_sync} devices between them.",
                 "Show each process one GPU, by CUDA_VISIBLE_DEVICES.",
             )
-        self._device, self._way = ("GPU:0", "nccl") if _has_gpu() else ("CPU:0", "auto")
-        with tf.device(self._device):
+        self.device, self._way = ("GPU:0", "nccl") if _has_gpu() else ("CPU:0", "auto")
+        with tf.device(self.device):
             self._order = tf.Variable(0.0, trainable=False)  # collectives that name it start in one order everywhere
         self._sum = tf.function(self.sum, autograph=False, reduce_retracing=True)
 
@@ -50,7 +50,7 @@ class Group:
         sums = list(tensors)
         for kind in dict.fromkeys(tensor.dtype for tensor in tensors):  # one collective has one type
             places = [i for i, tensor in enumerate(tensors) if tensor.dtype == kind]
-            with tf.device(self._device):
+            with tf.device(self.device):
                 total = self._reduce(tf.concat([tf.reshape(tensors[i], [-1]) for i in places], axis=0))
                 parts = tf.split(total, [tf.size(tensors[i]) for i in places], num=len(places))
             for i, part in zip(places, parts, strict=True):

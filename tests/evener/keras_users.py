@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock, patch
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
@@ -255,15 +256,33 @@ def towers() -> dict[str, Any]:
             "stateful": refused(split, stateful, lambda m: m.fit(X[:BATCH].reshape(-1, 3, 2), X[:BATCH, :4])),
             "single": refused(split, single, lambda m: m.fit(X, {"kind": Y}, verbose=0)),
             "inner": refused(split, lambda: network(Block()), by_batch),
+            "numbers": refused(split, network, lambda _: split.data(X, list(Y))),
+            "elsewhere": elsewhere(),
         },
     }
 
 
-def reported(split: Split) -> int | None:
-    """The samples of a step that a report counts where fit is given another batch size than the split's."""
-    callback = Report(split)
+def reported(split: Split) -> list[Any]:
+    """What is told of a step where fit is given another batch size than the split's: samples, and devices."""
+    callback, told = Report(split), []
+    callback._reporter = Mock(report=lambda samples, **words: told.append([samples, words["devices"]]))
     split.build(network).fit(X, Y, batch_size=12, verbose=0, callbacks=[callback])
-    return callback.batch
+    return told[0]
+
+
+def elsewhere() -> str:
+    """What is said where Keras runs on another framework."""
+    with patch("keras.config.backend", return_value="jax"):
+        return refused_split()
+
+
+def refused_split() -> str:
+    """What a split of two devices is answered with."""
+    try:
+        Split(devices=["CPU:0", "CPU:1"])
+    except EvenerError as error:
+        return str(error)
+    return ""
 
 
 def mirrored() -> dict[str, Any]:

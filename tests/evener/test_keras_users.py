@@ -60,8 +60,8 @@ def test_each_prediction_draws_fresh_numbers(found: Any) -> None:
 
 
 def test_a_report_counts_the_batch_that_is_fitted(found: Any) -> None:
-    """Not the split's own, where fit is given another."""
-    assert found["towers"]["reported"] == 12
+    """Not the split's own, where fit is given another; and the CPU isn't taken for a GPU of that number."""
+    assert found["towers"]["reported"] == [12, ["cpu:0", "cpu:1", "cpu:2"]]
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,8 @@ def test_a_report_counts_the_batch_that_is_fitted(found: Any) -> None:
         ("towers", "stateful", "stateful=True"),
         ("towers", "single", "a single number"),
         ("towers", "inner", "synchronizes its statistics"),
+        ("towers", "numbers", "single numbers"),
+        ("towers", "elsewhere", "Keras runs on jax"),
         ("mirrored", "own test", "a test_step of its own"),
     ],
 )

@@ -304,7 +304,7 @@ def train(half):
     loader = split.loader(data, seed=1)
     torch.manual_seed(1)
     net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
-    model = split.wrap(net)
+    model = split.wrap(net, device_ids=None)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scaler = torch.amp.GradScaler("cpu", enabled=half == torch.float16)
     seen, losses = [], []
