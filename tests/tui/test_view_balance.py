@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from balancer.events import Paused, ProbeStarted
-from balancer.records import Failed, Probe, Result, layout_of, solo
+from balancer.records import Failed, Interval, Probe, Result, layout_of, solo
 from tui.view.balance import BalanceState, advance, best_solo, curves, memory_wall, own_speed, rivals, seconds_left
 from tui.view.balance_lines import chosen_shares, rival_lines, search_lines, share_lines, warning_lines
 from tui.view.cells import span_cells
@@ -122,6 +122,26 @@ def test_a_failed_probe_is_told_harmlessly(events: Any) -> None:
     assert "\x1b" not in text
 
 
+def test_a_tried_split_over_many_devices_is_told_by_its_sum(events: Any) -> None:
+    devices = tuple(f"SIM:{place}" for place in range(16))
+    best = Result(layout_of((700,) * 16), Interval(100.0, 99.0, 101.0), 1)
+    trying = advance(
+        BalanceState(devices=devices, best=best), ProbeStarted(Probe(layout_of((694,) * 16), "race", 1.0), 1.0)
+    )
+    assert "now 11104 over 16 devices" in _text(share_lines(trying, 60, 9, UNICODE))
+    assert "694 + 694 = 11104" in _text(share_lines(trying, 200, 9, UNICODE))
+
+
+def test_of_many_devices_as_many_are_named_as_leave_room_for_the_figure(events: Any) -> None:
+    devices = tuple(f"SIM:{place}" for place in range(16))
+    wide = Probe(layout_of((1000,) * 16), "split", 1.0)
+    seen = msgspec.structs.replace(events[3].seen, probe=wide, step_seconds=16_000 / 28_488)
+    state = advance(BalanceState(devices=devices, names=devices), msgspec.structs.replace(events[3], seen=seen))
+    for width, named in ((64, 1), (80, 2), (120, 5), (200, 5)):
+        row = next(line.text for line in search_lines(state, width, 8, UNICODE) if "] and" in line.text)
+        assert f" and {16 - named} more: 28 488 samples/s" in row
+
+
 def test_a_measurement_s_words_that_are_cut_say_so(events: Any) -> None:
     failed = Failed(Probe(solo(2, 0, 8), "solo", 1.0), "raised", "a long story " * 9, (0,), 1.0)
     state = advance(_after(events, 1), msgspec.structs.replace(events[3], seen=failed))
@@ -139,6 +159,14 @@ def test_a_fault_stands_in_place_of_the_verdict(events: Any) -> None:
         state, fault="CPU:0 failed with 8 samples, building: train.py:2: no such model. " * 4
     )
     assert "Free memory." in _text(search_lines(long, 80, 6, UNICODE)), "the remedy is the last of a long story"
+
+
+def test_the_verdict_on_many_devices_is_told_whole(events: Any) -> None:
+    state = _after(events, len(events))
+    assert state.finished is not None
+    verdict = f"Split over {', '.join(f'SIM:{place}' for place in range(40))}: 28 % faster than the even split."
+    state = msgspec.structs.replace(state, finished=msgspec.structs.replace(state.finished, verdict=verdict))
+    assert "28 % faster than the even split." in " ".join(_text(search_lines(state, 78, 9, UNICODE)).split())
 
 
 @pytest.mark.parametrize("width", [1, 20, 60, 100, 220])

@@ -13,6 +13,7 @@ from tui.view.marks import Marks
 from tui.words import duration, percent, rate
 
 DETAILED_SHARES = 8  # devices; with more the legend tells samples alone
+MOST_NAMED = 6  # devices of a layout; of more the last ones are counted
 
 
 def share_lines(state: BalanceState, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
@@ -28,8 +29,12 @@ def share_lines(state: BalanceState, width: int, height: int, marks: Marks) -> t
     tried = tried_shares(state)
     if tried is None:
         return (_shares_bar(shares, width, marks), *legend, total)
-    words = f"now {' + '.join(str(share) for share in tried if share)} = {sum(tried)}"
-    facts = line(*total.spans, Span(f"{marks.dot:^3}", "dim"), Span(f"{marks.running} ", "speed"), Span(words))
+    before = (*total.spans, Span(f"{marks.dot:^3}", "dim"), Span(f"{marks.running} ", "speed"))
+    parts = [str(share) for share in tried if share]
+    words = f"now {' + '.join(parts)} = {sum(tried)}"
+    if span_cells(before) + len(words) > width:
+        words = f"now {sum(tried)} over {len(parts)} devices"
+    facts = line(*before, Span(words))
     bars = [_shares_bar(shares, width, marks), _shares_bar(tried, width, marks)]
     return (*bars[: max(1, min(2, height - len(legend) - 1))], *legend, Line(pad(facts.spans, width)))
 
@@ -166,7 +171,8 @@ def _doing_lines(state: BalanceState, width: int) -> list[Line]:
     else:
         text, tone = (state.belief.doing if state.belief is not None else "The first probes are starting."), "text"
     tones: dict[str, Tone] = {"bad": "bad", "good": "good", "warn": "warn", "text": "text"}
-    return [line(Span(f" {row}", tones[tone])) for row in wrap(clean(text), max(4, width - 2), 6 if state.fault else 3)]
+    most = 6 if state.fault or state.finished is not None else 3  # what it came to is told whole, for many devices too
+    return [line(Span(f" {row}", tones[tone])) for row in wrap(clean(text), max(4, width - 2), most)]
 
 
 def _progress_lines(state: BalanceState, width: int, marks: Marks) -> list[Line]:
@@ -183,16 +189,20 @@ def _progress_lines(state: BalanceState, width: int, marks: Marks) -> list[Line]
     return [Line(pad(spans, width))]
 
 
-def layout_text(state: BalanceState, layout: Layout) -> str:
-    """The devices that compute, with their shares."""
+def layout_text(state: BalanceState, layout: Layout, most: int = MOST_NAMED) -> str:
+    """The devices that compute, with their shares; of more than `most` some are only counted."""
     words = [f"{state.devices[device]}[{layout.shares[device]}]" for device in layout.active]
-    return " ".join(words if len(words) <= 6 else [*words[:5], f"and {len(words) - 5} more"])
+    named = most - 1
+    return " ".join(words if len(words) <= most else [*words[:named], f"and {len(words) - named} more"])
 
 
 def _seen_line(state: BalanceState, seen: Observation, at_seconds: float, width: int, marks: Marks) -> Line:
-    where = f"{seen.probe.stage:<6}{layout_text(state, seen.probe.layout)}"
     mark, tone, what = _outcome(state, seen, marks)
-    spans = (Span(f" {duration(at_seconds):>10} ", "dim"), Span(f"{mark} ", tone), Span(f"{where}: "))
+    head = (Span(f" {duration(at_seconds):>10} ", "dim"), Span(f"{mark} ", tone), Span(f"{seen.probe.stage:<6}"))
+    room = width - span_cells(head) - 2
+    texts = [layout_text(state, seen.probe.layout, most) for most in range(MOST_NAMED, 1, -1)]
+    where = next((text for text in texts if len(text) + len(what) <= room), texts[-1])
+    spans = (*head, Span(f"{where}: "))
     room = width - span_cells(spans)
     return Line(pad((*spans, Span(cut(what, room, marks.ellipsis) if room > 0 else "", tone)), width))
 
