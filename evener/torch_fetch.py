@@ -28,6 +28,9 @@ def whole_fetch(dataset: Any) -> Whole | None:
     if type(dataset) is Subset:
         inner = whole_fetch(dataset.dataset)
         numbers = torch.as_tensor(dataset.indices)
+        numbers = torch.where(
+            numbers < 0, numbers + len(dataset.dataset), numbers
+        )  # from the end, as a Subset takes them
         return None if inner is None else lambda rows, pinned: inner(numbers[rows], pinned)
     if _takes_tensor(dataset):
         return lambda rows, _: dataset.__getitems__(rows)

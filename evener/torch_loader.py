@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from evener.errors import RequestError
 from evener.torch_fetch import Fetch
@@ -105,8 +105,13 @@ class Loader:
 
 
 def count_rows(dataset: Any) -> int:
-    """The length of a data set; RequestError for one whose length is unknown."""
+    """The length of a data set; RequestError for one whose length is unknown, and for a loader of one."""
     kind = type(dataset).__name__
+    if isinstance(dataset, DataLoader | Loader):
+        raise RequestError(
+            f"A {kind} has made batches already, and the plan decides which rows are in a rank's.",
+            "Give its data set, and its options beside it: split.loader(loader.dataset, num_workers=...).",
+        )
     if not isinstance(dataset, IterableDataset):
         try:
             return len(dataset)

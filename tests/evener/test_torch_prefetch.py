@@ -55,7 +55,11 @@ def equal(ours: Any, expected: Any) -> bool:
     return type(ours) is type(expected) and all(map(torch.equal, ours, expected))
 
 
-@pytest.mark.parametrize("dataset", [PAIRS, Subset(PAIRS, list(range(19, -1, -1)))], ids=["tensors", "subset"])
+@pytest.mark.parametrize(
+    "dataset",
+    [PAIRS, Subset(PAIRS, list(range(19, -1, -1))), Subset(PAIRS, list(range(-10, 10)))],
+    ids=["tensors", "subset", "from the end"],
+)
 def test_a_batch_at_once_is_what_row_by_row_gives(dataset: Any) -> None:
     expected = list(DataLoader(dataset, batch_sampler=sampler()))
     assert whole_fetch(dataset) is not None

@@ -216,8 +216,8 @@ class Stream(torch.utils.data.IterableDataset):
         return iter(range(3))
 
 
-@pytest.mark.parametrize("dataset", [Stream(), iter([1, 2]), object()])
-def test_data_of_unknown_length_are_refused(dataset: Any) -> None:
+@pytest.mark.parametrize("dataset", [Stream(), iter([1, 2]), object(), torch.utils.data.DataLoader([1, 2])])
+def test_data_without_numbered_rows_are_refused(dataset: Any) -> None:
     with pytest.raises(RequestError, match=type(dataset).__name__) as caught:
         count_rows(dataset)
     assert caught.value.remedy
