@@ -202,6 +202,7 @@ def probe(
     xla: XlaOption = False,
     inputs: InputOption = "host",
     engine: EngineOption = "auto",
+    share: ShareOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Time training at batch sizes that you choose: `evener probe --gpus 0 1 --batches 820 568`."""
@@ -218,6 +219,7 @@ def probe(
         xla=xla,
         inputs=inputs,
         engine=engine,
+        share=share,
     )
     length = length_of(seconds, steps)
     raise typer.Exit(run_probe(request, gpus, tuple(batches), repeat=repeat, length=length, as_json=as_json))

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from balancer.runs import DeviceLock
+from devices.discover import discover
 from tui.checkup import check_machine
 from tui.cli import run
 
@@ -101,3 +103,28 @@ def test_the_doctor_tells_of_a_runs_folder_that_cannot_be(tmp_path: Path, monkey
     assert checks["runs folder"].level == "problem"
     assert "XDG_STATE_HOME" in checks["runs folder"].remedy
     assert checks["python"].level == "ok"
+
+
+def test_a_probe_leaves_devices_alone_that_are_being_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both figures would be wrong; with --share that is accepted."""
+    probe = [
+        "probe",
+        "--devices",
+        "cpu/1",
+        "--workload",
+        "synthetic",
+        "--batches",
+        "8",
+        "--steps",
+        "5",
+        "--repeat",
+        "1",
+    ]
+    with DeviceLock("20261121-145431-fb1d", discover("cpu/1").devices):
+        assert run(probe) == 3
+        told = capsys.readouterr()
+        assert "is being measured by another evener" in told.err
+        assert "--share" in told.err
+        assert told.out == ""
+        assert run([*probe, "--share"]) == 0
+    assert run(probe) == 0, "and afterwards without it"

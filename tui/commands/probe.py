@@ -6,14 +6,16 @@ simulated devices); elsewhere each device is timed alone at its share, and the l
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from balancer import verdict
+from balancer import runs, verdict
 from balancer.bench import Bench, make_prober, understand
+from balancer.machine_lock import MachineLock
 from balancer.probes.prober import Prober
 from balancer.records import Failed, Layout, Observation, OutOfMemory, Probe, Stage, Timed, Warned, layout_of, solo
 from balancer.request import Request
@@ -74,6 +76,21 @@ def run_probe(
     spec, positions = _chosen(request.devices, gpus)
     found = understand(msgspec.structs.replace(request, devices=spec))
     layout = _layout(len(found.devices), positions, batches)
+    with _held([] if request.share else [found.devices[position] for position in layout.active]):
+        return _run(found, layout, repeat, length, gpus is not None or len(batches) > 1, as_json)
+
+
+@contextlib.contextmanager
+def _held(devices: Sequence[Device]) -> Iterator[None]:
+    """No other evener measures on these devices meanwhile; DeviceError if one does. Simulated ones are nobody's."""
+    with contextlib.ExitStack() as locks:
+        if any(device.kind != "sim" for device in devices):
+            locks.callback(runs.DeviceLock("", devices).release)
+            locks.callback(MachineLock(devices).release)
+        yield
+
+
+def _run(found: Bench, layout: Layout, repeat: int, length: Length, by_gpu: bool, as_json: bool) -> int:
     prober = make_prober(found)
     stop = threading.Event()
     if not as_json:
@@ -84,7 +101,7 @@ def run_probe(
             for turn in _measured(prober, layout, found.devices, repeat, length, stop):
                 turns.append(msgspec.to_builtins(turn))
                 if not as_json:
-                    _say_turn(turn, layout, found.devices, gpus is not None or len(batches) > 1, length)
+                    _say_turn(turn, layout, found.devices, by_gpu, length)
     finally:
         prober.close()
     if stop.is_set():
