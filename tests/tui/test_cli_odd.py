@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from balancer.runs import DeviceLock
 from devices.discover import discover
 from tui.checkup import check_machine
 from tui.cli import run
+from tui.commands import probe
 
 PAIR = "sim:gtx1080ti,gtx1080"
 FULL = Path("/dev/full")
@@ -128,3 +131,21 @@ def test_a_probe_leaves_devices_alone_that_are_being_measured(capsys: pytest.Cap
         assert told.out == ""
         assert run([*probe, "--share"]) == 0
     assert run(probe) == 0, "and afterwards without it"
+
+
+def test_a_probe_that_is_interrupted_still_answers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --json every outcome is one object: here the runs that were done."""
+    measured = probe._measured
+
+    def interrupted(*arguments: Any) -> Any:
+        for turn in measured(*arguments):
+            yield turn
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(probe, "_measured", interrupted)
+    assert run(["probe", "--devices", PAIR, "--batches", "64", "64", "--json"]) == 130
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["interrupted"] is True
+    assert [turn["alone"] for turn in answer["runs"]] == [False]

@@ -104,10 +104,15 @@ def _run(found: Bench, layout: Layout, repeat: int, length: Length, by_gpu: bool
                     _say_turn(turn, layout, found.devices, by_gpu, length)
     finally:
         prober.close()
-    if stop.is_set():
+    interrupted = stop.is_set()
+    if as_json:
+        labels = [device.label for device in found.devices]
+        answer = {"devices": labels, "batches": layout.shares, "runs": turns, "interrupted": interrupted}
+        print(json_text(answer))
+    elif not interrupted:
+        print("Done!")
+    if interrupted:
         return caught[0] if caught else 130
-    answer = {"devices": [device.label for device in found.devices], "batches": layout.shares, "runs": turns}
-    print(json_text(answer) if as_json else "Done!")
     return 0
 
 
