@@ -18,7 +18,7 @@ def check_ratios(ratios: Sequence[float]) -> None:
     if not ratios:
         raise RequestError("The list of ratios is empty.", "Give one ratio for each device.")
     for ratio in ratios:
-        if not _is_ratio(ratio):
+        if not is_ratio(ratio):
             raise RequestError(
                 f"A ratio of {ratio!r} is not a share of a batch.", "Ratios are finite numbers, 0 or above."
             )
@@ -26,7 +26,8 @@ def check_ratios(ratios: Sequence[float]) -> None:
         raise RequestError("Every ratio is 0.", "At least one device needs a ratio above 0.")
 
 
-def _is_ratio(ratio: object) -> bool:
+def is_ratio(ratio: object) -> bool:
+    """Whether it is a finite number, 0 or above."""
     try:
         return not isinstance(ratio, bool) and math.isfinite(ratio) and ratio >= 0  # type: ignore[arg-type, operator]
     except (TypeError, OverflowError):

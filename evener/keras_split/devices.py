@@ -32,6 +32,13 @@ def names_of_gpus(gpus: int | Sequence[int]) -> tuple[str, ...]:
     return tuple(f"GPU:{n}" for n in numbers)
 
 
+def names_of_request(devices: Sequence[str]) -> tuple[str, ...]:
+    """`devices=["GPU:0", "/device:CPU:1", "gpu:2"]` as this package names them; RequestError for what names none."""
+    if isinstance(devices, str) or not devices or not all(isinstance(name, str) for name in devices):
+        raise RequestError(f"devices={devices!r} names no devices.", 'Give a list: devices=["GPU:0", "GPU:1"].')
+    return tuple(short_name(name.upper()) for name in devices)
+
+
 def check_present(names: Sequence[str]) -> None:
     """DeviceError if TensorFlow sees no such device; RequestError if one is named twice."""
     if len(set(names)) != len(names):
@@ -47,7 +54,7 @@ def check_present(names: Sequence[str]) -> None:
 
 def short_name(name: str) -> str:
     """ "/job:worker/replica:0/task:0/device:GPU:1" and "/device:GPU:1" as "GPU:1"."""
-    return name.rpartition("/")[2].removeprefix("device:")
+    return name.rpartition("/")[2].removeprefix("device:").removeprefix("DEVICE:")
 
 
 def known_as(name: str) -> str | int:

@@ -29,6 +29,15 @@ def check_backend() -> None:
         )
 
 
+def check_model(model: Any) -> None:
+    """Refuse what is no Keras model, such as what a function without a return gives."""
+    if not isinstance(model, keras.Model):
+        raise RequestError(
+            f"A split takes a Keras model, not {type(model).__name__}.",
+            "Return the compiled model from the function that build() calls.",
+        )
+
+
 def check_towers(model: Any) -> None:
     """Refuse what towers can't do; warn of what they do otherwise than one device."""
     check_step(model)

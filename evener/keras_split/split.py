@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +25,7 @@ from evener.keras_split.refusals import SplitWarning
 from evener.keras_split.towers import Towers
 from evener.keras_split.workers import Group, Workers, group_from_environment
 from evener.plan import Plan, load_plan
+from evener.shares import is_ratio
 
 ENGINES = ("auto", "towers", "mirrored", "multiworker")
 
@@ -54,6 +54,8 @@ class Split:
             raise RequestError(f"There is no engine {engine!r}.", f"Choose one of {', '.join(ENGINES)}.")
         refusals.check_backend()
         _check_one(plan, gpus, devices)
+        if plan is not None and ratios is not None:
+            raise RequestError("Both a plan and ratios are given.", "Give one of them; the plan has its own ratios.")
         self.plan = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
         self.strict = strict
         self.group = group_from_environment() if engine in ("auto", "multiworker") else None
@@ -95,6 +97,7 @@ class Split:
 
     def model(self, model: Any) -> Any:
         """Make this very model train, evaluate and predict over the devices; it is saved and loaded as before."""
+        refusals.check_model(model)
         if self.strategy is not None and model.distribute_strategy is not self.strategy:
             raise RequestError(
                 "engine='mirrored' needs the model to be made in its scope.",
@@ -170,7 +173,7 @@ class Split:
             if global_batch is not None:
                 size = check_global_batch(global_batch, len(self.plan.layout.active))
             return self._devices_of(self.plan), Cut([share for share in self.plan.shares(size) if share]), size
-        chosen = names.names_of_gpus(gpus) if gpus is not None else tuple(devices or ())
+        chosen = names.names_of_gpus(gpus) if gpus is not None else names.names_of_request(devices or ())
         return chosen, _seed_cut(chosen, ratios), global_batch
 
     def _devices_of(self, plan: Plan) -> tuple[str, ...]:
@@ -251,6 +254,6 @@ def _seed_cut(devices: Sequence[str], ratios: Sequence[float] | None) -> Cut:
     if len(chosen) != len(devices):
         raise RequestError(f"There are {len(devices)} devices and {len(chosen)} ratios.", "Give one for each device.")
     for ratio in chosen:
-        if isinstance(ratio, bool) or not math.isfinite(ratio) or ratio <= 0:
-            raise RequestError(f"A ratio of {ratio} gives a device no samples.", "Leave that device out.")
+        if not is_ratio(ratio) or ratio == 0:
+            raise RequestError(f"A ratio of {ratio!r} gives a device no samples.", "Leave that device out.")
     return Cut(chosen, floors=True)

@@ -251,6 +251,9 @@ def towers() -> dict[str, Any]:
         "sparse": apart(split, sparse, sparse_batches),
         "fresh noise": float(np.abs(noise[0] - noise[1]).max()),
         "reported": reported(split),
+        "named": Split(
+            devices=[*(device.name for device in tf.config.list_logical_devices("CPU")[:2]), "cpu:2"]
+        ).devices,
         "refusals": {
             "assigned": refused(split, lambda: network(layers.SpectralNormalization(layers.Dense(8))), by_batch),
             "stateful": refused(split, stateful, lambda m: m.fit(X[:BATCH].reshape(-1, 3, 2), X[:BATCH, :4])),
@@ -258,6 +261,11 @@ def towers() -> dict[str, Any]:
             "inner": refused(split, lambda: network(Block()), by_batch),
             "numbers": refused(split, network, lambda _: split.data(X, list(Y))),
             "elsewhere": elsewhere(),
+            "no model": refused(split, lambda: None, by_batch),
+            "no list": refused_split(devices="CPU:0"),
+            "no devices": refused_split(devices=[]),
+            "words": refused_split(devices=["CPU:0", "CPU:1"], ratios=["3", "1"]),
+            "plan and ratios": refused_split(plan="plan.toml", ratios=[3, 1]),
         },
     }
 
@@ -273,13 +281,13 @@ def reported(split: Split) -> list[Any]:
 def elsewhere() -> str:
     """What is said where Keras runs on another framework."""
     with patch("keras.config.backend", return_value="jax"):
-        return refused_split()
+        return refused_split(devices=["CPU:0", "CPU:1"])
 
 
-def refused_split() -> str:
-    """What a split of two devices is answered with."""
+def refused_split(**request: Any) -> str:
+    """What a request is answered with."""
     try:
-        Split(devices=["CPU:0", "CPU:1"])
+        Split(**request)
     except EvenerError as error:
         return str(error)
     return ""

@@ -64,6 +64,11 @@ def test_a_report_counts_the_batch_that_is_fitted(found: Any) -> None:
     assert found["towers"]["reported"] == [12, ["cpu:0", "cpu:1", "cpu:2"]]
 
 
+def test_devices_go_by_any_name_that_tensorflow_has_for_them(found: Any) -> None:
+    """ "/device:CPU:0" and "cpu:2" as well as "CPU:0"."""
+    assert found["towers"]["named"] == ["CPU:0", "CPU:1", "CPU:2"]
+
+
 @pytest.mark.parametrize(
     ("engine", "case", "says"),
     [
@@ -73,6 +78,11 @@ def test_a_report_counts_the_batch_that_is_fitted(found: Any) -> None:
         ("towers", "inner", "synchronizes its statistics"),
         ("towers", "numbers", "single numbers"),
         ("towers", "elsewhere", "Keras runs on jax"),
+        ("towers", "no model", "not NoneType"),
+        ("towers", "no list", "devices='CPU:0' names no devices"),
+        ("towers", "no devices", "names no devices"),
+        ("towers", "words", "A ratio of '3'"),
+        ("towers", "plan and ratios", "Both a plan and ratios"),
         ("mirrored", "own test", "a test_step of its own"),
     ],
 )
