@@ -59,25 +59,27 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def read_report(name: str) -> Report:
-    """The report of a run by its id, the beginning of one, or `last`; RequestError if it has no plan."""
-    run = runs.find(name)
-    record = journal.read(runs.journal_path(run))
-    ended = record.ended
-    if ended is None:
+    """The report of a run by its id, the beginning of one, or `last`; RequestError if it has no plan.
+
+    A run that was cut off has the plan of what it had measured, as when it is exported.
+    """
+    found = runs.load_run(name)
+    header, run = found.header, found.header.run
+    if found.plan is None:
         raise RequestError(
             f"The run {run} has no plan yet.", f"Finish it with evener balance --resume {run}, or choose another run."
         )
-    header = record.header
+    record = journal.read(runs.journal_path(run))
     return Report(
         run=run,
         created=header.created,
         workload=header.workload,
         labels=tuple(device.label for device in header.devices),
         names=tuple(plain(device.name, 60) for device in header.devices),
-        plan=ended.plan,
-        verdict=plain(ended.verdict, 1000),
+        plan=found.plan,
+        verdict=plain(found.verdict, 1000),
         curves=tuple(_curve(record, i) for i in range(len(header.devices))),
-        ranking=_ranking(ended.plan, [device.label for device in header.devices]),
+        ranking=_ranking(found.plan, [device.label for device in header.devices]),
         spans=_spans(record),
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from balancer.runs import DeviceLock
+from balancer.runs import DeviceLock, journal_path
 from devices.discover import discover
 from tui.checkup import check_machine
 from tui.cli import run
@@ -149,3 +149,19 @@ def test_a_probe_that_is_interrupted_still_answers(
     answer = json.loads(capsys.readouterr().out)
     assert answer["interrupted"] is True
     assert [turn["alone"] for turn in answer["runs"]] == [False]
+
+
+def test_a_run_that_was_cut_off_is_reported_with_the_plan_that_is_exported(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Neither needs it to be gone on with first."""
+    assert run(["balance", "--devices", PAIR]) == 0
+    name = _last_run(capsys)
+    journal = journal_path(name)
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(line for line in lines if b'"entry":"ended"' not in line))
+    assert run(["export", name, "--format", "json"]) == 0
+    batches = [share["batch"] for share in json.loads(capsys.readouterr().out)["layout"]["share"]]
+    assert run(["report", name, "-o", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert all(f"SIM:{place}[{batch}]" in page for place, batch in enumerate(batches))
