@@ -181,14 +181,14 @@ class Fitting:
         if held is None:
             return
         size = chosen["validation_batch_size"] or size or 32
-        chosen["validation_batch_size"] = None if isinstance(held, tf.data.Dataset) else size
+        chosen["validation_batch_size"] = size if isinstance(held, tuple | list) else None
         if self.split.engine in ("towers", "solo"):
             return
-        if not isinstance(held, tf.data.Dataset):
+        if isinstance(held, tuple | list):
             data = given(*held, *[None] * (3 - len(held)))
             chosen["validation_steps"] = chosen["validation_steps"] or math.ceil(length(data) / size)
             chosen |= {"validation_data": self._fed(data, size), "validation_batch_size": None}
-        elif self.split.engine == "mirrored":
+        elif self.split.engine == "mirrored" and isinstance(held, tf.data.Dataset):
             steps = chosen["validation_steps"] or int(held.cardinality())
             if steps < 0:
                 raise RequestError("The validation data's length isn't known.", "Give validation_steps.")

@@ -53,8 +53,8 @@ class Mirrored:
             loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=True)
             mean = loss / _keras_scale(loss.dtype)
             scaled = model.optimizer.scale_loss(mean * _part(size, rows, loss.dtype))
-        weights = model.trainable_weights
-        model.optimizer.apply_gradients(zip(tape.gradient(scaled, weights), weights, strict=True))
+        if weights := model.trainable_weights:
+            model.optimizer.apply_gradients(zip(tape.gradient(scaled, weights), weights, strict=True))
         return report(model, mean, size, x, y, outputs, weight)
 
     def test_step(self, data: Tensors) -> dict[str, Any]:

@@ -156,7 +156,8 @@ class Workers:
         weights = list(model.trainable_weights)
         gradients = tape.gradient(scaled, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         *gradients, loss = self.group.sum([*map(tf.convert_to_tensor, gradients), loss])
-        model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        if weights:
+            model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
         return report(model, loss, rows, x, y, outputs, weight)
 
     def test_step(self, data: Tensors) -> dict[str, Any]:

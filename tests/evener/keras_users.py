@@ -135,6 +135,16 @@ class Single(layers.Layer):
         return ()
 
 
+class Batches(keras.utils.PyDataset):
+    """The rows as a PyDataset."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return X[index * BATCH :][:BATCH], Y[index * BATCH :][:BATCH]
+
+
 def added() -> Model:
     """A model with no loss but that of its layer."""
     model = keras.Sequential([keras.Input((6,)), layers.Dense(4), Added()])
@@ -298,14 +308,25 @@ def mirrored() -> dict[str, Any]:
     split = Split(devices=["CPU:0", "CPU:1"], ratios=[5, 1], global_batch=BATCH, engine="mirrored")
     own = refused(split, lambda: network(base=OwnSteps), lambda m: m.evaluate(X, Y, verbose=0))
     assigned = apart(split, lambda: network(layers.SpectralNormalization(layers.Dense(8))), steps)
-    return {"steps": apart(split, network, steps), "assigned": assigned, "refusals": {"own test": own}}
+    return {
+        "steps": apart(split, network, steps),
+        "assigned": assigned,
+        "frozen": apart(split, frozen, fit(batch_size=BATCH)),
+        "validated": apart(split, network, fit(batch_size=BATCH, validation_data=Batches())),
+        "refusals": {"own test": own},
+    }
 
 
 def chief() -> dict[str, Any]:
     """One process of two."""
     split = Split(devices=["CPU:0", "CPU:1"], ratios=[3, 1], global_batch=BATCH)
     assigned = apart(split, lambda: network(layers.SpectralNormalization(layers.Dense(8)), metrics=None), steps)
-    return {"rank": split.required_group.rank, "steps": apart(split, not_told, steps), "assigned": assigned}
+    return {
+        "rank": split.required_group.rank,
+        "steps": apart(split, not_told, steps),
+        "assigned": assigned,
+        "validated": apart(split, network, fit(batch_size=BATCH, validation_data=Batches())),
+    }
 
 
 if __name__ == "__main__":

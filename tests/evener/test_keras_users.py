@@ -97,6 +97,17 @@ def test_single_batches_under_a_strategy_are_those_of_one_device(found: Any) -> 
     assert found["mirrored"]["assigned"] <= 1e-12
 
 
+@pytest.mark.parametrize("process", ["mirrored", "chief", "worker"])
+def test_validation_by_a_pydataset_is_that_of_one_device(found: Any, process: str) -> None:
+    """Whole batches that Keras makes, each evaluated by all."""
+    assert found[process]["validated"] <= 1e-12
+
+
+def test_replicas_with_nothing_to_train_train_nothing(found: Any) -> None:
+    """A frozen model is evaluated, as on one device."""
+    assert found["mirrored"]["frozen"] <= 1e-12
+
+
 def test_a_chief_is_the_first_of_a_group(found: Any) -> None:
     """TF_CONFIG with a chief and a worker: two ranks, the weights of one device, a single row in a batch included."""
     assert [found[kind]["rank"] for kind in ("chief", "worker")] == [0, 1]
