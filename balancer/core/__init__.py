@@ -27,10 +27,10 @@ c_k the exposed cost of keeping k replicas in step. A share fits while m0_i + m1
    layout that no doubt can slow and the one that likely is faster both take part. What was measured to be faster than
    all of them turn out to be joins after their first turn: a prediction that fails doesn't hide it.
 
-Reading order: `search` (ask, tell, best, why_stopped), `solo`, `peak`, `split`, `race` (what to measure next), `view` and `known`
-(what the evidence says), `ledger` (the evidence), `fill` (the exact solution), `points`, `line`, `curve`, `stairs`,
-`memory`, `sync`, `alike` and `beside` (what is learnt from noisy points), `stop` (budget and stopping rules), `stats`,
-`check`; `drive` is the loop.
+Reading order: `search` (ask, tell, best, why_stopped), `solo`, `peak`, `split`, `race` (what to measure next), `view`
+(which layouts are worth it), `known` (what the evidence says), `ledger` (the evidence), `fill` (the exact solution),
+`points`, `line`, `curve`, `stairs`, `memory`, `sync`, `alike` and `beside` (what is learnt from noisy points), `stop`
+(budget and stopping rules), `stats`, `check`; `drive` is the loop.
 
 Sources: functional performance models, Lastovetsky and Reddy (HeteroPar 2009): measure near the solution and solve
 again. HPOPTA, Khaleghzadeh and others (TPDS 2018): exact partition for rough curves. Birge ratio: Physical Review 40

@@ -2,7 +2,8 @@
 
 Two small batches give a first curve and the memory slope; the third is the largest that matters, which tests the
 memory line and the straight line over their longest lever, or one on the way to it if that is far. A fourth where it is
-still to come, or where lines or memory were refuted; two more only where samples/s fell from a batch to a larger one.
+still to come, or where lines or memory were refuted, and of a lone device a fifth; two more only where samples/s fell
+from a batch to a larger one.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def _wanted(view: View, purse: Purse, turn: int) -> bool:
         return turn < PATIENT_ROUNDS
     if turn < 3:
         return True
-    if turn < MOST_ROUNDS and any(
+    lone = len(live) == 1 and view.problem.global_batch is None  # no other's points, nor a split's, help it
+    if turn < MOST_ROUNDS + lone and any(
         _in_doubt(view, i) or _held_back(view, purse, i) or _further(view, purse, i) for i in live
     ):
         return True

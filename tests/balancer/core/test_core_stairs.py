@@ -243,6 +243,13 @@ def test_a_knee_that_only_one_device_is_believed_to_have_is_seen_before_it_is_ra
     assert run(Job("stairs", 1, 0.002, "free", 131)).regret <= 0.01
 
 
+def test_a_lone_device_whose_line_is_refuted_is_seen_once_more() -> None:
+    """Times of 1, 1, 3 and 17 heights may be a matter of chance; one more is none."""
+    found = run(Job("stairs", 1, 0.002, "free", 124))
+    assert found.solo_rounds == 5
+    assert found.regret <= 0.01
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_what_was_measured_to_be_faster_than_all_that_raced_races_too(devices: int) -> None:
     """Where everything is slow in the race, the fastest that was seen before it is among what is."""
