@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from evener.errors import EvenerError
+from evener.errors import EvenerError, RequestError
 from tui.cli_runs import export, report, runs_app
 from tui.commands.options import (
     BudgetOption,
@@ -66,6 +66,8 @@ def start(
         typer.echo(f"evener {__version__}")
         raise typer.Exit
     if context.invoked_subcommand is not None:
+        given = (devices != "auto", readonly, ascii_only, theme is not None, replay is not None)
+        _refuse_misplaced(given, context.invoked_subcommand)
         return
     if not draws_screens():
         from tui.monitor import run_monitor
@@ -74,6 +76,16 @@ def start(
     from tui.app import run_app
 
     raise typer.Exit(run_app(devices, readonly=readonly, ascii=ascii_only, theme=theme, replay=replay))
+
+
+def _refuse_misplaced(given: tuple[bool, ...], command: str) -> None:
+    """RequestError if an option of the app stands before a command, which would take no notice of it."""
+    for option, is_given in zip(("--devices", "--readonly", "--ascii", "--theme", "--replay"), given, strict=True):
+        if is_given:
+            raise RequestError(
+                f"{option} before {command} is the app's own and changes nothing there.",
+                f"Write it behind, as in evener {command} {option} ..., if evener {command} --help has it.",
+            )
 
 
 @app.command()

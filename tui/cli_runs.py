@@ -44,19 +44,24 @@ def runs(context: typer.Context, as_json: JsonOption = False) -> None:
 
 
 @runs_app.command("list")
-def runs_list(as_json: JsonOption = False) -> None:
+def runs_list(context: typer.Context, as_json: JsonOption = False) -> None:
     """List past runs, the newest first."""
     from tui.commands.runs import run_list
 
-    raise typer.Exit(run_list(as_json))
+    raise typer.Exit(run_list(as_json or _json_before(context)))
 
 
 @runs_app.command("show")
-def runs_show(run_id: RunName, as_json: JsonOption = False) -> None:
+def runs_show(context: typer.Context, run_id: RunName, as_json: JsonOption = False) -> None:
     """Show a run: what was measured, and its plan."""
     from tui.commands.runs import run_show
 
-    raise typer.Exit(run_show(run_id, as_json))
+    raise typer.Exit(run_show(run_id, as_json or _json_before(context)))
+
+
+def _json_before(context: typer.Context) -> bool:
+    """Whether `--json` stands between `runs` and the command."""
+    return context.parent is not None and bool(context.parent.params.get("as_json"))
 
 
 @runs_app.command("delete")

@@ -165,3 +165,25 @@ def test_a_run_that_was_cut_off_is_reported_with_the_plan_that_is_exported(
     assert run(["report", name, "-o", str(tmp_path / "report.html")]) == 0
     page = (tmp_path / "report.html").read_text()
     assert all(f"SIM:{place}[{batch}]" in page for place, batch in enumerate(batches))
+
+
+@pytest.mark.parametrize("option", [["--devices", PAIR], ["--ascii"], ["--theme", "light"], ["--readonly"]])
+def test_an_option_before_a_command_that_takes_no_notice_of_it_is_refused(
+    option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else other devices than those that were named would be measured."""
+    assert run([*option, "devices"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert f"{option[0]} before devices" in told.err
+
+
+def test_json_is_json_on_either_side_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """`runs --json show last` as `runs show last --json`."""
+    assert run(["balance", "--devices", PAIR, "--budget", "1s"]) == 0
+    for command in (["list"], ["show", "last"]):
+        capsys.readouterr()
+        assert run(["runs", "--json", *command]) == 0
+        before = json.loads(capsys.readouterr().out)
+        assert run(["runs", *command, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == before
