@@ -13,17 +13,18 @@ from collections.abc import Iterator
 
 import msgspec
 
-from balancer import bench, journal, replay, runs, verdict
+from balancer import bench, journal, replay, runs
 from balancer.compare.comparison import Comparison
 from balancer.core.search import Search
 from balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
 from balancer.journal import Asked, Ended, Header, Journal, Known, Record, Seen
 from balancer.machine_lock import MachineLock
 from balancer.probes.prober import Facts, Prober
-from balancer.records import Failed, Observation, OutOfMemory, Probe
+from balancer.records import Observation, OutOfMemory, Probe
 from balancer.request import Request
+from balancer.unplanned import no_plan
 from evener import __version__
-from evener.errors import DeviceError, NoLayoutError, RequestError
+from evener.errors import RequestError
 
 __all__ = ["Request", "Session"]
 
@@ -257,7 +258,7 @@ class Session:
         seen, at = tuple(self._seen), self._prober.now()
         found = replay.outcome(self._header, self._search, seen, self._facts, self._why_stopped(), self._seconds())
         if found is None:
-            raise self._nothing()
+            raise no_plan(self._header, seen, self._search.belief(), self._interrupted)
         interrupted = self._interrupted and self._search.why_stopped() is None
         results = self._search.results()
         ended = Ended(found.plan, results, found.verdict, interrupted, at)
@@ -277,22 +278,6 @@ class Session:
             return done
         return "the budget was spent" if self._late and not self._interrupted else "interrupted"
 
-    def _nothing(self) -> NoLayoutError | DeviceError:
-        failed = verdict.nothing_ran(self._seen, self._header.devices)
-        if failed and all(isinstance(seen, Failed) and seen.cause == "device" for seen in self._seen):
-            return DeviceError(f"No device could be measured: {failed}.", "Look at nvidia-smi and dmesg.")
-        if failed:
-            return NoLayoutError(f"No layout could be measured: {failed}.", _REMEDY)
-        if self._interrupted:
-            return NoLayoutError(
-                "The search was stopped before anything was measured.",
-                f"Go on with evener balance --resume {self.run_id}.",
-            )
-        budget = self._header.request.budget_seconds
-        return NoLayoutError(
-            f"The budget of {budget:g} s was over before anything was measured.", "Give more, as in --budget 120s."
-        )
-
     def _write(self, entry: journal.Entry) -> None:
         assert self._journal is not None
         self._journal.append(entry)
@@ -302,9 +287,6 @@ class Session:
             self._journal.close()
         for lock in self._locks:
             lock.release()
-
-
-_REMEDY = "Mend what failed, free memory, or choose another workload or other devices."
 
 
 class _Events(Iterator[Event]):

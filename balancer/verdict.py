@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from balancer.figures import percent, rate
-from balancer.records import Failed, Interval, Layout, Observation, OutOfMemory, Result, Timed, Warned
+from balancer.records import Failed, Interval, Layout, Observation, Result, Timed, Warned
 from devices.base import Device
 
 GIB = 1 << 30
@@ -234,23 +234,3 @@ def left_out(seen: Sequence[Observation], devices: Sequence[Device], chosen: Lay
                 elif one.cause == "device":
                     words[i] = f"ran at first and can't be used now: {one.detail}."
     return tuple(f"{devices[i].label} {words[i]}" for i in sorted(words))
-
-
-def nothing_ran(seen: Sequence[Observation], devices: Sequence[Device]) -> str:
-    """Each device's smallest failure, or the one failure that all share."""
-    smallest: dict[int, Failed | OutOfMemory] = {}
-    for one in seen:
-        if isinstance(one, Timed):
-            continue
-        for i in one.devices or one.probe.layout.active:
-            if i not in smallest or one.probe.layout.shares[i] < smallest[i].probe.layout.shares[i]:
-                smallest[i] = one
-    return "; ".join(_failure(i, smallest[i], devices[i]) for i in sorted(smallest))
-
-
-def _failure(position: int, seen: Failed | OutOfMemory, device: Device) -> str:
-    batch = seen.probe.layout.shares[position]
-    if isinstance(seen, OutOfMemory):
-        return f"{device.label} ran out of memory with {batch} samples"
-    detail = seen.detail.removeprefix(f"{device.label}, ")
-    return f"{device.label} failed with {batch} samples, {detail}"

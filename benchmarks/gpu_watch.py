@@ -70,7 +70,8 @@ def beside(seconds: float, environment: dict[str, str]) -> dict[str, Any]:
         for screen in screens.values():
             stack.callback(screen.close)
         lines = stack.enter_context(tempfile.TemporaryFile("w+"))  # a pipe that nobody reads fills up
-        reader = subprocess.Popen(EVENER_JSON, stdout=lines, text=True, env=environment)
+        reader = stack.enter_context(subprocess.Popen(EVENER_JSON, stdout=lines, text=True, env=environment))
+        stack.callback(reader.terminate)
         time.sleep(2 * SETTLE_SECONDS)
         alive = {name: screen for name, screen in screens.items() if screen.process.status() != psutil.STATUS_ZOMBIE}
         before = {name: _spent(screen) for name, screen in alive.items()}

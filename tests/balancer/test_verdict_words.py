@@ -6,8 +6,8 @@ from typing import get_args
 
 import pytest
 
-from balancer.records import Failed, Interval, Layout, OutOfMemory, Probe, Result, Timed, Warned, layout_of, solo
-from balancer.verdict import ORDER, Rivals, doubtful, doubts_of, left_out, nothing_ran, verdict, warnings
+from balancer.records import Failed, Interval, Layout, Probe, Result, Timed, Warned, layout_of, solo
+from balancer.verdict import ORDER, Rivals, doubtful, doubts_of, left_out, verdict, warnings
 from devices.base import Device
 
 DEVICES = (Device("a", 0, "GTX 1080 Ti", "gpu", None), Device("b", 1, "GTX 1080", "gpu", None))
@@ -102,18 +102,6 @@ def test_every_doubt_has_a_sentence_and_the_worst_of_a_kind_is_told_once() -> No
     assert doubtful("Do it.", [Warned("noisy", 0.1)]) == "Do it."
     assert not doubts_of(seen, EVEN.layout)
     assert doubts_of([timed(Warned("disturbed", 0.9))], EVEN.layout), "a rival saw other work in turns with it"
-
-
-def test_what_failed_is_told_by_each_device_s_smallest_failure() -> None:
-    """Out of memory with the batch, other failures with their cause."""
-    seen = [
-        OutOfMemory(Probe(solo(2, 0, 64), "solo", 1.0), (0,), "full", 1.0),
-        OutOfMemory(Probe(solo(2, 0, 8), "solo", 1.0), (0,), "full", 1.0),
-        Failed(Probe(solo(2, 1, 8), "solo", 1.0), "raised", "GPU:1, building: t.py:3: ValueError: no", (1,), 1.0),
-    ]
-    assert nothing_ran(seen, DEVICES) == (
-        "GPU:0 ran out of memory with 8 samples; GPU:1 failed with 8 samples, building: t.py:3: ValueError: no"
-    )
 
 
 def test_a_device_on_which_nothing_ran_is_said_to_be_left_out() -> None:

@@ -1,0 +1,74 @@
+"""Why no plan came of a session, as the fault to raise: what failed, what does not fit, or that time was short."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from balancer.compare.verdict import listed
+from balancer.journal import Header
+from balancer.records import Belief, Failed, Observation, OutOfMemory, Timed
+from devices.base import Device
+from evener.errors import DeviceError, NoLayoutError
+
+REMEDY = "Mend what failed, free memory, or choose another workload or other devices."
+
+
+def no_plan(
+    header: Header, seen: Sequence[Observation], belief: Belief, interrupted: bool
+) -> NoLayoutError | DeviceError:
+    """The fault, by what was seen and what the search believes of the devices."""
+    ran = any(isinstance(one, Timed) for one in seen)
+    failed = "" if ran else nothing_ran(seen, header.devices)
+    if failed and all(isinstance(one, Failed) and one.cause == "device" for one in seen):
+        return DeviceError(f"No device could be measured: {failed}.", "Look at nvidia-smi and dmesg.")
+    if failed:
+        return NoLayoutError(f"No layout could be measured: {failed}.", REMEDY)
+    largest = [curve.largest_batch or 0 for curve in belief.curves]
+    if ran and sum(largest) < (header.request.global_batch or 0):
+        return NoLayoutError(*_too_large(header, largest))
+    what = "a layout of the global batch" if ran else "anything"
+    if interrupted:
+        return NoLayoutError(
+            f"The search was stopped before {what} was measured.", f"Go on with evener balance --resume {header.run}."
+        )
+    budget = header.request.budget_seconds or 0.0
+    return NoLayoutError(
+        f"The budget of {budget:g} s was over before {what} was measured.",
+        f"Give more, as in --budget {2 * budget:g}s.",
+    )
+
+
+def nothing_ran(seen: Sequence[Observation], devices: Sequence[Device]) -> str:
+    """Each device's smallest failure, or the one failure that all share."""
+    smallest: dict[int, Failed | OutOfMemory] = {}
+    for one in seen:
+        if isinstance(one, Timed):
+            continue
+        for i in one.devices or one.probe.layout.active:
+            if i not in smallest or one.probe.layout.shares[i] < smallest[i].probe.layout.shares[i]:
+                smallest[i] = one
+    details = {_detail(one, devices[i]) for i, one in smallest.items() if isinstance(one, Failed)}
+    if len(smallest) > 1 and len(details) == 1 and all(isinstance(one, Failed) for one in smallest.values()):
+        return f"{listed([devices[i].label for i in sorted(smallest)])} failed, {details.pop()}"
+    return "; ".join(_failure(i, smallest[i], devices[i]) for i in sorted(smallest))
+
+
+def _failure(position: int, seen: Failed | OutOfMemory, device: Device) -> str:
+    batch = seen.probe.layout.shares[position]
+    if isinstance(seen, OutOfMemory):
+        return f"{device.label} ran out of memory with {batch} samples"
+    return f"{device.label} failed with {batch} samples, {_detail(seen, device)}"
+
+
+def _detail(seen: Failed, device: Device) -> str:
+    return seen.detail.removeprefix(f"{device.label}, ").rstrip(".")
+
+
+def _too_large(header: Header, largest: Sequence[int]) -> tuple[str, str]:
+    """What a fixed global batch is too large for, and what to do."""
+    room = [f"{device.label} holds {size}" for device, size in zip(header.devices, largest, strict=True)]
+    together = f", which is {sum(largest)} together" if len(room) > 1 else ""
+    return (
+        f"A global batch of {header.request.global_batch} samples doesn't fit: {listed(room)}{together}.",
+        f"Take at most {sum(largest)}, or other devices.",
+    )

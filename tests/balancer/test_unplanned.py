@@ -1,0 +1,68 @@
+"""Sessions that end without a plan: whose fault it was, what was seen, and what to do."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+
+from balancer.events import Event, Finished
+from balancer.records import Failed, OutOfMemory, Probe, solo
+from balancer.request import Request
+from balancer.session import Session
+from balancer.unplanned import nothing_ran
+from devices.base import Device
+from evener.errors import NoLayoutError
+
+DEVICES = tuple(Device(f"GPU-{i}", i, "NVIDIA A", "gpu", 1 << 33) for i in range(2))
+
+
+def driven(**options: object) -> list[Event]:
+    """The events of a session on simulated cards."""
+    session = Session(Request(devices="sim:gtx1080ti,gtx1080", **options))  # type: ignore[arg-type]
+    with closing(session):
+        return list(session.events())
+
+
+def faulted(**options: object) -> NoLayoutError:
+    """The fault of one."""
+    with pytest.raises(NoLayoutError) as fault:
+        driven(**options)
+    return fault.value
+
+
+def test_what_failed_is_told_by_each_device_s_smallest_failure() -> None:
+    """Out of memory with the batch, other failures with their cause."""
+    seen = [
+        OutOfMemory(Probe(solo(2, 0, 64), "solo", 1.0), (0,), "full", 1.0),
+        OutOfMemory(Probe(solo(2, 0, 8), "solo", 1.0), (0,), "full", 1.0),
+        Failed(Probe(solo(2, 1, 8), "solo", 1.0), "raised", "GPU:1, building: t.py:3: ValueError: no", (1,), 1.0),
+    ]
+    assert nothing_ran(seen, DEVICES) == (
+        "GPU:0 ran out of memory with 8 samples; GPU:1 failed with 8 samples, building: t.py:3: ValueError: no"
+    )
+
+
+def test_a_failure_that_all_devices_share_is_told_once() -> None:
+    seen = [
+        Failed(Probe(solo(2, i, 8), "solo", 1.0), "raised", f"GPU:{i}, building: there is no torch.", (i,), 1.0)
+        for i in range(2)
+    ]
+    assert nothing_ran(seen, DEVICES) == "GPU:0 and GPU:1 failed, building: there is no torch"
+
+
+@pytest.mark.parametrize("batch", [1800, 1_000_000])
+def test_a_global_batch_that_does_not_fit_is_told_with_one_that_does(batch: int) -> None:
+    """And the largest that is named can be balanced."""
+    fault = faulted(global_batch=batch)
+    assert f"A global batch of {batch} samples doesn't fit" in fault.message
+    assert "SIM:0 holds" in fault.message
+    most = int(fault.remedy.split()[3].rstrip(","))
+    assert isinstance(driven(global_batch=most)[-1], Finished)
+
+
+def test_a_budget_that_was_too_short_is_told_with_a_longer_one() -> None:
+    """Devices ran alone, at less than the batch that is asked for."""
+    fault = faulted(budget_seconds=2.0, global_batch=1024)
+    assert fault.message == "The budget of 2 s was over before a layout of the global batch was measured."
+    assert "--budget 4s" in fault.remedy
