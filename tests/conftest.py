@@ -26,10 +26,11 @@ def _load(path: Path) -> Any:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def hang_ups_are_heard() -> None:
-    """Tests that are run under nohup send hang-ups all the same: processes inherit what is ignored."""
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def signals_are_heard() -> None:
+    """Tests that are run under nohup, or behind an `&`, send them all the same: processes inherit what is ignored."""
+    for number, heard in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, heard)
 
 
 @pytest.fixture(autouse=True, scope="session")

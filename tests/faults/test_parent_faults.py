@@ -238,7 +238,7 @@ def test_a_workload_that_always_dies_is_no_layout_and_says_why() -> None:
     from evener.errors import NoLayoutError
 
     session = Session(msgspec.structs.replace(SYNTHETIC, settings={"fail": "kill"}))
-    with pytest.raises(NoLayoutError, match=r"CPU:0 failed with \d+ samples, .*SIGKILL.*; CPU:1 failed") as fault:
+    with pytest.raises(NoLayoutError, match=r"CPU:0 .*CPU:1 failed.*SIGKILL") as fault:
         list(session.events())
     session.close()
     assert fault.value.exit_code == 1

@@ -62,7 +62,7 @@ async def test_a_path_that_cannot_be_written_is_said_whole(app_of: Any, plan: An
         await app.push_screen(ExportDialog(plan))
         app.screen.query_one("#path", Input).value = path
         await pilot.press("enter")
-        assert reason in _words(app, "#hint")
+        await _until(pilot, lambda: reason in _words(app, "#hint"), reason)
         assert max(map(len, _text(app, "#hint").splitlines())) <= app.screen.text_width, (
             "nothing is cut off at the frame"
         )
