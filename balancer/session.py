@@ -258,7 +258,7 @@ class Session:
         seen, at = tuple(self._seen), self._prober.now()
         found = replay.outcome(self._header, self._search, seen, self._facts, self._why_stopped(), self._seconds())
         if found is None:
-            raise no_plan(self._header, seen, self._search.belief(), self._interrupted)
+            raise no_plan(self._header, seen, self._search.belief(), self._why_stopped(), self._interrupted)
         interrupted = self._interrupted and self._search.why_stopped() is None
         results = self._search.results()
         ended = Ended(found.plan, results, found.verdict, interrupted, at)

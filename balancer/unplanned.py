@@ -14,24 +14,26 @@ REMEDY = "Mend what failed, free memory, or choose another workload or other dev
 
 
 def no_plan(
-    header: Header, seen: Sequence[Observation], belief: Belief, interrupted: bool
+    header: Header, seen: Sequence[Observation], belief: Belief, why_stopped: str, interrupted: bool
 ) -> NoLayoutError | DeviceError:
-    """The fault, by what was seen and what the search believes of the devices."""
+    """The fault, by what was seen, what the search believes of the devices, and why it ended."""
     ran = any(isinstance(one, Timed) for one in seen)
-    failed = "" if ran else nothing_ran(seen, header.devices)
+    largest = [curve.largest_batch or 0 for curve in belief.curves]
+    if ran and sum(largest) < (header.request.global_batch or 0):
+        return NoLayoutError(*_too_large(header, largest))
+    failed = nothing_ran(seen, header.devices)
     if failed and all(isinstance(one, Failed) and one.cause == "device" for one in seen):
         return DeviceError(f"No device could be measured: {failed}.", "Look at nvidia-smi and dmesg.")
     if failed:
         return NoLayoutError(f"No layout could be measured: {failed}.", REMEDY)
-    largest = [curve.largest_batch or 0 for curve in belief.curves]
-    if ran and sum(largest) < (header.request.global_batch or 0):
-        return NoLayoutError(*_too_large(header, largest))
     what = "a layout of the global batch" if ran else "anything"
     if interrupted:
         return NoLayoutError(
             f"The search was stopped before {what} was measured.", f"Go on with evener balance --resume {header.run}."
         )
-    budget = header.request.budget_seconds or 0.0
+    budget = header.request.budget_seconds
+    if budget is None or "budget" not in why_stopped:
+        return NoLayoutError(f"No layout could be measured: {why_stopped.rstrip('.')}.", REMEDY)
     return NoLayoutError(
         f"The budget of {budget:g} s was over before {what} was measured.",
         f"Give more, as in --budget {2 * budget:g}s.",

@@ -7,10 +7,11 @@ from contextlib import closing
 import pytest
 
 from balancer.events import Event, Finished
-from balancer.records import Failed, OutOfMemory, Probe, solo
+from balancer.journal import Header
+from balancer.records import Belief, CurveSketch, Failed, Layout, OutOfMemory, Probe, Timed, solo
 from balancer.request import Request
 from balancer.session import Session
-from balancer.unplanned import nothing_ran
+from balancer.unplanned import no_plan, nothing_ran
 from devices.base import Device
 from evener.errors import NoLayoutError
 
@@ -59,6 +60,20 @@ def test_a_global_batch_that_does_not_fit_is_told_with_one_that_does(batch: int)
     assert "SIM:0 holds" in fault.message
     most = int(fault.remedy.split()[3].rstrip(","))
     assert isinstance(driven(global_batch=most)[-1], Finished)
+
+
+def test_a_split_that_fails_is_told_though_each_device_ran_alone() -> None:
+    """It fits, and time is left: neither is the reason."""
+    alone = Timed(Probe(solo(2, 0, 8), "solo", 1.0), 1.0, 1.0, 1.0, 5, (1, None), (1.0, None), 1.0, 5.0)
+    split = Failed(Probe(Layout("split", (8, 8)), "split", 1.0), "raised", "GPU:0, building: no NCCL.", (0,), 1.0)
+    request = Request(global_batch=16, budget_seconds=120.0)
+    header = Header("run", "2026-01-01T00:00:00Z", request, DEVICES, "keras_mnist", "tensorflow", "0")
+    curves = tuple(CurveSketch(i, (), (), 64, None) for i in range(2))
+    belief = Belief(curves, None, None, None, "Done.")
+    fault = no_plan(header, [alone, split], belief, "The leading layouts can't be told apart.", False)
+    assert "building: no NCCL" in fault.message
+    other = no_plan(header, [alone], belief, "No layout of the global batch fits.", False)
+    assert other.message == "No layout could be measured: No layout of the global batch fits."
 
 
 def test_a_budget_that_was_too_short_is_told_with_a_longer_one() -> None:
