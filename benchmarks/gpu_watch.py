@@ -75,7 +75,8 @@ def beside(seconds: float, environment: dict[str, str]) -> dict[str, Any]:
         time.sleep(2 * SETTLE_SECONDS)
         alive = {name: screen for name, screen in screens.items() if screen.process.status() != psutil.STATUS_ZOMBIE}
         before = {name: _spent(screen) for name, screen in alive.items()}
-        json_before, parts_before = sum(psutil.Process(reader.pid).cpu_times()[:2]), _threads(alive["evener"])
+        plain = psutil.Process(reader.pid)
+        plain_before, parts_before = _cpu_seconds(plain), _threads(alive["evener"])
         began = time.perf_counter()
         witness = []
         while time.perf_counter() - began < seconds:
@@ -85,9 +86,7 @@ def beside(seconds: float, environment: dict[str, str]) -> dict[str, Any]:
         costs = {name: _cost(before[name], screen, took) for name, screen in alive.items()}
         parts = {thread: spent - parts_before.get(thread, 0.0) for thread, spent in _threads(alive["evener"]).items()}
         costs["evener"]["cpu_percent_by_thread"] = sorted((100 * part / took for part in parts.values()), reverse=True)
-        costs["evener --json"] = {
-            "cpu_percent": 100 * (sum(psutil.Process(reader.pid).cpu_times()[:2]) - json_before) / took
-        }
+        costs["evener --json"] = {"cpu_percent": 100 * (_cpu_seconds(plain) - plain_before) / took}
         reader.terminate()
         reader.wait(timeout=10)
         lines.seek(0)
@@ -110,9 +109,13 @@ def _threads(screen: Screen) -> dict[int, float]:
     return {each.id: each.user_time + each.system_time for each in screen.process.threads()}
 
 
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
 def _spent(screen: Screen) -> tuple[float, int]:
-    times = screen.process.cpu_times()
-    return times.user + times.system, screen.written_bytes
+    return _cpu_seconds(screen.process), screen.written_bytes
 
 
 def _cost(before: tuple[float, int], screen: Screen, seconds: float) -> dict[str, Any]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pilots import text, until
 
 from evener.plan import load_plan
 from tui.screens.dialogs import ConfirmDialog
@@ -23,27 +26,24 @@ from tui.widgets.lines import Lines
 NOBODY = "~nobody-of-that-name/plan.toml"
 
 
-async def _until(pilot: Pilot[Any], condition: Callable[[], object], what: str) -> None:
-    """Wait for what a thread or a message brings about."""
-    for _ in range(400):
-        if condition():
-            return
-        await pilot.pause(0.02)
-    pytest.fail(f"it never came: {what}")
-
-
-def _text(app: Any, selector: str) -> str:
-    return app.screen.query_one(selector, Lines).text
-
-
 def _words(app: Any, selector: str) -> str:
     """The text without its line breaks."""
-    return " ".join(_text(app, selector).split())
+    return " ".join(text(app, selector).split())
+
+
+async def _listed(pilot: Pilot[Any], runs: int) -> None:
+    """The screen of runs, with so many."""
+    await pilot.press("3")
+    await until(
+        pilot,
+        lambda: pilot.app.screen.query(RunPanel) and pilot.app.screen.query_one(RunPanel).count == runs,
+        "the list",
+    )
 
 
 async def _form(pilot: Pilot[Any]) -> None:
     await pilot.press("2")
-    await _until(pilot, lambda: "[x] GPU:1" in _text(pilot.app, "#pick-devices"), "the form")
+    await until(pilot, lambda: "[x] GPU:1" in text(pilot.app, "#pick-devices"), "the form")
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ async def test_a_path_that_cannot_be_written_is_said_whole(app_of: Any, plan: An
         await app.push_screen(ExportDialog(plan))
         app.screen.query_one("#path", Input).value = path
         await pilot.press("enter")
-        await _until(pilot, lambda: reason in _words(app, "#hint"), reason)
-        assert max(map(len, _text(app, "#hint").splitlines())) <= app.screen.text_width, (
+        await until(pilot, lambda: reason in _words(app, "#hint"), reason)
+        assert max(map(len, text(app, "#hint").splitlines())) <= app.screen.text_width, (
             "nothing is cut off at the frame"
         )
         assert isinstance(app.screen, ExportDialog)
@@ -74,14 +74,14 @@ async def test_no_word_of_a_dialog_is_under_its_scroll_bar(app_of: Any, key: str
     """At the size that it opens at, and at those that its terminal is given then."""
     app = app_of()
     async with app.run_test(size=(100, 30)) as pilot:
-        await _until(pilot, lambda: "GPU:0" in _text(app, "#devices"), "the first snapshot")
+        await until(pilot, lambda: "GPU:0" in text(app, "#devices"), "the first snapshot")
         await pilot.press(key)
-        await _until(pilot, lambda: app.screen.query("#scroll Lines"), "the dialog")
+        await until(pilot, lambda: app.screen.query("#scroll Lines"), "the dialog")
         for size in ((100, 30), (80, 24), (60, 12)):
             await pilot.resize_terminal(*size)
             await pilot.pause()
-            text = app.screen.query_one("#scroll Lines", Lines)
-            assert max(map(cells, text.text.splitlines())) <= text.size.width, size
+            shown = app.screen.query_one("#scroll Lines", Lines)
+            assert max(map(cells, shown.text.splitlines())) <= shown.size.width, size
         assert app.screen.query_one("#scroll").max_scroll_y > 0, "one that has a scroll bar"
 
 
@@ -90,14 +90,11 @@ async def test_a_run_s_plan_is_exported_however_soon_it_is_asked_for(app_of: Any
     app = app_of()
     await asyncio.to_thread(_make_runs, 2)
     async with app.run_test(size=(120, 40)) as pilot:
-        await pilot.press("3")
-        await _until(
-            pilot, lambda: app.screen.query(RunPanel) and app.screen.query_one(RunPanel).count == 2, "the list"
-        )
+        await _listed(pilot, 2)
         panel = app.screen.query_one(RunPanel)
         panel.cursor = 1
         app.screen.action_export()
-        await _until(pilot, lambda: isinstance(app.screen, ExportDialog) and app.screen.query("#path"), "the dialog")
+        await until(pilot, lambda: isinstance(app.screen, ExportDialog) and app.screen.query("#path"), "the dialog")
         app.screen.query_one("#path", Input).value = str(tmp_path / "second.toml")
         await pilot.press("enter")
         assert load_plan(tmp_path / "second.toml").workload
@@ -107,19 +104,16 @@ async def test_screens_can_be_opened_while_a_run_is_replayed(app_of: Any) -> Non
     app = app_of()
     await asyncio.to_thread(_make_runs, 1)
     async with app.run_test(size=(120, 40)) as pilot:
-        await pilot.press("3")
-        await _until(
-            pilot, lambda: app.screen.query(RunPanel) and app.screen.query_one(RunPanel).count == 1, "the list"
-        )
+        await _listed(pilot, 1)
         await pilot.press("r")
-        await _until(pilot, lambda: isinstance(app.screen, ReplayScreen), "the replay")
+        await until(pilot, lambda: isinstance(app.screen, ReplayScreen), "the replay")
         replay = app.screen
         await pilot.press("1")
         assert app.current_mode == "monitor"
-        await _until(pilot, lambda: replay.state.finished is not None, "the end of what goes on behind it")
+        await until(pilot, lambda: replay.state.finished is not None, "the end of what goes on behind it")
         await pilot.press("3")
         assert app.screen is replay
-        await _until(pilot, lambda: "faster than" in _words(app, "#search"), "the verdict that came meanwhile")
+        await until(pilot, lambda: "faster than" in _words(app, "#search"), "the verdict that came meanwhile")
         await pilot.press("escape")
         assert app.screen.query(RunPanel)
 
@@ -131,7 +125,7 @@ async def test_an_own_workload_needs_a_name(app_of: Any) -> None:
         await _form(pilot)
         app.screen.query_one("#pick-workload").focus()
         await pilot.press("end", "space", "ctrl+s")
-        assert "No workload of your own is named" in _text(app, "#problem")
+        assert "No workload of your own is named" in text(app, "#problem")
         assert not app.balance.active
 
 
@@ -150,12 +144,12 @@ async def test_an_own_workload_that_is_typed_is_measured_in_its_framework(
         await _form(pilot)
         app.screen.query_one("#own", Input).value = "train.py:build"
         workloads = app.screen.query_one("#pick-workload", Ticks)
-        await _until(pilot, lambda: workloads.ticked == {workloads.count - 1}, "the tick")
+        await until(pilot, lambda: workloads.ticked == {workloads.count - 1}, "the tick")
         app.screen.query_one("#framework", OneOf).focus()
         await pilot.press("right", "ctrl+s")
-        await _until(pilot, lambda: requests, "the search")
+        await until(pilot, lambda: requests, "the search")
         assert (requests[0].workload, requests[0].framework) == ("train.py:build", "torch")
-        await _until(pilot, lambda: app.balance.ended, "its end")
+        await until(pilot, lambda: app.balance.ended, "its end")
 
 
 async def test_a_wrong_number_is_named_as_its_field_is(app_of: Any) -> None:
@@ -164,7 +158,7 @@ async def test_a_wrong_number_is_named_as_its_field_is(app_of: Any) -> None:
         await _form(pilot)
         app.screen.query_one("#max_global_batch", Input).value = "many"
         await pilot.press("ctrl+s")
-        assert "max global batch 'many' is not a whole number" in _text(app, "#problem")
+        assert "max global batch 'many' is not a whole number" in text(app, "#problem")
 
 
 async def test_the_palette_s_quit_asks_while_a_search_goes_on(app_of: Any, events: Any, session_of: Any) -> None:
@@ -173,9 +167,9 @@ async def test_the_palette_s_quit_asks_while_a_search_goes_on(app_of: Any, event
     async with app.run_test(size=(120, 40)) as pilot:
         await _form(pilot)
         await pilot.press("ctrl+s")
-        await _until(pilot, lambda: app.balance.probes == 6, "the measurements")
+        await until(pilot, lambda: app.balance.probes == 6, "the measurements")
         await pilot.press("ctrl+p", *"quit", "down", "enter")
-        await _until(pilot, lambda: isinstance(app.screen, ConfirmDialog), "the question")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmDialog), "the question")
         await pilot.press("y")
 
 

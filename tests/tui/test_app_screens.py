@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-from collections.abc import Callable
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pilots import text, until
 
 from devices.base import LOST, value
 from evener.plan import load_plan
@@ -23,36 +26,22 @@ from tui.screens.help import HelpDialog
 from tui.screens.signals import SignalDialog
 from tui.sessions import ReplayThread
 from tui.widgets.devices import DevicePanel
-from tui.widgets.lines import Lines
 from tui.widgets.processes import ProcessPanel
 
 
-async def _until(pilot: Pilot[Any], condition: Callable[[], object], what: str) -> None:
-    """Wait for what a thread or a message brings about."""
-    for _ in range(400):
-        if condition():
-            return
-        await pilot.pause(0.02)
-    pytest.fail(f"it never came: {what}")
-
-
-def _text(app: Any, selector: str) -> str:
-    return app.screen.query_one(selector, Lines).text
-
-
 async def _ready(pilot: Pilot[Any]) -> None:
-    await _until(pilot, lambda: "GPU:0" in _text(pilot.app, "#devices"), "the first snapshot")
+    await until(pilot, lambda: "GPU:0" in text(pilot.app, "#devices"), "the first snapshot")
 
 
 async def test_the_monitor_shows_host_devices_graphs_and_processes(app_of: Any) -> None:
     app = app_of()
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
-        assert "node7" in _text(app, "#top")
-        assert "41 %" in _text(app, "#host")
-        assert "115 932" in _text(app, "#devices")
-        assert "throughput 115 932 samples/s" in _text(app, "#graphs")
-        assert "python train.py --rank 1" in _text(app, "#processes")
+        assert "node7" in text(app, "#top")
+        assert "41 %" in text(app, "#host")
+        assert "115 932" in text(app, "#devices")
+        assert "throughput 115 932 samples/s" in text(app, "#graphs")
+        assert "python train.py --rank 1" in text(app, "#processes")
     assert app.feed.stopped
 
 
@@ -62,10 +51,10 @@ async def test_keys_move_open_and_close_details(app_of: Any) -> None:
         await _ready(pilot)
         await pilot.press("j")
         assert app.screen.query_one(DevicePanel).cursor == 1
-        await _until(pilot, lambda: "GPU:1" in app.screen.query_one("#graphs").border_title, "the graphs follow")
+        await until(pilot, lambda: "GPU:1" in app.screen.query_one("#graphs").border_title, "the graphs follow")
         await pilot.press("enter")
-        await _until(pilot, lambda: isinstance(app.screen, DetailsDialog), "details")
-        await _until(pilot, lambda: "12.0 % of the time" in app.screen.query_one("Text").text, "the facts")
+        await until(pilot, lambda: isinstance(app.screen, DetailsDialog), "details")
+        await until(pilot, lambda: "12.0 % of the time" in app.screen.query_one("Text").text, "the facts")
         await pilot.press("escape")
         assert not isinstance(app.screen, DetailsDialog)
 
@@ -76,16 +65,16 @@ async def test_the_mouse_chooses_sorts_and_opens(app_of: Any) -> None:
         await _ready(pilot)
         await pilot.click("#devices", offset=(10, 3))
         assert app.screen.query_one(DevicePanel).cursor == 1
-        title = _text(app, "#processes").splitlines()[0]
+        title = text(app, "#processes").splitlines()[0]
         await pilot.click("#processes", offset=(title.index("pid") + 1, 1))
         assert app.screen.query_one(ProcessPanel).sort_key == "pid"
         assert [row.pid for row in app.screen.query_one(ProcessPanel).rows] == [4000, 4001]
         await pilot.click("#processes", offset=(10, 3), times=2)
-        await _until(pilot, lambda: isinstance(app.screen, DetailsDialog), "details of a process")
+        await until(pilot, lambda: isinstance(app.screen, DetailsDialog), "details of a process")
         await pilot.press("escape")
-        top = _text(app, "#top")
+        top = text(app, "#top")
         await pilot.click("#top", offset=(top.index("Runs") + 1, 0))
-        await _until(pilot, lambda: app.current_mode == "runs", "the Runs screen")
+        await until(pilot, lambda: app.current_mode == "runs", "the Runs screen")
 
 
 async def test_the_filter_narrows_while_typing_and_escape_ends_it(app_of: Any) -> None:
@@ -110,7 +99,7 @@ async def test_sorting_goes_round_the_columns_and_keeps_the_process(app_of: Any,
         await pilot.press("s", "S", "s")
         assert panel.chosen.pid == chosen
         app.post_message(Sampled(script.snapshot(processes=(script.process(chosen), script.process(1)))))
-        await _until(pilot, lambda: len(panel.rows) == 2 and panel.rows[0].pid in (1, chosen), "the next tick")
+        await until(pilot, lambda: len(panel.rows) == 2 and panel.rows[0].pid in (1, chosen), "the next tick")
         assert panel.chosen.pid == chosen
 
 
@@ -121,15 +110,15 @@ async def test_a_signal_needs_a_choice_and_a_confirmation(app_of: Any, monkeypat
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
         await pilot.press("tab", "K")
-        await _until(pilot, lambda: isinstance(app.screen, SignalDialog), "the choice of a signal")
+        await until(pilot, lambda: isinstance(app.screen, SignalDialog), "the choice of a signal")
         await pilot.press("enter")
         assert not sent, "the button in focus is the harmless one"
         await pilot.press("K", "t")
-        await _until(pilot, lambda: isinstance(app.screen, ConfirmDialog), "the question")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmDialog), "the question")
         await pilot.press("n")
         assert not sent
         await pilot.press("K", "t", "y")
-        await _until(pilot, lambda: sent, "the signal")
+        await until(pilot, lambda: sent, "the signal")
         assert sent == [(4001, "TERM")]
 
 
@@ -146,22 +135,22 @@ async def test_pause_holds_the_picture_while_sampling_goes_on(app_of: Any, scrip
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
         await pilot.press("space")
-        before = _text(app, "#devices")
+        before = text(app, "#devices")
         app.feed.push(script.snapshot(1))
-        await _until(pilot, lambda: len(app.snapshot.devices) == 1, "the tick")
-        assert _text(app, "#devices") == before
-        assert "paused" in _text(app, "#host")
+        await until(pilot, lambda: len(app.snapshot.devices) == 1, "the tick")
+        assert text(app, "#devices") == before
+        assert "paused" in text(app, "#host")
         await pilot.press("space")
-        await _until(pilot, lambda: "GPU:1" not in _text(app, "#devices"), "the newest picture")
+        await until(pilot, lambda: "GPU:1" not in text(app, "#devices"), "the newest picture")
 
 
 async def test_help_tells_keys_marks_and_notes(app_of: Any, script: Any) -> None:
     app = app_of(script.snapshot(notes=("No driver: libnvidia-ml is missing.",)))
     async with app.run_test(size=(100, 50)) as pilot:
         await _ready(pilot)
-        assert "No driver" in _text(app, "#notes")
+        assert "No driver" in text(app, "#notes")
         await pilot.press("question_mark")
-        await _until(pilot, lambda: isinstance(app.screen, HelpDialog), "help")
+        await until(pilot, lambda: isinstance(app.screen, HelpDialog), "help")
         page = app.screen.query_one("Text").text
         assert "send a signal" in page
         assert "it could, but not to this user" in page
@@ -178,7 +167,7 @@ async def test_themes_turn_and_others_have_the_colours_too(app_of: Any) -> None:
         assert app.theme == "evener-dark"
         app.theme = "nord"
         await pilot.pause()
-        assert "GPU:0" in _text(app, "#devices")
+        assert "GPU:0" in text(app, "#devices")
 
 
 async def test_the_palette_offers_screens(app_of: Any) -> None:
@@ -213,22 +202,22 @@ async def test_a_search_from_form_to_exported_plan(app_of: Any, events: Any, ses
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
         await pilot.press("2")
-        await _until(pilot, lambda: app.screen.query("#pick-devices"), "the form")
-        await _until(pilot, lambda: "[x] GPU:1" in _text(app, "#pick-devices"), "the devices")
+        await until(pilot, lambda: app.screen.query("#pick-devices"), "the form")
+        await until(pilot, lambda: "[x] GPU:1" in text(app, "#pick-devices"), "the devices")
         app.screen.query_one("#global_batch", Input).value = "512"
         app.screen.query_one("#engine").focus()
         await pilot.press("right", "right", "ctrl+s")
-        await _until(pilot, lambda: app.balance.ended, "the verdict")
+        await until(pilot, lambda: app.balance.ended, "the verdict")
         assert (requests[0].devices, requests[0].global_batch, requests[0].engine) == ("gpu:0,1", 512, "mirrored")
-        await _until(pilot, lambda: "18 % faster than even" in _text(app, "#search"), "the verdict's words")
-        assert "820 (59 %)" in _text(app, "#shares")
-        assert "even split" in _text(app, "#rivals")
+        await until(pilot, lambda: "18 % faster than even" in text(app, "#search"), "the verdict's words")
+        assert "820 (59 %)" in text(app, "#shares")
+        assert "even split" in text(app, "#rivals")
         await pilot.press("e")
-        await _until(pilot, lambda: isinstance(app.screen, ExportDialog), "the export dialog")
+        await until(pilot, lambda: isinstance(app.screen, ExportDialog), "the export dialog")
         target = tmp_path / "plan.json"
         app.screen.query_one("#path", Input).value = str(target)
         await pilot.press("enter")
-        await _until(pilot, target.exists, "the file")
+        await until(pilot, target.exists, "the file")
         assert json.loads(target.read_text())["layout"]["global_batch"] == 1388
         assert load_plan(target).batches == (820, 568)
 
@@ -239,13 +228,13 @@ async def test_a_search_is_paused_stopped_and_its_plan_kept(app_of: Any, events:
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
         await pilot.press("2", "ctrl+s")
-        await _until(pilot, lambda: app.balance.probes == 6, "the measurements")
+        await until(pilot, lambda: app.balance.probes == 6, "the measurements")
         await pilot.press("p")
         assert app.balance.paused
         await pilot.press("p", "x")
-        await _until(pilot, lambda: isinstance(app.screen, ConfirmDialog), "the question")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmDialog), "the question")
         await pilot.click("#yes")
-        await _until(pilot, lambda: app.balance.finished is not None and app.balance.ended, "the plan so far")
+        await until(pilot, lambda: app.balance.finished is not None and app.balance.ended, "the plan so far")
         assert session.calls[:3] == ["pause", "unpause", "stop"]
 
 
@@ -255,9 +244,9 @@ async def test_leaving_the_app_ends_a_running_search(app_of: Any, events: Any, s
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
         await pilot.press("2", "ctrl+s")
-        await _until(pilot, lambda: app.balance.probes == 6, "the measurements")
+        await until(pilot, lambda: app.balance.probes == 6, "the measurements")
         await pilot.press("q")
-        await _until(pilot, lambda: isinstance(app.screen, ConfirmDialog), "the question")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmDialog), "the question")
         assert "stop" not in session.calls
         await pilot.press("y")
     assert "stop" in session.calls
@@ -270,7 +259,7 @@ async def test_probes_load_the_simulated_devices(app_of: Any, events: Any, sessi
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
         await pilot.press("2", "ctrl+s")
-        await _until(pilot, lambda: app.balance.ended, "the end")
+        await until(pilot, lambda: app.balance.ended, "the end")
         loads = [load for load in app.feed.loads if load]
         assert loads[0]["gpu-0"].samples_per_second == 683.0
         assert app.feed.loads[-1] == {}
@@ -281,13 +270,13 @@ async def test_a_wrong_form_says_what_is_wrong_and_starts_nothing(app_of: Any) -
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
         await pilot.press("2")
-        await _until(pilot, lambda: "[x] GPU:1" in _text(app, "#pick-devices"), "the devices")
+        await until(pilot, lambda: "[x] GPU:1" in text(app, "#pick-devices"), "the devices")
         app.screen.query_one("#global_batch", Input).value = "many"
         await pilot.press("ctrl+s")
-        assert "is not a whole number" in _text(app, "#problem")
+        assert "is not a whole number" in text(app, "#problem")
         app.screen.query_one("#global_batch", Input).value = ""
         await pilot.press("space", "down", "space", "ctrl+s")
-        assert "No device is chosen" in _text(app, "#problem")
+        assert "No device is chosen" in text(app, "#problem")
         assert not app.balance.active
 
 
@@ -300,23 +289,23 @@ async def test_real_simulated_runs_are_listed_compared_replayed_exported_and_del
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
         await pilot.press("3")
-        await _until(pilot, lambda: "finished" in _text(app, "#runs"), "the list")
-        await _until(pilot, lambda: "the plan" in _text(app, "#left"), "the plan")
+        await until(pilot, lambda: "finished" in text(app, "#runs"), "the list")
+        await until(pilot, lambda: "the plan" in text(app, "#left"), "the plan")
         await pilot.press("space", "down")
-        await _until(pilot, lambda: "the plan" in _text(app, "#right"), "the other plan")
+        await until(pilot, lambda: "the plan" in text(app, "#right"), "the other plan")
         monkeypatch.chdir(tmp_path)
         await pilot.press("e")
-        await _until(pilot, lambda: isinstance(app.screen, ExportDialog), "the export dialog")
+        await until(pilot, lambda: isinstance(app.screen, ExportDialog), "the export dialog")
         await pilot.press("enter")
-        await _until(pilot, (tmp_path / "plan.toml").exists, "the file")
+        await until(pilot, (tmp_path / "plan.toml").exists, "the file")
         assert load_plan(tmp_path / "plan.toml").workload
         await pilot.press("r")
-        await _until(pilot, lambda: app.screen.query("#search"), "the replay")
-        await _until(pilot, lambda: app.screen.state.finished is not None, "the replayed verdict")
-        await _until(pilot, lambda: "samples/s" in _text(app, "#search"), "its measurements")
+        await until(pilot, lambda: app.screen.query("#search"), "the replay")
+        await until(pilot, lambda: app.screen.state.finished is not None, "the replayed verdict")
+        await until(pilot, lambda: "samples/s" in text(app, "#search"), "its measurements")
         await pilot.press("escape")
         await pilot.press("d", "y")
-        await _until(pilot, lambda: _text(app, "#runs").count("finished") == 1, "one run less")
+        await until(pilot, lambda: text(app, "#runs").count("finished") == 1, "one run less")
 
 
 def _make_runs(count: int) -> None:
@@ -335,12 +324,12 @@ async def test_a_lost_device_and_no_driver_are_said_and_come_back(app_of: Any, s
     app = app_of(script.snapshot(devices=(lost, script.sample(1))))
     async with app.run_test(size=(80, 24)) as pilot:
         await _ready(pilot)
-        assert "GPU is lost: XID 79." in _text(app, "#devices")
+        assert "GPU is lost: XID 79." in text(app, "#devices")
         app.feed.push(script.snapshot(devices=(), processes=(), notes=("The driver went away.",)))
-        await _until(pilot, lambda: "The driver went away." in _text(app, "#notes"), "the note")
+        await until(pilot, lambda: "The driver went away." in text(app, "#notes"), "the note")
         await pilot.press("down", "enter", "K")
         app.feed.push(script.snapshot())
-        await _until(pilot, lambda: "116k" in _text(app, "#devices"), "the driver is back")
+        await until(pilot, lambda: "116k" in text(app, "#devices"), "the driver is back")
 
 
 @pytest.mark.parametrize("mode", ["1", "2", "3"])
@@ -354,7 +343,7 @@ async def test_any_size_of_terminal_is_borne(app_of: Any, script: Any, mode: str
             await pilot.resize_terminal(*size)
             app.feed.push(script.snapshot(16))
         await pilot.press("1")
-        await _until(pilot, lambda: "GPU:15" in _text(app, "#devices"), "every device again")
+        await until(pilot, lambda: "GPU:15" in text(app, "#devices"), "every device again")
 
 
 async def test_ascii_draws_nothing_else(app_of: Any) -> None:
@@ -375,11 +364,11 @@ async def test_a_search_shows_how_its_devices_are(app_of: Any, events: Any, sess
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
         await pilot.press("2", "ctrl+s")
-        await _until(pilot, lambda: "61°C" in _text(app, "#lanes"), "the devices' readings")
+        await until(pilot, lambda: "61°C" in text(app, "#lanes"), "the devices' readings")
         hot = script.sample(0, temperature_celsius=value(83), utilization_percent=value(7))
         app.feed.push(script.snapshot(devices=(hot, script.sample(1))))
-        await _until(pilot, lambda: "83°C" in _text(app, "#lanes"), "the next tick")
-        assert "7 %" in _text(app, "#lanes")
+        await until(pilot, lambda: "83°C" in text(app, "#lanes"), "the next tick")
+        assert "7 %" in text(app, "#lanes")
 
 
 async def test_the_form_says_what_its_fields_mean(app_of: Any) -> None:
@@ -388,13 +377,13 @@ async def test_the_form_says_what_its_fields_mean(app_of: Any) -> None:
     async with app.run_test(size=(80, 24)) as pilot:
         await _ready(pilot)
         await pilot.press("2")
-        await _until(pilot, lambda: "[x] GPU:1" in _text(app, "#pick-devices"), "the devices")
-        assert "↓" in _text(app, "#pick-workload"), "more workloads than rows, and it says so"
+        await until(pilot, lambda: "[x] GPU:1" in text(app, "#pick-devices"), "the devices")
+        assert "↓" in text(app, "#pick-workload"), "more workloads than rows, and it says so"
         app.screen.query_one("#tolerance", Input).focus()
-        await _until(pilot, lambda: "smallest global batch" in _text(app, "#problem"), "what a tolerance is")
+        await until(pilot, lambda: "smallest global batch" in text(app, "#problem"), "what a tolerance is")
         app.screen.query_one("#tolerance", Input).value = "much"
         await pilot.press("ctrl+s")
-        await _until(pilot, lambda: "is not a number" in _text(app, "#problem"), "the complaint")
+        await until(pilot, lambda: "is not a number" in text(app, "#problem"), "the complaint")
         app.screen.query_one("#pick-workload").focus()
         await pilot.press("down")
-        assert "is not a number" in _text(app, "#problem")
+        assert "is not a number" in text(app, "#problem")
