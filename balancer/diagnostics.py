@@ -19,7 +19,6 @@ from evener.errors import EvenerError
 
 Level = Literal["ok", "note", "problem"]
 
-ROOMS = ("evener", "devices", "workloads", "balancer", "tui")
 _ASK_SECONDS = 120
 _ASK = {
     "tensorflow": "import tensorflow as m; print(m.__version__, len(m.config.list_physical_devices('GPU')))",
@@ -57,7 +56,6 @@ def check_machine() -> tuple[Check, ...]:
         *_check_clashes(),
         _check_state_folder(),
         _check_temporary_folder(),
-        *_check_rooms(),
     )
 
 
@@ -135,7 +133,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _check_state_folder() -> Check:
-    from balancer.runs import runs_folder
+    from evener.balancer.store.runs import runs_folder
 
     try:
         folder = runs_folder()
@@ -164,17 +162,3 @@ def _cannot_write(folder: Path) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
-
-
-def _check_rooms() -> list[Check]:
-    """Where each package comes from: their names are common, and another's would be taken silently."""
-    homes = {}
-    for room in ROOMS:
-        spec = importlib.util.find_spec(room)
-        homes[room] = Path(spec.origin).parent.parent if spec and spec.origin else None
-    home = homes["evener"]
-    strangers = [f"{room} from {place}" for room, place in homes.items() if place != home]
-    if strangers:
-        remedy = "Another package or folder has the name: use an environment of its own, or another working folder."
-        return [Check("packages", "problem", f"evener from {home}, but {', '.join(strangers)}", remedy)]
-    return [Check("packages", "ok", f"all from {home}")]

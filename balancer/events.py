@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from balancer.records import Belief, Observation, Probe, Result
+from evener.balancer.types import Belief, Observation, Probe, Result
 from evener.plan import Plan
 
 

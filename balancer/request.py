@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from balancer.compare.layouts import Wanted
+from evener.balancer.search.layouts import Wanted
 from evener.errors import RequestError
 
 LARGEST_BATCH = 1 << 30

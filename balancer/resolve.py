@@ -10,19 +10,19 @@ from typing import cast
 
 import msgspec
 
-from balancer.probes.orders import ONE_PROCESS, Job
-from balancer.probes.pool import ChildProber
-from balancer.probes.prober import Prober
-from balancer.probes.simulated import SimulatedProber
-from balancer.request import Request, check
-from devices.base import Device
-from devices.discover import discover
-from devices.environment import child_environment
-from devices.limits import write_limit
-from devices.physics import Machine
+from evener.balancer.probes.child_pool import ChildProber
+from evener.balancer.probes.launch_plan import ONE_PROCESS, Job
+from evener.balancer.probes.prober import Prober
+from evener.balancer.probes.simulated import SimulatedProber
+from evener.balancer.request import Request, check
+from evener.devices.child_environment import child_environment
+from evener.devices.discover import discover
+from evener.devices.limits import write_limit
+from evener.devices.simulated.machine import Machine
+from evener.devices.types import Device
 from evener.errors import RequestError
-from workloads import registry
-from workloads.base import Input, Precision
+from evener.workloads import registry
+from evener.workloads.protocol import Input, Precision
 
 SIMULATED = "Measured on simulated devices, whose speeds are written down, not on hardware."
 
@@ -109,7 +109,7 @@ def _busy(devices: tuple[Device, ...]) -> tuple[str, ...]:
     """What is said of GPUs that work for others already."""
     if devices[0].kind != "gpu":
         return ()
-    from devices.busy import busy_notes
+    from evener.devices.nvidia.busy_gpus import busy_notes
 
     return busy_notes(devices)
 
@@ -118,7 +118,7 @@ def _driver(devices: tuple[Device, ...]) -> str:
     """The GPUs' driver version; empty without GPUs, or if the driver has gone silent since."""
     if devices[0].kind != "gpu":
         return ""
-    from devices.nvml_library import opened
+    from evener.devices.nvidia.nvml_library import opened
 
     try:
         with opened() as nvml:

@@ -7,13 +7,13 @@ from typing import cast
 
 import msgspec
 
-from balancer.bench import Bench, understand
-from balancer.compare.layouts import FAMILIES, Family, Knob, PackMode, Placement, Wanted
-from balancer.request import Request
-from devices.environment import mps_runs
-from devices.mps import PROGRAM, find_program
+from evener.balancer.request import Request
+from evener.balancer.resolve import Bench, understand
+from evener.balancer.search.layouts import FAMILIES, Family, Knob, PackMode, Placement, Wanted
+from evener.devices.child_environment import mps_runs
+from evener.devices.nvidia.mps import PROGRAM, find_program
 from evener.errors import RequestError
-from workloads import registry
+from evener.workloads import registry
 
 SINGLE = "single"  # a placement that is a solo layout
 KNOBS: tuple[Knob, ...] = ("xla", "mixed")

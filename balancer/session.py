@@ -13,17 +13,18 @@ from collections.abc import Iterator
 
 import msgspec
 
-from balancer import bench, journal, replay, runs
-from balancer.compare.comparison import Comparison
-from balancer.core.search import Search
-from balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
-from balancer.journal import Asked, Ended, Header, Journal, Known, Record, Seen
-from balancer.machine_lock import MachineLock
-from balancer.probes.prober import Facts, Prober
-from balancer.records import Observation, OutOfMemory, Probe
-from balancer.request import Request
-from balancer.unplanned import no_plan
 from evener import __version__
+from evener.balancer import resolve
+from evener.balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
+from evener.balancer.probes.prober import Facts, Prober
+from evener.balancer.request import Request
+from evener.balancer.result.explain_failure import no_plan
+from evener.balancer.search.comparison import Comparison
+from evener.balancer.search.search import Search
+from evener.balancer.store import journal, replay, runs
+from evener.balancer.store.journal import Asked, Ended, Header, Journal, Known, Record, Seen
+from evener.balancer.store.locks import MachineLock
+from evener.balancer.types import Observation, OutOfMemory, Probe
 from evener.errors import RequestError
 
 __all__ = ["Request", "Session"]
@@ -55,7 +56,7 @@ class Session:
             raise
         self._header = self._record.header
         self._facts = self._record.facts
-        self._prober: Prober = bench.make_prober(self._bench, replay.clock_of(self._record))
+        self._prober: Prober = resolve.make_prober(self._bench, replay.clock_of(self._record))
         self._search: Search | Comparison = replay.search_of(self._header, (entry.seen for entry in self._record.seen))
 
     @property
@@ -69,7 +70,7 @@ class Session:
         return self._search
 
     @property
-    def discovery(self) -> bench.Bench:
+    def discovery(self) -> resolve.Bench:
         """Devices and workload as they were understood."""
         return self._bench
 
@@ -105,8 +106,8 @@ class Session:
             self._thread.join(CLOSE_SECONDS)
         self._release()
 
-    def _begin(self, request: Request) -> tuple[Record, bench.Bench]:
-        found = bench.understand(request)
+    def _begin(self, request: Request) -> tuple[Record, resolve.Bench]:
+        found = resolve.understand(request)
         run = runs.new_id()
         if not request.share:
             self._lock_devices(run, found)
@@ -124,7 +125,7 @@ class Session:
             raise
         return Record(header, (), 0), found
 
-    def _reopen(self, request: Request, resume: str) -> tuple[Record, bench.Bench]:
+    def _reopen(self, request: Request, resume: str) -> tuple[Record, resolve.Bench]:
         """The run's own request counts; a budget that is given anew, `pace` and `share` are for this session."""
         run = runs.find(resume)
         self._locks.append(runs.RunLock(run))
@@ -132,7 +133,7 @@ class Session:
         wanted = msgspec.structs.replace(record.header.request, pace=request.pace, share=request.share)
         if request.budget_seconds != Request().budget_seconds:
             wanted = msgspec.structs.replace(wanted, budget_seconds=request.budget_seconds)
-        found = bench.understand(wanted)
+        found = resolve.understand(wanted)
         then = [(device.id, device.cores) for device in record.header.devices]
         if then != [(device.id, device.cores) for device in found.devices]:
             raise RequestError(
@@ -146,7 +147,7 @@ class Session:
         found = msgspec.structs.replace(found, devices=header.devices)
         return Record(header, record.entries, record.whole_bytes), found
 
-    def _lock_devices(self, run: str, found: bench.Bench) -> None:
+    def _lock_devices(self, run: str, found: resolve.Bench) -> None:
         """Against one's own sessions, which are named by their runs, and against those of other users."""
         self._locks.append(runs.DeviceLock(run, found.devices))
         self._locks.append(MachineLock(found.devices))

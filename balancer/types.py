@@ -59,7 +59,7 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 class Warned(msgspec.Struct, frozen=True):
-    """A doubt about a measurement, as a value; its text and remedy are made at the edge (`balancer.session`)."""
+    """A doubt about a measurement, as a value; its text and remedy are made at the edge (`evener.balancer.session`)."""
 
     code: Literal["slow_start", "drift", "noisy", "too_short", "throttled", "capped", "disturbed", "stalled"]
     value: float = 0.0  # what was seen: a relative size, or a share of time

@@ -69,13 +69,13 @@ def timed(options: argparse.Namespace) -> list[float]:
     """Seconds of a sum for each size, in this process of a group."""
     import tensorflow as tf
 
-    from evener.keras_split import workers
+    from evener.keras_split.engines import multiworker
 
     for gpu in tf.config.list_physical_devices("GPU"):
         tf.config.experimental.set_memory_growth(gpu, True)
     if options.way == "itself":
-        workers.communication = tf.distribute.experimental.CommunicationOptions
-    group = workers.Group(options.peers, options.rank)
+        multiworker.communication = tf.distribute.experimental.CommunicationOptions
+    group = multiworker.Group(options.peers, options.rank)
     add = adder(group, options.way)
     seconds = []
     for size in options.sizes:

@@ -18,13 +18,13 @@ from statistics import median
 
 import msgspec
 
-from balancer.compare.comparison import Comparison
-from balancer.compare.layouts import Placement, Wanted
-from balancer.compare.pack import MOST_PROCESSES
-from balancer.probes.simulated import SimulatedProber
-from balancer.records import Layout, Problem
 from benchmarks import search_machines, search_oracle
-from devices.physics import Machine, SimulatedPlacement, along
+from evener.balancer.probes.simulated import SimulatedProber
+from evener.balancer.search.comparison import Comparison
+from evener.balancer.search.layouts import Placement, Wanted
+from evener.balancer.search.pack_growth import MOST_PROCESSES
+from evener.balancer.types import Layout, Problem
+from evener.devices.simulated.machine import Machine, SimulatedPlacement, along
 
 MACHINES = 200
 NOISES = (0.002, 0.01, 0.03)

@@ -25,26 +25,26 @@ from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING
 
-from balancer import journal, replay
-from balancer.events import Event, Finished, Observed
-from balancer.probes import child, protocol
-from balancer.request import Request
-from balancer.session import Session
-from devices.discover import discover, open_source
-from devices.limits import parse_limit, write_limit
-from devices.simulated import parse_machine
+from evener.balancer.events import Event, Finished, Observed
+from evener.balancer.probes import child, protocol
+from evener.balancer.request import Request
+from evener.balancer.session import Session
+from evener.balancer.store import journal, replay
+from evener.devices.discover import discover, open_source
+from evener.devices.limits import parse_limit, write_limit
+from evener.devices.recording import Recorder, Recording, ReplaySource
+from evener.devices.simulated.machine_file import parse_machine
 from evener.errors import EvenerError
 from evener.live_files import file_name, read_trainings, start_ticks
 from evener.plan import Plan, parse_plan, to_json, to_toml
-from tui.commands.options import parse_indices, parse_settings
-from tui.progress import Progress
-from tui.record import Recorder, Recording, ReplaySource
-from tui.replays import events_of
-from tui.summary import summary_lines
-from tui.view.marks import UNICODE
-from tui.view.plain import snapshot_text
-from tui.words import parse_duration, plain
-from workloads import registry
+from evener.tui.app.run_events import events_of
+from evener.tui.cli.options import parse_indices, parse_settings
+from evener.tui.text.formatting import parse_duration, plain
+from evener.tui.text.plan_summary import summary_lines
+from evener.tui.text.progress import Progress
+from evener.tui.view.marks import UNICODE
+from evener.tui.view.plain import snapshot_text
+from evener.workloads import registry
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -173,7 +173,7 @@ def fuzz_reply(data: bytes) -> None:
         said = child.reply_of(text)
         assert isinstance(said, protocol.Reply | child.Nonsense)
         if isinstance(said, protocol.Trouble):
-            from balancer.probes.party import _from_trouble
+            from evener.balancer.probes.child_group import _from_trouble
 
             assert "\n" not in _from_trouble(0, said).detail
 

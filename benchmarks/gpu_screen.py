@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.monitor import Screen
 
-APP = "import sys; from tui.app import run_app; sys.exit(run_app({devices!r}, workload={workload!r}))"
+APP = "import sys; from evener.tui.app.app import run_app; sys.exit(run_app({devices!r}, workload={workload!r}))"
 # keys, seconds to go on drawing, and what the picture is called
 SCRIPT = (
     (b"", 8.0, "monitor"),

@@ -10,15 +10,15 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from balancer import journal, replay
-from balancer.compare.comparison import Comparison
-from balancer.compare.verdict import names
-from balancer.core.curve import fit
-from balancer.core.ledger import Ledger, relative_error
-from balancer.core.memory import Memory
-from balancer.core.points import Point
-from balancer.core.stats import relative_half_width
-from balancer.records import OutOfMemory, Timed
+from evener.balancer.result.explain_ranking import names
+from evener.balancer.search.comparison import Comparison
+from evener.balancer.search.model.memory import Memory
+from evener.balancer.search.model.points import Point
+from evener.balancer.search.model.step_time import fit
+from evener.balancer.search.observations import Ledger, relative_error
+from evener.balancer.search.statistics import relative_half_width
+from evener.balancer.store import journal, replay
+from evener.balancer.types import OutOfMemory, Timed
 from evener.plan import Plan
 
 RECORDED = Path(__file__).resolve().parent.parent / "tests" / "recorded"

@@ -32,7 +32,7 @@ while time.monotonic() < end:
     torch.cuda.synchronize()
 """
 SCREENS = {
-    "evener": "import sys; from tui.app import run_app; sys.exit(run_app('gpu'))",
+    "evener": "import sys; from evener.tui.app.app import run_app; sys.exit(run_app('gpu'))",
     "nvitop": "from nvitop.cli import main; main()",
     "gpustat": "import sys; sys.argv = ['gpustat', '-i', '1']; from gpustat.cli import main; main()",
     "nvtop": "import os; os.execvp('nvtop', ['nvtop'])",

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from balancer.bench import make_prober, understand
-from balancer.probes.prober import Prober
-from balancer.records import Layout, OutOfMemory, Probe, Timed, layout_of, solo
-from balancer.request import Request
+from evener.balancer.probes.prober import Prober
+from evener.balancer.request import Request
+from evener.balancer.resolve import make_prober, understand
+from evener.balancer.types import Layout, OutOfMemory, Probe, Timed, layout_of, solo
 from evener.plan import Plan, load_plan
 
 

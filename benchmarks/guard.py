@@ -13,11 +13,11 @@ import sys
 import threading
 import time
 
-from balancer.probes.guard import Guard, Lookout
-from balancer.probes.timing import Block
-from devices.base import Device
-from devices.discover import discover
-from devices.nvml_vitals import GpuVitals
+from evener.balancer.probes.block_timing import Block
+from evener.balancer.probes.interference import Guard, Lookout
+from evener.devices.discover import discover
+from evener.devices.nvidia.probe_watch import GpuVitals
+from evener.devices.types import Device
 
 LOOKS = 500
 HOLD = """

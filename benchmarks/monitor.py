@@ -38,7 +38,7 @@ class Empty(App):
     def compose(self): yield Static("READY")
 Empty().run()
 """
-EVENER = f"import sys; from tui.app import run_app; sys.exit(run_app({DEVICES!r}))"
+EVENER = f"import sys; from evener.tui.app.app import run_app; sys.exit(run_app({DEVICES!r}))"
 LOADED = f"""
 import sys, threading
 from tui import app, feed

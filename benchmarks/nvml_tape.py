@@ -22,9 +22,9 @@ from typing import Any
 import pynvml
 
 from benchmarks.gpu_watch import loaded, smi
-from devices.nvml import NvmlSource
-from devices.nvml_events import address
-from devices.nvml_library import Library
+from evener.devices.nvidia.events import address
+from evener.devices.nvidia.nvml_library import Library
+from evener.devices.nvidia.source import NvmlSource
 
 FORMAT = 1
 UNKEYED = "nvmlDeviceGetProcessUtilization"  # its argument is a time, which would make each question another one

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import msgspec
 
-from balancer import journal
-from balancer.core.drive import simple
-from balancer.core.search import Search
-from balancer.records import Timed
-from balancer.replay import problem_of
 from benchmarks import search_oracle as oracle
 from benchmarks.search_runs import Watched
-from devices.physics import Machine, SimulatedDevice, Sync
+from evener.balancer.search.drive import simple
+from evener.balancer.search.search import Search
+from evener.balancer.store import journal
+from evener.balancer.store.replay import problem_of
+from evener.balancer.types import Timed
+from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync
 
 RECORDED = Path(__file__).resolve().parent.parent / "tests" / "recorded"
 NOISE = 0.005  # of a step, as the intervals of most of these probes have it

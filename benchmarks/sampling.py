@@ -13,10 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from devices.base import Reading, Snapshot
-from devices.discover import discover, open_source
-from devices.nvml import NvmlSource
-from devices.nvml_gpu import (
+from evener.devices.discover import discover, open_source
+from evener.devices.nvidia.gpu_reader import (
     ALL_LINKS,
     ECC_UNCORRECTED,
     ENERGY,
@@ -27,8 +25,10 @@ from devices.nvml_gpu import (
     RECOVERY_ACTION,
     THROTTLING,
 )
-from devices.nvml_library import load, opened
-from devices.sampler import Sampler
+from evener.devices.nvidia.nvml_library import load, opened
+from evener.devices.nvidia.source import NvmlSource
+from evener.devices.sampler import Sampler
+from evener.devices.types import Reading, Snapshot
 
 FIELDS = (
     *(ENERGY, POWER_AVERAGE, POWER_LIMIT, ECC_UNCORRECTED, RECOVERY_ACTION, *THROTTLING),

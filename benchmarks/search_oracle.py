@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.search_machines import largest
-from devices.physics import Machine, SimulatedDevice
+from evener.devices.simulated.machine import Machine, SimulatedDevice
 
 Floats = NDArray[np.float64]
 

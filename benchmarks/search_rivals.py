@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Callable, Generator
 
-from balancer.records import Layout, Observation, OutOfMemory, Timed, layout_of, solo
+from evener.balancer.types import Layout, Observation, OutOfMemory, Timed, layout_of, solo
 from evener.shares import apportion, even
 
 Asks = Generator[tuple[Layout, ...], list[Observation], None]

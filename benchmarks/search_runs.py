@@ -10,15 +10,15 @@ from collections.abc import Iterable
 
 import msgspec
 
-from balancer.core.drive import simple
-from balancer.core.search import Search
-from balancer.core.stop import BASE_SECONDS
-from balancer.probes.simulated import SimulatedProber
-from balancer.records import Layout, Observation, OutOfMemory, Probe, Problem, Timed
 from benchmarks import search_machines as machines
 from benchmarks import search_oracle as oracle
 from benchmarks.search_rivals import RIVALS
-from devices.physics import Machine
+from evener.balancer.probes.simulated import SimulatedProber
+from evener.balancer.search.budget import BASE_SECONDS
+from evener.balancer.search.drive import simple
+from evener.balancer.search.search import Search
+from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
+from evener.devices.simulated.machine import Machine
 
 MODES = ("free", "fixed", "tolerant")  # tolerance 0, a fixed global batch, and the default tolerance
 

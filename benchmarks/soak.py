@@ -29,13 +29,13 @@ from statistics import median
 import msgspec
 import psutil
 
-from balancer.events import Finished
-from balancer.session import Request, Session
-from devices.discover import discover, open_source
-from devices.sampler import Sampler
+from evener.balancer.events import Finished
+from evener.balancer.session import Request, Session
+from evener.devices.discover import discover, open_source
+from evener.devices.sampler import Sampler
 from evener.live import Reporter
-from tui.view.marks import UNICODE
-from tui.view.plain import snapshot_text
+from evener.tui.view.marks import UNICODE
+from evener.tui.view.plain import snapshot_text
 
 LOOK_SECONDS = 0.5
 KEY_SECONDS = 1.7

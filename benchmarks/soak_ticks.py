@@ -33,15 +33,15 @@ from textual.cache import LRUCache
 from textual.events import Key
 
 from benchmarks.monitor import Screen
-from devices.discover import discover
-from devices.sampler import History
-from devices.simulated_source import SimulatedSource
-from devices.surroundings import Surroundings
-from devices.trainings import TrainingRates
+from evener.devices.discover import discover
+from evener.devices.host.source_base import Surroundings
+from evener.devices.host.training_rates import TrainingRates
+from evener.devices.sampler import History
+from evener.devices.simulated.source import SimulatedSource
 from evener.live import Reporter
-from tui.app import EvenerApp
-from tui.feed import Load, Post
-from tui.messages import Sampled
+from evener.tui.app.app import EvenerApp
+from evener.tui.app.messages import Sampled
+from evener.tui.app.snapshot_feed import Load, Post
 
 HALF_HOUR = 1800  # ticks
 LOOK_TICKS = 150  # two rounds of all keys at all sizes, so that each look finds the app as the one before did

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from devices.base import Device
-from evener.cores import physical_cores
+import evener
+from evener.cpu_topology import physical_cores
+from evener.devices.types import Device
 from evener.errors import DeviceError
 
 MIB = 1 << 20
@@ -50,6 +52,17 @@ def child_environment(devices: Sequence[Device], framework: str) -> ChildEnviron
     if kinds == {"cpu"}:
         return _on_cores(devices, framework)
     return ChildEnvironment({})
+
+
+def import_path(inherited: str) -> str:
+    """PYTHONPATH for a child that is to import this very evener.
+
+    Where `evener` was found through a folder on `sys.path`, that folder leads. An editable install needs no folder: the
+    checkout's would offer its other packages too, and a user's `workloads` folder may have the name of one.
+    """
+    home = Path(evener.__file__).resolve().parent.parent
+    known = {Path(entry or os.curdir).resolve() for entry in sys.path}
+    return os.pathsep.join(filter(None, (str(home) if home in known else "", inherited)))
 
 
 def cap_address_space(room_bytes: int) -> None:

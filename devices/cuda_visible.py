@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from devices.base import Device
+from evener.devices.types import Device
 from evener.errors import RequestError
 
 _INDEX = re.compile(r"\d{1,6}", re.ASCII)

@@ -24,10 +24,10 @@ from typing import Literal
 
 import msgspec
 
-from devices.base import Device, Limit, Source
-from devices.limits import parse_limit
-from devices.physics import Machine
-from devices.visible import find_gpu, order_note, visible_gpus
+from evener.devices.cuda_visible import find_gpu, order_note, visible_gpus
+from evener.devices.limits import parse_limit
+from evener.devices.simulated.machine import Machine
+from evener.devices.types import Device, Limit, Source
 from evener.errors import DeviceError, RequestError
 
 Kind = Literal["auto", "gpu", "cpu", "sim"]
@@ -74,14 +74,14 @@ def discover(spec: str, *, only_visible: bool = True, environ: Mapping[str, str]
 def open_source(discovery: Discovery) -> Source:
     """What samples these devices; its owner closes it. DeviceError if the driver has gone meanwhile."""
     if discovery.machine is not None:
-        from devices.simulated_source import SimulatedSource
+        from evener.devices.simulated.source import SimulatedSource
 
         return SimulatedSource(discovery.machine)
     if discovery.devices[0].kind == "gpu":
-        from devices.nvml import NvmlSource
+        from evener.devices.nvidia.source import NvmlSource
 
         return NvmlSource(discovery.devices, notes=discovery.notes)
-    from devices.cpu_source import CpuSource
+    from evener.devices.cpu.source import CpuSource
 
     return CpuSource(discovery.devices, notes=discovery.notes)
 
@@ -141,7 +141,7 @@ def _automatic(limit: Limit, variables: Mapping[str, str]) -> Discovery:
 
 
 def _gpus(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-    from devices.nvml_library import list_gpus
+    from evener.devices.nvidia.nvml_library import list_gpus
 
     listing = list_gpus()
     gpus = tuple(listed.device for listed in listing.gpus)
@@ -167,8 +167,8 @@ def _gpus(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
 
 
 def _slices(terms: Sequence[Term]) -> Discovery:
-    from devices.cpu import slices
-    from evener.cores import allowed_cpus
+    from evener.cpu_topology import allowed_cpus
+    from evener.devices.cpu.slices import slices
 
     counts = {term.slices for term in terms}
     if len(counts) > 1:
@@ -193,7 +193,7 @@ def _find_slice(every: Sequence[Device], pick: str) -> Device:
 
 
 def _simulated(terms: Sequence[Term]) -> Discovery:
-    from devices.simulated import catalogue, load_machine
+    from evener.devices.simulated.machine_file import catalogue, load_machine
 
     files = [term.pick for term in terms if term.pick.lower().endswith(".toml") or "/" in term.pick]
     if files and len(terms) > 1:

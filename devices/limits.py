@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from devices.base import Limit
+from evener.devices.types import Limit
 from evener.errors import RequestError
 
 UNITS = {

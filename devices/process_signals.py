@@ -7,7 +7,7 @@ import signal
 
 import psutil
 
-from devices.base import ProcessSample
+from evener.devices.types import ProcessSample
 from evener.errors import RequestError
 
 SIGNALS = {"INT": signal.SIGINT, "TERM": signal.SIGTERM, "KILL": signal.SIGKILL}

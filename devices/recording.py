@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from devices.base import Device, Snapshot
+from evener.devices.types import Device, Snapshot
 from evener.errors import RequestError
 
 VERSION = 1

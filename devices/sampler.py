@@ -13,7 +13,7 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from devices.base import DeviceSample, ProcessSample, Reading, Snapshot, Source, State
+from evener.devices.types import DeviceSample, ProcessSample, Reading, Snapshot, Source, State
 
 Subscriber = Callable[[Snapshot], None]
 HISTORY_TICKS = 600

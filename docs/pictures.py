@@ -17,15 +17,15 @@ from unittest import mock
 import msgspec
 from textual.pilot import Pilot
 
-from balancer.session import Request, Session
-from devices.base import Device, HostSample, ProcessSample, Snapshot, value
-from devices.discover import discover
-from devices.physics import Machine
-from devices.sampler import History
-from devices.simulated_source import SimulatedSource
-from tui.app import EvenerApp
-from tui.feed import Post
-from tui.messages import Sampled
+from evener.balancer.session import Request, Session
+from evener.devices.discover import discover
+from evener.devices.sampler import History
+from evener.devices.simulated.machine import Machine
+from evener.devices.simulated.source import SimulatedSource
+from evener.devices.types import Device, HostSample, ProcessSample, Snapshot, value
+from evener.tui.app.app import EvenerApp
+from evener.tui.app.messages import Sampled
+from evener.tui.app.snapshot_feed import Post
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
 AT_SECONDS = 1_790_070_000.0
@@ -164,7 +164,7 @@ def _make_runs() -> None:
         (PAIR, "20260922-093000-77d9", "2026-09-22T09:30:00Z"),
     ):
         now = mock.patch("time.strftime", return_value=created)
-        with mock.patch("balancer.runs.new_id", return_value=run), now:
+        with mock.patch("evener.balancer.store.runs.new_id", return_value=run), now:
             session = Session(Request(devices=spec))
         try:
             for _ in session.events():

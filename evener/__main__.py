@@ -13,7 +13,7 @@ def main() -> None:
         print(f"evener {__version__}")
         return
     try:
-        from tui.cli import main as start
+        from evener.tui.cli.main import main as start
 
         code = start(sys.argv[1:])
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from evener.container import container_cpus
+from evener.cgroups import container_cpus
 from evener.errors import RequestError
 
 TOPOLOGY = Path("/sys/devices/system/cpu")

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from evener.atomic_write import write_atomically
 from evener.errors import PlanError
-from evener.files import write_atomically
 from evener.shares import apportion
 
 SCHEMA = 1

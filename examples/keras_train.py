@@ -27,14 +27,14 @@ MOST_BYTES = 4 << 30
 
 def build() -> Any:
     """A compiled Keras model; what `--workload examples/keras_train.py:build` measures."""
-    from workloads.keras_mnist import model
+    from evener.workloads.keras_backend.models.mnist import model
 
     return model()
 
 
 def training_data() -> Any:
     """What it is trained on, (x, y): probes are fed with it too."""
-    from workloads.digits import digits
+    from evener.workloads.datasets.digits import digits
 
     return digits(ROWS, seed=1)
 
@@ -85,10 +85,10 @@ def train(options: argparse.Namespace, plan: Plan) -> None:
 def parts(plan: Plan) -> tuple[Any, Any]:
     """The network that the plan was measured with, and what makes rows for it."""
     if plan.workload == "keras_maxer":
-        from workloads import keras_maxer
+        from evener.workloads.keras_backend.models import maxer
 
-        return keras_maxer.model, keras_maxer.sample_batch
-    from workloads.digits import digits
+        return maxer.model, maxer.sample_batch
+    from evener.workloads.datasets.digits import digits
 
     return build, digits
 
@@ -101,8 +101,8 @@ def whole_batches(rows: int, batch: int, one: tuple[Any, Any]) -> int:
 
 def start_processes(plan: Plan) -> int:
     """This script once for each device that computes, on its own cores as the probes were; gives their exit status."""
-    from devices.discover import discover
-    from devices.environment import child_environment
+    from evener.devices.child_environment import child_environment
+    from evener.devices.discover import discover
 
     devices = discover(",".join(request_for(share) for share in plan.layout.active)).devices
     doors = [socket.create_server(("127.0.0.1", 0)) for _ in devices]

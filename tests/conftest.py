@@ -7,22 +7,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-
-def _load(path: Path) -> Any:
-    name = f"evener_tests_{path.stem}"
-    if name not in sys.modules:
-        spec = spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+from tests.support.fake_nvml import FakeNvml
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -69,7 +58,7 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """`fake_nvml(gpus=2, driver=True)` puts a scripted double in the place of pynvml and returns it."""
 
     def install(gpus: int = 2, driver: bool = True) -> Any:
-        double = _load(Path(__file__).parent / "devices" / "fake_nvml.py").FakeNvml(gpus, driver)
+        double = FakeNvml(gpus, driver)
         monkeypatch.setitem(sys.modules, "pynvml", double)
         return double
 

@@ -9,7 +9,10 @@ import msgspec
 
 from evener.errors import RequestError
 
-_PROFILERS = {"tensorflow": "workloads.keras_profile", "torch": "workloads.torch_profile"}
+_PROFILERS = {
+    "tensorflow": "evener.workloads.keras_backend.profiler",
+    "torch": "evener.workloads.torch_backend.profiler",
+}
 
 
 class Transfer(msgspec.Struct, frozen=True):

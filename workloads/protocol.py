@@ -1,7 +1,7 @@
 """What trains, as a probe child drives it: built once for a place, then prepared for shares and stepped.
 
 A workload knows nothing of batches to try, of time or of memory limits. Running out of memory is whatever its
-framework raises; `balancer.probes` tells such errors from others.
+framework raises; `evener.balancer.probes` tells such errors from others.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     name: str
     framework: Literal["tensorflow", "torch", "none"]
-    home: str  # "workloads.keras_mnist:build"
+    home: str  # "evener.workloads.keras_backend.models.mnist:build"
     summary: str  # one line
     source: str  # where the model comes from
     settings: dict[str, Any]  # parameters that `--set` can override, with their defaults

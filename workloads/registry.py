@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from evener.errors import RequestError
-from workloads.base import Entry, Factory, Place, Workload
+from evener.workloads.protocol import Entry, Factory, Place, Workload
 
 Framework = Literal["tensorflow", "torch", "none"]
 FRAMEWORKS: tuple[Framework, ...] = ("tensorflow", "torch", "none")
@@ -28,7 +28,7 @@ _TABLE = (
     Entry(
         "keras_maxer",
         "tensorflow",
-        "workloads.keras_maxer:build",
+        "evener.workloads.keras_backend.models.maxer:build",
         "the network that shows what GPUs of different sizes can do together (78,923,530 parameters)",
         _MAXER,
         {"learning_rate": 0.001},
@@ -37,7 +37,7 @@ _TABLE = (
     Entry(
         "keras_mnist",
         "tensorflow",
-        "workloads.keras_mnist:build",
+        "evener.workloads.keras_backend.models.mnist:build",
         "a small convolutional network, for CPUs",
         _MNIST,
         {"filters": 16, "dense": 64, "learning_rate": 0.001},
@@ -46,7 +46,7 @@ _TABLE = (
     Entry(
         "keras_gru",
         "tensorflow",
-        "workloads.keras_gru:build",
+        "evener.workloads.keras_backend.models.gru:build",
         "four recurrent layers, whose step time is flat up to large batches",
         _GRU,
         {**_GRU_SETTINGS, "use_cudnn": "auto", "learning_rate": 0.001},
@@ -54,7 +54,7 @@ _TABLE = (
     Entry(
         "keras_resnet50",
         "tensorflow",
-        "workloads.keras_resnet50:build",
+        "evener.workloads.keras_backend.models.resnet50:build",
         "ResNet-50 on pictures of CIFAR's size",
         "the slides that squeeze more juice out of a single GPU by packing",
         {"side": 32, "classes": 10, "learning_rate": 0.001},
@@ -62,7 +62,7 @@ _TABLE = (
     Entry(
         "keras_towers",
         "tensorflow",
-        "workloads.keras_towers:build",
+        "evener.workloads.keras_backend.models.two_tower:build",
         "ratings from reviews: two convolutional towers that can lie on two devices",
         "aistein/dlprof, DeepCoNN on two GPUs",
         {
@@ -79,7 +79,7 @@ _TABLE = (
     Entry(
         "torch_maxer",
         "torch",
-        "workloads.torch_maxer:build",
+        "evener.workloads.torch_backend.models.maxer:build",
         "keras_maxer's twin in PyTorch",
         _MAXER,
         {"learning_rate": 0.001},
@@ -87,7 +87,7 @@ _TABLE = (
     Entry(
         "torch_mnist",
         "torch",
-        "workloads.torch_mnist:build",
+        "evener.workloads.torch_backend.models.mnist:build",
         "keras_mnist's twin in PyTorch",
         _MNIST,
         {"filters": 16, "dense": 64, "learning_rate": 0.001},
@@ -96,7 +96,7 @@ _TABLE = (
     Entry(
         "torch_gru",
         "torch",
-        "workloads.torch_gru:build",
+        "evener.workloads.torch_backend.models.gru:build",
         "keras_gru's twin in PyTorch",
         _GRU,
         {**_GRU_SETTINGS, "learning_rate": 0.001},
@@ -104,7 +104,7 @@ _TABLE = (
     Entry(
         "torch_depth",
         "torch",
-        "workloads.torch_depth:build",
+        "evener.workloads.torch_backend.models.split_depth:build",
         "a convolutional stack in two halves on two devices, plain and with micro-batches in flight",
         "slides on several GPUs: model parallelism in depth",
         {"side": 32, "classes": 10, "norm": "group", "micro_batches": 4, "learning_rate": 0.001},
@@ -113,7 +113,7 @@ _TABLE = (
     Entry(
         "torch_tiles",
         "torch",
-        "workloads.torch_tiles:build",
+        "evener.workloads.torch_backend.models.tiled_cnn:build",
         "images cut in 2 x 2 tiles on several devices, borders exchanged: exactly the whole image's result",
         "slides on several GPUs: tile parallelism for images",
         {"side": 128, "classes": 10, "learning_rate": 0.001},
@@ -123,7 +123,7 @@ _TABLE = (
     Entry(
         "torch_dataparallel",
         "torch",
-        "workloads.torch_dataparallel:build",
+        "evener.workloads.torch_backend.models.data_parallel:build",
         "torch_mnist under nn.DataParallel, which cuts every batch evenly; on GPUs alone",
         "slides on several GPUs: nn.DataParallel",
         {"filters": 16, "dense": 64, "learning_rate": 0.001},
@@ -133,7 +133,7 @@ _TABLE = (
     Entry(
         "synthetic",
         "none",
-        "workloads.synthetic:build",
+        "evener.workloads.synthetic:build",
         "spins the CPU for a written-down time and holds real memory; for tests and demos",
         "made here",
         {
@@ -178,10 +178,10 @@ def find(name: str, framework: str = "") -> Entry:
     """
     if framework and framework not in FRAMEWORKS:
         raise RequestError(f"There is no framework {framework!r}.", f"Choose one of {_listed(FRAMEWORKS, framework)}.")
-    from workloads import custom
+    from evener.workloads import user_code
 
-    if ":" in name or custom.names_a_file(name):
-        return custom.entry(name, framework or "tensorflow")
+    if ":" in name or user_code.names_a_file(name):
+        return user_code.entry(name, framework or "tensorflow")
     entry = _ENTRIES.get(name)
     if entry is None:
         known = _listed(names(framework), name)
@@ -197,7 +197,7 @@ def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
 
     The user's own workload takes any setting here: its function's signature decides when it is called.
     """
-    if entry.home.startswith("workloads.custom:"):
+    if entry.home.startswith("evener.workloads.user_code:"):
         return dict(given)
     settings = dict(entry.settings)
     for key, value in given.items():
@@ -219,10 +219,10 @@ def build(name: str, place: Place, settings: Mapping[str, Any], framework: str =
     """Import the workload's module and build it at `place`; the framework is loaded here."""
     entry = find(name, framework)
     chosen = resolve_settings(entry, settings)
-    if entry.home.startswith("workloads.custom:"):
-        from workloads import custom
+    if entry.home.startswith("evener.workloads.user_code:"):
+        from evener.workloads import user_code
 
-        return custom.build(entry, place, chosen)
+        return user_code.build(entry, place, chosen)
     return factory(entry)(place, chosen)
 
 

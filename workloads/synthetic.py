@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evener.errors import RequestError
-from workloads.base import Place, Workload
+from evener.workloads.protocol import Place, Workload
 
 MIB = 1 << 20
 FAILURES = ("", "raise", "exit", "kill", "hang", "garbage", "memory", "slow")

@@ -16,10 +16,13 @@ from types import ModuleType
 from typing import Any, ClassVar, Literal, cast
 
 from evener.errors import EvenerError, RequestError
-from workloads.base import Entry, Place, Workload
+from evener.workloads.protocol import Entry, Place, Workload
 
-_RECIPES = {"tensorflow": "workloads.keras_own:build", "torch": "workloads.torch_own:build"}
-_HOME = "workloads.custom:build"
+_RECIPES = {
+    "tensorflow": "evener.workloads.keras_backend.user_model:build",
+    "torch": "evener.workloads.torch_backend.user_model:build",
+}
+_HOME = "evener.workloads.user_code:build"
 _FEEDERS = ("sample_batch", "training_data")  # stand beside the function
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 

@@ -12,8 +12,8 @@ from math import sqrt
 
 import msgspec
 
-from balancer.core.stats import interval_of, median, relative_half_width
-from balancer.records import Interval, Warned
+from evener.balancer.search.statistics import interval_of, median, relative_half_width
+from evener.balancer.types import Interval, Warned
 
 TIGHT = 0.01  # half-width of the 95 % interval / mean at which a probe ends
 AGREE = 0.05  # two warm-up windows that differ by less are steady

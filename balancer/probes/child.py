@@ -13,16 +13,14 @@ import sys
 import threading
 from collections import deque
 from contextlib import suppress
-from pathlib import Path
 from typing import IO
 
 import msgspec
 
-import balancer
-from balancer.probes import protocol
-from balancer.probes.procfs import kernel_kills, resident_bytes, start_time
-from balancer.probes.protocol import Begin, Order, Reply
-from devices.environment import ChildEnvironment
+from evener.balancer.probes import protocol
+from evener.balancer.probes.procfs import kernel_kills, resident_bytes, start_time
+from evener.balancer.probes.protocol import Begin, Order, Reply
+from evener.devices.child_environment import ChildEnvironment, import_path
 
 CHATTER_BYTES = 64 << 10  # kept of standard error
 WAIT_SECONDS = 2.0
@@ -57,7 +55,7 @@ class Child:
         self._highest_bytes = 0
         self._kills_before = kernel_kills()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "balancer.probes.worker"],
+            [sys.executable, "-P", "-m", "evener.balancer.probes.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -159,9 +157,8 @@ def reply_of(text: bytes) -> Said:
 
 
 def _environment(variables: dict[str, str]) -> dict[str, str]:
-    """This process' environment with `variables` over it, and the folder of these very packages first."""
+    """This process' environment with `variables` over it; the child imports the evener that runs here."""
     merged = {**os.environ, **variables}
-    home = str(Path(balancer.__file__).resolve().parent.parent)
-    merged["PYTHONPATH"] = os.pathsep.join(filter(None, (home, merged.get("PYTHONPATH", ""))))
+    merged["PYTHONPATH"] = import_path(merged.get("PYTHONPATH", ""))
     merged["PYTHONUNBUFFERED"] = "1"
     return merged

@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from balancer.probes import classify
-from balancer.probes.child import Child, Gone, Inbox, Nonsense
-from balancer.probes.protocol import Order, Reply, Trouble
-from balancer.records import Cause
+from evener.balancer.probes import exit_causes
+from evener.balancer.probes.child import Child, Gone, Inbox, Nonsense
+from evener.balancer.probes.protocol import Order, Reply, Trouble
+from evener.balancer.types import Cause
 
 TICK_SECONDS = 0.05
 GRACE_SECONDS = 1.0  # for the others of a group to say why they stopped, once one has
@@ -111,20 +111,20 @@ class Party:
                 return _from_trouble(rank, said)
             case Gone():
                 child = self.children[rank]
-                memory = classify.end_is_memory(said.code, child.cap_share, child.kernel_killed, child.chatter)
-                cause, words = classify.end_in_words(said.code)
+                memory = exit_causes.end_is_memory(said.code, child.cap_share, child.kernel_killed, child.chatter)
+                cause, words = exit_causes.end_in_words(said.code)
                 return Mishap(rank, memory, cause, words)
             case Nonsense():
                 return Mishap(
-                    rank, False, "protocol", f"it said what is no reply: {classify.one_line(said.text, 80)!r}"
+                    rank, False, "protocol", f"it said what is no reply: {exit_causes.one_line(said.text, 80)!r}"
                 )
             case _:
                 return Mishap(rank, False, "protocol", f"it answered {type(said).__name__} out of turn")
 
 
 def _from_trouble(rank: int, said: Trouble) -> Mishap:
-    memory = classify.error_is_memory(said.types, said.text)
-    words = classify.one_line(said.text)
+    memory = exit_causes.error_is_memory(said.types, said.text)
+    words = exit_causes.one_line(said.text)
     if (
         said.types
         and said.types[0] not in ("UserCodeError", "RequestError", "EvenerError")
@@ -133,7 +133,7 @@ def _from_trouble(rank: int, said: Trouble) -> Mishap:
         words = f"{said.types[0]}: {words}"
     if said.where and said.where not in words:
         words = f"{said.where}: {words}"
-    return Mishap(rank, memory, "raised", words, classify.gpu_named(said.text) if memory else None)
+    return Mishap(rank, memory, "raised", words, exit_causes.gpu_named(said.text) if memory else None)
 
 
 _ABANDONED = ("unavailable", "cancelled", "canceled", "connection reset", "connection closed", "has gone", "aborted")

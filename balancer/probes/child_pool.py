@@ -16,18 +16,28 @@ from typing import cast
 
 import msgspec
 
-from balancer.probes.child import Child, Inbox
-from balancer.probes.guard import Guard
-from balancer.probes.orders import Groups, Job, Key, engine_of, groups_of, key_of, one_child, orders_of, stand_of
-from balancer.probes.party import BrokenError, Mishap, Party, StoppedError
-from balancer.probes.prober import Facts, Report
-from balancer.probes.protocol import Built, Prepare, Prepared, Profile, Profiled, Ready
-from balancer.probes.room import Room
-from balancer.probes.trial import Limits, Stand, Trial, Watch
-from balancer.records import Failed, Layout, Observation, OutOfMemory, Probe, Timed
-from devices.base import Device
-from devices.environment import ChildEnvironment, child_environment
-from devices.mps import MpsDaemon
+from evener.balancer.probes.child import Child, Inbox
+from evener.balancer.probes.child_group import BrokenError, Mishap, Party, StoppedError
+from evener.balancer.probes.interference import Guard
+from evener.balancer.probes.launch_plan import (
+    Groups,
+    Job,
+    Key,
+    engine_of,
+    groups_of,
+    key_of,
+    one_child,
+    orders_of,
+    stand_of,
+)
+from evener.balancer.probes.measurement import Limits, Stand, Trial, Watch
+from evener.balancer.probes.memory_budget import Room
+from evener.balancer.probes.prober import Facts, Report
+from evener.balancer.probes.protocol import Built, Prepare, Prepared, Profile, Profiled, Ready
+from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed
+from evener.devices.child_environment import ChildEnvironment, child_environment
+from evener.devices.nvidia.mps import MpsDaemon
+from evener.devices.types import Device
 from evener.errors import DeviceError
 
 WARM_UP_SHARE = 16  # at most: any other size will do, and a small one is made at once

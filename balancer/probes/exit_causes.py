@@ -10,7 +10,7 @@ import re
 import signal
 from collections.abc import Sequence
 
-from balancer.records import Cause
+from evener.balancer.types import Cause
 
 _TYPES = ("ResourceExhaustedError", "OutOfMemoryError", "MemoryError")
 _NOT_MEMORY = ("larger than max",)  # gRPC says ResourceExhausted of a message, too

@@ -11,12 +11,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
-from balancer.probes.party import BrokenError, Mishap, StoppedError
-from balancer.probes.procfs import resident_bytes
-from balancer.probes.timing import Block
-from devices.base import Device
-from devices.cpu import available_memory_bytes
-from devices.nvml_vitals import GpuVitals, Vitals
+from evener.balancer.probes.block_timing import Block
+from evener.balancer.probes.child_group import BrokenError, Mishap, StoppedError
+from evener.balancer.probes.procfs import resident_bytes
+from evener.devices.cpu.slices import available_memory_bytes
+from evener.devices.nvidia.probe_watch import GpuVitals, Vitals
+from evener.devices.types import Device
 
 LOOK_SECONDS = 0.05  # a look takes a millisecond or two; one that takes longer is not waited for
 BACK_SECONDS = 0.5  # before a probe, for a driver that was silent and may be back

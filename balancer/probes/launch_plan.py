@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from balancer.probes.protocol import Build
-from balancer.probes.trial import Stand
-from balancer.records import Layout
-from devices.base import Device
-from devices.environment import ChildEnvironment
-from workloads.base import Input, Place, Precision
+from evener.balancer.probes.measurement import Stand
+from evener.balancer.probes.protocol import Build
+from evener.balancer.types import Layout
+from evener.devices.child_environment import ChildEnvironment
+from evener.devices.types import Device
+from evener.workloads.protocol import Input, Place, Precision
 
 MIXED: Precision = "mixed_bfloat16"  # what the knob "mixed" means: no loss scaling is needed
 ONE_PROCESS = ("towers", "mirrored")  # engines in which one process drives all devices

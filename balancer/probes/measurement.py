@@ -9,14 +9,14 @@ from typing import TypeVar, cast
 
 import msgspec
 
-from balancer.core.stats import relative_half_width
-from balancer.events import ProbeProgress
-from balancer.probes.guard import Guard, Lookout
-from balancer.probes.party import BrokenError, Mishap, Party
-from balancer.probes.prober import Report
-from balancer.probes.protocol import Prepare, Prepared, Ran, Run
-from balancer.probes.timing import LONGEST_BLOCK_SECONDS, Block, Measured, Timing
-from balancer.records import Probe, Timed
+from evener.balancer.events import ProbeProgress
+from evener.balancer.probes.block_timing import LONGEST_BLOCK_SECONDS, Block, Measured, Timing
+from evener.balancer.probes.child_group import BrokenError, Mishap, Party
+from evener.balancer.probes.interference import Guard, Lookout
+from evener.balancer.probes.prober import Report
+from evener.balancer.probes.protocol import Prepare, Prepared, Ran, Run
+from evener.balancer.search.statistics import relative_half_width
+from evener.balancer.types import Probe, Timed
 
 _T = TypeVar("_T")
 REPORT_SECONDS = 0.2  # between two signs of progress of one probe

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from balancer.probes.orders import Key, key_of
-from balancer.probes.procfs import available_memory
-from balancer.records import Probe
-from devices.base import Device
+from evener.balancer.probes.launch_plan import Key, key_of
+from evener.balancer.probes.procfs import available_memory
+from evener.balancer.types import Probe
+from evener.devices.types import Device
 
 USED = 0.92  # of a GPU's memory, for all children that hold some
 CONTEXT_BYTES = 600 << 20  # of a GPU, for each process: what its driver's context takes beside the allocator

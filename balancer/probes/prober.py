@@ -1,6 +1,6 @@
 """The seam between a session and whatever measures: probes in, observations out.
 
-Real children (`balancer.probes.pool`) and simulated devices (`balancer.probes.simulated`) stand behind it.
+Real children (`child_pool`) and simulated devices (`simulated`) stand behind it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Protocol
 
 import msgspec
 
-from balancer.events import ProbeProgress
-from balancer.records import Observation, Probe
+from evener.balancer.events import ProbeProgress
+from evener.balancer.types import Observation, Probe
 
 Report = Callable[[ProbeProgress], None]
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from workloads.base import Place
-from workloads.transfers import Transfer
+from evener.workloads.profiling import Transfer
+from evener.workloads.protocol import Place
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]

@@ -14,12 +14,12 @@ from hashlib import blake2b
 
 import msgspec
 
-from balancer.core.stats import relative_half_width
-from balancer.events import ProbeProgress
-from balancer.probes.prober import Facts, Report
-from balancer.probes.timing import Block, Timing
-from balancer.records import Failed, Observation, OutOfMemory, Probe, Timed
-from devices.physics import Machine
+from evener.balancer.events import ProbeProgress
+from evener.balancer.probes.block_timing import Block, Timing
+from evener.balancer.probes.prober import Facts, Report
+from evener.balancer.search.statistics import relative_half_width
+from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Timed
+from evener.devices.simulated.machine import Machine
 
 TICK_SECONDS = 0.1  # of real time between looks at `stop` when paced
 FEWEST_SECONDS = 1e-9  # a step is never free

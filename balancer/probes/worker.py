@@ -19,9 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from balancer.probes import protocol
-from balancer.probes.procfs import start_time
-from balancer.probes.protocol import (
+from evener.balancer.probes import protocol
+from evener.balancer.probes.procfs import start_time
+from evener.balancer.probes.protocol import (
     Begin,
     Build,
     Built,
@@ -36,8 +36,8 @@ from balancer.probes.protocol import (
     Run,
     Trouble,
 )
-from devices.environment import cap_address_space
-from workloads.base import Workload
+from evener.devices.child_environment import cap_address_space
+from evener.workloads.protocol import Workload
 
 PARENT_LOOK_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
@@ -94,7 +94,7 @@ class Worker:
         return Trouble(types, text[: protocol.LONGEST_TEXT], self._users_line(error))
 
     def _raise_up(self, order: Build) -> Built:
-        from workloads import registry
+        from evener.workloads import registry
 
         self._build = order
         if order.room_bytes is not None and ":" not in order.workload:
@@ -134,7 +134,7 @@ class Worker:
 
     def _profile(self, steps: int) -> Profiled:
         """Once without the profiler, which slows what it looks at, and once with it."""
-        from workloads import transfers
+        from evener.workloads import profiling
 
         workload, build = self._built()
 
@@ -146,7 +146,7 @@ class Worker:
         started = time.perf_counter()
         run()
         seconds = time.perf_counter() - started
-        return Profiled(steps, seconds, transfers.profile(build.framework, run))
+        return Profiled(steps, seconds, profiling.profile(build.framework, run))
 
     def _steps(self, count: int, workload: Workload, build: Build) -> float:
         """Run steps until the devices are done with them; gives the time spun."""

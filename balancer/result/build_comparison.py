@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from balancer import verdict as words
-from balancer.compare.comparison import Comparison
-from balancer.compare.rank import Standing
-from balancer.compare.verdict import listed, name, names, samples, verdict
-from balancer.journal import Header
-from balancer.outcome import Outcome, assemble, layout_of_plan, summary_of, throughput_of_plan
-from balancer.probes.prober import Facts
-from balancer.records import Failed, Observation, Result
+from evener.balancer.probes.prober import Facts
+from evener.balancer.result import explain as words
+from evener.balancer.result.build_plan import Outcome, assemble, layout_of_plan, summary_of, throughput_of_plan
+from evener.balancer.result.explain_ranking import listed, name, names, samples, verdict
+from evener.balancer.search.comparison import Comparison
+from evener.balancer.search.ranking import Standing
+from evener.balancer.store.journal import Header
+from evener.balancer.types import Failed, Observation, Result
 from evener.plan import Evidence
 
 MARGIN = 1.15  # on top of a budget that would just have been enough

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from balancer import verdict as words
-from balancer.journal import Header
-from balancer.probes.orders import MIXED
-from balancer.probes.prober import Facts
-from balancer.records import Interval, Layout, Observation, OutOfMemory, Result
-from devices.base import Device
-from devices.limits import write_limit
 from evener import plan as plans
+from evener.balancer.probes.launch_plan import MIXED
+from evener.balancer.probes.prober import Facts
+from evener.balancer.result import explain as words
+from evener.balancer.store.journal import Header
+from evener.balancer.types import Interval, Layout, Observation, OutOfMemory, Result
+from evener.devices.limits import write_limit
+from evener.devices.types import Device
 from evener.plan import Evidence, Fingerprint, Plan, SearchSummary, Share, Throughput
 
 MIB = 1 << 20

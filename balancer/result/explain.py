@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from balancer.figures import percent, rate
-from balancer.records import Failed, Interval, Layout, Observation, Result, Timed, Warned
-from devices.base import Device
+from evener.balancer.result.number_format import percent, rate
+from evener.balancer.types import Failed, Interval, Layout, Observation, Result, Timed, Warned
+from evener.devices.types import Device
 
 GIB = 1 << 30
 ORDER = ("disturbed", "throttled", "capped", "drift", "noisy", "slow_start", "stalled", "too_short")

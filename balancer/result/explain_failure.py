@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from balancer.compare.verdict import listed
-from balancer.journal import Header
-from balancer.records import Belief, Failed, Observation, OutOfMemory, Timed
-from devices.base import Device
+from evener.balancer.result.explain_ranking import listed
+from evener.balancer.store.journal import Header
+from evener.balancer.types import Belief, Failed, Observation, OutOfMemory, Timed
+from evener.devices.types import Device
 from evener.errors import DeviceError, NoLayoutError
 
 REMEDY = "Mend what failed, free memory, or choose another workload or other devices."

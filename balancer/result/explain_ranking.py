@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from balancer.compare.layouts import Candidate
-from balancer.compare.rank import Standing
-from balancer.figures import percent, rate
-from balancer.records import Layout, Timed
+from evener.balancer.result.number_format import percent, rate
+from evener.balancer.search.layouts import Candidate
+from evener.balancer.search.ranking import Standing
+from evener.balancer.types import Layout, Timed
 
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 MODES = {"": "", "logical": " with equal parts of the memory", "mps": " under MPS"}

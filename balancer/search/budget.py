@@ -6,9 +6,9 @@ from collections import defaultdict
 from enum import StrEnum
 from functools import cached_property
 
-from balancer.core.ledger import Ledger
-from balancer.core.stats import median
-from balancer.records import Problem, Stage, Timed
+from evener.balancer.search.observations import Ledger
+from evener.balancer.search.statistics import median
+from evener.balancer.types import Problem, Stage, Timed
 
 BASE_SECONDS: dict[Stage, float] = {"solo": 4.0, "split": 6.0, "race": 6.0}  # a probe of quick steps
 STEPS_A_PROBE = 12  # what a probe of slow steps should have time for

@@ -7,11 +7,11 @@ from functools import partial
 
 import msgspec
 
-from balancer.compare.layouts import Candidate, PackMode, Wanted, placed, smaller
-from balancer.compare.packing import Packing
-from balancer.compare.scout import Scout
-from balancer.compare.told import Told
-from balancer.records import Layout, OutOfMemory, Problem
+from evener.balancer.search.comparison_scout import Scout
+from evener.balancer.search.comparison_told import Told
+from evener.balancer.search.layouts import Candidate, PackMode, Wanted, placed, smaller
+from evener.balancer.search.pack_stage import Packing
+from evener.balancer.types import Layout, OutOfMemory, Problem
 
 RETREATS = 4  # of a layout that ran out of memory, each to a smaller batch
 Affords = Callable[[Layout], bool]

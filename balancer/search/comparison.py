@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from balancer.compare.entrants import Entrants
-from balancer.compare.layouts import Candidate, Knob, PackMode, Wanted
-from balancer.compare.packing import Packing
-from balancer.compare.purse import GROWN_BY, Part, Purse
-from balancer.compare.rank import ENOUGH_TURNS, MOST_TURNS, Standing, contenders, ranked
-from balancer.compare.scout import Scout
-from balancer.compare.told import FIRST, Told
-from balancer.records import Belief, Layout, Observation, Probe, Problem, Result, Stage, Timed
+from evener.balancer.search.candidates import Entrants
+from evener.balancer.search.comparison_purse import GROWN_BY, Part, Purse
+from evener.balancer.search.comparison_scout import Scout
+from evener.balancer.search.comparison_told import FIRST, Told
+from evener.balancer.search.layouts import Candidate, Knob, PackMode, Wanted
+from evener.balancer.search.pack_stage import Packing
+from evener.balancer.search.ranking import ENOUGH_TURNS, MOST_TURNS, Standing, contenders, ranked
+from evener.balancer.types import Belief, Layout, Observation, Probe, Problem, Result, Stage, Timed
 
 BEFORE = -1  # the turn of what was measured before the race
 KNOB_TURNS = 1000  # turns of the race from here on are about knobs

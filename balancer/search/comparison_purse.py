@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from balancer.compare.costs import SHORTEST_SECONDS, Costs
-from balancer.compare.told import Told
-from balancer.records import Layout
+from evener.balancer.search.comparison_told import Told
+from evener.balancer.search.probe_costs import SHORTEST_SECONDS, Costs
+from evener.balancer.types import Layout
 
 Part = Literal["first", "grow", "race", "knobs"]
 GROWN_BY = 0.65  # of the budget: beyond it no larger pack is tried

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from balancer.compare.costs import LEAST_STEPS, STARTS
-from balancer.compare.layouts import Wanted, device_counts
-from balancer.records import Problem
+from evener.balancer.search.layouts import Wanted, device_counts
+from evener.balancer.search.probe_costs import LEAST_STEPS, STARTS
+from evener.balancer.types import Problem
 
 SHARE, SHARE_SOLO = 0.4, 0.25  # of the budget, with and without splits
 MOST = 0.75  # of the budget, where children start slowly

@@ -10,11 +10,11 @@ import math
 from bisect import bisect_left
 from itertools import pairwise
 
-from balancer.compare.costs import solo_start
-from balancer.compare.layouts import Candidate, Wanted, alone, device_counts, evenly
-from balancer.compare.ration import within
-from balancer.core.search import Search
-from balancer.records import Belief, CurveSketch, Observation, OutOfMemory, Probe, Problem, Result, Timed
+from evener.balancer.search.comparison_ration import within
+from evener.balancer.search.layouts import Candidate, Wanted, alone, device_counts, evenly
+from evener.balancer.search.probe_costs import solo_start
+from evener.balancer.search.search import Search
+from evener.balancer.types import Belief, CurveSketch, Observation, OutOfMemory, Probe, Problem, Result, Timed
 
 BETTER = 0.005  # relative: a predicted split joins the race if it should beat the measured ones by more
 

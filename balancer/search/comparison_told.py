@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 
-from balancer.records import Layout, Observation, Probe, Stage, Timed
+from evener.balancer.types import Layout, Observation, Probe, Stage, Timed
 
 Slot = tuple[Stage, int, Layout]
 FIRST = 0  # the turn in which every layout is measured once

@@ -6,11 +6,11 @@ from functools import cached_property
 
 import msgspec
 
-from balancer.core import race, solo, split
-from balancer.core.ledger import Ledger
-from balancer.core.stop import Purse, Rule
-from balancer.core.view import View
-from balancer.records import Layout, Probe
+from evener.balancer.search import race_stage, solo_stage, split_stage
+from evener.balancer.search.budget import Purse, Rule
+from evener.balancer.search.observations import Ledger
+from evener.balancer.search.predictions import View
+from evener.balancer.types import Layout, Probe
 
 WHY_SOLO = (
     "a first time",
@@ -36,7 +36,7 @@ class Judged(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def rivals(self) -> tuple[Layout, ...]:
         """The contenders, the favourite first."""
-        return race.contenders(self.view)
+        return race_stage.contenders(self.view)
 
 
 def decide(known: Judged, everything: Ledger) -> Decision:
@@ -50,12 +50,12 @@ def decide(known: Judged, everything: Ledger) -> Decision:
         return Decision((), "Nothing more can be measured.", nobody(view))
     fallen = bool(view.splits) and not view.standing_splits
     if purse.budget is None or fallen or not everything.timed(["race"]) or purse.affords("split", 0.0):
-        if probes := solo.next_probes(view, purse):
+        if probes := solo_stage.next_probes(view, purse):
             return Decision(probes, f"Measures every device alone: {WHY_SOLO[min(probes[0].turn, 3)]}.")
-        if probes := split.next_probe(view, purse):
+        if probes := split_stage.next_probe(view, purse):
             return Decision(probes, _split_words(view, probes[0]))
-    rivals = race.with_overlooked(view, known.rivals, everything)
-    probes, rule = race.next_probe(view, rivals, everything, purse)
+    rivals = race_stage.with_overlooked(view, known.rivals, everything)
+    probes, rule = race_stage.next_probe(view, rivals, everything, purse)
     if probes:
         return Decision(probes, f"Races {len(rivals)} layouts in turns; this is turn {probes[0].turn + 1}.")
     if rule is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from balancer.core.search import Search
-from balancer.records import Observation, Probe
+from evener.balancer.search.search import Search
+from evener.balancer.types import Observation, Probe
 
 Measure = Callable[[tuple[Probe, ...]], Iterable[Observation]]
 

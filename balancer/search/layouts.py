@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from balancer.records import Layout, solo
+from evener.balancer.types import Layout, solo
 from evener.shares import even
 
 Family = Literal["solo", "even", "split", "pack", "place"]

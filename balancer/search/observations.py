@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from balancer.core.memory import Memory
-from balancer.core.points import Point
-from balancer.core.stats import student
-from balancer.records import Failed, Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed
+from evener.balancer.search.model.memory import Memory
+from evener.balancer.search.model.points import Point
+from evener.balancer.search.statistics import student
+from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed
 
 STAGES: tuple[Stage, ...] = ("solo", "split", "race")
 TRIES = 2  # of a probe that fails for a reason other than memory

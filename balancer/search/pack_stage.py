@@ -1,4 +1,4 @@
-"""Packing one device: what was told of it, as the growth of `balancer.compare.pack` reads it. Pure.
+"""Packing one device: what was told of it, as the growth of `evener.balancer.search.pack_growth` reads it. Pure.
 
 Trainings side by side share the memory. A batch that is given stays; a free one is, for each number of trainings, the
 largest that fits so many times by the device's memory line, at most that of the single device. A little memory is left
@@ -12,10 +12,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
-from balancer.compare.layouts import PackMode, packed
-from balancer.compare.pack import MOST_PROCESSES, best_size, next_size
-from balancer.compare.told import Told
-from balancer.records import Layout, Observation, OutOfMemory, Problem, Timed
+from evener.balancer.search.comparison_told import Told
+from evener.balancer.search.layouts import PackMode, packed
+from evener.balancer.search.pack_growth import MOST_PROCESSES, best_size, next_size
+from evener.balancer.types import Layout, Observation, OutOfMemory, Problem, Timed
 
 MEMORY_SHARE = 0.98  # of a device's memory, for all trainings packed on it
 TO_THE_BRIM = 0.998  # of it, in the end

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable
 from functools import cached_property
 
-from balancer.core import fill
-from balancer.core.fill import Fill, Lane
-from balancer.core.known import UNMEASURABLE, Known, guarded
-from balancer.records import Layout, layout_of
+from evener.balancer.search import waterfill
+from evener.balancer.search.model.device_model import UNMEASURABLE, Known, guarded
+from evener.balancer.search.waterfill import Fill, Lane
+from evener.balancer.types import Layout, layout_of
 
 INSURED = 0.85  # of the tolerance, for a layout that keeps to it although its measurement goes against it
 HOPE = -0.8  # how far towards the fastest that it may be a curve with stairs is hoped to lie, where nothing else gains
@@ -30,8 +30,8 @@ class View(Known):
         lanes = [guarded(lane) for lane in self.useful_guesses]
         batch = self.problem.global_batch
         if batch is None:
-            return fill.free(lanes, costs, self.quantum, self.problem.max_global_batch)
-        return fill.fixed(lanes, costs, batch, self.quantum, fewest=1)
+            return waterfill.free(lanes, costs, self.quantum, self.problem.max_global_batch)
+        return waterfill.fixed(lanes, costs, batch, self.quantum, fewest=1)
 
     @cached_property
     def fastest_split(self) -> Fill | None:
@@ -78,8 +78,8 @@ class View(Known):
     def _filled(self, lanes: Iterable[Lane]) -> Fill | None:
         batch, limit = self.problem.global_batch, self.problem.max_global_batch
         if batch is not None:
-            return fill.fixed(tuple(lanes), self.costs, batch, self.quantum)
-        return fill.free(tuple(lanes), self.costs, self.quantum, limit)
+            return waterfill.fixed(tuple(lanes), self.costs, batch, self.quantum)
+        return waterfill.free(tuple(lanes), self.costs, self.quantum, limit)
 
     @cached_property
     def single_rate(self) -> float:
@@ -105,7 +105,7 @@ class View(Known):
         if batch is not None:
             return Fill(((position, batch),), curve.seconds(batch)) if batch <= room else None
         lane = Lane(position, curve, room)
-        return fill.alone(
+        return waterfill.alone(
             Lane(position, curve, self.near_what_ran(lane, REACH_ALONE)), self.quantum, self.problem.max_global_batch
         )
 
@@ -126,11 +126,11 @@ class View(Known):
         tops = [f.samples_per_second for f in (self.fastest_split, self.fastest_single) if f]
         rate = max(tops, default=0.0) * (1 - part * problem.tolerance)
         limit, quantum = problem.max_global_batch, self.quantum
-        fills = [fill.smallest(self.useful_lanes, self.costs, rate, quantum, limit)] if rate else []
+        fills = [waterfill.smallest(self.useful_lanes, self.costs, rate, quantum, limit)] if rate else []
         for lane in self.lanes if rate else ():
             curve = self.alone[lane.device]
             if curve:
-                fills.append(fill.alone_reaching(Lane(lane.device, curve, lane.ceiling), rate, quantum, limit))
+                fills.append(waterfill.alone_reaching(Lane(lane.device, curve, lane.ceiling), rate, quantum, limit))
         return min((f for f in fills if f), key=lambda f: (f.global_batch, f.seconds), default=None)
 
     def predicted_rate(self, layout: Layout) -> float:

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from balancer.compare.told import Told
-from balancer.core.stats import median
-from balancer.records import Layout, Timed
+from evener.balancer.search.comparison_told import Told
+from evener.balancer.search.statistics import median
+from evener.balancer.types import Layout, Timed
 
 SHORTEST_SECONDS = 0.3  # of measuring
 LEAST_STEPS = 8  # of any probe: the first, the warm-up, and a few blocks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from balancer.records import Problem
+from evener.balancer.types import Problem
 from evener.errors import RequestError
 
 MOST_DEVICES = 1024

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from balancer.core import stats
-from balancer.core.fill import Fill
-from balancer.core.known import UNMEASURABLE
-from balancer.core.ledger import Ledger
-from balancer.core.stop import Purse, Rule
-from balancer.core.view import LIKELY, View
-from balancer.records import Interval, Layout, OutOfMemory, Probe, Result, Timed, layout_of
+from evener.balancer.search import statistics
+from evener.balancer.search.budget import Purse, Rule
+from evener.balancer.search.model.device_model import UNMEASURABLE
+from evener.balancer.search.observations import Ledger
+from evener.balancer.search.predictions import LIKELY, View
+from evener.balancer.search.waterfill import Fill
+from evener.balancer.types import Interval, Layout, OutOfMemory, Probe, Result, Timed, layout_of
 from evener.shares import even
 
 MOST_TURNS = 3
@@ -26,7 +26,7 @@ def results(timed: dict[Layout, list[Timed]]) -> tuple[Result, ...]:
     """Each layout's throughput over all its turns, best first."""
     found = []
     for layout, turns in timed.items():
-        step = stats.pooled(
+        step = statistics.pooled(
             [Interval(t.step_seconds, t.low_seconds, t.high_seconds) for t in turns], [float(t.steps) for t in turns]
         )
         batch = layout.global_batch

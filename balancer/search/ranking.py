@@ -12,9 +12,9 @@ from statistics import fmean, stdev
 
 import msgspec
 
-from balancer.compare.layouts import Candidate
-from balancer.core.stats import paired, relative_half_width, student
-from balancer.records import Interval, Layout, Timed
+from evener.balancer.search.layouts import Candidate
+from evener.balancer.search.statistics import paired, relative_half_width, student
+from evener.balancer.types import Interval, Layout, Timed
 
 TIE = 0.01  # relative; less than that is not worth a change
 UNCLEAR = 0.03  # relative; a tie is not called one if its likeliest difference is larger

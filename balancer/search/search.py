@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from balancer.core import race
-from balancer.core.check import check
-from balancer.core.curve import remembered
-from balancer.core.decide import Decision, Judged, decide
-from balancer.core.ledger import Ledger
-from balancer.core.view import View
-from balancer.records import Belief, CurveSketch, Failed, Layout, Observation, Probe, Problem, Result
+from evener.balancer.search import race_stage
+from evener.balancer.search.decide import Decision, Judged, decide
+from evener.balancer.search.model.step_time import remembered
+from evener.balancer.search.observations import Ledger
+from evener.balancer.search.predictions import View
+from evener.balancer.search.problem import check
+from evener.balancer.types import Belief, CurveSketch, Failed, Layout, Observation, Probe, Problem, Result
 
 SKETCHED = 24  # points of a curve for drawing
 
 
 class Search:
-    """Finds the layout that trains fastest, in a handful of probes; see `balancer.core` for the theory.
+    """Finds the layout that trains fastest, in a handful of probes; see `evener.balancer.search` for the theory.
 
     Time comes in by observations alone: the budget is held against the sum of their `elapsed_seconds`, where solo
     probes of one turn run at the same time and count once, by the longest.
@@ -48,7 +48,7 @@ class Search:
 
     def best(self) -> Result | None:
         """The smallest global batch within the tolerance of the fastest layout measured; None before any was."""
-        return race.preferred(self._eligible(), self.problem.tolerance, self.problem.global_batch)
+        return race_stage.preferred(self._eligible(), self.problem.tolerance, self.problem.global_batch)
 
     def results(self) -> tuple[Result, ...]:
         """Every layout that ran and may run again, best first: by its turns in the race, else by the stage that ran it.
@@ -56,7 +56,7 @@ class Search:
         All that ran, if none may run again.
         """
         ran = {**self._all.timed(["solo", "split"]), **self._all.timed(["race"])}
-        return race.results(self._all.standing(ran) or ran)
+        return race_stage.results(self._all.standing(ran) or ran)
 
     def belief(self) -> Belief:
         """The view between two probes, for whoever draws it."""
@@ -101,7 +101,7 @@ class Search:
 
     def best_single(self) -> Result | None:
         """The fastest device alone, as measured in the race if it raced."""
-        raced = race.results(self._all.timed(["race"]))
+        raced = race_stage.results(self._all.timed(["race"]))
         return _first((*raced, *self.results()), lambda layout: layout.kind == "solo")
 
     def solos(self) -> tuple[Result | None, ...]:
@@ -120,7 +120,7 @@ class Search:
         """What raced and still fits; else what was measured before and does; else all, as nothing fits any more."""
         raced, earlier = self._all.timed(["race"]), self._all.timed(["solo", "split"])
         fits = self._all.standing
-        return race.results(fits(raced) or fits(earlier) or raced or earlier)
+        return race_stage.results(fits(raced) or fits(earlier) or raced or earlier)
 
     def _known(self) -> Judged:
         if self._judged is None:

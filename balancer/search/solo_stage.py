@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-from balancer.core.curve import Curve
-from balancer.core.fill import Lane, alone_reaching
-from balancer.core.known import guarded
-from balancer.core.peak import fallen, hoped
-from balancer.core.stop import Purse
-from balancer.core.view import View
-from balancer.records import Layout, Probe, Stage, solo
+from evener.balancer.search.budget import Purse
+from evener.balancer.search.model.device_model import guarded
+from evener.balancer.search.model.step_time import Curve
+from evener.balancer.search.model.throughput_peak import fallen, hoped
+from evener.balancer.search.predictions import View
+from evener.balancer.search.waterfill import Lane, alone_reaching
+from evener.balancer.types import Layout, Probe, Stage, solo
 
 MOST_ROUNDS = 4
 PEAK_ROUNDS = 6  # where samples/s fell from a batch to a larger one

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from balancer.core.fill import Fill
-from balancer.core.known import UNMEASURABLE
-from balancer.core.stop import Purse
-from balancer.core.view import View
-from balancer.records import Failed, Probe
+from evener.balancer.search.budget import Purse
+from evener.balancer.search.model.device_model import UNMEASURABLE
+from evener.balancer.search.predictions import View
+from evener.balancer.search.waterfill import Fill
+from evener.balancer.types import Failed, Probe
 
 MOST_SPLITS = 4
 MOST_OF_STAIRS = 6  # splits, where times come in stairs: each halves what is not known of their edges

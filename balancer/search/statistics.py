@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from balancer.records import Interval
+from evener.balancer.types import Interval
 
 NORMAL_95 = 1.959964  # two-sided 95 % quantile of the normal distribution
 LONE_BLOCK = 0.5  # relative half-width said of a single block, whose spread is unknown

@@ -18,7 +18,7 @@ from itertools import accumulate
 
 import msgspec
 
-from balancer.core.curve import Curve
+from evener.balancer.search.model.step_time import Curve
 
 HALVINGS = 48  # of an interval of finish times: far below a nanosecond
 EXACT_DEVICES = 32  # up to so many every k and quantum is tried; beyond, those that a sweep over tau finds

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from balancer import runs
-from balancer.records import Timed
-from devices.base import Device
+from evener.balancer.store import runs
+from evener.balancer.types import Timed
+from evener.devices.types import Device
 from evener.errors import EvenerError
 
 MOST_RUNS = 20  # looked at, the newest first

@@ -15,10 +15,10 @@ from typing import BinaryIO
 
 import msgspec
 
-from balancer.probes.prober import Facts
-from balancer.records import Failed, Layout, Observation, Probe, Result, Timed
-from balancer.request import Request
-from devices.base import Device
+from evener.balancer.probes.prober import Facts
+from evener.balancer.request import Request
+from evener.balancer.types import Failed, Layout, Observation, Probe, Result, Timed
+from evener.devices.types import Device
 from evener.errors import RequestError
 from evener.plan import Plan
 

@@ -1,7 +1,7 @@
 """No two users' sessions on one device: a lock on the file that the kernel itself shows the device by.
 
 Such a file can be read by every user, written by none and replaced by nobody, so nothing is laid where others could
-tamper with it; the lock (flock) ends with its process. One's own sessions are told apart by `balancer.runs`.
+tamper with it; the lock (flock) ends with its process. One's own sessions are kept apart by `store.runs`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from devices.base import Device
+from evener.devices.types import Device
 from evener.errors import DeviceError
 
 SYS = Path("/sys")
@@ -112,7 +112,7 @@ def _words(pid: int) -> str:
 
 def _bus_address(uuid: str) -> str:
     """As sysfs writes it: 0000:3b:00.0; empty if the driver doesn't tell."""
-    from devices.nvml_library import find_handle, opened
+    from evener.devices.nvidia.nvml_library import find_handle, opened
 
     try:
         with opened() as nvml:

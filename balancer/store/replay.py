@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from balancer.compare.comparison import Comparison
-from balancer.compared import outcome_of
-from balancer.core.search import Search
-from balancer.journal import Asked, Header, Record, Seen
-from balancer.outcome import Findings, Outcome, plan_of
-from balancer.probes.prober import Facts
-from balancer.records import Observation, Probe, Problem
+from evener.balancer.probes.prober import Facts
+from evener.balancer.result.build_comparison import outcome_of
+from evener.balancer.result.build_plan import Findings, Outcome, plan_of
+from evener.balancer.search.comparison import Comparison
+from evener.balancer.search.search import Search
+from evener.balancer.store.journal import Asked, Header, Record, Seen
+from evener.balancer.types import Observation, Probe, Problem
 from evener.errors import NoLayoutError
 
 

@@ -21,10 +21,10 @@ from typing import Literal
 
 import msgspec
 
-from balancer import journal
-from balancer.journal import Ended, Header
-from balancer.records import Observation
-from devices.base import Device
+from evener.balancer.store import journal
+from evener.balancer.store.journal import Ended, Header
+from evener.balancer.types import Observation
+from evener.devices.types import Device
 from evener.errors import DeviceError, EvenerError, NoLayoutError, RequestError
 from evener.plan import Plan, parse_plan, to_json
 
@@ -129,7 +129,7 @@ def load_run(name: str) -> Run:
     ended = record.ended
     observations = tuple(entry.seen for entry in record.seen)
     if ended is None:
-        from balancer import replay
+        from evener.balancer.store import replay
 
         with suppress(NoLayoutError):
             found = replay.recover(record)

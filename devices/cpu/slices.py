@@ -7,9 +7,9 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from devices.base import Device
-from evener.container import container_memory_bytes
-from evener.cores import allowed_cpus, core_groups, cut
+from evener.cgroups import container_memory_bytes
+from evener.cpu_topology import allowed_cpus, core_groups, cut
+from evener.devices.types import Device
 from evener.errors import RequestError
 
 DEFAULT_SLICES = 2

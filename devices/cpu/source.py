@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 
-from devices.base import UNSUPPORTED, Device, DeviceSample, HostSample, Reading, Snapshot, State, value
-from devices.surroundings import Surroundings
+from evener.devices.host.source_base import Surroundings
+from evener.devices.types import UNSUPPORTED, Device, DeviceSample, HostSample, Reading, Snapshot, State, value
 
 SLOW_PERIOD_SECONDS = 5.0  # heat and clock: reading them may wake cores
 SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")

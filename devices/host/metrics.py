@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from devices.base import HostSample
+from evener.devices.types import HostSample
 
 STAT = Path("/proc/stat")
 LONGEST_COMMAND = 4096

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from devices.base import UNSUPPORTED, Device, DeviceSample, HostSample, ProcessSample, Reading, State, value
-from devices.host import HostMeter, Look, ProcessBook
-from devices.trainings import Rates, TrainingRates, rate_reading
+from evener.devices.host.metrics import HostMeter, Look, ProcessBook
+from evener.devices.host.training_rates import Rates, TrainingRates, rate_reading
+from evener.devices.types import UNSUPPORTED, Device, DeviceSample, HostSample, ProcessSample, Reading, State, value
 
 
 class OnDevice(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from devices.base import Device, Reading, State
+from evener.devices.types import Device, Reading, State
 from evener.live import Training, read_trainings
 
 READ_PERIOD_SECONDS = 0.5  # a training writes no more often

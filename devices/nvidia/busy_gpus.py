@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
-from devices.base import Device
-from devices.nvml_library import Library, find_handle, opened
-from devices.nvml_processes import GpuProcesses
+from evener.devices.nvidia.nvml_library import Library, find_handle, opened
+from evener.devices.nvidia.processes import GpuProcesses
+from evener.devices.types import Device
 from evener.errors import DeviceError
 
 BUSY_PERCENT = 20.0  # of the time; a desktop takes less

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from devices.nvml_library import TIMEOUT, UNINITIALIZED, Handle, Library, code_of
+from evener.devices.nvidia.nvml_library import TIMEOUT, UNINITIALIZED, Handle, Library, code_of
 
 WAIT_MILLISECONDS = 250
 JOIN_SECONDS = 1.5

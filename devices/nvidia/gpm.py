@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from devices.base import DENIED, UNSUPPORTED, Reading, State, value
-from devices.nvml_calls import PENDING, raise_if_gone
-from devices.nvml_library import Handle, Library, code_of, state_of
+from evener.devices.nvidia.nvml_calls import PENDING, raise_if_gone
+from evener.devices.nvidia.nvml_library import Handle, Library, code_of, state_of
+from evener.devices.types import DENIED, UNSUPPORTED, Reading, State, value
 
 SM, OCCUPANCY, TENSOR, DRAM = 2, 3, 5, 10  # percent
 PCIE_SEND, PCIE_RECEIVE, LINK_RECEIVE, LINK_SEND = 20, 21, 60, 61  # MiB/s

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from devices import nvml_gpm as gpm
-from devices.base import UNSUPPORTED, Device, DeviceSample, Reading, State, value
-from devices.nvml_calls import Counter, Fields, Metric, first_known, scaled
-from devices.nvml_library import Handle, Library, memory
+from evener.devices.nvidia import gpm
+from evener.devices.nvidia.nvml_calls import Counter, Fields, Metric, first_known, scaled
+from evener.devices.nvidia.nvml_library import Handle, Library, memory
+from evener.devices.types import UNSUPPORTED, Device, DeviceSample, Reading, State, value
 
 SLOW_SECONDS = 5.0  # limits that rarely change, the fan
 ENERGY_SECONDS = 9.9  # the energy counter, 4.4 ms; it only grows

@@ -16,6 +16,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from evener.devices.child_environment import import_path
 from evener.errors import DeviceError
 
 PROGRAM = "nvidia-cuda-mps-control"
@@ -67,12 +68,12 @@ class MpsDaemon:
                 f"There is no MPS daemon to start: {PROGRAM} is not installed.", "Leave --mps out, or install it."
             )
         guard = subprocess.Popen(
-            [sys.executable, "-P", "-m", "devices.mps", program],
+            [sys.executable, "-P", "-m", "evener.devices.nvidia.mps", program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,  # a terminal's Ctrl-C is for us to act on
-            env={**os.environ, "PYTHONPATH": _home()},
+            env={**os.environ, "PYTHONPATH": import_path(os.environ.get("PYTHONPATH", ""))},
         )
         assert guard.stdout is not None
         word, _, rest = guard.stdout.readline().strip().partition(" ")
@@ -145,11 +146,6 @@ def _left(folder: str) -> list[int]:
             if PROGRAM_FAMILY in command and ours in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
     return found
-
-
-def _home() -> str:
-    home = str(Path(__file__).resolve().parent.parent)
-    return os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH", ""))))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from devices.base import DENIED, UNSUPPORTED, Reading, State, value
-from devices.nvml_library import DRIVER_GONE, FUNCTION_NOT_FOUND, GPU_GONE, Handle, Library, code_of, state_of
+from evener.devices.nvidia.nvml_library import (
+    DRIVER_GONE,
+    FUNCTION_NOT_FOUND,
+    GPU_GONE,
+    Handle,
+    Library,
+    code_of,
+    state_of,
+)
+from evener.devices.types import DENIED, UNSUPPORTED, Reading, State, value
 
 UNSUPPORTED_RETRY_SECONDS = 60.0  # a driver may learn it, and nothing is latched for good
 DENIED_RETRY_SECONDS = 10.0

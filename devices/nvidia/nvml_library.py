@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from devices.base import Device, State
+from evener.devices.types import Device, State
 from evener.errors import DeviceError
 
 Library = Any  # the module `pynvml`, or a double of it

@@ -12,10 +12,9 @@ from contextlib import suppress
 
 import msgspec
 
-from devices.base import State
-from devices.nvml_calls import DriverGoneError, Fields, GpuGoneError, Metric
-from devices.nvml_gpu import HARDWARE_HEAT, POWER_BRAKE, POWER_CAP, SOFTWARE_HEAT
-from devices.nvml_library import (
+from evener.devices.nvidia.gpu_reader import HARDWARE_HEAT, POWER_BRAKE, POWER_CAP, SOFTWARE_HEAT
+from evener.devices.nvidia.nvml_calls import DriverGoneError, Fields, GpuGoneError, Metric
+from evener.devices.nvidia.nvml_library import (
     GONE_WORDS,
     Handle,
     Library,
@@ -25,7 +24,8 @@ from devices.nvml_library import (
     load,
     memory,
 )
-from devices.nvml_processes import GpuProcesses
+from evener.devices.nvidia.processes import GpuProcesses
+from evener.devices.types import State
 
 HELD_FIELDS = (SOFTWARE_HEAT, HARDWARE_HEAT, POWER_BRAKE)
 HELD_BITS, CAPPED_BITS = 0x08 | 0x20 | 0x40 | 0x80, 0x04  # of the reasons' mask, for chips without the counters

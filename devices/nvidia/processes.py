@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from devices.base import DENIED, UNSUPPORTED, Reading, State, value
-from devices.nvml_calls import raise_if_gone
-from devices.nvml_library import NOT_FOUND, SUCCESS, Handle, Library, code_of, state_of
-from devices.surroundings import OnDevice
+from evener.devices.host.source_base import OnDevice
+from evener.devices.nvidia.nvml_calls import raise_if_gone
+from evener.devices.nvidia.nvml_library import NOT_FOUND, SUCCESS, Handle, Library, code_of, state_of
+from evener.devices.types import DENIED, UNSUPPORTED, Reading, State, value
 
 PERIOD_SECONDS = 2.5
 GRAPHICS_EVERY = 4  # of these periods: on a desktop this call takes 4.5 ms

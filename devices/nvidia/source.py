@@ -8,11 +8,11 @@ from contextlib import suppress
 
 import msgspec
 
-from devices.base import LOST, Device, DeviceSample, Reading, Snapshot, State
-from devices.nvml_calls import DriverGoneError, GpuGoneError
-from devices.nvml_events import EventWatch
-from devices.nvml_gpu import GpuReader
-from devices.nvml_library import (
+from evener.devices.host.source_base import OnDevice, Surroundings
+from evener.devices.nvidia.events import EventWatch
+from evener.devices.nvidia.gpu_reader import GpuReader
+from evener.devices.nvidia.nvml_calls import DriverGoneError, GpuGoneError
+from evener.devices.nvidia.nvml_library import (
     GONE_WORDS,
     Handle,
     Library,
@@ -22,8 +22,8 @@ from devices.nvml_library import (
     load,
     mig_instances,
 )
-from devices.nvml_processes import GpuProcesses
-from devices.surroundings import OnDevice, Surroundings
+from evener.devices.nvidia.processes import GpuProcesses
+from evener.devices.types import LOST, Device, DeviceSample, Reading, Snapshot, State
 from evener.errors import DeviceError
 
 RETRY_GPU_SECONDS = 5.0

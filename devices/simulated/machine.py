@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from devices.base import Device, Limit
+from evener.devices.types import Device, Limit
 
 MIB = 1 << 20
 SMALLEST_STALL_MS = 1e-6  # below a nanosecond there are no stairs
@@ -35,7 +35,7 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One device of a machine file, key for key; `devices.simulated` checks the numbers."""
+    """One device of a machine file, key for key; `evener.devices.simulated.machine_file` checks the numbers."""
 
     name: str
     memory_mib: float  # what a training process can have

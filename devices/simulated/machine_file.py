@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from devices.physics import Machine, Points, SimulatedDevice, SimulatedEvent, SimulatedPlacement, Sync
+from evener.devices.simulated.machine import Machine, Points, SimulatedDevice, SimulatedEvent, SimulatedPlacement, Sync
 from evener.errors import RequestError
 
 __all__ = ["Machine", "SimulatedDevice", "Sync", "catalogue", "catalogue_names", "load_machine", "parse_machine"]
@@ -141,7 +141,7 @@ def catalogue(names: Sequence[str]) -> Machine:
 
 @cache
 def _entries() -> tuple[dict[str, _Entry], Sync]:
-    data = _decode(files("devices").joinpath("catalogue.toml").read_bytes(), "catalogue.toml")
+    data = _decode(files("evener.devices.simulated").joinpath("catalogue.toml").read_bytes(), "catalogue.toml")
     default = read_sync(data.pop("sync"), "catalogue.toml: sync")
     entries: dict[str, _Entry] = {}
     for name, table in data.items():

@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from devices.base import Device, DeviceSample, Snapshot, value
-from devices.physics import Machine, SimulatedDevice
-from devices.surroundings import Surroundings
+from evener.devices.host.source_base import Surroundings
+from evener.devices.simulated.machine import Machine, SimulatedDevice
+from evener.devices.types import Device, DeviceSample, Snapshot, value
 
 MIB = 1 << 20
 AMBIENT_CELSIUS, FULL_LOAD_CELSIUS, SLOWDOWN_CELSIUS = 31.0, 76.0, 84.0

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from evener.errors import RequestError
-from evener.keras_split.steps import overrides
+from evener.keras_split.engines.keras_step import overrides
 
 MEANS = ("sum_over_batch_size", "mean")
 _TOWERS = "Use engine='towers', which computes the loss on the whole batch."

@@ -16,8 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from evener.errors import RequestError
-from evener.keras_split.cut import Cut
-from evener.keras_split.rows import OwnRows, filled
+from evener.keras_split.batch_bounds import Cut
+from evener.keras_split.nested_rows import OwnRows, filled
 
 AHEAD = 2  # batches that are ready before they are asked for
 MOST_THREADS = 4  # that gather rows at once

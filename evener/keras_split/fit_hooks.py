@@ -16,10 +16,10 @@ import numpy as np
 import tensorflow as tf
 
 from evener.errors import RequestError
-from evener.fit import check_global_batch
+from evener.keras_split.compatibility import check_compiled, check_step, check_test_step
 from evener.keras_split.data import Feed, fold_weights, given, length
-from evener.keras_split.refusals import check_compiled, check_step, check_test_step
-from evener.keras_split.steps import overrides
+from evener.keras_split.engines.keras_step import overrides
+from evener.plan_check import check_global_batch
 
 if TYPE_CHECKING:
     from evener.keras_split.split import Split

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from evener.keras_split.devices import known_as
-from evener.keras_split.fitting import Fitting
+from evener.keras_split.fit_hooks import Fitting
+from evener.keras_split.tf_devices import known_as
 from evener.live import Reporter
 
 if TYPE_CHECKING:

@@ -12,19 +12,19 @@ from typing import Any
 import tensorflow as tf
 
 from evener.errors import PlanError, RequestError
-from evener.fit import check_fit, check_global_batch, describe
-from evener.keras_split import devices as names
-from evener.keras_split import refusals
-from evener.keras_split.alone import Alone
-from evener.keras_split.cut import Cut
+from evener.keras_split import compatibility
+from evener.keras_split import tf_devices as names
+from evener.keras_split.batch_bounds import Cut
+from evener.keras_split.compatibility import SplitWarning
 from evener.keras_split.data import Feed, fold_weights, given
-from evener.keras_split.digest import model_digest
-from evener.keras_split.fitting import Fitting
-from evener.keras_split.mirrored import Mirrored, distribute, strategy_for
-from evener.keras_split.refusals import SplitWarning
-from evener.keras_split.towers import Towers
-from evener.keras_split.workers import Group, Workers, group_from_environment
+from evener.keras_split.engines.mirrored import Mirrored, distribute, strategy_for
+from evener.keras_split.engines.multiworker import Group, Workers, group_from_environment
+from evener.keras_split.engines.single_device import Alone
+from evener.keras_split.engines.towers import Towers
+from evener.keras_split.fit_hooks import Fitting
+from evener.keras_split.model_digest import model_digest
 from evener.plan import Plan, load_plan
+from evener.plan_check import check_fit, check_global_batch, describe
 from evener.shares import is_ratio
 
 ENGINES = ("auto", "towers", "mirrored", "multiworker")
@@ -52,7 +52,7 @@ class Split:
     ) -> None:
         if engine not in ENGINES:
             raise RequestError(f"There is no engine {engine!r}.", f"Choose one of {', '.join(ENGINES)}.")
-        refusals.check_backend()
+        compatibility.check_backend()
         _check_one(plan, gpus, devices)
         if plan is not None and ratios is not None:
             raise RequestError("Both a plan and ratios are given.", "Give one of them; the plan has its own ratios.")
@@ -97,7 +97,7 @@ class Split:
 
     def model(self, model: Any) -> Any:
         """Make this very model train, evaluate and predict over the devices; it is saved and loaded as before."""
-        refusals.check_model(model)
+        compatibility.check_model(model)
         if self.strategy is not None and model.distribute_strategy is not self.strategy:
             raise RequestError(
                 "engine='mirrored' needs the model to be made in its scope.",
@@ -107,15 +107,15 @@ class Split:
         match self.engine:
             case "solo":
                 alone = Alone(model, self.devices[0])
-                Fitting(self, model, alone, partial(refusals.check_compiled, model)).attach()
+                Fitting(self, model, alone, partial(compatibility.check_compiled, model)).attach()
             case "towers":
                 towers = Towers(model, self.devices, self.cut)
-                Fitting(self, model, towers, partial(refusals.check_towers, model)).attach()
+                Fitting(self, model, towers, partial(compatibility.check_towers, model)).attach()
             case "mirrored":
-                Fitting(self, model, Mirrored(model), partial(refusals.check_mirrored, model)).attach()
+                Fitting(self, model, Mirrored(model), partial(compatibility.check_mirrored, model)).attach()
             case "multiworker":
                 workers = Workers(model, self.cut, self.required_group)
-                Fitting(self, model, workers, partial(refusals.check_workers, model)).attach()
+                Fitting(self, model, workers, partial(compatibility.check_workers, model)).attach()
         return model
 
     def data(

@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from evener.errors import RequestError
-from evener.torch_fetch import Fetch
-from evener.torch_prefetch import DEPTH, Prefetcher
-from evener.torch_sampler import UnevenBatchSampler
+from evener.torch_split.fetch import Fetch
+from evener.torch_split.prefetch import DEPTH, Prefetcher
+from evener.torch_split.sampler import UnevenBatchSampler
 
 _TAKEN = ("batch_size", "sampler", "batch_sampler")
 

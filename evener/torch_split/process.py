@@ -12,7 +12,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from evener.cores import allowed_cpus, physical_cores, slice_cores
+from evener.cpu_topology import allowed_cpus, physical_cores, slice_cores
 from evener.errors import DeviceError, PlanError
 from evener.plan import Share
 

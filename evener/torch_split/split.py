@@ -26,15 +26,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.errors import PlanError, RequestError
-from evener.fit import check_fit, check_global_batch, describe
 from evener.live import Reporter
 from evener.plan import Plan, Share, load_plan
+from evener.plan_check import check_fit, check_global_batch, describe
 from evener.shares import apportion, check_ratios
-from evener.torch_digest import model_digest
-from evener.torch_loader import Loader, check_options, count_rows
-from evener.torch_place import Stand, choose_device, find_stand, join, present, settle, visible_gpus
-from evener.torch_sampler import UnevenBatchSampler
-from evener.torch_weights import GradientWeights
+from evener.torch_split.gradient_weights import GradientWeights
+from evener.torch_split.loader import Loader, check_options, count_rows
+from evener.torch_split.model_digest import model_digest
+from evener.torch_split.process import Stand, choose_device, find_stand, join, present, settle, visible_gpus
+from evener.torch_split.sampler import UnevenBatchSampler
 
 __all__ = ["Loader", "Split", "UnevenBatchSampler"]
 

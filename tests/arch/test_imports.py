@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-ROOMS = ("evener", "devices", "workloads", "balancer", "tui")
 FRAMEWORKS = {"tensorflow", "keras", "torch"}
 SCREEN = {"textual", "textual_plotext", "plotext"}
 HERE = Path(__file__).resolve().parents[2]
@@ -29,7 +28,7 @@ def modules_after(code: str, tmp_path: Path) -> set[str]:
 
 def command(*arguments: str) -> str:
     """Code that runs the command line to its end and goes on."""
-    return f"from tui.cli import run\nassert run({list(arguments)!r}) == 0"
+    return f"from evener.tui.cli.main import run\nassert run({list(arguments)!r}) == 0"
 
 
 def test_import_evener_loads_no_framework(tmp_path: Path) -> None:
@@ -63,15 +62,15 @@ def test_headless_commands_load_no_screen_and_no_framework(arguments: tuple[str,
 def test_the_version_is_answered_before_anything_is_imported(tmp_path: Path) -> None:
     """`evener --version` loads neither the parser nor the records."""
     code = "import sys; sys.argv = ['evener', '--version']\nfrom evener.__main__ import main\nmain()"
-    assert not modules_after(code, tmp_path) & {"typer", "msgspec", "rich", "balancer", "tui", "devices"}
+    assert not modules_after(code, tmp_path) & {"typer", "msgspec", "rich", "psutil"}
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_no_other_distribution_owns_the_package(room: str) -> None:
-    """The names are common words; a second owner would be installed silently over ours."""
-    owners = set(importlib.metadata.packages_distributions().get(room, []))
-    assert owners <= {"evener"}
-    spec = importlib.util.find_spec(room)
+def test_evener_is_the_only_name_that_is_installed() -> None:
+    """A user's own `devices.py` or `tui.py` can neither be shadowed by ours nor shadow it."""
+    names = importlib.metadata.packages_distributions()
+    ours = {name for name, owners in names.items() if "evener" in owners and not name.startswith("_editable")}
+    assert ours == {"evener"}
+    spec = importlib.util.find_spec("evener")
     assert spec is not None
     assert spec.origin is not None
     assert Path(spec.origin).resolve().is_relative_to(HERE)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.probes import classify
+from evener.balancer.probes import exit_causes
 
 MEMORY = [
     (("ResourceExhaustedError", "OpError"), "Graph execution error"),
@@ -33,13 +33,13 @@ OTHER = [
 @pytest.mark.parametrize(("types", "text"), MEMORY)
 def test_these_exceptions_mean_memory(types: tuple[str, ...], text: str) -> None:
     """By the type, or by the text where a framework has no type for it."""
-    assert classify.error_is_memory(types, text)
+    assert exit_causes.error_is_memory(types, text)
 
 
 @pytest.mark.parametrize(("types", "text"), OTHER)
 def test_these_do_not(types: tuple[str, ...], text: str) -> None:
     """Errors of other kinds stay what they are."""
-    assert not classify.error_is_memory(types, text)
+    assert not exit_causes.error_is_memory(types, text)
 
 
 @pytest.mark.parametrize(
@@ -59,28 +59,28 @@ def test_an_end_means_memory_by_its_signal_its_cap_or_its_last_words(
     code: int, cap_share: float, killed: bool, chatter: str, memory: bool
 ) -> None:
     """A signal alone says nothing."""
-    assert classify.end_is_memory(code, cap_share, killed, chatter) is memory
+    assert exit_causes.end_is_memory(code, cap_share, killed, chatter) is memory
 
 
 def test_ends_in_words_name_the_signal_or_the_code() -> None:
     """Also for a signal that has no name."""
-    assert classify.end_in_words(-11) == ("signal", "its process was ended by SIGSEGV")
-    assert classify.end_in_words(7)[0] == "exit"
-    assert "7" in classify.end_in_words(7)[1]
-    assert classify.end_in_words(-200) == ("signal", "its process was ended by signal 200")
+    assert exit_causes.end_in_words(-11) == ("signal", "its process was ended by SIGSEGV")
+    assert exit_causes.end_in_words(7)[0] == "exit"
+    assert "7" in exit_causes.end_in_words(7)[1]
+    assert exit_causes.end_in_words(-200) == ("signal", "its process was ended by signal 200")
 
 
 def test_a_gpu_is_blamed_only_if_one_is_named() -> None:
     """Two names are no answer."""
-    assert classify.gpu_named("OOM on /job:localhost/replica:0/task:0/device:GPU:1 by allocator GPU_1_bfc") == 1
-    assert classify.gpu_named("device:GPU:0 and device:GPU:1") is None
-    assert classify.gpu_named("somewhere") is None
+    assert exit_causes.gpu_named("OOM on /job:localhost/replica:0/task:0/device:GPU:1 by allocator GPU_1_bfc") == 1
+    assert exit_causes.gpu_named("device:GPU:0 and device:GPU:1") is None
+    assert exit_causes.gpu_named("somewhere") is None
 
 
 @given(st.text())
 def test_one_line_is_one_bounded_line_that_a_terminal_can_take(text: str) -> None:
     """No control character, no escape, nothing without end."""
-    line = classify.one_line(text)
+    line = exit_causes.one_line(text)
     assert len(line) <= 300
     assert not any(ord(character) < 32 or 0x7F <= ord(character) < 0xA0 for character in line)
 
@@ -88,7 +88,7 @@ def test_one_line_is_one_bounded_line_that_a_terminal_can_take(text: str) -> Non
 def test_a_traced_error_is_told_by_its_last_line() -> None:
     """TensorFlow's "in user code:" is not what a person needs."""
     text = "in user code:\n\n    File x.py, line 3\n\n    ValueError: 3 != 4\n"
-    assert classify.one_line(text) == "ValueError: 3 != 4"
+    assert exit_causes.one_line(text) == "ValueError: 3 != 4"
 
 
 def test_a_heading_of_tensorflow_s_gives_way_to_what_went_wrong() -> None:
@@ -96,5 +96,5 @@ def test_a_heading_of_tensorflow_s_gives_way_to_what_went_wrong() -> None:
     text = "Graph execution error:\n\nDetected at node conv defined at (most recent call last):\n"
     text += '  File "train.py", line 3, in step\n\nCUDNN_STATUS_BAD_PARAM in cudnnSetTensorNdDescriptor'
     text += "\n\t [[{{node conv}}]]"
-    assert classify.one_line(text) == "CUDNN_STATUS_BAD_PARAM in cudnnSetTensorNdDescriptor"
-    assert classify.one_line("Graph execution error:") == "Graph execution error:"
+    assert exit_causes.one_line(text) == "CUDNN_STATUS_BAD_PARAM in cudnnSetTensorNdDescriptor"
+    assert exit_causes.one_line("Graph execution error:") == "Graph execution error:"

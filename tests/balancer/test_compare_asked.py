@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from balancer.comparing import to_compare
-from balancer.request import Request
-from devices.mps import PROGRAM
+from evener.balancer.request import Request
+from evener.balancer.resolve_layouts import to_compare
+from evener.devices.nvidia.mps import PROGRAM
 
 
 @pytest.fixture

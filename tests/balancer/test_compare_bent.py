@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 
-from balancer.compare.comparison import Comparison
-from balancer.compare.layouts import Wanted
-from balancer.probes.simulated import SimulatedProber
-from balancer.records import Layout, OutOfMemory, Problem
 from benchmarks import compare as benchmark
-from devices.physics import Machine, SimulatedDevice
+from evener.balancer.probes.simulated import SimulatedProber
+from evener.balancer.search.comparison import Comparison
+from evener.balancer.search.layouts import Wanted
+from evener.balancer.types import Layout, OutOfMemory, Problem
+from evener.devices.simulated.machine import Machine, SimulatedDevice
 
 BEND = ((1, 901.2), (500, 1500.0), (1000, 2600.0))  # samples, MiB
 

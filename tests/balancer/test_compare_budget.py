@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.compare.comparison import BUDGET, Comparison
-from balancer.compare.costs import Costs
-from balancer.compare.layouts import PackMode, Placement, Wanted, smaller
-from balancer.compare.ration import within
-from balancer.compare.told import Told
-from balancer.compared import left_out
-from balancer.core.search import Search
-from balancer.probes.simulated import SimulatedProber
-from balancer.records import Layout, Observation, OutOfMemory, Probe, Problem, Timed
-from devices.physics import Machine, SimulatedDevice, SimulatedPlacement, Sync
+from evener.balancer.probes.simulated import SimulatedProber
+from evener.balancer.result.build_comparison import left_out
+from evener.balancer.search.comparison import BUDGET, Comparison
+from evener.balancer.search.comparison_ration import within
+from evener.balancer.search.comparison_told import Told
+from evener.balancer.search.layouts import PackMode, Placement, Wanted, smaller
+from evener.balancer.search.probe_costs import Costs
+from evener.balancer.search.search import Search
+from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
+from evener.devices.simulated.machine import Machine, SimulatedDevice, SimulatedPlacement, Sync
 
 ALL = Wanted(placements=(Placement("towers"), Placement("alternate")))
 LABELS = ("SIM:0", "SIM:1")

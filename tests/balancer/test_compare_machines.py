@@ -8,12 +8,12 @@ import threading
 import msgspec
 import pytest
 
-from balancer.compare.comparison import SETTLED, Comparison
-from balancer.compare.layouts import Placement, Wanted
-from balancer.probes.simulated import SimulatedProber
-from balancer.records import Layout, Observation, OutOfMemory, Probe, Problem, Timed
 from benchmarks import compare as benchmark
-from devices.physics import Machine, SimulatedDevice, SimulatedPlacement, Sync
+from evener.balancer.probes.simulated import SimulatedProber
+from evener.balancer.search.comparison import SETTLED, Comparison
+from evener.balancer.search.layouts import Placement, Wanted
+from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
+from evener.devices.simulated.machine import Machine, SimulatedDevice, SimulatedPlacement, Sync
 
 ALL = Wanted(placements=(Placement("towers"),))
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from balancer.compare.layouts import Candidate, alone, evenly, packed
-from balancer.compare.rank import TIE, contenders, difference, ranked
-from balancer.records import Layout, Probe, Timed
+from evener.balancer.search.layouts import Candidate, alone, evenly, packed
+from evener.balancer.search.ranking import TIE, contenders, difference, ranked
+from evener.balancer.types import Layout, Probe, Timed
 
 SOLO = alone(2, 0, 100)
 EVEN = evenly(2, (0, 1), 100)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from balancer.compare.layouts import Candidate, Placement, alone, evenly, packed, placed
-from balancer.compare.rank import Standing
-from balancer.compare.verdict import moved_share, name, verdict
-from balancer.records import Interval, Layout, Probe, Timed
+from evener.balancer.result.explain_ranking import moved_share, name, verdict
+from evener.balancer.search.layouts import Candidate, Placement, alone, evenly, packed, placed
+from evener.balancer.search.ranking import Standing
+from evener.balancer.types import Interval, Layout, Probe, Timed
 
 LABELS = ("GPU:0", "GPU:1")
 SOLO = alone(2, 0, 256)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from balancer.bench import make_prober, understand
-from balancer.probes.orders import Job, engine_of, groups_of, key_of
-from balancer.records import Probe, Timed, layout_of
-from balancer.request import Request
-from devices.base import Device
+from evener.balancer.probes.launch_plan import Job, engine_of, groups_of, key_of
+from evener.balancer.request import Request
+from evener.balancer.resolve import make_prober, understand
+from evener.balancer.types import Probe, Timed, layout_of
+from evener.devices.types import Device
 from evener.errors import RequestError
 
 SPLIT = layout_of((6, 2))

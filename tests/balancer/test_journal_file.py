@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balancer import journal
-from balancer.journal import Asked, Header, Seen
-from balancer.records import Failed, OutOfMemory, Probe, Timed, solo
-from balancer.request import Request
-from devices.base import Device
+from evener.balancer.request import Request
+from evener.balancer.store import journal
+from evener.balancer.store.journal import Asked, Header, Seen
+from evener.balancer.types import Failed, OutOfMemory, Probe, Timed, solo
+from evener.devices.types import Device
 from evener.errors import EvenerError, RequestError
 
 DEVICES = (Device("cpu-0-of-2", 0, "CPU", "cpu", 1 << 30, (0,)), Device("cpu-1-of-2", 1, "CPU", "cpu", None, (1,)))

@@ -9,13 +9,23 @@ from typing import Any
 import psutil
 import pytest
 
-from balancer.probes.orders import Job, Key, engine_of, free_ports, groups_of, key_of, one_child, orders_of, stand_of
-from balancer.probes.pool import ChildProber
-from balancer.probes.protocol import Build
-from balancer.probes.room import CONTEXT_BYTES, Room
-from balancer.records import Layout, Probe, Timed, layout_of, solo
-from devices.base import Device, Limit
-from devices.environment import ChildEnvironment, child_environment
+from evener.balancer.probes.child_pool import ChildProber
+from evener.balancer.probes.launch_plan import (
+    Job,
+    Key,
+    engine_of,
+    free_ports,
+    groups_of,
+    key_of,
+    one_child,
+    orders_of,
+    stand_of,
+)
+from evener.balancer.probes.memory_budget import CONTEXT_BYTES, Room
+from evener.balancer.probes.protocol import Build
+from evener.balancer.types import Layout, Probe, Timed, layout_of, solo
+from evener.devices.child_environment import ChildEnvironment, child_environment
+from evener.devices.types import Device, Limit
 
 MIB = 1 << 20
 FREE = Limit()

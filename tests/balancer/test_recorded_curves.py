@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from balancer import journal
-from balancer.records import Timed
 from benchmarks import recorded
+from evener.balancer.store import journal
+from evener.balancer.types import Timed
 
 RECORDS = recorded.records()
 CURVES = recorded.curves(RECORDS.values())

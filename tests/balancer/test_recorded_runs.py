@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from balancer import journal, replay
-from balancer.records import OutOfMemory, Timed
+from evener.balancer.store import journal, replay
+from evener.balancer.types import OutOfMemory, Timed
 from evener.plan import parse_plan, to_toml
 
 RECORDED = sorted((Path(__file__).parents[1] / "recorded").glob("*.jsonl"))

@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from balancer import journal, runs
-from balancer.events import Event, Finished, Observed, Paused, ProbeStarted, Started
-from balancer.journal import Ended, Seen
-from balancer.records import Probe
-from balancer.session import Request, Session
+from evener.balancer.events import Event, Finished, Observed, Paused, ProbeStarted, Started
+from evener.balancer.session import Request, Session
+from evener.balancer.store import journal, runs
+from evener.balancer.store.journal import Ended, Seen
+from evener.balancer.types import Probe
 from evener.errors import DeviceError, NoLayoutError, RequestError
 from evener.plan import Plan, load_plan, parse_plan, to_json, to_toml
 

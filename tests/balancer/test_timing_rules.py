@@ -8,7 +8,15 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balancer.probes.timing import ENOUGH_BLOCKS, FEWEST_BLOCKS, MOST_BLOCKS, TIGHT, Block, Measured, Timing
+from evener.balancer.probes.block_timing import (
+    ENOUGH_BLOCKS,
+    FEWEST_BLOCKS,
+    MOST_BLOCKS,
+    TIGHT,
+    Block,
+    Measured,
+    Timing,
+)
 
 
 def timed(

@@ -6,13 +6,13 @@ from contextlib import closing
 
 import pytest
 
-from balancer.events import Event, Finished
-from balancer.journal import Header
-from balancer.records import Belief, CurveSketch, Failed, Layout, OutOfMemory, Probe, Timed, solo
-from balancer.request import Request
-from balancer.session import Session
-from balancer.unplanned import no_plan, nothing_ran
-from devices.base import Device
+from evener.balancer.events import Event, Finished
+from evener.balancer.request import Request
+from evener.balancer.result.explain_failure import no_plan, nothing_ran
+from evener.balancer.session import Session
+from evener.balancer.store.journal import Header
+from evener.balancer.types import Belief, CurveSketch, Failed, Layout, OutOfMemory, Probe, Timed, solo
+from evener.devices.types import Device
 from evener.errors import NoLayoutError
 
 DEVICES = tuple(Device(f"GPU-{i}", i, "NVIDIA A", "gpu", 1 << 33) for i in range(2))

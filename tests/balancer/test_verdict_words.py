@@ -6,9 +6,9 @@ from typing import get_args
 
 import pytest
 
-from balancer.records import Failed, Interval, Layout, Probe, Result, Timed, Warned, layout_of, solo
-from balancer.verdict import ORDER, Rivals, doubtful, doubts_of, left_out, verdict, warnings
-from devices.base import Device
+from evener.balancer.result.explain import ORDER, Rivals, doubtful, doubts_of, left_out, verdict, warnings
+from evener.balancer.types import Failed, Interval, Layout, Probe, Result, Timed, Warned, layout_of, solo
+from evener.devices.types import Device
 
 DEVICES = (Device("a", 0, "GTX 1080 Ti", "gpu", None), Device("b", 1, "GTX 1080", "gpu", None))
 

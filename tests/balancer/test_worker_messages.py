@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.probes import protocol
-from balancer.probes.child import Nonsense, reply_of
-from balancer.probes.protocol import Begin, Build, Built, Prepare, Prepared, Ran, Ready, Run, Trouble
-from workloads.base import Place
+from evener.balancer.probes import protocol
+from evener.balancer.probes.child import Nonsense, reply_of
+from evener.balancer.probes.protocol import Begin, Build, Built, Prepare, Prepared, Ran, Ready, Run, Trouble
+from evener.workloads.protocol import Place
 
 ORDERS = [
     Begin(1, 2.5, (0, 1)),

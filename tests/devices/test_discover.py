@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devices.base import Device, Limit
-from devices.discover import Discovery, Term, discover, parse_request
-from devices.limits import write_limit
-from devices.visible import visible_gpus
+from evener.devices.cuda_visible import visible_gpus
+from evener.devices.discover import Discovery, Term, discover, parse_request
+from evener.devices.limits import write_limit
+from evener.devices.types import Device, Limit
 from evener.errors import DeviceError, RequestError
 
 GIB = 1 << 30
@@ -297,7 +297,7 @@ def test_a_gpu_in_mig_mode_is_its_instances(fake_nvml: Callable[..., Any]) -> No
 
 def test_a_simulated_request_loads_no_driver_binding_and_no_framework() -> None:
     code = (
-        "import sys\nfrom devices.discover import discover\ndiscover('sim:t4,t4')\n"
+        "import sys\nfrom evener.devices.discover import discover\ndiscover('sim:t4,t4')\n"
         "print(sorted({'pynvml', 'psutil', 'tensorflow', 'torch', 'textual'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

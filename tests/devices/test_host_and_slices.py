@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from devices.base import Device, DeviceSample, Reading, State
-from devices.cpu import slices
-from devices.cpu_source import CpuSource
-from devices.host import CpuMeter, HostMeter, Look, ProcessBook, ProcessFacts, clean_text
-from devices.surroundings import OnDevice, Surroundings
-from devices.trainings import TrainingRates, rate_reading
+from evener.devices.cpu.slices import slices
+from evener.devices.cpu.source import CpuSource
+from evener.devices.host.metrics import CpuMeter, HostMeter, Look, ProcessBook, ProcessFacts, clean_text
+from evener.devices.host.source_base import OnDevice, Surroundings
+from evener.devices.host.training_rates import TrainingRates, rate_reading
+from evener.devices.types import Device, DeviceSample, Reading, State
 from evener.live import LiveDevice, Training
 
 SLICE = Device("cpu-0-of-2", 0, "CPU", "cpu", 1 << 30, (0,))

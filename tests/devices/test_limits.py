@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devices.base import Limit
-from devices.limits import LARGEST_BYTES, parse_limit, write_limit
+from evener.devices.limits import LARGEST_BYTES, parse_limit, write_limit
+from evener.devices.types import Limit
 from evener.errors import RequestError
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from devices.mps import PROGRAM, MpsDaemon, find_program
+from evener.devices.nvidia.mps import PROGRAM, MpsDaemon, find_program
 from evener.errors import DeviceError
 
 pytestmark = pytest.mark.usefixtures("cores_of_one_user")
@@ -35,7 +35,7 @@ elif sys.stdin.readline().startswith("quit") and not {deaf}:
 """
 HOLDER = """
 import sys, time
-from devices.mps import MpsDaemon
+from evener.devices.nvidia.mps import MpsDaemon
 daemon = MpsDaemon()
 print(daemon.variables()["CUDA_MPS_PIPE_DIRECTORY"], flush=True)
 time.sleep(600)
@@ -43,7 +43,7 @@ time.sleep(600)
 COMPARISON = """
 import sys
 from balancer import comparing
-from tui.cli import run
+from evener.tui.cli.main import run
 comparing._modes = lambda bench, mps, notes: ("mps",)  # as on a machine with GPUs
 quick = ["-w", "synthetic", "--set", "base_ms=2", "--set", "per_sample_ms=0.02", "--global-batch", "32"]
 sys.exit(run(["compare", "-d", "cpu/2", *quick, "--layouts", "solo,pack", "--budget", "10s", "--json"]))
@@ -188,7 +188,7 @@ def family(tmp_path: Path) -> list[int]:
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             words, variables = " ".join(process.cmdline()), process.environ()
-            of_ours = "nvidia-cuda-mps" in words or "devices.mps" in words
+            of_ours = "nvidia-cuda-mps" in words or "evener.devices.nvidia.mps" in words
             own = variables.get("TMPDIR") == str(tmp_path)
             if of_ours and own and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from devices.base import DeviceSample, Reading, Snapshot, State
-from devices.discover import discover, open_source
-from devices.nvml import DENIED_WORDS, SILENT_WORDS, NvmlSource
-from devices.nvml_events import describe
-from devices.surroundings import Surroundings
-from devices.trainings import TrainingRates
+from evener.devices.discover import discover, open_source
+from evener.devices.host.source_base import Surroundings
+from evener.devices.host.training_rates import TrainingRates
+from evener.devices.nvidia.events import describe
+from evener.devices.nvidia.source import DENIED_WORDS, SILENT_WORDS, NvmlSource
+from evener.devices.types import DeviceSample, Reading, Snapshot, State
 from evener.errors import DeviceError
 
 GIB = 1 << 30

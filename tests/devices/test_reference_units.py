@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from devices.reference import over_expected, reference_units
-from tui.cli import run
+from evener.devices.nvidia.reference_units import over_expected, reference_units
+from evener.tui.cli.main import run
 
 GIB = 1 << 30
 PAIR = """

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devices.base import Device, DeviceSample, HostSample, ProcessSample, Snapshot, State, value
-from devices.sampler import History, Sampler, stale
+from evener.devices.sampler import History, Sampler, stale
+from evener.devices.types import Device, DeviceSample, HostSample, ProcessSample, Snapshot, State, value
 
 DEVICE = Device("sim-0-a", 0, "A", "sim", None)
 HOST = HostSample(cpu_percent=1.0, load_1min=0.1, memory_used_bytes=1, memory_total_bytes=2, cores=1, hostname="h")

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devices.base import Limit
-from devices.physics import MIB, Machine, SimulatedDevice, Sync
-from devices.simulated import catalogue, catalogue_names, load_machine, parse_machine
+from evener.devices.simulated.machine import MIB, Machine, SimulatedDevice, Sync
+from evener.devices.simulated.machine_file import catalogue, catalogue_names, load_machine, parse_machine
+from evener.devices.types import Limit
 from evener.errors import RequestError
 
 SEED_MACHINE = ("gtx1080ti", "gtx1080")

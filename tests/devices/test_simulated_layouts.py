@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from devices.physics import Machine, SimulatedDevice
-from devices.simulated import parse_machine
+from evener.devices.simulated.machine import Machine, SimulatedDevice
+from evener.devices.simulated.machine_file import parse_machine
 from evener.errors import RequestError
 
 FILE = """

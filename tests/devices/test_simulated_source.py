@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devices.base import DeviceSample, Reading
-from devices.discover import discover, open_source
-from devices.physics import Machine
-from devices.simulated import catalogue
-from devices.simulated_source import SimulatedSource, largest_batch
-from devices.surroundings import Surroundings
-from devices.trainings import TrainingRates
+from evener.devices.discover import discover, open_source
+from evener.devices.host.source_base import Surroundings
+from evener.devices.host.training_rates import TrainingRates
+from evener.devices.simulated.machine import Machine
+from evener.devices.simulated.machine_file import catalogue
+from evener.devices.simulated.source import SimulatedSource, largest_batch
+from evener.devices.types import DeviceSample, Reading
 
 AROUND = Surroundings(TrainingRates(lambda: ()))
 

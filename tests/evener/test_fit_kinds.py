@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from evener.errors import PlanError
-from evener.fit import check_fit
 from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
+from evener.plan_check import check_fit
 
 
 def plan(kind: str, batches: tuple[int, ...], **layout: object) -> Plan:

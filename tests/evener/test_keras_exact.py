@@ -18,7 +18,7 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]  # one wait for all processes, on a machine that may be busy
 
-SCRIPT = Path(__file__).with_name("keras_proofs.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "keras_proofs.py"
 SECONDS = 550
 COMMON = ["dataset", "sgd 3:1 class weights", "momentum 5:2:1 one row", "adam L2 5:0:1", "adamw 5:2:1 weights"]
 TOWERS = [

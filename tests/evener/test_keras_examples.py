@@ -38,7 +38,7 @@ def test_the_recurrent_experiment_gives_its_table() -> None:
 
 def test_training_by_a_plan_reaches_its_steps(tmp_path: Path) -> None:
     """A process for each slice of the plan, the number of steps that the plan's figure gives."""
-    pytest.importorskip("devices.environment")
+    pytest.importorskip("evener.devices.child_environment")
     shares = tuple(Share(f"cpu-{i}-of-2", i, "a slice", 0, 0.0) for i in range(2))
     plan = Plan(
         created="2026-01-01T00:00:00Z",

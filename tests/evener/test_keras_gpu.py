@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not Path("/dev/nvidia1").exists(), reason="needs two NVIDIA GPUs"),
 ]
 
-SCRIPT = Path(__file__).with_name("keras_proofs.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "keras_proofs.py"
 
 
 def prove(engine: str, folder: Path) -> Any:

@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-SCRIPT = Path(__file__).with_name("keras_users.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "keras_users.py"
 SECONDS = 240
 
 

@@ -19,9 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener import Plan, load_plan
+from evener.atomic_write import write_atomically
 from evener.errors import PlanError, RequestError
-from evener.files import write_atomically
-from evener.fit import check_fit
 from evener.plan import (
     SCHEMA,
     Evidence,
@@ -35,6 +34,7 @@ from evener.plan import (
     to_json,
     to_toml,
 )
+from evener.plan_check import check_fit
 
 TEXT = st.text(max_size=20)  # any character that is one: control signs, quotes, astral planes
 COUNT = st.integers(0, 10**6)
@@ -273,7 +273,7 @@ def test_a_link_stays_a_link_and_a_device_stays_a_device(tmp_path: Path) -> None
 def disk_full(path: Path, content: bytes) -> None:
     """Write where no file may grow: what a full disk does, by the kernel's own hand."""
     code = (
-        "import resource, signal, sys; from pathlib import Path; from evener.files import write_atomically\n"
+        "import resource, signal, sys; from pathlib import Path; from evener.atomic_write import write_atomically\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n"
         "from evener.errors import RequestError\n"

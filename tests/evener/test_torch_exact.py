@@ -18,7 +18,7 @@ from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, mak
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
-SCRIPT = Path(__file__).with_name("torch_ranks.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "torch_ranks.py"
 
 
 def script() -> ModuleType:

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from evener import torch_prefetch
 from evener.errors import RequestError
-from evener.torch_fetch import Fetch, whole_fetch
-from evener.torch_loader import Loader
-from evener.torch_prefetch import Prefetcher, each_tensor
-from evener.torch_sampler import UnevenBatchSampler
+from evener.torch_split import prefetch as torch_prefetch
+from evener.torch_split.fetch import Fetch, whole_fetch
+from evener.torch_split.loader import Loader
+from evener.torch_split.prefetch import Prefetcher, each_tensor
+from evener.torch_split.sampler import UnevenBatchSampler
 
 CPU = torch.device("cpu")
 PAIRS = TensorDataset(torch.arange(40.0).reshape(20, 2), torch.arange(20))

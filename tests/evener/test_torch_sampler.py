@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.errors import RequestError
-from evener.torch_loader import Loader, check_options, count_rows
-from evener.torch_sampler import UnevenBatchSampler
+from evener.torch_split.loader import Loader, check_options, count_rows
+from evener.torch_split.sampler import UnevenBatchSampler
 
 SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 LENGTH = st.integers(1, 120)

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from evener import live, torch_split
-from evener.cores import slice_cores
+from evener.cpu_topology import slice_cores
 from evener.errors import DeviceError, EvenerError, PlanError, RequestError
 from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
-from evener.torch_digest import model_digest
-from evener.torch_place import Stand, choose_device
 from evener.torch_split import Split
-from evener.torch_weights import GradientWeights
+from evener.torch_split.gradient_weights import GradientWeights
+from evener.torch_split.model_digest import model_digest
+from evener.torch_split.process import Stand, choose_device
 
 ROWS = torch.utils.data.TensorDataset(torch.arange(20.0).reshape(20, 1))
 

@@ -13,13 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
-from balancer.events import ProbeProgress
-from balancer.probes.orders import Job
-from balancer.probes.pool import ChildProber
-from balancer.probes.trial import Limits
-from balancer.records import Failed, Layout, Observation, OutOfMemory, Probe, Timed, layout_of, solo
-from devices.base import Device, Limit
-from devices.cpu import slices
+from evener.balancer.events import ProbeProgress
+from evener.balancer.probes.child_pool import ChildProber
+from evener.balancer.probes.launch_plan import Job
+from evener.balancer.probes.measurement import Limits
+from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed, layout_of, solo
+from evener.devices.cpu.slices import slices
+from evener.devices.types import Device, Limit
 
 HASTY = Limits(start=20.0, build=20.0, prepare=2.0, block=1.0)
 Make = Callable[..., ChildProber]
@@ -135,14 +135,14 @@ def test_a_killed_child_is_a_failed_probe_with_the_signal_and_the_next_one_works
 
 
 AT_REPORT = """
-import os, pathlib, workloads.synthetic
+import os, pathlib, evener.workloads.synthetic
 def die(self):
     if not pathlib.Path({flag!r}).exists():
         pathlib.Path({flag!r}).touch()
         os.write(1, b'{{"type":"Ran","steps":')
         os.kill(os.getpid(), {number})
     return (1,)
-workloads.synthetic.Synthetic.peak_memory_bytes = die
+evener.workloads.synthetic.Synthetic.peak_memory_bytes = die
 """
 
 

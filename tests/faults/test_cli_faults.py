@@ -20,9 +20,9 @@ import psutil
 import pytest
 
 import balancer
-from balancer import journal
-from balancer.journal import Record
-from balancer.records import Timed
+from evener.balancer.store import journal
+from evener.balancer.store.journal import Record
+from evener.balancer.types import Timed
 from evener.plan import load_plan
 
 HOME = Path(balancer.__file__).parents[1]
@@ -159,7 +159,15 @@ sys.meta_path.insert(0, Finder)
 """
 
 
-@pytest.mark.parametrize("module", ["tui.cli", "tui.commands.balance", "devices.discover", "balancer.probes.pool"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "evener.tui.cli.main",
+        "evener.tui.cli.commands.balance",
+        "evener.devices.discover",
+        "evener.balancer.probes.child_pool",
+    ],
+)
 def test_ctrl_c_while_it_still_imports(start: Start, tmp_path: Path, state: Path, module: str) -> None:
     """A real signal as a module is looked for: exit 130 and not a word."""
     (tmp_path / "site").mkdir()

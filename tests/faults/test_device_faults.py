@@ -13,17 +13,17 @@ from typing import Any
 import psutil
 import pytest
 
-from balancer.events import Event, Finished, Observed, ProbeProgress, ProbeStarted
-from balancer.probes.guard import Guard
-from balancer.probes.pool import ChildProber, Job
-from balancer.records import Probe, Timed, layout_of
-from balancer.session import Request, Session
-from devices.base import Snapshot, State
-from devices.nvml import NvmlSource
-from devices.sampler import Sampler
+from evener.balancer.events import Event, Finished, Observed, ProbeProgress, ProbeStarted
+from evener.balancer.probes.child_pool import ChildProber, Job
+from evener.balancer.probes.interference import Guard
+from evener.balancer.session import Request, Session
+from evener.balancer.types import Probe, Timed, layout_of
+from evener.devices.nvidia.source import NvmlSource
+from evener.devices.sampler import Sampler
+from evener.devices.types import Snapshot, State
 from evener.errors import DeviceError
-from tui.app import EvenerApp
-from tui.feed import SampledFeed
+from evener.tui.app.app import EvenerApp
+from evener.tui.app.snapshot_feed import SampledFeed
 
 LOST = """
 import os, threading, time

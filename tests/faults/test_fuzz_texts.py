@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.fuzz import ODD, TARGETS, call, mutations, seeds
-from tui.cli import run
+from evener.tui.cli.main import run
 
 EXAMPLES = {"machine": 60, "journal": 120, "recording": 100, "plan": 250}
 LONGEST_SECONDS = 5.0  # for one text, on a machine that is busy

@@ -7,8 +7,8 @@ from typing import Any
 
 import psutil
 
-from balancer.events import Finished
-from balancer.session import Request, Session
+from evener.balancer.events import Finished
+from evener.balancer.session import Request, Session
 
 
 def test_fake_gpus_are_balanced_by_real_children(fake_nvml: Callable[..., Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from balancer.session import Request, Session
+from evener.balancer.session import Request, Session
 
 
 def live_objects(sessions: range) -> int:

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 import evener
-from balancer import journal, runs
-from balancer.session import Request, Session
+from evener.balancer.session import Request, Session
+from evener.balancer.store import journal, runs
 from evener.errors import EvenerError, RequestError
 from evener.live import Reporter, read_trainings
 from evener.live_files import file_name, prepare_folder, replace_file, start_ticks
 from evener.plan import load_plan
-from tui.cli import run
+from evener.tui.cli.main import run
 
 HOME = Path(evener.__file__).parents[1]
 ROOMS = ("evener", "devices", "workloads", "balancer", "tui")
@@ -222,7 +222,7 @@ def test_what_is_no_file_of_its_kind_ends_soon_and_in_bounded_memory(kind: str, 
 
 def run_quietly(*arguments: str) -> None:
     """The command as a fault instead of an exit code."""
-    from tui.cli import app
+    from evener.tui.cli.main import app
 
     app(args=list(arguments), standalone_mode=False)
 
@@ -275,7 +275,7 @@ def test_foreign_code_runs_in_children_alone_and_the_help_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Naming `file.py:attr` parses the file in this process; its code is run only by a probe's child."""
-    from balancer.bench import understand
+    from evener.balancer.resolve import understand
 
     source = tmp_path / "train.py"
     source.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef build():\n    return None\n")
@@ -300,16 +300,16 @@ def test_a_plan_s_numbers_are_bounded(tmp_path: Path) -> None:
 
 def test_a_crash_log_is_written_through_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder of everybody's its name may have been guessed."""
-    from tui import crash
+    from evener.tui.app import crash_log
 
     (tmp_path / "kept").write_text("precious")
     monkeypatch.setattr("time.strftime", lambda *_: "now")
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/no/such/folder")
     (tmp_path / f"crash-now-{os.getpid()}.log").symlink_to(tmp_path / "kept")
-    assert crash.write_crash_log(ValueError("x")) is None
+    assert crash_log.write_crash_log(ValueError("x")) is None
     assert (tmp_path / "kept").read_text() == "precious"
     (tmp_path / f"crash-now-{os.getpid()}.log").unlink()
-    written = crash.write_crash_log(ValueError("x"))
+    written = crash_log.write_crash_log(ValueError("x"))
     assert written is not None
     assert stat.S_IMODE(written.stat().st_mode) == 0o600

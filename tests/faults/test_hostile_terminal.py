@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 
 import evener
-from balancer import runs
-from balancer.session import Request, Session
+from evener.balancer.session import Request, Session
+from evener.balancer.store import runs
 from evener.live import read_trainings
 from evener.plan import load_plan
-from tui.cli import run
-from tui.words import plain
+from evener.tui.cli.main import run
+from evener.tui.text.formatting import plain
 
 HOME = Path(evener.__file__).parents[1]
 EVIL = (

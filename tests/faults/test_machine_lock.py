@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from balancer import machine_lock
-from balancer.machine_lock import MachineLock, kernel_files
-from balancer.session import Request, Session
-from devices.base import Device
-from devices.cpu import slices
-from devices.discover import discover
+from evener.balancer.session import Request, Session
+from evener.balancer.store import locks
+from evener.balancer.store.locks import MachineLock, kernel_files
+from evener.devices.cpu.slices import slices
+from evener.devices.discover import discover
+from evener.devices.types import Device
 from evener.errors import DeviceError
 
 SOMEBODY = 12345
@@ -85,15 +85,15 @@ def test_a_lock_that_is_let_go_while_its_holder_is_looked_for_is_taken(
     path.touch()
     first, second = os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY)
     fcntl.flock(first, fcntl.LOCK_EX)
-    monkeypatch.setattr(machine_lock, "holder", lambda _: 0)
-    assert machine_lock.taken_by(second) == 0
+    monkeypatch.setattr(locks, "holder", lambda _: 0)
+    assert locks.taken_by(second) == 0
 
     def let_go(_: int) -> int:
         fcntl.flock(first, fcntl.LOCK_UN)
         return 0
 
-    monkeypatch.setattr(machine_lock, "holder", let_go)
-    assert machine_lock.taken_by(second) is None
+    monkeypatch.setattr(locks, "holder", let_go)
+    assert locks.taken_by(second) is None
     os.close(first)
     os.close(second)
 
@@ -104,7 +104,7 @@ def test_a_gpu_is_known_by_its_place_on_the_bus(
     """Whatever its number or UUID; what the driver doesn't tell, or sysfs doesn't have, is not locked."""
     double = fake_nvml(2)
     gpus = discover("gpu").devices
-    monkeypatch.setattr(machine_lock, "SYS", tmp_path)
+    monkeypatch.setattr(locks, "SYS", tmp_path)
     assert kernel_files(gpus[0]) == []
     double.nvmlDeviceGetPciInfo = lambda handle: SimpleNamespace(
         busId=f"0000000{double.gpus.index(handle.gpu)}:3B:00.0"

@@ -12,13 +12,13 @@ from uuid import uuid4
 import msgspec
 import pytest
 
-from balancer.events import Finished, Observed, ProbeStarted
-from balancer.probes.orders import Job
-from balancer.probes.pool import ChildProber
-from balancer.records import Observation, OutOfMemory, Probe, Timed, solo
-from balancer.session import Request, Session
-from devices.base import Device, Limit
-from devices.cpu import slices
+from evener.balancer.events import Finished, Observed, ProbeStarted
+from evener.balancer.probes.child_pool import ChildProber
+from evener.balancer.probes.launch_plan import Job
+from evener.balancer.session import Request, Session
+from evener.balancer.types import Observation, OutOfMemory, Probe, Timed, solo
+from evener.devices.cpu.slices import slices
+from evener.devices.types import Device, Limit
 
 MIB = 1 << 20
 CGROUP = Path("/sys/fs/cgroup/memory")

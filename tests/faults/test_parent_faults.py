@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 import balancer
-from balancer import journal, replay, runs
-from balancer.events import Event, Finished, Observed, Started
-from balancer.journal import Asked, Record, Seen
-from balancer.records import Failed
-from balancer.session import Request, Session
+from evener.balancer.events import Event, Finished, Observed, Started
+from evener.balancer.session import Request, Session
+from evener.balancer.store import journal, replay, runs
+from evener.balancer.store.journal import Asked, Record, Seen
+from evener.balancer.types import Failed
 
 KILLS = int(os.environ.get("EVENER_KILLS", "12"))  # random moments; 200 and more by hand
 SIMULATED = Request(devices="sim:gtx1080ti,gtx1080", pace=0.004)
@@ -29,8 +29,8 @@ SYNTHETIC = Request(devices="cpu", workload="synthetic", budget_seconds=5.0, max
 SCRIPT = """
 import sys, msgspec
 sys.path.insert(0, sys.argv[1])
-from balancer.session import Request, Session
-from balancer.events import ProbeProgress
+from evener.balancer.session import Request, Session
+from evener.balancer.events import ProbeProgress
 session = Session(msgspec.json.decode(sys.argv[2], type=Request), resume=sys.argv[3] or None)
 print(session.run_id, flush=True)
 for event in session.events():

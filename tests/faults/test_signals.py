@@ -23,9 +23,9 @@ import psutil
 import pytest
 
 import balancer
-from balancer import journal
-from balancer.journal import Asked
-from balancer.records import Timed
+from evener.balancer.store import journal
+from evener.balancer.store.journal import Asked
+from evener.balancer.types import Timed
 from evener.plan import load_plan
 
 HOME = Path(balancer.__file__).parents[1]
@@ -42,7 +42,7 @@ def tell(stage):
     time.sleep(0.3)
 class Finder:
     def find_spec(name, path=None, target=None):
-        if name == "workloads.synthetic":
+        if name == "evener.workloads.synthetic":
             sys.meta_path.remove(Finder)
             tell("build")
 if "worker" in " ".join(sys.orig_argv):

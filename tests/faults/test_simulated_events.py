@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from balancer import journal, runs
-from balancer.events import Event, Finished, Observed, ProbeStarted
-from balancer.records import OutOfMemory
-from balancer.session import Request, Session
-from devices.simulated import parse_machine
+from evener.balancer.events import Event, Finished, Observed, ProbeStarted
+from evener.balancer.session import Request, Session
+from evener.balancer.store import journal, runs
+from evener.balancer.types import OutOfMemory
+from evener.devices.simulated.machine_file import parse_machine
 from evener.errors import RequestError
 
 MACHINE = """

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from balancer.session import Request, Session
+from evener.balancer.session import Request, Session
 from evener.errors import EvenerError
 
 pytestmark = pytest.mark.slow

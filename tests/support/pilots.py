@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from tui.widgets.lines import Lines
+from evener.tui.widgets.lines import Lines
 
 
 async def until(pilot: Pilot[Any], condition: Callable[[], object], what: str) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 import msgspec
 from hypothesis import strategies as st
 
-from balancer.core.search import Search
-from balancer.records import Observation, OutOfMemory, Probe, Problem, Timed
+from evener.balancer.search.search import Search
+from evener.balancer.types import Observation, OutOfMemory, Probe, Problem, Timed
 
 
 class Bench(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from evener.torch_sampler import UnevenBatchSampler
+from evener.torch_split.sampler import UnevenBatchSampler
 
 STEPS = 21
 CLASSES = torch.tensor([1.0, 0.0, 5.0], dtype=torch.float64)  # what each class weighs; the second is ignored

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 from textual.message import Message
 
-from balancer.events import Event, Finished, Observed, ProbeProgress, ProbeStarted, Started
-from balancer.records import (
+from evener import plan as plans
+from evener.balancer.events import Event, Finished, Observed, ProbeProgress, ProbeStarted, Started
+from evener.balancer.types import (
     Belief,
     CurveSketch,
     Interval,
@@ -24,12 +25,11 @@ from balancer.records import (
     layout_of,
     solo,
 )
-from devices.base import Device, DeviceSample, HostSample, ProcessSample, Snapshot, value
-from devices.sampler import History
-from evener import plan as plans
-from tui.app import EvenerApp
-from tui.feed import Load
-from tui.messages import Sampled
+from evener.devices.sampler import History
+from evener.devices.types import Device, DeviceSample, HostSample, ProcessSample, Snapshot, value
+from evener.tui.app.app import EvenerApp
+from evener.tui.app.messages import Sampled
+from evener.tui.app.snapshot_feed import Load
 
 GIB = 1024**3
 AT_SECONDS = 1_790_000_000.0  # a fixed moment, so that pictures don't change

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,15 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-sys.path.insert(0, str(Path(__file__).parent))
-from pilots import text, until
-
 from evener.plan import load_plan
-from tui.screens.dialogs import ConfirmDialog
-from tui.screens.export import ExportDialog
-from tui.screens.replay import ReplayScreen
-from tui.screens.runs import RunPanel
-from tui.view.cells import cells
-from tui.widgets.choices import OneOf, Ticks
-from tui.widgets.lines import Lines
+from evener.tui.screens.dialogs import ConfirmDialog
+from evener.tui.screens.export import ExportDialog
+from evener.tui.screens.replay import ReplayScreen
+from evener.tui.screens.runs import RunPanel
+from evener.tui.view.cells import cells
+from evener.tui.widgets.choices import OneOf, Ticks
+from evener.tui.widgets.lines import Lines
+from tests.support.pilots import text, until
 
 NOBODY = "~nobody-of-that-name/plan.toml"
 
@@ -174,7 +171,7 @@ async def test_the_palette_s_quit_asks_while_a_search_goes_on(app_of: Any, event
 
 
 def _make_runs(count: int) -> None:
-    from balancer.session import Request, Session
+    from evener.balancer.session import Request, Session
 
     for seed in range(count):
         session = Session(Request(devices="sim:gtx1080ti,gtx1080", seed=seed))

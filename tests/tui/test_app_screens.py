@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,18 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-sys.path.insert(0, str(Path(__file__).parent))
-from pilots import text, until
-
-from devices.base import LOST, value
+from evener.devices.types import LOST, value
 from evener.plan import load_plan
-from tui.messages import Sampled
-from tui.screens.details import DetailsDialog
-from tui.screens.dialogs import ConfirmDialog
-from tui.screens.export import ExportDialog
-from tui.screens.help import HelpDialog
-from tui.screens.signals import SignalDialog
-from tui.sessions import ReplayThread
-from tui.widgets.devices import DevicePanel
-from tui.widgets.processes import ProcessPanel
+from evener.tui.app.messages import Sampled
+from evener.tui.app.session_thread import ReplayThread
+from evener.tui.screens.details import DetailsDialog
+from evener.tui.screens.dialogs import ConfirmDialog
+from evener.tui.screens.export import ExportDialog
+from evener.tui.screens.help import HelpDialog
+from evener.tui.screens.signals import SignalDialog
+from evener.tui.widgets.devices import DevicePanel
+from evener.tui.widgets.processes import ProcessPanel
+from tests.support.pilots import text, until
 
 
 async def _ready(pilot: Pilot[Any]) -> None:
@@ -105,7 +102,7 @@ async def test_sorting_goes_round_the_columns_and_keeps_the_process(app_of: Any,
 
 async def test_a_signal_needs_a_choice_and_a_confirmation(app_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[int, str]] = []
-    monkeypatch.setattr("tui.screens.signals.send_signal", lambda row, name: sent.append((row.pid, name)))
+    monkeypatch.setattr("evener.tui.screens.signals.send_signal", lambda row, name: sent.append((row.pid, name)))
     app = app_of()
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
@@ -284,7 +281,7 @@ async def test_real_simulated_runs_are_listed_compared_replayed_exported_and_del
     app_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = app_of()
-    monkeypatch.setattr("tui.screens.replay.ReplayThread", functools.partial(ReplayThread, speed=1e6))
+    monkeypatch.setattr("evener.tui.screens.replay.ReplayThread", functools.partial(ReplayThread, speed=1e6))
     await asyncio.to_thread(_make_runs, 2)
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
@@ -309,7 +306,7 @@ async def test_real_simulated_runs_are_listed_compared_replayed_exported_and_del
 
 
 def _make_runs(count: int) -> None:
-    from balancer.session import Request, Session
+    from evener.balancer.session import Request, Session
 
     for seed in range(count):
         session = Session(Request(devices="sim:gtx1080ti,gtx1080", seed=seed))

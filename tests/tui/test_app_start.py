@@ -6,8 +6,8 @@ from typing import Any
 
 from textual.screen import Screen
 
-from tui.screens.balance import BalanceScreen
-from tui.screens.monitor import MonitorScreen
+from evener.tui.screens.balance import BalanceScreen
+from evener.tui.screens.monitor import MonitorScreen
 
 
 async def test_a_screen_is_made_only_when_another_is_on_the_stack(app_of: Any) -> None:

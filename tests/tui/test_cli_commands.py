@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from balancer.verdict import ORDER
-from devices.simulated import catalogue
+from evener.balancer.result.explain import ORDER
+from evener.devices.simulated.machine_file import catalogue
 from evener.plan import load_plan, to_json, to_toml
-from tui.cli import run
-from tui.streams import draws_screens
+from evener.tui.cli.main import run
+from evener.tui.cli.streams import draws_screens
 
 PAIR = "sim:gtx1080ti,gtx1080"
 ALONE = """

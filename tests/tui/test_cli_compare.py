@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from evener.plan import load_plan, parse_plan
-from tui.cli import run
+from evener.tui.cli.main import run
 
 MACHINE = """
 [sync]

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from balancer.runs import DeviceLock, journal_path
-from devices.discover import discover
-from tui.checkup import check_machine
-from tui.cli import run
-from tui.commands import probe
+from evener.balancer.diagnostics import check_machine
+from evener.balancer.store.runs import DeviceLock, journal_path
+from evener.devices.discover import discover
+from evener.tui.cli.commands import probe
+from evener.tui.cli.main import run
 
 PAIR = "sim:gtx1080ti,gtx1080"
 FULL = Path("/dev/full")
@@ -101,7 +101,7 @@ def test_the_doctor_tells_of_a_runs_folder_that_cannot_be(tmp_path: Path, monkey
     """As one check among the others."""
     (tmp_path / "taken").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "taken"))
-    monkeypatch.setattr("tui.checkup._ASK", {})
+    monkeypatch.setattr("evener.balancer.diagnostics._ASK", {})
     checks = {check.name: check for check in check_machine()}
     assert checks["runs folder"].level == "problem"
     assert "XDG_STATE_HOME" in checks["runs folder"].remedy

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tui.cli import run
+from evener.tui.cli.main import run
 
 pytest.importorskip("matplotlib")
 
@@ -96,7 +96,7 @@ def test_the_page_follows_the_readers_dark_or_light(a_run: str) -> None:
 
 def test_the_memory_wall_is_in_the_first_picture(a_run: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Only where a device did run out of memory."""
-    from tui.report import read_report
+    from evener.tui.report.contents import read_report
 
     report = read_report(a_run)
     run(["report", a_run, "-o", "report.html"])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from balancer.events import Observed, ProbeProgress, ProbeStarted, Started
-from balancer.records import Belief, Failed, Interval, Layout, OutOfMemory, Probe, Result, Timed, layout_of, solo
+from evener.balancer.events import Observed, ProbeProgress, ProbeStarted, Started
+from evener.balancer.types import Belief, Failed, Interval, Layout, OutOfMemory, Probe, Result, Timed, layout_of, solo
 from evener.plan import Evidence, Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
-from tui.progress import Progress
-from tui.summary import summary_lines
+from evener.tui.text.plan_summary import summary_lines
+from evener.tui.text.progress import Progress
 
 SHARES = (Share("GPU-aa", 0, "GTX 1080 Ti", 0, 0.0), Share("GPU-bb", 1, "GTX 1080", 0, 0.0, "60%"))
 LABELS = ("GPU:0", "GPU:1")

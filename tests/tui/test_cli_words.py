@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.errors import RequestError
-from tui.commands.options import parse_indices, parse_settings, spread_lists
-from tui.words import duration, parse_duration, plain, rate, size
+from evener.tui.cli.options import parse_indices, parse_settings, spread_lists
+from evener.tui.text.formatting import duration, parse_duration, plain, rate, size
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,14 @@ def _loaded(code: str, tmp_path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["tui.monitor", "tui.record", "tui.view.plain", "tui.view.balance_lines", "tui.view.runs"]
+    "module",
+    [
+        "evener.tui.cli.commands.monitor",
+        "evener.devices.recording",
+        "evener.tui.view.plain",
+        "evener.tui.view.balance_lines",
+        "evener.tui.view.runs",
+    ],
 )
 def test_what_works_without_a_screen_loads_none(module: str, tmp_path: Path) -> None:
     assert not {name.partition(".")[0] for name in _loaded(f"import {module}", tmp_path)} & {
@@ -31,5 +38,13 @@ def test_what_works_without_a_screen_loads_none(module: str, tmp_path: Path) -> 
 
 
 def test_the_app_loads_no_framework_and_the_monitor_no_chart_library(tmp_path: Path) -> None:
-    loaded = _loaded("import tui.app, tui.screens.monitor", tmp_path)
-    assert not loaded & {"tensorflow", "keras", "torch", "plotext", "textual_plotext", "balancer.session", "typer"}
+    loaded = _loaded("import evener.tui.app.app, evener.tui.screens.monitor", tmp_path)
+    assert not loaded & {
+        "tensorflow",
+        "keras",
+        "torch",
+        "plotext",
+        "textual_plotext",
+        "evener.balancer.session",
+        "typer",
+    }

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from evener.devices.recording import Recorder, Recording, ReplaySource
 from evener.errors import RequestError
-from tui.monitor import run_monitor
-from tui.record import Recorder, Recording, ReplaySource
+from evener.tui.cli.commands.monitor import run_monitor
 
 SIM = "sim:gtx1080ti,gtx1080"
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tui.cli import run
+from evener.tui.cli.main import run
 
 pytest.importorskip("matplotlib")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)

@@ -20,11 +20,11 @@ import pytest
 
 pytestmark = pytest.mark.usefixtures("cores_of_one_user")
 
-RUN = "import sys; from tui.app import run_app; sys.exit(run_app({devices!r}))"
+RUN = "import sys; from evener.tui.app.app import run_app; sys.exit(run_app({devices!r}))"
 BREAK = """
 import sys
 from tui import app
-from tui.screens.monitor import MonitorScreen
+from evener.tui.screens.monitor import MonitorScreen
 def broken(self): raise ZeroDivisionError("planted")
 MonitorScreen.action_refresh = broken
 sys.exit(app.run_app("sim:gtx1080ti"))

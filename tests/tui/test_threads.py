@@ -14,14 +14,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from balancer.events import ProbeProgress
-from devices.base import UNSUPPORTED
-from devices.discover import discover, open_source
+from evener.balancer.events import ProbeProgress
+from evener.devices.discover import discover, open_source
+from evener.devices.process_signals import send_signal
+from evener.devices.types import UNSUPPORTED
 from evener.errors import NoLayoutError, RequestError
-from tui.feed import Load, SampledFeed
-from tui.messages import Sampled, SessionEnded, SessionReported
-from tui.processes import send_signal
-from tui.sessions import ReplayThread, SessionThread
+from evener.tui.app.messages import Sampled, SessionEnded, SessionReported
+from evener.tui.app.session_thread import ReplayThread, SessionThread
+from evener.tui.app.snapshot_feed import Load, SampledFeed
 
 
 def _wait(condition: Callable[[], object], seconds: float = 10.0) -> None:

@@ -8,13 +8,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from balancer.events import Paused, ProbeStarted
-from balancer.records import Failed, Interval, Probe, Result, layout_of, solo
-from tui.view.balance import BalanceState, advance, best_solo, curves, memory_wall, own_speed, rivals, seconds_left
-from tui.view.balance_lines import chosen_shares, rival_lines, search_lines, share_lines, warning_lines
-from tui.view.cells import span_cells
-from tui.view.lanes import lane_lines
-from tui.view.marks import ASCII, UNICODE, Marks
+from evener.balancer.events import Paused, ProbeStarted
+from evener.balancer.types import Failed, Interval, Probe, Result, layout_of, solo
+from evener.tui.view.balance import (
+    BalanceState,
+    advance,
+    best_solo,
+    curves,
+    memory_wall,
+    own_speed,
+    rivals,
+    seconds_left,
+)
+from evener.tui.view.balance_lines import chosen_shares, rival_lines, search_lines, share_lines, warning_lines
+from evener.tui.view.cells import span_cells
+from evener.tui.view.lanes import lane_lines
+from evener.tui.view.marks import ASCII, UNICODE, Marks
 
 GAINS = ("+18.1 %", "+58.0 %", "94 % of it")  # of the scripted plan over what else was measured
 

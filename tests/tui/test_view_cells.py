@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tui.view.cells import Span, cells, clean, cut, fit, pad, span_cells, spread, wrap
-from tui.view.charts import axis_ticks, bar, graph, nice_ceiling, spark
-from tui.view.figures import short, short_bytes
-from tui.view.marks import ASCII, UNICODE, to_ascii
-from tui.view.table import Column, column_widths, window
-from tui.words import folded
+from evener.tui.text.formatting import folded
+from evener.tui.view.cells import Span, cells, clean, cut, fit, pad, span_cells, spread, wrap
+from evener.tui.view.charts import axis_ticks, bar, graph, nice_ceiling, spark
+from evener.tui.view.figures import short, short_bytes
+from evener.tui.view.marks import ASCII, UNICODE, to_ascii
+from evener.tui.view.table import Column, column_widths, window
 
 MARKS = st.sampled_from([UNICODE, ASCII])
 TEXTS = st.text(alphabet=st.characters(exclude_categories=["Cs", "Cc", "Mn", "Me", "Cf"]), max_size=40)

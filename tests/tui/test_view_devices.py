@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from devices.base import DENIED, LOST, UNSUPPORTED, Device, DeviceSample, Reading, State, value
-from tui.view.cells import span_cells
-from tui.view.details import device_details
-from tui.view.devices import DEVICE_COLUMNS, DeviceRow, device_lines, device_widths, reason_letters, short_name
-from tui.view.marks import ASCII, UNICODE, Marks
-from tui.view.monitor import arrange, graph_lines, host_line, note_line
-from tui.view.plain import snapshot_text
+from evener.devices.types import DENIED, LOST, UNSUPPORTED, Device, DeviceSample, Reading, State, value
+from evener.tui.view.cells import span_cells
+from evener.tui.view.details import device_details
+from evener.tui.view.devices import DEVICE_COLUMNS, DeviceRow, device_lines, device_widths, reason_letters, short_name
+from evener.tui.view.marks import ASCII, UNICODE, Marks
+from evener.tui.view.monitor import arrange, graph_lines, host_line, note_line
+from evener.tui.view.plain import snapshot_text
 
 READINGS = [field.name for field in msgspec.structs.fields(DeviceSample) if isinstance(field.default, Reading)]
 STATES = st.one_of(

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from balancer.events import ProbeProgress
-from balancer.records import Belief, CurveSketch, OutOfMemory, Probe, solo
-from devices.base import UNSUPPORTED
-from tui.view.balance import BalanceState, Seen, advance
-from tui.view.cells import span_cells
-from tui.view.lanes import lane_lines
-from tui.view.marks import ASCII, UNICODE
+from evener.balancer.events import ProbeProgress
+from evener.balancer.types import Belief, CurveSketch, OutOfMemory, Probe, solo
+from evener.devices.types import UNSUPPORTED
+from evener.tui.view.balance import BalanceState, Seen, advance
+from evener.tui.view.cells import span_cells
+from evener.tui.view.lanes import lane_lines
+from evener.tui.view.marks import ASCII, UNICODE
 
 
 def _rows(state: BalanceState, width: int, samples: Any = (), marks: Any = UNICODE) -> list[str]:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from devices.base import DENIED, UNSUPPORTED, value
-from tui.view.cells import span_cells
-from tui.view.details import process_details
-from tui.view.marks import UNICODE
-from tui.view.processes import SORT_KEYS, arrange, descending_first, identity, matches, nothing_there, process_lines
+from evener.devices.types import DENIED, UNSUPPORTED, value
+from evener.tui.view.cells import span_cells
+from evener.tui.view.details import process_details
+from evener.tui.view.marks import UNICODE
+from evener.tui.view.processes import (
+    SORT_KEYS,
+    arrange,
+    descending_first,
+    identity,
+    matches,
+    nothing_there,
+    process_lines,
+)
 
 
 def _shown(rows: Any, width: int = 80) -> list[str]:

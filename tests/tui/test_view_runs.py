@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from balancer.journal import Header
-from balancer.request import Request
-from balancer.runs import Run, RunSummary
-from tui.view.cells import span_cells
-from tui.view.marks import UNICODE
-from tui.view.runs import brief_devices, plan_lines, run_lines
+from evener.balancer.request import Request
+from evener.balancer.store.journal import Header
+from evener.balancer.store.runs import Run, RunSummary
+from evener.tui.view.cells import span_cells
+from evener.tui.view.marks import UNICODE
+from evener.tui.view.runs import brief_devices, plan_lines, run_lines
 
 RUN = RunSummary(
     "20261121-145431-fb1d",

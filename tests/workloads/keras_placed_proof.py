@@ -13,11 +13,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from workloads import keras_resnet50 as resnet50
-from workloads.base import Place
-from workloads.keras_stages import added
-from workloads.keras_towers import Placed, build, model, reviews
-from workloads.transfers import profile
+from evener.workloads.keras_backend.models import resnet50
+from evener.workloads.keras_backend.models.two_tower import Placed, build, model, reviews
+from evener.workloads.keras_backend.pipeline_stages import added
+from evener.workloads.profiling import profile
+from evener.workloads.protocol import Place
 
 SMALL = {"vocabulary": 200, "words": 40, "embedding": 8, "filters": 4, "kernel": 3, "dense": 16, "learning_rate": 0.01}
 TWO = ("CPU:0", "CPU:1")

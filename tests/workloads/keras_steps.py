@@ -19,9 +19,10 @@ import numpy as np
 
 from evener.errors import EvenerError
 from evener.keras_split import make_logical_cpus, model_digest
-from workloads import keras_maxer, registry
-from workloads.base import Place
-from workloads.digits import digits
+from evener.workloads import registry
+from evener.workloads.datasets.digits import digits
+from evener.workloads.keras_backend.models import maxer as keras_maxer
+from evener.workloads.protocol import Place
 
 OWN = """
 import keras

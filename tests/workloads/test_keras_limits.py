@@ -6,8 +6,8 @@ import pytest
 
 keras = pytest.importorskip("keras")
 
-from balancer.probes.classify import error_is_memory  # noqa: E402
-from workloads.keras_limits import MOST_ELEMENTS, TooManyElementsError, check_rows, largest_rows  # noqa: E402
+from evener.balancer.probes.exit_causes import error_is_memory  # noqa: E402
+from evener.workloads.keras_backend.kernel_limits import MOST_ELEMENTS, TooManyElementsError, check_rows, largest_rows  # noqa: E402
 
 
 def _network(filters: int) -> object:

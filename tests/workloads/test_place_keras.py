@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from workloads import registry
+from evener.workloads import registry
 
 pytest.importorskip("tensorflow")
 pytestmark = pytest.mark.slow

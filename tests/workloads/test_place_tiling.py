@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from evener.errors import RequestError  # noqa: E402
-from workloads.torch_tiling import cut, run_tiled  # noqa: E402
+from evener.workloads.torch_backend.tiling import cut, run_tiled  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 CPU = [torch.device("cpu")] * 4

@@ -12,11 +12,12 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from evener.errors import RequestError  # noqa: E402
-from workloads import registry, torch_batches  # noqa: E402
-from workloads.base import Place  # noqa: E402
-from workloads.torch_depth import DepthNet  # noqa: E402
-from workloads.torch_placements import cross_entropy, picture_batch  # noqa: E402
-from workloads.torch_tiles import TilesNet  # noqa: E402
+from evener.workloads import registry  # noqa: E402
+from evener.workloads.protocol import Place  # noqa: E402
+from evener.workloads.torch_backend import batches as torch_batches  # noqa: E402
+from evener.workloads.torch_backend.models.split_depth import DepthNet  # noqa: E402
+from evener.workloads.torch_backend.models.tiled_cnn import TilesNet  # noqa: E402
+from evener.workloads.torch_backend.placements import cross_entropy, picture_batch  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 CPU = torch.device("cpu")

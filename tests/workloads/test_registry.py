@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from evener.errors import RequestError
-from workloads import custom, registry
-from workloads.base import Place
+from evener.workloads import registry, user_code
+from evener.workloads.protocol import Place
 
 
 def test_every_entry_is_found_under_its_framework() -> None:
@@ -151,25 +151,25 @@ def test_an_error_in_the_users_function_names_their_line(tmp_path: Path) -> None
     """Not our traceback: their file, their line, the error."""
     script = tmp_path / "bad.py"
     script.write_text("def helper():\n    return {}['missing']\n\n\ndef build():\n    return helper()\n")
-    with pytest.raises(custom.UserCodeError, match=r"bad\.py:2: KeyError: 'missing'"):
-        custom.load(f"{script}:build", {})
+    with pytest.raises(user_code.UserCodeError, match=r"bad\.py:2: KeyError: 'missing'"):
+        user_code.load(f"{script}:build", {})
 
 
 def test_an_error_below_the_users_function_names_the_line_that_led_there(tmp_path: Path) -> None:
     """When a library raises, the user's last line before it is the one that is named."""
     script = tmp_path / "bad_call.py"
     script.write_text("import json\n\n\ndef build():\n    return json.loads('nonsense')\n")
-    with pytest.raises(custom.UserCodeError, match=r"bad_call\.py:5: JSONDecodeError"):
-        custom.load(f"{script}:build", {})
+    with pytest.raises(user_code.UserCodeError, match=r"bad_call\.py:5: JSONDecodeError"):
+        user_code.load(f"{script}:build", {})
 
 
 def test_settings_reach_the_users_function(tmp_path: Path) -> None:
     """Text is read as the literal it stands for; a parameter that it hasn't is refused."""
     script = tmp_path / "good.py"
     script.write_text("def build(units=3, name='x'):\n    return units, name\n\n\ndef sample_batch(n):\n    return n\n")
-    own = custom.load(f"{script}:build", {"units": "12", "name": "gru"})
+    own = user_code.load(f"{script}:build", {"units": "12", "name": "gru"})
     assert own.result == (12, "gru")
     assert own.sample_batch is not None
     assert own.sample_batch(5) == 5
     with pytest.raises(RequestError, match="takes no setting 'unit'"):
-        custom.load(f"{script}:build", {"unit": 1})
+        user_code.load(f"{script}:build", {"unit": 1})

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from evener.errors import RequestError
-from workloads import registry
-from workloads.base import Place
+from evener.workloads import registry
+from evener.workloads.protocol import Place
 
 RUN = """
 import sys
 from workloads import registry
-from workloads.base import Place
+from evener.workloads.protocol import Place
 workload = registry.build("synthetic", Place(("CPU:0",)), dict(pair.split("=") for pair in sys.argv[1:]))
 workload.prepare((8,))
 for _ in range(3):

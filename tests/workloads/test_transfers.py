@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from evener.errors import RequestError
-from workloads.transfers import gathered, profile
+from evener.workloads.profiling import gathered, profile
 
 
 def test_events_of_one_name_are_one_row_the_dearest_first() -> None:

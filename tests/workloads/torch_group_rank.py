@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from workloads.base import Place
-from workloads.torch_batches import Data
-from workloads.torch_recipe import Recipe, TorchWorkload
+from evener.workloads.protocol import Place
+from evener.workloads.torch_backend.batches import Data
+from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
 
 SIZES = ((6, 2, 3), (1, 5, 2), (4, 0, 4), (6, 2, 3))  # in the third, the middle rank is left out
 STEPS = 5

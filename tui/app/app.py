@@ -15,45 +15,45 @@ from textual.binding import Binding, BindingType
 from textual.reactive import var
 from textual.screen import ModalScreen, Screen
 
-from balancer.request import Request
-from devices.base import Device, DeviceSample, Snapshot
+from evener.balancer.request import Request
+from evener.devices.types import Device, DeviceSample, Snapshot
 from evener.errors import RequestError
-from tui.crash import write_crash_log
-from tui.feed import Feed, Load, open_feed
-from tui.hangup import HangUpWatch
-from tui.looks import DARK, DARK_MEANINGS, LIGHT
-from tui.messages import Sampled, SessionEnded, SessionReported
-from tui.sessions import Live, SessionThread
-from tui.view.balance import BalanceState, advance, own_speed
-from tui.view.cells import clean
-from tui.view.marks import ASCII, UNICODE, Marks
-from tui.widgets.bars import SCREENS
+from evener.tui.app.crash_log import write_crash_log
+from evener.tui.app.messages import Sampled, SessionEnded, SessionReported
+from evener.tui.app.session_thread import Live, SessionThread
+from evener.tui.app.snapshot_feed import Feed, Load, open_feed
+from evener.tui.app.terminal_watch import HangUpWatch
+from evener.tui.app.theme import DARK, DARK_MEANINGS, LIGHT
+from evener.tui.view.balance import BalanceState, advance, own_speed
+from evener.tui.view.cells import clean
+from evener.tui.view.marks import ASCII, UNICODE, Marks
+from evener.tui.widgets.bars import SCREENS
 
 INTERVALS_SECONDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
 CRASH_EXIT_CODE = 70
 
 
 def _monitor() -> Screen[None]:
-    from tui.screens.monitor import MonitorScreen
+    from evener.tui.screens.monitor import MonitorScreen
 
     return MonitorScreen()
 
 
 def _balance() -> Screen[None]:
-    from tui.screens.balance import BalanceScreen
+    from evener.tui.screens.balance import BalanceScreen
 
     return BalanceScreen()
 
 
 def _runs() -> Screen[None]:
-    from tui.screens.runs import RunsScreen
+    from evener.tui.screens.runs import RunsScreen
 
     return RunsScreen()
 
 
 def make_session(request: Request) -> Live:
     """A session of this request, on this machine."""
-    from balancer.session import Session
+    from evener.balancer.session import Session
 
     return Session(request)
 
@@ -209,7 +209,7 @@ class EvenerApp(App[int]):
 
     async def action_leave(self) -> None:
         """Quit; while a search is under way, only after asking."""
-        from tui.screens.dialogs import ConfirmDialog
+        from evener.tui.screens.dialogs import ConfirmDialog
 
         if not self.balance.active:
             self.exit()
@@ -230,7 +230,7 @@ class EvenerApp(App[int]):
 
     def action_help(self) -> None:
         """Open the help page."""
-        from tui.screens.help import HelpDialog
+        from evener.tui.screens.help import HelpDialog
 
         if not isinstance(self.screen, HelpDialog):
             self.push_screen(HelpDialog())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from textual.message import Message
 
-from balancer.events import Event, ProbeProgress
-from devices.base import Snapshot
+from evener.balancer.events import Event, ProbeProgress
+from evener.devices.types import Snapshot
 
 
 class Sampled(Message):

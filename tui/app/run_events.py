@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from balancer import journal, replay, runs
-from balancer.events import Event, Finished, Observed, ProbeStarted, Started
-from balancer.journal import Asked, Ended, Record, Seen
-from balancer.records import OutOfMemory
+from evener.balancer.events import Event, Finished, Observed, ProbeStarted, Started
+from evener.balancer.store import journal, replay, runs
+from evener.balancer.store.journal import Asked, Ended, Record, Seen
+from evener.balancer.types import OutOfMemory
 
 
 def read_run(name: str) -> Record:

@@ -11,13 +11,13 @@ from typing import NamedTuple, Protocol
 import msgspec
 from textual.message import Message
 
-from devices.base import Device, DeviceSample, Snapshot, Source, State, value
-from devices.discover import discover, open_source
-from devices.sampler import Sampler
-from devices.simulated_source import SimulatedSource
-from devices.visible import visible_gpus
-from tui.messages import Sampled
-from tui.record import Recording, ReplaySource
+from evener.devices.cuda_visible import visible_gpus
+from evener.devices.discover import discover, open_source
+from evener.devices.recording import Recording, ReplaySource
+from evener.devices.sampler import Sampler
+from evener.devices.simulated.source import SimulatedSource
+from evener.devices.types import Device, DeviceSample, Snapshot, Source, State, value
+from evener.tui.app.messages import Sampled
 
 Post = Callable[[Message], object]
 

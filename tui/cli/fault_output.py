@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from evener.errors import EvenerError, RequestError
-from tui.documents import json_text
-from tui.words import plain
+from evener.tui.text.formatting import plain
+from evener.tui.text.safe_documents import json_text
 
 
 def report_fault(fault: EvenerError, as_json: bool) -> int:

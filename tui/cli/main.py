@@ -1,6 +1,6 @@
 """The command line: arguments to calls, faults to exit codes.
 
-Every command lives in a module of its own under `tui.commands` and is imported when it runs, so that no headless
+Every command lives in a module under `evener.tui.cli.commands` and is imported when it runs, so that no headless
 command pays for a screen, and none for a framework.
 """
 
@@ -13,8 +13,7 @@ from typing import Annotated
 import typer
 
 from evener.errors import EvenerError, RequestError
-from tui.cli_runs import export, report, runs_app
-from tui.commands.options import (
+from evener.tui.cli.options import (
     BudgetOption,
     DevicesOption,
     EngineOption,
@@ -36,7 +35,8 @@ from tui.commands.options import (
     WorkloadOption,
     XlaOption,
 )
-from tui.streams import OutputError, ReaderGoneError, draws_screens, guard_streams
+from evener.tui.cli.run_commands import export, report, runs_app
+from evener.tui.cli.streams import OutputError, ReaderGoneError, draws_screens, guard_streams
 
 READER_GONE_EXIT_CODE = 141  # what a shell says of a process that a closed pipe ended
 
@@ -70,10 +70,10 @@ def start(
         _refuse_misplaced(given, context.invoked_subcommand)
         return
     if not draws_screens():
-        from tui.monitor import run_monitor
+        from evener.tui.cli.commands.monitor import run_monitor
 
         raise typer.Exit(run_monitor(devices, once=True, replay=replay, ascii=ascii_only))
-    from tui.app import run_app
+    from evener.tui.app.app import run_app
 
     raise typer.Exit(run_app(devices, readonly=readonly, ascii=ascii_only, theme=theme, replay=replay))
 
@@ -112,8 +112,8 @@ def balance(
     as_json: JsonOption = False,
 ) -> None:
     """Find the fastest split of the batch over the devices, by real training steps, and write it as a plan."""
-    from tui.commands.balance import run_balance
-    from tui.commands.options import make_request
+    from evener.tui.cli.commands.balance import run_balance
+    from evener.tui.cli.options import make_request
 
     request = make_request(
         devices=devices,
@@ -169,8 +169,8 @@ def compare(
     as_json: JsonOption = False,
 ) -> None:
     """Rank every way to lay the job on the devices: one, even, split, packed, placed; the winner becomes the plan."""
-    from tui.commands.compare import run_compare
-    from tui.commands.options import framework_of, make_request
+    from evener.tui.cli.commands.compare import run_compare
+    from evener.tui.cli.options import framework_of, make_request
 
     request = make_request(
         devices=devices,
@@ -218,8 +218,8 @@ def probe(
     as_json: JsonOption = False,
 ) -> None:
     """Time training at batch sizes that you choose: `evener probe --gpus 0 1 --batches 820 568`."""
-    from tui.commands.options import make_request
-    from tui.commands.probe import length_of, run_probe
+    from evener.tui.cli.commands.probe import length_of, run_probe
+    from evener.tui.cli.options import make_request
 
     request = make_request(
         devices=devices,
@@ -245,7 +245,7 @@ app.add_typer(runs_app, name="runs")
 @app.command("devices")
 def list_devices(devices: DevicesOption = "auto", as_json: JsonOption = False) -> None:
     """List what `--devices` means on this machine."""
-    from tui.commands.devices import run_devices
+    from evener.tui.cli.commands.devices import run_devices
 
     raise typer.Exit(run_devices(devices, as_json))
 
@@ -253,7 +253,7 @@ def list_devices(devices: DevicesOption = "auto", as_json: JsonOption = False) -
 @app.command()
 def doctor(as_json: JsonOption = False) -> None:
     """Check Python, driver, frameworks, folders; exit 0: well, 1: something to know, 2: balance can't run."""
-    from tui.commands.doctor import run_doctor
+    from evener.tui.cli.commands.doctor import run_doctor
 
     raise typer.Exit(run_doctor(as_json))
 
@@ -274,15 +274,15 @@ def monitor(
     ascii_only: Annotated[bool, typer.Option("--ascii", help="Draw with plain ASCII characters.")] = False,
 ) -> None:
     """Show the devices: the app on a terminal, plain lines or JSON elsewhere."""
-    from tui.commands.options import parse_indices
-    from tui.words import parse_duration
+    from evener.tui.cli.options import parse_indices
+    from evener.tui.text.formatting import parse_duration
 
     chosen = parse_indices(only)
     if not (once or as_json or interval or record) and draws_screens():
-        from tui.app import run_app
+        from evener.tui.app.app import run_app
 
         raise typer.Exit(run_app(devices, readonly=readonly, ascii=ascii_only, replay=replay))
-    from tui.monitor import run_monitor
+    from evener.tui.cli.commands.monitor import run_monitor
 
     raise typer.Exit(
         run_monitor(
@@ -307,8 +307,8 @@ def main(arguments: list[str]) -> int:
 
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; every fault ends in one sentence, never in a traceback."""
-    from tui.commands.options import spread_lists
-    from tui.faults import report_fault, usage_fault
+    from evener.tui.cli.fault_output import report_fault, usage_fault
+    from evener.tui.cli.options import spread_lists
 
     as_json = "--json" in arguments
     try:

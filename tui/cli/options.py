@@ -10,10 +10,10 @@ import msgspec
 import typer
 
 from evener.errors import RequestError
-from tui.words import parse_duration
+from evener.tui.text.formatting import parse_duration
 
 if TYPE_CHECKING:
-    from balancer.session import Request
+    from evener.balancer.session import Request
 
 DevicesOption = Annotated[
     str,
@@ -52,7 +52,7 @@ _FRAMEWORKS = ("tensorflow", "torch")
 
 def make_request(*, settings: list[str], budget: str = "120s", inputs: str = "host", **fields: Any) -> Request:
     """The request that the options spell; RequestError names the option that is wrong."""
-    from balancer.session import Request
+    from evener.balancer.session import Request
 
     framework = fields.get("framework", _FRAMEWORKS[0])
     if framework not in _FRAMEWORKS:
@@ -65,7 +65,7 @@ def framework_of(workload: str | None, given: str | None) -> str:
     """The framework that was given, else that of the named workload, else tensorflow."""
     if given is not None or workload is None or ":" in workload:
         return given or "tensorflow"
-    from workloads import registry
+    from evener.workloads import registry
 
     own = registry.find(workload).framework
     return "tensorflow" if own == "none" else own

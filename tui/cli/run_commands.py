@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tui.commands.options import JsonOption
+from evener.tui.cli.options import JsonOption
 
 runs_app = typer.Typer(help="Past runs: list, show, delete.", invoke_without_command=True)
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the start of one, or `last`.")]
@@ -19,7 +19,7 @@ def export(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="A file; without: standard output.")] = None,
 ) -> None:
     """Write a past run's plan."""
-    from tui.commands.runs import run_export
+    from evener.tui.cli.commands.runs import run_export
 
     raise typer.Exit(run_export(run_id, form, output))
 
@@ -29,7 +29,7 @@ def report(
     output: Annotated[Path, typer.Option("-o", "--output", help="report.html, .png or .svg.")],
 ) -> None:
     """Write a run as one page with pictures, or as one picture."""
-    from tui.commands.report import run_report
+    from evener.tui.cli.commands.report import run_report
 
     raise typer.Exit(run_report(run_id, output))
 
@@ -38,7 +38,7 @@ def report(
 def runs(context: typer.Context, as_json: JsonOption = False) -> None:
     """List the runs unless a command says otherwise."""
     if context.invoked_subcommand is None:
-        from tui.commands.runs import run_list
+        from evener.tui.cli.commands.runs import run_list
 
         raise typer.Exit(run_list(as_json))
 
@@ -46,7 +46,7 @@ def runs(context: typer.Context, as_json: JsonOption = False) -> None:
 @runs_app.command("list")
 def runs_list(context: typer.Context, as_json: JsonOption = False) -> None:
     """List past runs, the newest first."""
-    from tui.commands.runs import run_list
+    from evener.tui.cli.commands.runs import run_list
 
     raise typer.Exit(run_list(as_json or _json_before(context)))
 
@@ -54,7 +54,7 @@ def runs_list(context: typer.Context, as_json: JsonOption = False) -> None:
 @runs_app.command("show")
 def runs_show(context: typer.Context, run_id: RunName, as_json: JsonOption = False) -> None:
     """Show a run: what was measured, and its plan."""
-    from tui.commands.runs import run_show
+    from evener.tui.cli.commands.runs import run_show
 
     raise typer.Exit(run_show(run_id, as_json or _json_before(context)))
 
@@ -70,6 +70,6 @@ def runs_delete(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
 ) -> None:
     """Delete runs, after asking."""
-    from tui.commands.runs import run_delete
+    from evener.tui.cli.commands.runs import run_delete
 
     raise typer.Exit(run_delete(run_ids, yes))

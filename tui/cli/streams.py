@@ -15,7 +15,7 @@ import sys
 from typing import TextIO
 
 from evener.errors import RequestError
-from tui.view.marks import to_ascii
+from evener.tui.view.marks import to_ascii
 
 
 class ReaderGoneError(Exception):

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from evener.errors import RequestError
-from tui.report import Report
-from tui.words import percent
+from evener.tui.report.contents import Report
+from evener.tui.text.formatting import percent
 
 INK, LINES = "#010203", "#040506"  # stand for the page's colours until the picture is in it
 PAPER_LINES = "#d0d4d9"  # on white

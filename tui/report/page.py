@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from tui.report import Report
-from tui.report_figures import PICTURES, draw_ranking, svg_of
-from tui.words import duration, rate
+from evener.tui.report.contents import Report
+from evener.tui.report.figures import PICTURES, draw_ranking, svg_of
+from evener.tui.text.formatting import duration, rate
 
 RANKING = [draw for _, draw in PICTURES].index(draw_ranking)
 PARTED = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)")  # where no line may end: within a figure, before its per cent

@@ -10,13 +10,13 @@ from textual.binding import Binding, BindingType
 from textual.widget import Widget
 from textual.widgets import ContentSwitcher
 
-from tui.screens.base import PanelScreen
-from tui.screens.dialogs import ConfirmDialog
-from tui.screens.export import ExportDialog
-from tui.screens.setup import Setup
-from tui.view.balance import BalanceState
-from tui.widgets.balance import BalanceView, LanePanel
-from tui.widgets.choices import Ticks
+from evener.tui.screens.base import PanelScreen
+from evener.tui.screens.dialogs import ConfirmDialog
+from evener.tui.screens.export import ExportDialog
+from evener.tui.screens.setup import Setup
+from evener.tui.view.balance import BalanceState
+from evener.tui.widgets.balance import BalanceView, LanePanel
+from evener.tui.widgets.choices import Ticks
 
 
 class BalanceScreen(PanelScreen):

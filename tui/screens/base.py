@@ -9,12 +9,12 @@ from textual.app import ComposeResult
 from textual.screen import Screen
 from textual.widget import Widget
 
-from tui.widgets.bars import TopBar
-from tui.widgets.keys import KeysBar, forget_drawn
-from tui.widgets.lines import Lines
+from evener.tui.widgets.bars import TopBar
+from evener.tui.widgets.keys import KeysBar, forget_drawn
+from evener.tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
-    from tui.app import EvenerApp
+    from evener.tui.app.app import EvenerApp
 
 
 NARROW = 100  # columns of the terminal, below which panels stand one under another

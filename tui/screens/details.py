@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from textual.containers import VerticalScroll
 from textual.widget import Widget
 
-from devices.base import Snapshot
-from tui.screens.dialogs import Dialog, Text
-from tui.view.cells import Line
+from evener.devices.types import Snapshot
+from evener.tui.screens.dialogs import Dialog, Text
+from evener.tui.view.cells import Line
 
 
 class DetailsDialog(Dialog[None]):

@@ -12,11 +12,11 @@ from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Button
 
-from tui.view.cells import Line, Span, clean, line, wrap
-from tui.widgets.lines import Lines
+from evener.tui.view.cells import Line, Span, clean, line, wrap
+from evener.tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
-    from tui.app import EvenerApp
+    from evener.tui.app.app import EvenerApp
 
 AnswerT = TypeVar("AnswerT")
 

@@ -12,9 +12,9 @@ from textual.widgets import Input
 
 from evener.errors import EvenerError, RequestError
 from evener.plan import Plan
-from tui.screens.dialogs import ConfirmDialog, Dialog, Text
-from tui.view.cells import Span, clean, line, wrap
-from tui.view.paths import complete_path
+from evener.tui.screens.dialogs import ConfirmDialog, Dialog, Text
+from evener.tui.view.cells import Span, clean, line, wrap
+from evener.tui.view.paths import complete_path
 
 
 class PathSuggester(Suggester):

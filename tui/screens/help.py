@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from textual.containers import VerticalScroll
 from textual.widget import Widget
 
-from tui.screens.dialogs import Dialog, Text
-from tui.view.help import help_lines
+from evener.tui.screens.dialogs import Dialog, Text
+from evener.tui.view.help import help_lines
 
 
 class HelpDialog(Dialog[None]):

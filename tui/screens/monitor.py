@@ -10,18 +10,18 @@ from textual.binding import Binding, BindingType
 from textual.widget import Widget
 from textual.widgets import Input
 
-from devices.base import DeviceSample, ProcessSample, Snapshot
-from tui.screens.base import PanelScreen
-from tui.screens.details import DetailsDialog
-from tui.screens.signals import SignalDialog
-from tui.view.cells import Line, Span, line
-from tui.view.details import device_details, process_details
-from tui.view.monitor import arrange, host_line, note_line
-from tui.view.processes import identity
-from tui.widgets.devices import DevicePanel, GraphPanel
-from tui.widgets.lines import Lines
-from tui.widgets.lists import ListPanel
-from tui.widgets.processes import ProcessPanel
+from evener.devices.types import DeviceSample, ProcessSample, Snapshot
+from evener.tui.screens.base import PanelScreen
+from evener.tui.screens.details import DetailsDialog
+from evener.tui.screens.signals import SignalDialog
+from evener.tui.view.cells import Line, Span, line
+from evener.tui.view.details import device_details, process_details
+from evener.tui.view.monitor import arrange, host_line, note_line
+from evener.tui.view.processes import identity
+from evener.tui.widgets.devices import DevicePanel, GraphPanel
+from evener.tui.widgets.lines import Lines
+from evener.tui.widgets.lists import ListPanel
+from evener.tui.widgets.processes import ProcessPanel
 
 _BARS = 3  # rows of the bar on top, the host and the keys
 

@@ -10,13 +10,13 @@ import msgspec
 from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
-from balancer.events import Event
-from balancer.journal import Header
-from tui.messages import SessionEnded, SessionReported
-from tui.screens.base import PanelScreen
-from tui.sessions import ReplayThread
-from tui.view.balance import BalanceState, advance
-from tui.widgets.balance import BalanceView
+from evener.balancer.events import Event
+from evener.balancer.store.journal import Header
+from evener.tui.app.messages import SessionEnded, SessionReported
+from evener.tui.app.session_thread import ReplayThread
+from evener.tui.screens.base import PanelScreen
+from evener.tui.view.balance import BalanceState, advance
+from evener.tui.widgets.balance import BalanceView
 
 
 class ReplayScreen(PanelScreen):

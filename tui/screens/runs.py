@@ -10,18 +10,18 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.widget import Widget
 
-from balancer import runs
-from balancer.runs import Run, RunSummary
+from evener.balancer.store import runs
+from evener.balancer.store.runs import Run, RunSummary
 from evener.errors import EvenerError
-from tui.replays import events_of, read_run
-from tui.screens.base import PanelScreen
-from tui.screens.dialogs import ConfirmDialog
-from tui.screens.export import ExportDialog
-from tui.screens.replay import ReplayScreen
-from tui.view.cells import Line, Span, clean, line, wrap
-from tui.view.runs import plan_lines, run_lines
-from tui.widgets.lines import Lines
-from tui.widgets.lists import ListPanel
+from evener.tui.app.run_events import events_of, read_run
+from evener.tui.screens.base import PanelScreen
+from evener.tui.screens.dialogs import ConfirmDialog
+from evener.tui.screens.export import ExportDialog
+from evener.tui.screens.replay import ReplayScreen
+from evener.tui.view.cells import Line, Span, clean, line, wrap
+from evener.tui.view.runs import plan_lines, run_lines
+from evener.tui.widgets.lines import Lines
+from evener.tui.widgets.lists import ListPanel
 
 
 class RunPanel(ListPanel):

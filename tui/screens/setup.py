@@ -13,19 +13,19 @@ from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Button, Input, Static
 
-from balancer.request import ENGINES, INPUTS, OBJECTIVES, PRECISIONS, Request
+from evener.balancer.request import ENGINES, INPUTS, OBJECTIVES, PRECISIONS, Request
 from evener.errors import EvenerError, RequestError
-from tui.view.cells import Span, clean, cut, line
-from tui.view.devices import short_name
-from tui.view.setup import request_fields, subset
-from tui.widgets.choices import OneOf, Ticks
-from tui.widgets.lines import Lines
-from tui.words import size
-from workloads import registry
+from evener.tui.text.formatting import size
+from evener.tui.view.cells import Span, clean, cut, line
+from evener.tui.view.devices import short_name
+from evener.tui.view.setup import request_fields, subset
+from evener.tui.widgets.choices import OneOf, Ticks
+from evener.tui.widgets.lines import Lines
+from evener.workloads import registry
 
 if TYPE_CHECKING:
-    from devices.base import Device
-    from tui.app import EvenerApp
+    from evener.devices.types import Device
+    from evener.tui.app.app import EvenerApp
 
 _OWN = "your own"
 _CHOICES = {"objective": OBJECTIVES, "precision": PRECISIONS, "input": INPUTS}
@@ -184,7 +184,7 @@ class Setup(VerticalScroll):
             problem.show([line(Span(f" {shown}", "dim"))])
 
     def _read(self) -> tuple[Request, tuple[Device, ...]]:
-        from tui.commands.options import make_request
+        from evener.tui.cli.options import make_request
 
         known = self.evener.known_devices
         chosen = sorted(self.query_one("#pick-devices", Ticks).ticked)

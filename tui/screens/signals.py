@@ -10,11 +10,11 @@ from textual.containers import Horizontal
 from textual.widget import Widget
 from textual.widgets import Button
 
-from devices.base import ProcessSample
+from evener.devices.process_signals import send_signal
+from evener.devices.types import ProcessSample
 from evener.errors import RequestError
-from tui.processes import send_signal
-from tui.screens.dialogs import ConfirmDialog, Dialog, Text
-from tui.view.cells import Span, clean, cut, line
+from evener.tui.screens.dialogs import ConfirmDialog, Dialog, Text
+from evener.tui.view.cells import Span, clean, cut, line
 
 _MEANINGS = {
     "INT": "as Ctrl-C does: most trainings save and stop",

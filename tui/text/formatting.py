@@ -6,8 +6,8 @@ import re
 import textwrap
 import unicodedata
 
-from balancer.figures import percent as percent
-from balancer.figures import rate as rate
+from evener.balancer.result.number_format import percent as percent
+from evener.balancer.result.number_format import rate as rate
 from evener.errors import RequestError
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}

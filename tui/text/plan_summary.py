@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evener.plan import Evidence, Layout, Plan, Throughput
-from tui.words import folded, percent, plain, rate
+from evener.tui.text.formatting import folded, percent, plain, rate
 
 EVEN = "even split"
 BEST_SINGLE = "best single device"

@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from balancer.bench import make_prober, understand
-from balancer.compare.comparison import Comparison
-from balancer.compare.layouts import Candidate
-from balancer.compare.verdict import name
-from balancer.probes.pool import ChildProber
-from balancer.probes.protocol import Profiled
-from balancer.request import Request
-from tui.summary import align
-from tui.words import percent, plain, size
-from workloads.transfers import Transfer
+from evener.balancer.probes.child_pool import ChildProber
+from evener.balancer.probes.protocol import Profiled
+from evener.balancer.request import Request
+from evener.balancer.resolve import make_prober, understand
+from evener.balancer.result.explain_ranking import name
+from evener.balancer.search.comparison import Comparison
+from evener.balancer.search.layouts import Candidate
+from evener.tui.text.formatting import percent, plain, size
+from evener.tui.text.plan_summary import align
+from evener.workloads.profiling import Transfer
 
 STEPS = 20  # profiled of each layout
 MOST_ROWS = 8  # of each table, the dearest first

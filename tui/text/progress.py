@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from balancer.events import Event, Finished, Observed, ProbeProgress, ProbeStarted, Started
-from balancer.records import Failed, Layout, Observation, OutOfMemory, Probe, Result, Timed
-from tui.words import duration, percent, plain, rate
+from evener.balancer.events import Event, Finished, Observed, ProbeProgress, ProbeStarted, Started
+from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Result, Timed
+from evener.tui.text.formatting import duration, percent, plain, rate
 
 
 class Progress:

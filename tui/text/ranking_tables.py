@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from balancer.compare.comparison import Comparison
-from balancer.compare.rank import Standing
-from balancer.compare.verdict import MODES, moved_share, names
-from balancer.records import Failed, Observation, OutOfMemory, Timed
-from tui.summary import align
-from tui.words import percent, plain, rate, size
+from evener.balancer.result.explain_ranking import MODES, moved_share, names
+from evener.balancer.search.comparison import Comparison
+from evener.balancer.search.ranking import Standing
+from evener.balancer.types import Failed, Observation, OutOfMemory, Timed
+from evener.tui.text.formatting import percent, plain, rate, size
+from evener.tui.text.plan_summary import align
 
 SCALING_STEPS = 1000  # of the seconds in the tables: a training of so many iterations
 

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
-from balancer.records import Belief, Observation, OutOfMemory, Probe, Result, Timed
+from evener.balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
+from evener.balancer.types import Belief, Observation, OutOfMemory, Probe, Result, Timed
 from evener.plan import Throughput
-from tui.summary import BEST_SINGLE, EVEN, SOLO
+from evener.tui.text.plan_summary import BEST_SINGLE, EVEN, SOLO
 
 KEPT_OBSERVATIONS = 2000
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from balancer.records import Failed, Layout, Observation, OutOfMemory, Timed
+from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Timed
 from evener.shares import apportion
-from tui.view.balance import BalanceState, Rival, rivals, seconds_left
-from tui.view.cells import Line, Span, Tone, clean, cut, device_tone, line, pad, span_cells, wrap
-from tui.view.charts import bar
-from tui.view.marks import Marks
-from tui.words import duration, percent, rate
+from evener.tui.text.formatting import duration, percent, rate
+from evener.tui.view.balance import BalanceState, Rival, rivals, seconds_left
+from evener.tui.view.cells import Line, Span, Tone, clean, cut, device_tone, line, pad, span_cells, wrap
+from evener.tui.view.charts import bar
+from evener.tui.view.marks import Marks
 
 DETAILED_SHARES = 8  # devices; with more the legend tells samples alone
 MOST_NAMED = 6  # devices of a layout; of more the last ones are counted

@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, get_args
 
-from tui.words import NO_BREAK, plain, unbroken
+from evener.tui.text.formatting import NO_BREAK, plain, unbroken
 
 Tone = Literal[
     "text",  # ordinary

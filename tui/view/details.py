@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from devices.base import DeviceSample, ProcessSample, Reading, State
-from tui.view.cells import Line, Span, Tone, clean, line, wrap
-from tui.view.devices import memory_tone
-from tui.view.figures import (
+from evener.devices.types import DeviceSample, ProcessSample, Reading, State
+from evener.tui.text.formatting import duration, percent, size
+from evener.tui.view.cells import Line, Span, Tone, clean, line, wrap
+from evener.tui.view.devices import memory_tone
+from evener.tui.view.figures import (
     STATE_WORDS,
     celsius,
     percents,
@@ -17,7 +18,6 @@ from tui.view.figures import (
     throttle_tone,
     watts,
 )
-from tui.words import duration, percent, size
 
 _LABEL_CELLS = 18
 

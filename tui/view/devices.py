@@ -9,10 +9,11 @@ from types import MappingProxyType
 
 import msgspec
 
-from devices.base import DeviceSample, Reading, State
-from tui.view.cells import Line, Span, Tone, cells, clean, cut, pad
-from tui.view.charts import bar, nice_ceiling, spark
-from tui.view.figures import (
+from evener.devices.types import DeviceSample, Reading, State
+from evener.tui.text.formatting import rate
+from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, pad
+from evener.tui.view.charts import bar, nice_ceiling, spark
+from evener.tui.view.figures import (
     figure,
     gib,
     reading_text,
@@ -24,9 +25,8 @@ from tui.view.figures import (
     traffic,
     whole,
 )
-from tui.view.marks import Marks
-from tui.view.table import Column, column_widths, heading, table_row, window
-from tui.words import rate
+from evener.tui.view.marks import Marks
+from evener.tui.view.table import Column, column_widths, heading, table_row, window
 
 _MAKERS = re.compile(r"^(NVIDIA|AMD|Intel)\s+|\b(GeForce|Tesla|Corporation)\s+")
 

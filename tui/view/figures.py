@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from devices.base import DeviceSample, Reading, State, value
-from tui.view.cells import Span, Tone, cells
-from tui.view.marks import Marks
-from tui.words import rate
+from evener.devices.types import DeviceSample, Reading, State, value
+from evener.tui.text.formatting import rate
+from evener.tui.view.cells import Span, Tone, cells
+from evener.tui.view.marks import Marks
 
 GIB = 1024.0**3
 STATE_WORDS = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tui.view.cells import Line, Span, Tone, clean, line, wrap
-from tui.view.marks import Marks
+from evener.tui.view.cells import Line, Span, Tone, clean, line, wrap
+from evener.tui.view.marks import Marks
 
 _KEYS = {
     "Everywhere": (

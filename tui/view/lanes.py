@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from devices.base import DeviceSample
-from tui.view.balance import BalanceState, best_solo, memory_wall, own_speed
-from tui.view.cells import Line, Span, Tone, cells, clean, cut, device_tone, span_cells
-from tui.view.devices import DEVICE_COLUMNS, DeviceRow
-from tui.view.marks import Marks
-from tui.view.table import Column, column_widths, heading, table_row, window
-from tui.words import percent, rate
+from evener.devices.types import DeviceSample
+from evener.tui.text.formatting import percent, rate
+from evener.tui.view.balance import BalanceState, best_solo, memory_wall, own_speed
+from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, device_tone, span_cells
+from evener.tui.view.devices import DEVICE_COLUMNS, DeviceRow
+from evener.tui.view.marks import Marks
+from evener.tui.view.table import Column, column_widths, heading, table_row, window
 
 WIDE = 100  # columns, from which the memory in use has a column too
 _SENSES = {column.key: column for column in DEVICE_COLUMNS}

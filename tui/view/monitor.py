@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from devices.base import DeviceSample, Snapshot
-from tui.view.cells import Line, Span, Tone, clean, cut, line, pad, span_cells, spread
-from tui.view.charts import bar, graph, nice_ceiling
-from tui.view.details import reading_words
-from tui.view.devices import DeviceRow, short_name
-from tui.view.figures import celsius, gib, percents, samples_rate, short, watts
-from tui.view.marks import Marks
-from tui.words import size
+from evener.devices.types import DeviceSample, Snapshot
+from evener.tui.text.formatting import size
+from evener.tui.view.cells import Line, Span, Tone, clean, cut, line, pad, span_cells, spread
+from evener.tui.view.charts import bar, graph, nice_ceiling
+from evener.tui.view.details import reading_words
+from evener.tui.view.devices import DeviceRow, short_name
+from evener.tui.view.figures import celsius, gib, percents, samples_rate, short, watts
+from evener.tui.view.marks import Marks
 
 History = Callable[[str, str], tuple[float | None, ...]]  # device id, metric -> a value each tick, oldest first
 

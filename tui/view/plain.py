@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from devices.base import Snapshot
-from tui.view.cells import Line, Tone, clean
-from tui.view.devices import DeviceRow, device_lines
-from tui.view.marks import ASCII, Marks, to_ascii
-from tui.view.monitor import host_line
-from tui.view.processes import arrange, nothing_there, process_lines
+from evener.devices.types import Snapshot
+from evener.tui.view.cells import Line, Tone, clean
+from evener.tui.view.devices import DeviceRow, device_lines
+from evener.tui.view.marks import ASCII, Marks, to_ascii
+from evener.tui.view.monitor import host_line
+from evener.tui.view.processes import arrange, nothing_there, process_lines
 
 _CODES: dict[Tone, str] = {
     "dim": "2",

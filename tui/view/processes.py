@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from devices.base import DeviceSample, ProcessSample, Reading
-from tui.view.cells import Line, Span, clean, cut
-from tui.view.figures import figure, short, short_bytes, whole
-from tui.view.marks import Marks
-from tui.view.table import Column, column_widths, heading, table_row, window
-from tui.words import rate
+from evener.devices.types import DeviceSample, ProcessSample, Reading
+from evener.tui.text.formatting import rate
+from evener.tui.view.cells import Line, Span, clean, cut
+from evener.tui.view.figures import figure, short, short_bytes, whole
+from evener.tui.view.marks import Marks
+from evener.tui.view.table import Column, column_widths, heading, table_row, window
 
 
 def _pid(row: ProcessSample, width: int, marks: Marks) -> tuple[Span, ...]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from balancer.events import Finished
-from balancer.runs import Run, RunSummary
-from tui.view.balance import BalanceState
-from tui.view.balance_lines import rival_lines, share_lines, warning_lines
-from tui.view.cells import Line, Span, Tone, clean, cut, line, wrap
-from tui.view.marks import Marks
-from tui.view.table import Column, column_widths, heading, table_row, window
-from tui.words import duration, rate
+from evener.balancer.events import Finished
+from evener.balancer.store.runs import Run, RunSummary
+from evener.tui.text.formatting import duration, rate
+from evener.tui.view.balance import BalanceState
+from evener.tui.view.balance_lines import rival_lines, share_lines, warning_lines
+from evener.tui.view.cells import Line, Span, Tone, clean, cut, line, wrap
+from evener.tui.view.marks import Marks
+from evener.tui.view.table import Column, column_widths, heading, table_row, window
 
 _STATE_TONES: dict[str, Tone] = {"finished": "good", "interrupted": "warn", "unfinished": "dim", "unreadable": "bad"}
 

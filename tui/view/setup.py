@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from devices.base import Device
-from devices.limits import write_limit
+from evener.devices.limits import write_limit
+from evener.devices.types import Device
 from evener.errors import RequestError
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from tui.view.cells import Line, Span, cut, fit, pad
-from tui.view.marks import Marks
+from evener.tui.view.cells import Line, Span, cut, fit, pad
+from evener.tui.view.marks import Marks
 
 RowT = TypeVar("RowT")
 

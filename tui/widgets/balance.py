@@ -9,17 +9,17 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widget import Widget
 
-from tui.view.balance import BalanceState, curves
-from tui.view.balance_lines import DETAILED_SHARES, rival_lines, search_lines, share_lines
-from tui.view.cells import clean
-from tui.view.lanes import lane_lines
-from tui.widgets.curves import CurvePlot
-from tui.widgets.lines import Lines
-from tui.widgets.lists import ListPanel
+from evener.tui.view.balance import BalanceState, curves
+from evener.tui.view.balance_lines import DETAILED_SHARES, rival_lines, search_lines, share_lines
+from evener.tui.view.cells import clean
+from evener.tui.view.lanes import lane_lines
+from evener.tui.widgets.curves import CurvePlot
+from evener.tui.widgets.lines import Lines
+from evener.tui.widgets.lists import ListPanel
 
 if TYPE_CHECKING:
-    from devices.base import DeviceSample
-    from tui.app import EvenerApp
+    from evener.devices.types import DeviceSample
+    from evener.tui.app.app import EvenerApp
 
 LEAST_CHART = 7  # rows, in which a curve can still be read
 LEAST_SEARCH = 5  # rows beside it: what the search does, how far it is, the newest measurements

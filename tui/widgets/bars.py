@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, cast
 
-from tui.view.monitor import status_text, top_line
-from tui.widgets.lines import Lines
+from evener.tui.view.monitor import status_text, top_line
+from evener.tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
-    from tui.app import EvenerApp
+    from evener.tui.app.app import EvenerApp
 
 SCREENS = {"monitor": "Monitor", "balance": "Balance", "runs": "Runs"}
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, cast
 from rich.text import Text
 from textual_plotext import PlotextPlot
 
-from tui.view.balance import CurvePoints
-from tui.view.cells import DEVICE_TONES
-from tui.view.charts import axis_ticks
-from tui.view.figures import short
-from tui.view.marks import to_ascii
+from evener.tui.view.balance import CurvePoints
+from evener.tui.view.cells import DEVICE_TONES
+from evener.tui.view.charts import axis_ticks
+from evener.tui.view.figures import short
+from evener.tui.view.marks import to_ascii
 
 if TYPE_CHECKING:
-    from tui.app import EvenerApp
+    from evener.tui.app.app import EvenerApp
 
 TICKS = 5
 FRAMED = 10  # rows, below which only the two axes are drawn

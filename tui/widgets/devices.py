@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from devices.base import DeviceSample, Snapshot
-from tui.view.devices import device_lines
-from tui.view.monitor import device_caption, device_rows, graph_lines
-from tui.widgets.lines import Lines
-from tui.widgets.lists import ListPanel
+from evener.devices.types import DeviceSample, Snapshot
+from evener.tui.view.devices import device_lines
+from evener.tui.view.monitor import device_caption, device_rows, graph_lines
+from evener.tui.widgets.lines import Lines
+from evener.tui.widgets.lists import ListPanel
 
 if TYPE_CHECKING:
-    from tui.app import EvenerApp
+    from evener.tui.app.app import EvenerApp
 
 
 class DevicePanel(ListPanel):

@@ -14,8 +14,8 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from tui.view.cells import BLANK, TONES, Line
-from tui.view.marks import to_ascii
+from evener.tui.view.cells import BLANK, TONES, Line
+from evener.tui.view.marks import to_ascii
 
 
 class Lines(Widget):

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, ClassVar, cast
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
-from tui.widgets.lines import Lines
+from evener.tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
-    from tui.app import EvenerApp
+    from evener.tui.app.app import EvenerApp
 
 
 class ListPanel(Lines):

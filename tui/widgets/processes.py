@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from devices.base import ProcessSample, Snapshot
-from tui.view.processes import SORT_KEYS, arrange, descending_first, identity, nothing_there, process_lines
-from tui.widgets.lists import ListPanel
+from evener.devices.types import ProcessSample, Snapshot
+from evener.tui.view.processes import SORT_KEYS, arrange, descending_first, identity, nothing_there, process_lines
+from evener.tui.widgets.lists import ListPanel
 
 
 class ProcessPanel(ListPanel):

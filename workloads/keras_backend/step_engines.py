@@ -17,12 +17,12 @@ import keras
 import tensorflow as tf
 
 from evener.errors import RequestError
-from evener.keras_split.cut import Cut
-from evener.keras_split.mirrored import Mirrored
+from evener.keras_split.batch_bounds import Cut
+from evener.keras_split.engines.mirrored import Mirrored
+from evener.keras_split.engines.multiworker import Workers
+from evener.keras_split.engines.towers import Towers
 from evener.keras_split.split import Split
-from evener.keras_split.towers import Towers
-from evener.keras_split.workers import Workers
-from workloads.base import Place
+from evener.workloads.protocol import Place
 
 
 class Movable(Cut):

@@ -13,20 +13,20 @@ import keras
 import numpy as np
 
 from evener.errors import RequestError
-from workloads import custom
-from workloads.base import Place, Workload
-from workloads.keras_data import Rows, Stream, of_user
-from workloads.keras_recipe import KerasWorkload
+from evener.workloads import user_code
+from evener.workloads.keras_backend.batches import Rows, Stream, of_user
+from evener.workloads.keras_backend.workload import KerasWorkload
+from evener.workloads.protocol import Place, Workload
 
 
 def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
     """The workload of `file.py:attribute` or `package.module:attribute`, which returns a compiled model."""
     own = OwnModel(name, settings)
-    make = custom.guarded(KerasWorkload, lambda: own.source)
+    make = user_code.guarded(KerasWorkload, lambda: own.source)
     workload: KerasWorkload = make(place, own.build_model, own.sample_batch)
     workload.data = own.training_data()
-    workload.prepare = custom.guarded(workload.prepare, own.source)  # type: ignore[method-assign]
-    workload.step = custom.guarded(workload.step, own.source)  # type: ignore[method-assign]
+    workload.prepare = user_code.guarded(workload.prepare, own.source)  # type: ignore[method-assign]
+    workload.step = user_code.guarded(workload.step, own.source)  # type: ignore[method-assign]
     return workload
 
 
@@ -36,13 +36,13 @@ class OwnModel:
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         self._name = name
         self._settings = settings
-        self._own: custom.Own | None = None
+        self._own: user_code.Own | None = None
         self._model: Any = None
         self.source: Any = None
 
     def build_model(self) -> Any:
         """The user's compiled model; UserCodeError if their code raises, RequestError if it gives something else."""
-        self._own = custom.load(self._name, self._settings)
+        self._own = user_code.load(self._name, self._settings)
         self.source = self._own.source
         self._model = self._own.result
         if not isinstance(self._model, keras.Model):

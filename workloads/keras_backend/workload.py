@@ -12,14 +12,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from evener.keras_split.devices import make_logical_cpus
-from evener.keras_split.digest import model_digest
-from workloads.base import Place
-from workloads.keras_data import Rows, SampleBatch, Stream, as_arrays, pool
-from workloads.keras_limits import check_rows
-from workloads.keras_memory import PeakMemory
-from workloads.keras_ways import Solo as Solo
-from workloads.keras_ways import choose_way
+from evener.keras_split.model_digest import model_digest
+from evener.keras_split.tf_devices import make_logical_cpus
+from evener.workloads.keras_backend.batches import Rows, SampleBatch, Stream, as_arrays, pool
+from evener.workloads.keras_backend.kernel_limits import check_rows
+from evener.workloads.keras_backend.memory import PeakMemory
+from evener.workloads.keras_backend.step_engines import Solo as Solo
+from evener.workloads.keras_backend.step_engines import choose_way
+from evener.workloads.protocol import Place
 
 BuildModel = Callable[[], Any]  # a compiled keras.Model
 

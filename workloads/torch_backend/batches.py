@@ -16,9 +16,9 @@ from torch.utils.data import Dataset
 
 from evener.errors import RequestError
 from evener.shares import bounds
-from evener.torch_fetch import select
-from evener.torch_loader import Loader, check_options, count_rows
-from evener.torch_sampler import UnevenBatchSampler
+from evener.torch_split.fetch import select
+from evener.torch_split.loader import Loader, check_options, count_rows
+from evener.torch_split.sampler import UnevenBatchSampler
 
 SampleBatch = Callable[[int], Any]  # n -> (inputs, targets), tensors of n rows each, on the host
 Begin = Callable[[Sequence[int]], None]

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
 
 from evener.errors import RequestError
-from workloads.base import Place
-from workloads.pictures import pictures
-from workloads.torch_recipe import Lay
+from evener.workloads.datasets.stripes import pictures
+from evener.workloads.protocol import Place
+from evener.workloads.torch_backend.workload import Lay
 
 SINGLE = ("", "single")
 

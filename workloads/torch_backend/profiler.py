@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from workloads.transfers import Event
+from evener.workloads.profiling import Event
 
 MOVES = ("Memcpy", "ncclDevKernel", "ncclKernel", "gloo:")
 

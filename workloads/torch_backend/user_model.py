@@ -21,11 +21,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from evener.errors import RequestError
-from evener.torch_loader import Loader
-from workloads import custom
-from workloads.base import Place, Workload
-from workloads.torch_batches import Data
-from workloads.torch_recipe import Recipe, TorchWorkload
+from evener.torch_split.loader import Loader
+from evener.workloads import user_code
+from evener.workloads.protocol import Place, Workload
+from evener.workloads.torch_backend.batches import Data
+from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
 
 _FORM = "Return (module, optimizer, loss), with the training data or sample_batch fourth, or a dict with these keys."
 _KEYS = ("module", "optimizer", "loss", "sample_batch", "training_data")
@@ -35,8 +35,8 @@ def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
     """The workload of `file.py:attribute` or `package.module:attribute`; what the user's lines raise names them."""
     own = OwnRecipe(name, settings)
     workload = TorchWorkload(place, own.build_recipe, own.sample_batch)
-    workload.prepare = custom.guarded(workload.prepare, own.source)  # type: ignore[method-assign]
-    workload.step = custom.guarded(workload.step, own.source)  # type: ignore[method-assign]
+    workload.prepare = user_code.guarded(workload.prepare, own.source)  # type: ignore[method-assign]
+    workload.step = user_code.guarded(workload.step, own.source)  # type: ignore[method-assign]
     return workload
 
 
@@ -51,12 +51,12 @@ class OwnRecipe:
 
     def build_recipe(self) -> Recipe:
         """What the user's function gives; UserCodeError if it raises, RequestError if it gives something else."""
-        own = custom.load(self._name, self._settings)
+        own = user_code.load(self._name, self._settings)
         self.source = own.source
         recipe, sample = from_user(self._name, own.result)
         if recipe.data is None and sample is None and own.training_data is not None:
             recipe = msgspec.structs.replace(recipe, data=to_data(self._name, own.training_data()))
-        self._sample = own.sample_batch if sample is None else custom.guarded(sample, own.source)
+        self._sample = own.sample_batch if sample is None else user_code.guarded(sample, own.source)
         if self._sample is None and recipe.data is None:
             raise RequestError(
                 f"{self._name} has neither training_data() nor sample_batch(n).",

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.errors import RequestError
-from evener.torch_digest import model_digest
-from evener.torch_place import fetching_threads
-from evener.torch_weights import GradientWeights
-from workloads.base import Place
-from workloads.torch_batches import Batches, Data, PoolData, SampleBatch
-from workloads.torch_memory import PeakMemory
+from evener.torch_split.gradient_weights import GradientWeights
+from evener.torch_split.model_digest import model_digest
+from evener.torch_split.process import fetching_threads
+from evener.workloads.protocol import Place
+from evener.workloads.torch_backend.batches import Batches, Data, PoolData, SampleBatch
+from evener.workloads.torch_backend.memory import PeakMemory
 
 _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from balancer.core.curve import Curve
-from balancer.core.ledger import Device
-from balancer.core.points import LEAST_ERROR, Point
+from evener.balancer.search.model.points import LEAST_ERROR, Point
+from evener.balancer.search.model.step_time import Curve
+from evener.balancer.search.observations import Device
 
 NEAR_BATCH = 0.15  # a solo point so near to a split's share shows contention, not shape
 CONTENTION_ERRORS = 2.5  # standard errors before a split is said to slow a device

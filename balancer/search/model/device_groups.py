@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from balancer.core.ledger import Device
-from balancer.core.points import LEAST_ERROR, Point
+from evener.balancer.search.model.points import LEAST_ERROR, Point
+from evener.balancer.search.observations import Device
 
 APART = 3.0  # standard errors by which the mean ratio of two devices' times may differ from 1
 FAR_APART = 4.0  # the same for a single batch

@@ -6,15 +6,15 @@ import math
 from collections.abc import Callable, Iterable
 from functools import cached_property
 
-from balancer.core.alike import classes
-from balancer.core.beside import slowed
-from balancer.core.curve import Curve, Fit, fit
-from balancer.core.fill import Lane
-from balancer.core.ledger import Device, Ledger, relative_error
-from balancer.core.points import Point
-from balancer.core.stop import Purse
-from balancer.core.sync import costs
-from balancer.records import Problem, Timed
+from evener.balancer.search.budget import Purse
+from evener.balancer.search.model.contention import slowed
+from evener.balancer.search.model.device_groups import classes
+from evener.balancer.search.model.points import Point
+from evener.balancer.search.model.step_time import Curve, Fit, fit
+from evener.balancer.search.model.sync_cost import costs
+from evener.balancer.search.observations import Device, Ledger, relative_error
+from evener.balancer.search.waterfill import Lane
+from evener.balancer.types import Problem, Timed
 
 UNMEASURABLE = 0.002  # relative: a gain below it can't be seen
 MATTERS_OF_TOLERANCE = 0.25  # a batch that gains less than this part of the tolerance does not matter either

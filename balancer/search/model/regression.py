@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from balancer.core.points import LEAST_ERROR, Point
+from evener.balancer.search.model.points import LEAST_ERROR, Point
 
 STRAIGHT = 2.5  # a fit stands if no point is further off than so many of its errors (of 95 % of small fits none is)
 

@@ -14,9 +14,9 @@ from functools import lru_cache
 
 import msgspec
 
-from balancer.core.line import STRAIGHT, Line, simplest
-from balancer.core.points import LEAST_ERROR, SAME_BATCH, Point, merged, typical
-from balancer.core.stairs import Seen, Stairs, Straight, stairs
+from evener.balancer.search.model.points import LEAST_ERROR, SAME_BATCH, Point, merged, typical
+from evener.balancer.search.model.regression import STRAIGHT, Line, simplest
+from evener.balancer.search.model.stairs import Seen, Stairs, Straight, stairs
 
 MOST_KEPT = 8192  # fits of one search: of 1024 devices in a few kinds of doubt
 EDGE = 1e-6  # of a stair: a time so little above a whole number of them is that number

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from balancer.core.points import SAME_BATCH, Point, merged
+from evener.balancer.search.model.points import SAME_BATCH, Point, merged
 
 FALL = 0.05  # relative: samples/s that are lower by less have not fallen,
 FALL_ERRORS = 3.0  # nor by less than so many standard errors

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from evener.keras_split.rows import Tensors
+from evener.keras_split.nested_rows import Tensors
 
 
 def call(model: Any, x: Tensors, training: bool) -> Tensors:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from evener.keras_split.refusals import warn_counted
+from evener.keras_split.compatibility import warn_counted
 
 
 class Move(NamedTuple):

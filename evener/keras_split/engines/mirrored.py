@@ -12,10 +12,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from evener.keras_split.cut import Cut
-from evener.keras_split.refusals import check_mask
-from evener.keras_split.rows import Tensors, count, head, piece
-from evener.keras_split.steps import call, report
+from evener.keras_split.batch_bounds import Cut
+from evener.keras_split.compatibility import check_mask
+from evener.keras_split.engines.keras_step import call, report
+from evener.keras_split.nested_rows import Tensors, count, head, piece
 
 
 class UnevenMirroredStrategy(tf.distribute.MirroredStrategy):  # type: ignore[misc]

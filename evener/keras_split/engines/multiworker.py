@@ -15,10 +15,10 @@ import keras
 import tensorflow as tf
 
 from evener.errors import RequestError
-from evener.keras_split.cut import Cut
-from evener.keras_split.refusals import check_mask
-from evener.keras_split.rows import OwnRows, Tensors, count, head, piece
-from evener.keras_split.steps import call, report
+from evener.keras_split.batch_bounds import Cut
+from evener.keras_split.compatibility import check_mask
+from evener.keras_split.engines.keras_step import call, report
+from evener.keras_split.nested_rows import OwnRows, Tensors, count, head, piece
 
 GROUP_KEY = 10_000  # of the collectives here; the strategy counts its own from 1
 KINDS = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)  # that TensorFlow can sum so

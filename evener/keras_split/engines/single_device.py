@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from evener.keras_split.rows import Tensors
+from evener.keras_split.nested_rows import Tensors
 
 
 class Alone:

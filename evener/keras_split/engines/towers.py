@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from evener.keras_split.cut import Cut
-from evener.keras_split.refusals import check_assigned, warn_added
-from evener.keras_split.rows import Tensors, count, head, join, piece
-from evener.keras_split.states import Move, States, settle
-from evener.keras_split.steps import call, report
+from evener.keras_split.batch_bounds import Cut
+from evener.keras_split.compatibility import check_assigned, warn_added
+from evener.keras_split.engines.keras_step import call, report
+from evener.keras_split.engines.layer_state import Move, States, settle
+from evener.keras_split.nested_rows import Tensors, count, head, join, piece
 
 
 class Tower(NamedTuple):

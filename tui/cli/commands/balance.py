@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from balancer import runs
-from balancer.events import Finished
-from balancer.session import Request, Session
+from evener.balancer.events import Finished
+from evener.balancer.session import Request, Session
+from evener.balancer.store import runs
 from evener.errors import NoLayoutError, RequestError
-from tui.documents import json_text
-from tui.faults import report_fault
-from tui.progress import Progress
-from tui.streams import ReaderGoneError, terminal_columns
-from tui.summary import summary_lines
-from tui.words import plain
+from evener.tui.cli.fault_output import report_fault
+from evener.tui.cli.streams import ReaderGoneError, terminal_columns
+from evener.tui.text.formatting import plain
+from evener.tui.text.plan_summary import summary_lines
+from evener.tui.text.progress import Progress
+from evener.tui.text.safe_documents import json_text
 
 if TYPE_CHECKING:
     from rich.live import Live

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import msgspec
 
-from balancer.compare.comparison import Comparison
-from balancer.comparing import to_compare
-from balancer.events import Finished
-from balancer.request import Request
-from balancer.session import Session
+from evener.balancer.events import Finished
+from evener.balancer.request import Request
+from evener.balancer.resolve_layouts import to_compare
+from evener.balancer.search.comparison import Comparison
+from evener.balancer.session import Session
 from evener.errors import RequestError
-from tui.commands.balance import check_target, see_through, stopped_by_signals
-from tui.documents import json_text
-from tui.progress import Progress
-from tui.rankings import packing_lines, ranking_json, ranking_lines, scaling_lines
-from tui.transfers import Table, profile_layouts, transfer_json, transfer_lines
-from tui.words import plain
+from evener.tui.cli.commands.balance import check_target, see_through, stopped_by_signals
+from evener.tui.text.formatting import plain
+from evener.tui.text.profile_tables import Table, profile_layouts, transfer_json, transfer_lines
+from evener.tui.text.progress import Progress
+from evener.tui.text.ranking_tables import packing_lines, ranking_json, ranking_lines, scaling_lines
+from evener.tui.text.safe_documents import json_text
 
 
 def run_compare(

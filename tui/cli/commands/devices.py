@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from devices.base import Device, Limit
-from devices.discover import discover
-from devices.reference import over_expected, reference_units
-from tui.documents import json_text
-from tui.words import plain, size
+from evener.devices.discover import discover
+from evener.devices.nvidia.reference_units import over_expected, reference_units
+from evener.devices.types import Device, Limit
+from evener.tui.text.formatting import plain, size
+from evener.tui.text.safe_documents import json_text
 
 
 def run_devices(spec: str, as_json: bool) -> int:
@@ -50,7 +50,7 @@ def _references(devices: Sequence[Device]) -> list[tuple[float | None, float | N
     units = [reference_units(device.name, device.memory_bytes) for device in devices]
     rates: Sequence[float | None] = [None] * len(units)
     if sum(unit is not None for unit in units) > 1:
-        from tui.measured import rates_alone
+        from evener.balancer.store.history import rates_alone
 
         rates = rates_alone(devices)
     return list(zip(units, over_expected(units, rates), strict=True))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from tui.checkup import Check, Level, check_machine
-from tui.documents import json_text
-from tui.words import plain
+from evener.balancer.diagnostics import Check, Level, check_machine
+from evener.tui.text.formatting import plain
+from evener.tui.text.safe_documents import json_text
 
 _MARKS: dict[Level, str] = {"ok": "ok  ", "note": "note", "problem": "FAIL"}
 

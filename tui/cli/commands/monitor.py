@@ -13,13 +13,13 @@ from typing import TextIO
 
 import msgspec
 
-from devices.base import Snapshot, Source
+from evener.devices.recording import Recorder, Recording, ReplaySource
+from evener.devices.types import Snapshot, Source
 from evener.errors import RequestError
-from tui.documents import json_text
-from tui.record import Recorder, Recording, ReplaySource
-from tui.view.marks import ASCII, UNICODE, Marks
-from tui.view.plain import snapshot_text
-from tui.words import plain
+from evener.tui.text.formatting import plain
+from evener.tui.text.safe_documents import json_text
+from evener.tui.view.marks import ASCII, UNICODE, Marks
+from evener.tui.view.plain import snapshot_text
 
 SHORTEST_INTERVAL_SECONDS = 0.1
 SETTLE_SECONDS = 0.05  # rates need two readings
@@ -74,7 +74,7 @@ def _check_interval(interval_seconds: float | None) -> None:
 def _open(devices: str, only_visible: bool, replay: Path | None) -> Source:
     if replay is not None:
         return ReplaySource(Recording(replay))
-    from devices.discover import discover, open_source
+    from evener.devices.discover import discover, open_source
 
     return open_source(discover(devices, only_visible=only_visible))
 

@@ -13,17 +13,18 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from balancer import runs, verdict
-from balancer.bench import Bench, make_prober, understand
-from balancer.machine_lock import MachineLock
-from balancer.probes.prober import Prober
-from balancer.records import Failed, Layout, Observation, OutOfMemory, Probe, Stage, Timed, Warned, layout_of, solo
-from balancer.request import Request
-from devices.base import Device
+from evener.balancer.probes.prober import Prober
+from evener.balancer.request import Request
+from evener.balancer.resolve import Bench, make_prober, understand
+from evener.balancer.result import explain
+from evener.balancer.store import runs
+from evener.balancer.store.locks import MachineLock
+from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Stage, Timed, Warned, layout_of, solo
+from evener.devices.types import Device
 from evener.errors import NoLayoutError, RequestError
-from tui.commands.balance import stopped_by_signals
-from tui.documents import json_text
-from tui.words import parse_duration, plain
+from evener.tui.cli.commands.balance import stopped_by_signals
+from evener.tui.text.formatting import parse_duration, plain
+from evener.tui.text.safe_documents import json_text
 
 SECONDS = 10.0  # of a run, unless said; a run of so many steps may warm up for half of it
 LONGEST_SECONDS = 86_400.0
@@ -141,7 +142,7 @@ def _chosen(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...]
         raise RequestError(f"--gpus {' '.join(gpus)} are not different indices.", "Write it like --gpus 0 1.")
     if spec != "auto":
         return spec, tuple(int(gpu) for gpu in gpus)
-    from devices.discover import discover
+    from evener.devices.discover import discover
 
     kind = discover(spec).devices[0].kind
     return f"{kind}:{','.join(gpus)}", tuple(range(len(gpus)))
@@ -215,7 +216,7 @@ def _alone(prober: Prober, layout: Layout, seconds: float, stop: threading.Event
 def _say_turn(turn: Turn, layout: Layout, devices: Sequence[Device], by_gpu: bool, length: Length) -> None:
     """Its lines, and beside the answer what lessens it."""
     print("\n".join(_lines(turn, layout, devices, by_gpu)), flush=True)
-    _say(verdict.warnings(turn.warnings, devices, "more --steps" if length.steps else "a longer --seconds"))
+    _say(explain.warnings(turn.warnings, devices, "more --steps" if length.steps else "a longer --seconds"))
 
 
 def _lines(turn: Turn, layout: Layout, devices: Sequence[Device], by_gpu: bool) -> list[str]:

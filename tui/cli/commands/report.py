@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from evener.atomic_write import write_atomically
 from evener.errors import RequestError
-from evener.files import write_atomically
 
 FORMS = (".html", ".png", ".svg")
 
@@ -15,9 +15,9 @@ def run_report(name: str, output: Path) -> int:
     """Write the report of a run; its form is told by the file's ending."""
     if output.suffix not in FORMS:
         raise RequestError(f"-o {output} ends neither in .html, .png nor .svg.", "Name it report.html.")
-    from tui.report import read_report
-    from tui.report_figures import figure_module, save_sheet
-    from tui.report_page import page_of
+    from evener.tui.report.contents import read_report
+    from evener.tui.report.figures import figure_module, save_sheet
+    from evener.tui.report.page import page_of
 
     figure_module()
     report = read_report(name)

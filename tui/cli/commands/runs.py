@@ -8,15 +8,15 @@ from typing import Any, cast
 
 import msgspec
 
-from balancer import runs
-from balancer.runs import Run, RunSummary
+from evener.balancer.store import runs
+from evener.balancer.store.runs import Run, RunSummary
 from evener.errors import RequestError
 from evener.plan import Format, Plan, to_json, to_toml
-from tui.documents import harmless_json, json_text, toml_text
-from tui.progress import Progress
-from tui.streams import terminal_columns
-from tui.summary import align, summary_lines
-from tui.words import plain, rate
+from evener.tui.cli.streams import terminal_columns
+from evener.tui.text.formatting import plain, rate
+from evener.tui.text.plan_summary import align, summary_lines
+from evener.tui.text.progress import Progress
+from evener.tui.text.safe_documents import harmless_json, json_text, toml_text
 
 FORMATS = ("toml", "json")
 

@@ -13,8 +13,8 @@ import keras
 import numpy as np
 
 from evener.errors import RequestError
-from workloads.base import Place, Workload
-from workloads.keras_recipe import KerasWorkload
+from evener.workloads.keras_backend.workload import KerasWorkload
+from evener.workloads.protocol import Place, Workload
 
 CUDNN = {"auto": "auto", "true": True, "false": False}
 

@@ -12,8 +12,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from workloads.base import Place, Workload
-from workloads.keras_recipe import KerasWorkload
+from evener.workloads.keras_backend.workload import KerasWorkload
+from evener.workloads.protocol import Place, Workload
 
 CONVOLUTIONS = (32, 64, 128, 256, "pool", 512, 512, 512, 512, "pool")
 DENSE = (2048, 2048, 2048, 2048, 2048, 1024)

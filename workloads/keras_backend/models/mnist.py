@@ -8,9 +8,9 @@ from typing import Any
 
 import keras
 
-from workloads.base import Place, Workload
-from workloads.digits import digits
-from workloads.keras_recipe import KerasWorkload
+from evener.workloads.datasets.digits import digits
+from evener.workloads.keras_backend.workload import KerasWorkload
+from evener.workloads.protocol import Place, Workload
 
 
 def build(place: Place, settings: Mapping[str, Any]) -> Workload:

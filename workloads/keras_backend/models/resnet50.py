@@ -12,9 +12,9 @@ from typing import Any
 import keras
 
 from evener.errors import RequestError
-from workloads.base import Place, Workload
-from workloads.keras_recipe import KerasWorkload
-from workloads.pictures import pictures
+from evener.workloads.datasets.stripes import pictures
+from evener.workloads.keras_backend.workload import KerasWorkload
+from evener.workloads.protocol import Place, Workload
 
 SETTINGS: dict[str, Any] = {"side": 32, "classes": 10, "learning_rate": 0.001}
 SMALLEST_SIDE = 32  # keras.applications takes no less

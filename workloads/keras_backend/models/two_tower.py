@@ -18,10 +18,10 @@ import numpy as np
 import tensorflow as tf
 
 from evener.errors import RequestError
-from workloads.base import Place, Workload
-from workloads.keras_recipe import KerasWorkload
-from workloads.keras_stages import Pass, Stage, added
-from workloads.keras_ways import Solo
+from evener.workloads.keras_backend.pipeline_stages import Pass, Stage, added
+from evener.workloads.keras_backend.step_engines import Solo
+from evener.workloads.keras_backend.workload import KerasWorkload
+from evener.workloads.protocol import Place, Workload
 
 SETTINGS: dict[str, Any] = {
     "vocabulary": 20_000,

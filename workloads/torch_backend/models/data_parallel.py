@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from evener.errors import RequestError
-from workloads.base import Place, Workload
-from workloads.torch_mnist import model, sample_batch
-from workloads.torch_placements import cross_entropy, lay_for
-from workloads.torch_recipe import Recipe, TorchWorkload
+from evener.workloads.protocol import Place, Workload
+from evener.workloads.torch_backend.models.mnist import model, sample_batch
+from evener.workloads.torch_backend.placements import cross_entropy, lay_for
+from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
 
 SETTINGS: dict[str, Any] = {"filters": 16, "dense": 64, "learning_rate": 0.001}
 

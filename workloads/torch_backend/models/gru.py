@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workloads.base import Place, Workload
-from workloads.torch_recipe import Recipe, TorchWorkload
+from evener.workloads.protocol import Place, Workload
+from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
 
 SETTINGS: dict[str, Any] = {
     "steps": 64,

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from workloads.base import Place, Workload
-from workloads.torch_recipe import Recipe, TorchWorkload
+from evener.workloads.protocol import Place, Workload
+from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
 
 PARAMETERS = 78_923_530
 CONVOLUTIONS = (32, 64, 128, 256, "pool", 512, 512, 512, 512, "pool")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from workloads.base import Place, Workload
-from workloads.digits import digits
-from workloads.torch_recipe import Recipe, TorchWorkload
+from evener.workloads.datasets.digits import digits
+from evener.workloads.protocol import Place, Workload
+from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
 
 SETTINGS: dict[str, Any] = {"filters": 16, "dense": 64, "learning_rate": 0.001}
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from evener.errors import RequestError
-from workloads.base import Place, Workload
-from workloads.torch_placements import cross_entropy, lay_for, picture_batch
-from workloads.torch_recipe import Lay, Recipe, TorchWorkload
+from evener.workloads.protocol import Place, Workload
+from evener.workloads.torch_backend.placements import cross_entropy, lay_for, picture_batch
+from evener.workloads.torch_backend.workload import Lay, Recipe, TorchWorkload
 
 SETTINGS: dict[str, Any] = {
     "side": 32,

@@ -1,7 +1,7 @@
 """A convolutional classifier whose image is cut in 2 x 2 tiles, each on a device of its own, borders exchanged.
 
 Source: the slides on several GPUs, "Tile Parallelism for Images". What each device holds of an image is a quarter, so
-images train that one device has no memory for; the result is that of the whole image (`workloads.torch_tiling`).
+images train that one device has no memory for; the result is that of the whole image (`torch_backend.tiling`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from evener.errors import RequestError
-from workloads.base import Place, Workload
-from workloads.torch_placements import cross_entropy, lay_for, picture_batch
-from workloads.torch_recipe import Recipe, TorchWorkload
-from workloads.torch_tiling import cut, run_tiled
+from evener.workloads.protocol import Place, Workload
+from evener.workloads.torch_backend.placements import cross_entropy, lay_for, picture_batch
+from evener.workloads.torch_backend.tiling import cut, run_tiled
+from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
 
 SETTINGS: dict[str, Any] = {"side": 128, "classes": 10, "learning_rate": 0.001}
 CHANNELS = (16, 32)

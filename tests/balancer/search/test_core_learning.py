@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balancer.core.curve import fit
-from balancer.core.memory import Memory
-from balancer.core.points import Point
-from balancer.core.stairs import stairs
-from balancer.core.sync import costs
+from evener.balancer.search.model.memory import Memory
+from evener.balancer.search.model.points import Point
+from evener.balancer.search.model.stairs import stairs
+from evener.balancer.search.model.step_time import fit
+from evener.balancer.search.model.sync_cost import costs
 
 positive = st.floats(1e-4, 10.0)
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent))
-from machines import Bench, benches
-
-from balancer.core.drive import simple
-from balancer.core.search import Search
-from balancer.records import Failed, Observation, OutOfMemory, Probe, Problem, Timed
+from evener.balancer.search.drive import simple
+from evener.balancer.search.search import Search
+from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Problem, Timed
 from evener.errors import RequestError
+from tests.support.search_machines import Bench, benches
 
 MOST_ASKS = 60  # a search that asks more often does not end
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent))
-from machines import Bench, benches
-
-from balancer.core.search import Search
-from balancer.records import Failed, Observation, OutOfMemory, Probe, Timed
+from evener.balancer.search.search import Search
+from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Timed
+from tests.support.search_machines import Bench, benches
 
 MOST_ASKS = 80
 

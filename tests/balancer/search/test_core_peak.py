@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import random
 import statistics
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent))
-from machines import Bench, benches, searched
-
-from balancer.core import peak, solo, view
-from balancer.core.known import REACH
-from balancer.core.points import Point
-from balancer.core.search import Search
-from balancer.records import Observation, Timed
+from evener.balancer.search import predictions, solo_stage
+from evener.balancer.search.model import throughput_peak
+from evener.balancer.search.model.device_model import REACH
+from evener.balancer.search.model.points import Point
+from evener.balancer.search.search import Search
+from evener.balancer.types import Observation, Timed
+from tests.support.search_machines import Bench, benches, searched
 
 WHOLE = (
     (1, 9.5),
@@ -83,10 +80,10 @@ def test_a_fall_is_worth_two_rounds_more_and_nothing_else_is() -> None:
     """Four rounds are enough for machines whose samples/s only rise."""
     for seed in range(4):
         _, seen = searched(bench := seeded(seed), bench.problem(tolerance=0.0))
-        assert solo.MOST_ROUNDS <= 1 + max(_solo_turns(seen)) <= solo.PEAK_ROUNDS
+        assert solo_stage.MOST_ROUNDS <= 1 + max(_solo_turns(seen)) <= solo_stage.PEAK_ROUNDS
     straight = Bench(((20.0, 0.05, 0, 30_000), (15.0, 0.1, 0, 20_000)))
     _, seen = searched(straight, straight.problem(tolerance=0.0))
-    assert 1 + max(_solo_turns(seen)) == solo.MOST_ROUNDS
+    assert 1 + max(_solo_turns(seen)) == solo_stage.MOST_ROUNDS
 
 
 @pytest.mark.parametrize("budget", [60.0, 100.0, 150.0])
@@ -118,7 +115,7 @@ def test_a_free_batch_grows_in_bounded_steps(bench: Bench, known: bool) -> None:
     ran = [0] * len(bench.devices)
     for one in seen:
         shares = one.probe.layout.shares
-        alone = view.REACH_ALONE if one.probe.stage == "split" else solo.FARTHEST
+        alone = predictions.REACH_ALONE if one.probe.stage == "split" else solo_stage.FARTHEST
         most = REACH if one.probe.layout.kind == "split" else alone
         assert all(share <= most * size for share, size in zip(shares, ran, strict=True) if size)
         ran = [
@@ -132,31 +129,31 @@ def test_a_fixed_batch_needs_no_point_on_the_way() -> None:
     bench = Bench(((20.0, 0.05, 0, 30_000), (15.0, 0.1, 0, 30_000)))
     _, seen = searched(bench, bench.problem(global_batch=24_000))
     third = [sum(one.probe.layout.shares) for one in seen if one.probe.stage == "solo" and one.probe.turn == 2]
-    assert min(third) > solo.FARTHEST * solo.SECOND
+    assert min(third) > solo_stage.FARTHEST * solo_stage.SECOND
     assert max(_solo_turns(seen)) == 2
 
 
 def test_falls_are_told_from_noise() -> None:
     """A larger batch that is a few per cent slower has fallen only if its error is small."""
     slower = (Point(8, 0.8, 0.001), Point(64, 0.64, 0.001), Point(512, 5.6, 0.001))
-    assert peak.fallen(slower)
-    assert not peak.fallen([Point(p.batch, p.seconds, 0.05) for p in slower])
-    assert not peak.fallen(slower[:2])
-    assert not peak.fallen(())
+    assert throughput_peak.fallen(slower)
+    assert not throughput_peak.fallen([Point(p.batch, p.seconds, 0.05) for p in slower])
+    assert not throughput_peak.fallen(slower[:2])
+    assert not throughput_peak.fallen(())
 
 
 @given(st.floats(0.1, 50.0), st.floats(0.01, 2.0), st.lists(st.integers(1, 9000), min_size=1, max_size=6, unique=True))
 def test_a_straight_line_gives_no_hope_of_a_peak(fixed: float, slope: float, batches: list[int]) -> None:
     """Between points of one line there is nothing better than the largest."""
-    assert not peak.hoped([Point(b, fixed + slope * b, 0.001) for b in batches])
+    assert not throughput_peak.hoped([Point(b, fixed + slope * b, 0.001) for b in batches])
 
 
 def test_the_gap_before_a_fall_is_halved() -> None:
     """Its geometric middle, a whole number of quanta, until neighbours lie near."""
     points = [Point(b, t / 1000, 0.001) for b, t in (WHOLE[1], WHOLE[2], (2048, 124.8), WHOLE[-1])]
-    assert peak.hoped(points) == pytest.approx((2048 * 8819) ** 0.5, abs=1)
-    assert peak.hoped(points, 64) % 64 == 0
-    while middle := peak.hoped(points):
+    assert throughput_peak.hoped(points) == pytest.approx((2048 * 8819) ** 0.5, abs=1)
+    assert throughput_peak.hoped(points, 64) % 64 == 0
+    while middle := throughput_peak.hoped(points):
         assert middle not in [p.batch for p in points]
         points = sorted([*points, Point(middle, H200.own(0, middle), 0.001)], key=lambda p: p.batch)
     top = max(points, key=lambda p: p.batch / p.seconds).batch

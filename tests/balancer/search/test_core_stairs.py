@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent))
-from machines import Bench, searched
-
-from balancer.core import split
-from balancer.core.beside import slowed
-from balancer.core.curve import Curve, fit
-from balancer.core.ledger import Device
-from balancer.core.memory import Memory
-from balancer.core.points import Point
-from balancer.core.search import Search
-from balancer.core.stairs import stairs
-from balancer.core.view import View
-from balancer.records import Layout, Timed
 from benchmarks.search_runs import Job, run
+from evener.balancer.search import split_stage
+from evener.balancer.search.model.contention import slowed
+from evener.balancer.search.model.memory import Memory
+from evener.balancer.search.model.points import Point
+from evener.balancer.search.model.stairs import stairs
+from evener.balancer.search.model.step_time import Curve, fit
+from evener.balancer.search.observations import Device
+from evener.balancer.search.predictions import View
+from evener.balancer.search.search import Search
+from evener.balancer.types import Layout, Timed
+from tests.support.search_machines import Bench, searched
 
 ERROR = 0.002
 MACHINES = 16
@@ -151,7 +147,7 @@ def test_searches_end_near_the_edges(devices: int) -> None:
         assert best is not None
         missed.append(1 - bench.rate(best.layout.shares) / best_rate(bench))
         splits = [one for one in seen if one.probe.stage == "split"]
-        assert len(splits) <= split.MOST_OF_STAIRS
+        assert len(splits) <= split_stage.MOST_OF_STAIRS
     assert sum(part <= NEAR for part in missed) >= 0.85 * MACHINES, missed
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from machines import Bench
-
-from balancer.core.search import Search
-from balancer.records import Failed, Layout, Observation, Probe, Problem
+from evener.balancer.search.search import Search
+from evener.balancer.types import Failed, Layout, Observation, Probe, Problem
+from tests.support.search_machines import Bench
 
 PAIR = Bench(((10.0, 0.05, 0, 20_000), (10.0, 0.1, 0, 20_000)), 0.002)
 

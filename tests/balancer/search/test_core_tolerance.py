@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 
-sys.path.insert(0, str(Path(__file__).parent))
-from machines import Bench, benches
-
-from balancer.core.search import Search
-from balancer.records import Layout, Probe
+from evener.balancer.search.search import Search
+from evener.balancer.types import Layout, Probe
+from tests.support.search_machines import Bench, benches
 
 BENCH = Bench(((30.0, 0.2, 0, 4000), (40.0, 0.3, 0, 4000)), 0.004)
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balancer.core import fill
-from balancer.core.curve import Curve
-from balancer.core.fill import Lane
+from evener.balancer.search import waterfill
+from evener.balancer.search.model.step_time import Curve
+from evener.balancer.search.waterfill import Lane
 
 
 @st.composite
@@ -50,7 +50,7 @@ def every_layout(some: list[Lane], fewest: int) -> list[tuple[int, ...]]:
 def test_a_fixed_batch_is_solved_exactly(some: list[Lane], base: float, each: float, batch: int, fewest: int) -> None:
     """No share vector that sums to the batch is faster."""
     cost = costs(len(some), base, each)
-    found = fill.fixed(some, cost, batch, 1, fewest)
+    found = waterfill.fixed(some, cost, batch, 1, fewest)
     rivals = [one for one in every_layout(some, fewest) if sum(one) == batch]
     if not rivals:
         assert found is None
@@ -66,7 +66,7 @@ def test_a_fixed_batch_is_solved_exactly(some: list[Lane], base: float, each: fl
 def test_a_free_batch_is_solved_to_a_sample(some: list[Lane], base: float, each: float, fewest: int) -> None:
     """No share vector is faster by more than one sample of rounding at a finish time makes."""
     cost = costs(len(some), base, each)
-    found = fill.free(some, cost, 1, None, fewest)
+    found = waterfill.free(some, cost, 1, None, fewest)
     top = max(sum(one) / seconds(some, one, cost) for one in every_layout(some, fewest))
     assert found is not None
     true = sum(share for _, share in found.shares) / found.seconds
@@ -80,9 +80,9 @@ def test_a_free_batch_is_solved_to_a_sample(some: list[Lane], base: float, each:
 def test_the_smallest_batch_reaches_its_rate(some: list[Lane], base: float, part: float) -> None:
     """What is said to reach a throughput does, with no larger a batch than the fastest layout."""
     cost = costs(len(some), base, 0.1)
-    fastest = fill.free(some, cost)
+    fastest = waterfill.free(some, cost)
     assert fastest is not None
-    found = fill.smallest(some, cost, fastest.samples_per_second * part)
+    found = waterfill.smallest(some, cost, fastest.samples_per_second * part)
     assert found is not None
     assert found.samples_per_second >= fastest.samples_per_second * part * (1 - 1e-9)
     assert found.global_batch <= fastest.global_batch
@@ -94,12 +94,12 @@ def test_sorting_replaces_the_enumeration_of_subsets(shapes: list[Curve], base: 
     """With a cost that depends only on how many take part, the most able k devices are the best subset of k."""
     some = [Lane(i, curve, 30) for i, curve in enumerate(shapes)]
     cost = costs(len(some), base, each)
-    found = fill.fixed(some, cost, batch)
+    found = waterfill.fixed(some, cost, batch)
     single = []
     for k in range(2, len(some) + 1):
         for subset in combinations(some, k):
             only = tuple(cost[k] for _ in range(k + 1))  # this subset, whole: no cheaper count inside it
-            part = fill.fixed(list(subset), only, batch, 1, k)
+            part = waterfill.fixed(list(subset), only, batch, 1, k)
             if part is not None:
                 single.append(part.seconds)
     assert (found is None) == (not single)
@@ -111,11 +111,11 @@ def test_many_devices_are_solved_as_well_as_few() -> None:
     """The sweep used beyond 32 devices finds what solving every count finds."""
     some = [Lane(i, Curve((0.0, 1.0), (2.0 + i % 7, 3.0 + i % 7), 1.0 + (i % 5) / 3), 500) for i in range(40)]
     cost = costs(len(some), 1.0, 0.4)
-    found = fill.fixed(some, cost, 1600)
+    found = waterfill.fixed(some, cost, 1600)
     best = min(
         seconds
         for k in range(2, 41)
-        if (part := fill._fixed_count(some, k, 1600, 1, 0.0, 0))
+        if (part := waterfill._fixed_count(some, k, 1600, 1, 0.0, 0))
         for seconds in [part[0] + cost[k]]
     )
     assert found is not None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from balancer.core.memory import Memory
-from balancer.core.search import Search
-from balancer.records import OutOfMemory, Probe, Problem, Timed
+from evener.balancer.search.model.memory import Memory
+from evener.balancer.search.search import Search
+from evener.balancer.types import OutOfMemory, Probe, Problem, Timed
 
 BUDGET = 100.0
 FIXED, EACH = 0.005, 64e-6  # seconds a step, and a sample

@@ -8,8 +8,8 @@ import statistics
 
 import pytest
 
-from balancer.core import stats
-from balancer.records import Interval
+from evener.balancer.search import statistics as stats
+from evener.balancer.types import Interval
 
 
 def test_student_meets_the_normal_and_the_table() -> None:

@@ -1,0 +1,1 @@
+"""What measurements say of devices: step times, memory, contention and the cost of exchange."""

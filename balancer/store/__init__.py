@@ -1,0 +1,1 @@
+"""Runs on disk: journals, locks, the list of runs, and replaying them."""

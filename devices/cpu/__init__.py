@@ -1,0 +1,1 @@
+"""Slices of the CPU as devices."""

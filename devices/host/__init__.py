@@ -1,0 +1,1 @@
+"""The machine around the devices: its CPUs, memory and processes."""

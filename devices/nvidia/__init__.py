@@ -1,0 +1,1 @@
+"""NVIDIA GPUs: what NVML reports, MPS, and other work on a GPU."""

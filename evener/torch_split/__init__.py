@@ -1,0 +1,15 @@
+"""Train a PyTorch model by a plan: unequal shares of each batch on unequal devices, and the same learning.
+
+from evener.torch_split import Split
+
+split = Split("plan.toml")
+loader = split.loader(dataset, seed=0)
+model = split.wrap(model)                # DistributedDataParallel; the loop and its loss stay as they were
+"""
+
+from __future__ import annotations
+
+from evener.torch_split.loader import Loader
+from evener.torch_split.split import Split
+
+__all__ = ["Loader", "Split"]

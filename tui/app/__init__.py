@@ -1,0 +1,1 @@
+"""The full-screen app and what runs behind it."""

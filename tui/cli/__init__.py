@@ -1,0 +1,1 @@
+"""The command line: options, output and one module a command."""

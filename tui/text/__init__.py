@@ -1,0 +1,1 @@
+"""Text for terminals: figures, tables and progress lines. Knows no screen."""

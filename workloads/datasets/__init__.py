@@ -1,0 +1,1 @@
+"""Data sets made in code: nothing is downloaded."""

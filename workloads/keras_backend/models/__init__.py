@@ -1,0 +1,1 @@
+"""The Keras models that ship with evener."""

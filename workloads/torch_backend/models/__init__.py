@@ -1,0 +1,1 @@
+"""The PyTorch models that ship with evener."""
