@@ -138,8 +138,8 @@ def test_a_file_of_somebody_else_is_not_trusted(path: Path) -> None:
 FILL = """
 import resource, sys
 from pathlib import Path
-sys.path.insert(0, {folder!r})
-from balancer import journal
+
+from evener.balancer.store import journal
 from evener.errors import RequestError
 import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 written, record = journal.reopen(Path({path!r}))
@@ -154,8 +154,7 @@ except RequestError as fault:
 def test_a_full_disk_is_one_sentence_and_leaves_what_was_written(path: Path) -> None:
     """A line that no longer fits is taken back whole."""
     content = path.read_bytes()
-    folder = str(Path(journal.__file__).parents[1])
-    code = FILL.format(folder=folder, path=str(path), limit=len(content) + 30)
+    code = FILL.format(path=str(path), limit=len(content) + 30)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "can't be written: File too large" in done.stdout
     assert done.stdout.count("\n") == 1

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from evener import live, torch_split
+from evener import live
 from evener.cpu_topology import slice_cores
 from evener.errors import DeviceError, EvenerError, PlanError, RequestError
 from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
@@ -232,7 +232,7 @@ def limited(batches: tuple[int, ...]) -> Plan:
 
 def test_limits_that_do_not_hold_here_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence for all devices, from the first rank alone."""
-    monkeypatch.setattr(torch_split, "join", Mock(return_value=False))
+    monkeypatch.setattr("evener.torch_split.split.join", Mock(return_value=False))
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, expected in (("0", 1), ("1", 0)):
         monkeypatch.setenv("RANK", rank)

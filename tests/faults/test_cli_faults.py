@@ -19,13 +19,13 @@ from typing import Any
 import psutil
 import pytest
 
-import balancer
+import evener
 from evener.balancer.store import journal
 from evener.balancer.store.journal import Record
 from evener.balancer.types import Timed
 from evener.plan import load_plan
 
-HOME = Path(balancer.__file__).parents[1]
+HOME = Path(evener.__file__).parents[1]
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 BALANCE = ("balance", "--devices", "cpu", "--workload", "synthetic", "--max-global-batch", "256", "--set", "base_ms=10")
 SIMULATED = ("balance", "--devices", "sim:gtx1080ti,gtx1080", "--max-global-batch", "256")

@@ -263,7 +263,7 @@ def test_nothing_is_unpickled_or_evaluated(path: Path) -> None:
             if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
                 assert (called.value.id, called.attr) not in BANNED_CALLS
             if isinstance(called, ast.Attribute) and called.attr == "exec_module":
-                assert path.relative_to(HOME) == Path("workloads/custom.py")
+                assert path.relative_to(HOME) == Path("workloads/user_code.py")
             assert not [word for word in node.keywords if word.arg == "shell" and _true(word.value)]
 
 

@@ -16,7 +16,7 @@ import msgspec
 import psutil
 import pytest
 
-import balancer
+import evener
 from evener.balancer.events import Event, Finished, Observed, Started
 from evener.balancer.session import Request, Session
 from evener.balancer.store import journal, replay, runs
@@ -41,7 +41,7 @@ session.close()
 
 def start(request: Request, resume: str = "") -> subprocess.Popen[str]:
     """A session in a process of its own."""
-    home = str(Path(balancer.__file__).parents[1])
+    home = str(Path(evener.__file__).parents[1])
     arguments = [sys.executable, "-c", SCRIPT, home, msgspec.json.encode(request).decode(), resume]
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
 

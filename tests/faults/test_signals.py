@@ -22,13 +22,13 @@ from typing import Any
 import psutil
 import pytest
 
-import balancer
+import evener
 from evener.balancer.store import journal
 from evener.balancer.store.journal import Asked
 from evener.balancer.types import Timed
 from evener.plan import load_plan
 
-HOME = Path(balancer.__file__).parents[1]
+HOME = Path(evener.__file__).parents[1]
 MOMENTS = int(os.environ.get("EVENER_SIGNALS", "7"))
 SEED = os.environ.get("EVENER_SEED", "1")
 STAGES = ("start", "import", "build", "warm-up", "measure", "race", "export")

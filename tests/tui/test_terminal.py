@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("cores_of_one_user")
 RUN = "import sys; from evener.tui.app.app import run_app; sys.exit(run_app({devices!r}))"
 BREAK = """
 import sys
-from tui import app
+from evener.tui.app import app
 from evener.tui.screens.monitor import MonitorScreen
 def broken(self): raise ZeroDivisionError("planted")
 MonitorScreen.action_refresh = broken

@@ -17,7 +17,7 @@ from evener.workloads.protocol import Place
 
 RUN = """
 import sys
-from workloads import registry
+from evener.workloads import registry
 from evener.workloads.protocol import Place
 workload = registry.build("synthetic", Place(("CPU:0",)), dict(pair.split("=") for pair in sys.argv[1:]))
 workload.prepare((8,))
