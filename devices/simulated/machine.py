@@ -39,7 +39,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     name: str
     memory_mib: float  # what a training process can have
-    curve: Points  # (batch, step ms)
+    curve: Points  # (batch, step ms), as recorded: a larger batch may take less time
     memory_base_mib: float = 0.0
     memory_per_sample_mib: float = 0.0
     memory_curve: Points = ()  # (batch, MiB): a bent line, in place of the two above
@@ -199,7 +199,9 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def along(points: Points, batch: float) -> float:
-    """Linear between points; below the first and above the last, the line through the two nearest."""
+    """Linear between points; outside them the line through the two nearest, or level where that line falls."""
     right = min(max(bisect_left(points, batch, key=lambda point: point[0]), 1), len(points) - 1)
     (batch0, y0), (batch1, y1) = points[right - 1], points[right]
+    if y1 < y0:
+        batch = min(max(batch, batch0), batch1)
     return y0 + (y1 - y0) * (batch - batch0) / (batch1 - batch0)

@@ -183,6 +183,7 @@ def _read_device(table: dict[str, Any], where: str) -> SimulatedDevice:
     _check_points("curve", device.curve, "time", where)
     if "memory_curve" in table:
         _check_points("memory_curve", device.memory_curve, "memory", where)
+        _check_rising_memory(device.memory_curve, where)
     _check_gain(device.pack_gain, where)
     return device
 
@@ -235,12 +236,16 @@ def _check_points(key: str, points: Points, what: str, where: str) -> None:
             raise RequestError(
                 f"{where}: `{key}` holds [{batch}, {number}].", f"Give a batch of 1 or more and a {what} above 0."
             )
-    for (batch0, number0), (batch1, number1) in pairwise(points):
+    for (batch0, _), (batch1, _) in pairwise(points):
         if batch1 <= batch0:
             fault = "repeats" if batch1 == batch0 else "is not sorted at"
             raise RequestError(f"{where}: `{key}` {fault} batch {batch1}.", "Give each batch once, in rising order.")
-        if number1 < number0:
+
+
+def _check_rising_memory(points: Points, where: str) -> None:
+    for (batch0, mib0), (batch1, mib1) in pairwise(points):
+        if mib1 < mib0:
             raise RequestError(
-                f"{where}: `{key}` falls in {what} from batch {batch0} to {batch1}.",
-                "A larger batch never takes less.",
+                f"{where}: `memory_curve` falls from batch {batch0} to {batch1}.",
+                "Memory must not fall as the batch grows.",
             )

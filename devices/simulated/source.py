@@ -152,10 +152,8 @@ class SimulatedSource:
 
 
 def fastest(device: SimulatedDevice) -> float:
-    """The most samples/s of a device alone, at the largest batch of its curve."""
-    batch = device.curve[-1][0]
-    seconds = device.seconds(batch)
-    return batch / seconds if seconds else math.inf
+    """The most samples/s of a device alone, at any point of its curve."""
+    return max(batch / seconds if (seconds := device.seconds(batch)) else math.inf for batch, _ in device.curve)
 
 
 def largest_batch(machine: Machine, position: int) -> int:

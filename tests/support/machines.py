@@ -1,0 +1,33 @@
+"""Simulated machines that several tests search."""
+
+from __future__ import annotations
+
+from evener.devices.simulated.machine import Machine
+from evener.devices.simulated.machine_file import parse_machine
+
+CARD = """
+[[device]]
+name = "{name}"
+memory_mib = 142336
+memory_base_mib = 2130.0
+memory_per_sample_mib = 8.6
+noise = 0.005
+curve = {curve}
+"""
+
+
+def crawling_machine(beyond: int = 1400) -> Machine:
+    """Two equal fast GPUs, of which the first takes eight times as long above `beyond` rows."""
+    return parse_machine(crawling_machine_toml(beyond).encode())
+
+
+def crawling_machine_toml(beyond: int = 1400) -> str:
+    """The file of that machine: 5 ms + 0.032 ms a row (1,400 rows 49.8 ms); all of 8,192 rows fit in memory."""
+    steep = [[1, _ms(1)], [beyond, _ms(beyond)], [beyond + 100, 8 * _ms(beyond + 100)], [16384, 8 * _ms(16384)]]
+    straight = [[1, _ms(1)], [16384, _ms(16384)]]
+    sync = "[sync]\nbase_ms = 1.2\nper_device_ms = 1.0\n"
+    return sync + CARD.format(name="Crawling", curve=steep) + CARD.format(name="Healthy", curve=straight)
+
+
+def _ms(rows: int) -> float:
+    return round(5 + 0.032 * rows, 3)
