@@ -41,7 +41,8 @@ Empty().run()
 EVENER = f"import sys; from evener.tui.app.app import run_app; sys.exit(run_app({DEVICES!r}))"
 LOADED = f"""
 import sys, threading
-from evener.tui.app import app, snapshot_feed as feed
+from evener.tui.app import app
+from evener.tui.runtime import snapshot_publisher as feed
 def loaded(self, post):
     for place, _ in enumerate(self._source.devices()):
         self._source.set_load(place, 1100.0 - 40 * place, 600)

@@ -40,8 +40,8 @@ from evener.devices.sampler import History
 from evener.devices.simulated.source import SimulatedSource
 from evener.live import Reporter
 from evener.tui.app.app import EvenerApp
-from evener.tui.app.messages import Sampled
-from evener.tui.app.snapshot_feed import Load, Post
+from evener.tui.runtime.messages import Sampled
+from evener.tui.runtime.snapshot_publisher import Load, Post
 
 HALF_HOUR = 1800  # ticks
 LOOK_TICKS = 150  # two rounds of all keys at all sizes, so that each look finds the app as the one before did

@@ -24,8 +24,8 @@ from evener.devices.simulated.machine import Machine
 from evener.devices.simulated.source import SimulatedSource
 from evener.devices.types import Device, HostSample, ProcessSample, Snapshot, value
 from evener.tui.app.app import EvenerApp
-from evener.tui.app.messages import Sampled
-from evener.tui.app.snapshot_feed import Post
+from evener.tui.runtime.messages import Sampled
+from evener.tui.runtime.snapshot_publisher import Post
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
 AT_SECONDS = 1_790_070_000.0

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from evener.balancer.events import Event, Finished, Observed, ProbeProgress, ProbeStarted
-from evener.balancer.probes.child_pool import ChildProber, Job
+from evener.balancer.probes.child_prober import ChildProber, Job
 from evener.balancer.probes.interference import Guard
 from evener.balancer.session import Request, Session
 from evener.balancer.types import Probe, Timed, layout_of
@@ -23,7 +23,7 @@ from evener.devices.sampler import Sampler
 from evener.devices.types import Snapshot, State
 from evener.errors import DeviceError
 from evener.tui.app.app import EvenerApp
-from evener.tui.app.snapshot_feed import SampledFeed
+from evener.tui.runtime.snapshot_publisher import SampledFeed
 
 LOST = """
 import os, threading, time

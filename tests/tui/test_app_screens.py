@@ -14,8 +14,8 @@ from textual.widgets import Input
 
 from evener.devices.types import LOST, value
 from evener.plan import load_plan
-from evener.tui.app.messages import Sampled
-from evener.tui.app.session_thread import ReplayThread
+from evener.tui.runtime.messages import Sampled
+from evener.tui.runtime.session_thread import ReplayThread
 from evener.tui.screens.details import DetailsDialog
 from evener.tui.screens.dialogs import ConfirmDialog
 from evener.tui.screens.export import ExportDialog

@@ -19,9 +19,9 @@ from evener.devices.discover import discover, open_source
 from evener.devices.process_signals import send_signal
 from evener.devices.types import UNSUPPORTED
 from evener.errors import NoLayoutError, RequestError
-from evener.tui.app.messages import Sampled, SessionEnded, SessionReported
-from evener.tui.app.session_thread import ReplayThread, SessionThread
-from evener.tui.app.snapshot_feed import Load, SampledFeed
+from evener.tui.runtime.messages import Sampled, SessionEnded, SessionReported
+from evener.tui.runtime.session_thread import ReplayThread, SessionThread
+from evener.tui.runtime.snapshot_publisher import Load, SampledFeed
 
 
 def _wait(condition: Callable[[], object], seconds: float = 10.0) -> None:

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from evener.balancer.events import Paused, ProbeStarted
-from evener.balancer.types import Failed, Interval, Probe, Result, layout_of, solo
-from evener.tui.view.balance import (
+from evener.balancer.session_state import (
     BalanceState,
     advance,
     best_solo,
@@ -20,6 +19,7 @@ from evener.tui.view.balance import (
     rivals,
     seconds_left,
 )
+from evener.balancer.types import Failed, Interval, Probe, Result, layout_of, solo
 from evener.tui.view.balance_lines import chosen_shares, rival_lines, search_lines, share_lines, warning_lines
 from evener.tui.view.cells import span_cells
 from evener.tui.view.lanes import lane_lines

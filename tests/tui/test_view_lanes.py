@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from evener.balancer.events import ProbeProgress
+from evener.balancer.session_state import BalanceState, Seen, advance
 from evener.balancer.types import Belief, CurveSketch, OutOfMemory, Probe, solo
 from evener.devices.types import UNSUPPORTED
-from evener.tui.view.balance import BalanceState, Seen, advance
 from evener.tui.view.cells import span_cells
 from evener.tui.view.lanes import lane_lines
 from evener.tui.view.marks import ASCII, UNICODE

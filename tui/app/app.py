@@ -16,15 +16,15 @@ from textual.reactive import var
 from textual.screen import ModalScreen, Screen
 
 from evener.balancer.request import Request
+from evener.balancer.session_state import BalanceState, advance, own_speed
 from evener.devices.types import Device, DeviceSample, Snapshot
 from evener.errors import RequestError
-from evener.tui.app.crash_log import write_crash_log
-from evener.tui.app.messages import Sampled, SessionEnded, SessionReported
-from evener.tui.app.session_thread import Live, SessionThread
-from evener.tui.app.snapshot_feed import Feed, Load, open_feed
 from evener.tui.app.terminal_watch import HangUpWatch
 from evener.tui.app.theme import DARK, DARK_MEANINGS, LIGHT
-from evener.tui.view.balance import BalanceState, advance, own_speed
+from evener.tui.runtime.crash_log import write_crash_log
+from evener.tui.runtime.messages import Sampled, SessionEnded, SessionReported
+from evener.tui.runtime.session_thread import Live, SessionThread
+from evener.tui.runtime.snapshot_publisher import Feed, Load, open_feed
 from evener.tui.view.cells import clean
 from evener.tui.view.marks import ASCII, UNICODE, Marks
 from evener.tui.widgets.bars import SCREENS

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import msgspec
 
+from evener.balancer.session_state import SOLO
 from evener.balancer.store import journal, runs
 from evener.balancer.store.journal import Record
 from evener.balancer.types import OutOfMemory, Timed
 from evener.errors import RequestError
 from evener.plan import Layout, Plan, Throughput
 from evener.tui.text.formatting import plain
-from evener.tui.text.plan_summary import SOLO
 
 
 class DeviceCurve(msgspec.Struct, frozen=True):

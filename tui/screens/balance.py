@@ -10,11 +10,11 @@ from textual.binding import Binding, BindingType
 from textual.widget import Widget
 from textual.widgets import ContentSwitcher
 
+from evener.balancer.session_state import BalanceState
 from evener.tui.screens.base import PanelScreen
 from evener.tui.screens.dialogs import ConfirmDialog
 from evener.tui.screens.export import ExportDialog
 from evener.tui.screens.setup import Setup
-from evener.tui.view.balance import BalanceState
 from evener.tui.widgets.balance import BalanceView, LanePanel
 from evener.tui.widgets.choices import Ticks
 

@@ -11,11 +11,11 @@ from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
 from evener.balancer.events import Event
+from evener.balancer.session_state import BalanceState, advance
 from evener.balancer.store.journal import Header
-from evener.tui.app.messages import SessionEnded, SessionReported
-from evener.tui.app.session_thread import ReplayThread
+from evener.tui.runtime.messages import SessionEnded, SessionReported
+from evener.tui.runtime.session_thread import ReplayThread
 from evener.tui.screens.base import PanelScreen
-from evener.tui.view.balance import BalanceState, advance
 from evener.tui.widgets.balance import BalanceView
 
 

@@ -13,7 +13,7 @@ from textual.widget import Widget
 from evener.balancer.store import runs
 from evener.balancer.store.runs import Run, RunSummary
 from evener.errors import EvenerError
-from evener.tui.app.run_events import events_of, read_run
+from evener.tui.runtime.run_replay import events_of, read_run
 from evener.tui.screens.base import PanelScreen
 from evener.tui.screens.dialogs import ConfirmDialog
 from evener.tui.screens.export import ExportDialog

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from evener.balancer.session_state import BEST_SINGLE, EVEN, LARGER, SOLO
 from evener.plan import Evidence, Layout, Plan, Throughput
 from evener.tui.text.formatting import folded, percent, plain, rate
-
-EVEN = "even split"
-BEST_SINGLE = "best single device"
-LARGER = "larger global batch"
-SOLO = "solo "  # and the device's label
 
 
 def summary_lines(plan: Plan, labels: Sequence[str], verdict: str = "", width: int | None = None) -> list[str]:

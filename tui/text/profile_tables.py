@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from evener.balancer.probes.child_pool import ChildProber
+from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.protocol import Profiled
 from evener.balancer.request import Request
 from evener.balancer.resolve import make_prober, understand

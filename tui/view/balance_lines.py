@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from evener.balancer.session_state import BalanceState, Rival, rivals, seconds_left
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Timed
 from evener.shares import apportion
 from evener.tui.text.formatting import duration, percent, rate
-from evener.tui.view.balance import BalanceState, Rival, rivals, seconds_left
 from evener.tui.view.cells import Line, Span, Tone, clean, cut, device_tone, line, pad, span_cells, wrap
 from evener.tui.view.charts import bar
 from evener.tui.view.marks import Marks

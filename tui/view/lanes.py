@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from evener.balancer.session_state import BalanceState, best_solo, memory_wall, own_speed
 from evener.devices.types import DeviceSample
 from evener.tui.text.formatting import percent, rate
-from evener.tui.view.balance import BalanceState, best_solo, memory_wall, own_speed
 from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, device_tone, span_cells
 from evener.tui.view.devices import DEVICE_COLUMNS, DeviceRow
 from evener.tui.view.marks import Marks

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evener.balancer.events import Finished
+from evener.balancer.session_state import BalanceState
 from evener.balancer.store.runs import Run, RunSummary
 from evener.tui.text.formatting import duration, rate
-from evener.tui.view.balance import BalanceState
 from evener.tui.view.balance_lines import rival_lines, share_lines, warning_lines
 from evener.tui.view.cells import Line, Span, Tone, clean, cut, line, wrap
 from evener.tui.view.marks import Marks

@@ -9,7 +9,7 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widget import Widget
 
-from evener.tui.view.balance import BalanceState, curves
+from evener.balancer.session_state import BalanceState, curves
 from evener.tui.view.balance_lines import DETAILED_SHARES, rival_lines, search_lines, share_lines
 from evener.tui.view.cells import clean
 from evener.tui.view.lanes import lane_lines

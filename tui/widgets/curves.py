@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from rich.text import Text
 from textual_plotext import PlotextPlot
 
-from evener.tui.view.balance import CurvePoints
+from evener.balancer.session_state import CurvePoints
 from evener.tui.view.cells import DEVICE_TONES
 from evener.tui.view.charts import axis_ticks
 from evener.tui.view.figures import short

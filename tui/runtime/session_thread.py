@@ -11,7 +11,7 @@ from textual.message import Message
 
 from evener.balancer.events import Event
 from evener.errors import EvenerError
-from evener.tui.app.messages import SessionEnded, SessionReported
+from evener.tui.runtime.messages import SessionEnded, SessionReported
 
 Post = Callable[[Message], object]
 JOIN_SECONDS = 30.0  # a session that hangs must not hold the terminal for ever
@@ -88,7 +88,7 @@ class SessionThread:
         except EvenerError as error:
             fault, remedy = error.message, error.remedy
         except Exception as error:  # a bug must end as a sentence on the screen, with its traceback kept
-            from evener.tui.app.crash_log import write_crash_log
+            from evener.tui.runtime.crash_log import write_crash_log
 
             fault, remedy = f"The session broke: {error!r}.", f"The traceback is in {write_crash_log(error)}."
         self._post(SessionEnded(self.source, fault, remedy))

@@ -9,9 +9,12 @@ import msgspec
 from evener.balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
 from evener.balancer.types import Belief, Observation, OutOfMemory, Probe, Result, Timed
 from evener.plan import Throughput
-from evener.tui.text.plan_summary import BEST_SINGLE, EVEN, SOLO
 
 KEPT_OBSERVATIONS = 2000
+EVEN = "even split"  # names in a plan's evidence
+BEST_SINGLE = "best single device"
+LARGER = "larger global batch"
+SOLO = "solo "  # and the device's label
 
 
 class Running(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from evener.devices.recording import Recording, ReplaySource
 from evener.devices.sampler import Sampler
 from evener.devices.simulated.source import SimulatedSource
 from evener.devices.types import Device, DeviceSample, Snapshot, Source, State, value
-from evener.tui.app.messages import Sampled
+from evener.tui.runtime.messages import Sampled
 
 Post = Callable[[Message], object]
 
