@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from benchmarks import search_machines as machines
 from benchmarks.search_report import plot, report
 from benchmarks.search_runs import MODES, Job, Outcome, run
+from tests.support import machine_families as machines
 
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")  # one process a core does better than threads for such small matrices

@@ -38,7 +38,7 @@ def report(outcomes: Sequence[Outcome], seeds: int, command: str) -> str:
         f"Written by `{command}`: {len(outcomes)} searches on seeded random machines, {seeds} seeds, none of which the "
         "search was tuned on, for each family, "
         "number of devices (2, 4, 8, 16), noise of a step (0.2, 1, 3 %) and kind of batch. The oracle is exact, from "
-        "the machine's written-down physics (`benchmarks/search_oracle.py`). Regret is 1 - true throughput of the "
+        "the machine's written-down physics (`tests/support/search_oracle.py`). Regret is 1 - true throughput of the "
         "chosen layout / that of the oracle, in per cent; at tolerance 2 % it is expected to be about 2. The search "
         "measures by `SimulatedProber`, with the timing rules of real probes.\n",
         "## Targets\n",

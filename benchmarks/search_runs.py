@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable
 
 import msgspec
 
-from benchmarks import search_machines as machines
-from benchmarks import search_oracle as oracle
 from benchmarks.search_rivals import RIVALS
-from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.search.budget import BASE_SECONDS
 from evener.balancer.search.drive import simple
 from evener.balancer.search.search import Search
-from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
+from evener.balancer.types import Layout, OutOfMemory, Probe, Problem, Timed
 from evener.devices.simulated.machine import Machine
+from tests.support import machine_families as machines
+from tests.support import search_oracle as oracle
+from tests.support.recording_prober import RecordingProber
 
 MODES = ("free", "fixed", "tolerant")  # tolerance 0, a fixed global batch, and the default tolerance
 
@@ -63,7 +61,7 @@ def run(job: Job) -> Outcome:
     best = oracle.fixed(machine, batch) if batch is not None else oracle.free(machine, tolerance)
     memory = tuple(machine.usable_memory_bytes(i) for i in range(job.devices))
     problem = Problem(job.devices, memory, global_batch=batch, tolerance=tolerance)
-    watched = Watched(machine, job.seed)
+    watched = RecordingProber(machine, job.seed)
     search = Search(problem)
     course: list[float] = []
     cpu = time.process_time()
@@ -80,30 +78,11 @@ def run(job: Job) -> Outcome:
     return _outcome(job, machine, search, watched, best, cpu, tuple(course), rivals)
 
 
-class Watched:
-    """A simulated prober that keeps what it saw."""
-
-    def __init__(self, machine: Machine, seed: int) -> None:
-        self._prober = SimulatedProber(machine, seed)
-        self.seen: list[Observation] = []
-
-    def measure(self, probes: tuple[Probe, ...]) -> Iterable[Observation]:
-        """All probes at once."""
-        for seen in self._prober.measure(probes, lambda _: None, threading.Event()):
-            self.seen.append(seen)
-            yield seen
-
-    @property
-    def seconds(self) -> float:
-        """Of its virtual clock."""
-        return self._prober.now()
-
-
 def rival_course(
     machine: Machine, name: str, batch: int | None, seed: int, probes: int, best: float
 ) -> tuple[float, ...]:
     """Regret of a rival's best measured layout after each of its probes, at most `probes`."""
-    watched = Watched(machine, seed)
+    watched = RecordingProber(machine, seed)
     asks = RIVALS[name](len(machine.devices), batch, seed)
     course: list[float] = []
     top, truth = 0.0, 0.0
@@ -141,7 +120,7 @@ def _outcome(
     job: Job,
     machine: Machine,
     search: Search,
-    watched: Watched,
+    watched: RecordingProber,
     best: oracle.Best,
     cpu: float,
     course: tuple[float, ...],

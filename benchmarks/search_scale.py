@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from benchmarks import search_machines as machines
 from benchmarks.search_runs import Watched
 from evener.balancer.search.search import Search
 from evener.balancer.types import Problem
+from tests.support import machine_families as machines
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "search_scale.md"
 DEVICES, NOISE, SEED, LIMIT_SECONDS = 1024, 0.01, 1000, 10.0

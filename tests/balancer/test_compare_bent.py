@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 
-from benchmarks import compare as benchmark
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.search.comparison import Comparison
 from evener.balancer.search.layouts import Wanted
 from evener.balancer.types import Layout, OutOfMemory, Problem
 from evener.devices.simulated.machine import Machine, SimulatedDevice
+from tests.support import comparison_cases
 
 BEND = ((1, 901.2), (500, 1500.0), (1000, 2600.0))  # samples, MiB
 
@@ -50,4 +50,4 @@ def test_one_device_is_measured_beyond_what_four_rounds_reach() -> None:
     best = comparison.best()
     assert best is not None
     truth = max(b / machine.device_seconds(0, b, False) for b in range(1, 1001))
-    assert benchmark.true_throughput(machine, best.layout) >= 0.985 * truth
+    assert comparison_cases.true_throughput(machine, best.layout) >= 0.985 * truth

@@ -8,12 +8,12 @@ import threading
 import msgspec
 import pytest
 
-from benchmarks import compare as benchmark
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.search.comparison import SETTLED, Comparison
 from evener.balancer.search.layouts import Placement, Wanted
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
 from evener.devices.simulated.machine import Machine, SimulatedDevice, SimulatedPlacement, Sync
+from tests.support import comparison_cases
 
 ALL = Wanted(placements=(Placement("towers"),))
 
@@ -57,8 +57,8 @@ def run(of: Machine, wanted: Wanted = ALL, batch: int | None = 256, budget: floa
 
 
 def test_the_verdict_names_the_true_winner_on_seeded_machines() -> None:
-    """A smaller run of benchmarks/compare.py: 24 machines, at most one of them wrong."""
-    scores = [benchmark.score(benchmark.make_case(seed)) for seed in range(24)]
+    """A smaller run of `python -m benchmarks.compare`: 24 machines, at most one of them wrong."""
+    scores = [comparison_cases.score(comparison_cases.make_case(seed)) for seed in range(24)]
     wrong = [f"{one.case.seed}: {one.truth}, named {one.named}" for one in scores if not one.right]
     assert len(wrong) <= 1, wrong
 

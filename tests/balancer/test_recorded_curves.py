@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import recorded
 from evener.balancer.store import journal
 from evener.balancer.types import Timed
+from tests.support import recorded_machines as recorded
 
 RECORDS = recorded.records()
 CURVES = recorded.curves(RECORDS.values())

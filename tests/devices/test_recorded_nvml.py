@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.nvml_tape import Player, Recorder
 from evener.devices.host.source_base import Surroundings
 from evener.devices.host.training_rates import TrainingRates
 from evener.devices.nvidia.source import NvmlSource
 from evener.devices.types import DeviceSample, Reading, Snapshot, State
+from tests.support.nvml_tape import Player, Recorder
 
 TAPE = Path(__file__).parents[1] / "recorded" / "h200x2-nvml.tape"
 LOADED = slice(14, 24)  # ticks, a second each, with matrix products on the second GPU all the while

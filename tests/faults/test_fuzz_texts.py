@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.fuzz import ODD, TARGETS, call, mutations, seeds
 from evener.tui.cli.main import run
+from tests.support.fuzz_targets import ODD, TARGETS, call, mutations, seeds
 
 EXAMPLES = {"machine": 60, "journal": 120, "recording": 100, "plan": 250}
 LONGEST_SECONDS = 5.0  # for one text, on a machine that is busy

@@ -1,36 +1,30 @@
-"""Does `evener compare` name the true winner? On simulated machines with known truth, as a table.
+"""Comparisons on simulated machines whose best layout is known, and how each verdict is scored.
 
-Each machine is one of the search's families (benchmarks.search_machines), with a curve of what packing gains and two
-placements drawn beside it. The truth shares no code with the comparison: the exact best split and single device come
-from benchmarks.search_oracle, the best pack (on the device that is fastest alone) and the best placement from trying
-all of them on the noiseless physics. A verdict is right if the way that it names can truly have at least 99 % of the
-throughput of the best way. It is reached if the very layout that it names, with its batches, truly has that.
+Each machine is one of the search's families (machine_families), with a curve of what packing gains and two placements.
+The truth shares no code with the search: the exact best split and single device come from search_oracle, the best pack
+(on the device that is fastest alone) and the best placement from trying all of them on the noiseless physics.
+A verdict is right if the family that it names can truly have at least 99 % of the best throughput. It is reached if the
+very layout that it names, with its batches, truly has that.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 import threading
-from pathlib import Path
-from statistics import median
 
 import msgspec
 
-from benchmarks import search_machines, search_oracle
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.search.comparison import Comparison
 from evener.balancer.search.layouts import Placement, Wanted
 from evener.balancer.search.pack_growth import MOST_PROCESSES
 from evener.balancer.types import Layout, Problem
 from evener.devices.simulated.machine import Machine, SimulatedPlacement, along
+from tests.support import machine_families, search_oracle
 
-MACHINES = 200
 NOISES = (0.002, 0.01, 0.03)
-FAMILIES = tuple(search_machines.FAMILIES)
+FAMILIES = tuple(machine_families.FAMILIES)
 RIGHT = 0.99  # of the truth's throughput
-ENOUGH = 0.97  # of the machines
 PLACEMENT_BATCHES = (1, 4096)
 
 
@@ -75,12 +69,12 @@ def make_case(seed: int) -> Case:
     """The machine of a seed: all is drawn from it; every other one has a fixed global batch."""
     rng = random.Random(f"compare/{seed}")
     family, devices, noise = rng.choice(FAMILIES), rng.choice((1, 2, 2, 4)), rng.choice(NOISES)
-    machine = search_machines.machine(family, devices, noise, seed)
+    machine = machine_families.machine(family, devices, noise, seed)
     gain = _gain(rng)
     parts = tuple(msgspec.structs.replace(device, pack_gain=gain) for device in machine.devices)
     placements = _placements(rng, machine) if devices > 1 else ()
     machine = msgspec.structs.replace(machine, devices=parts, placements=placements)
-    batch = search_machines.fixed_batch(machine, seed) if seed % 2 else None
+    batch = machine_families.fixed_batch(machine, seed) if seed % 2 else None
     return Case(f"{family}, {devices} devices, noise {noise:.1%}", machine, batch, seed)
 
 
@@ -167,7 +161,7 @@ def _best_single(machine: Machine, batch: int | None) -> float:
 
 def _single(machine: Machine, position: int, batch: int | None) -> tuple[float, int]:
     """(samples/s, batch) of one device alone at its best."""
-    sizes = [batch] if batch else range(1, search_machines.largest(machine, position) + 1)
+    sizes = [batch] if batch else range(1, machine_families.largest(machine, position) + 1)
     rates = [
         (size / machine.device_seconds(position, size, False), size) for size in sizes if _fits(machine, position, size)
     ]
@@ -189,48 +183,8 @@ def _best_pack(machine: Machine, batch: int | None) -> float:
 
 
 def _largest_within(machine: Machine, position: int, room_bytes: float) -> int:
-    low, high = 0, search_machines.largest(machine, position) + 1
+    low, high = 0, machine_families.largest(machine, position) + 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if machine.memory_bytes(position, middle) <= room_bytes else (low, middle)
     return low
-
-
-def table(scores: list[Score]) -> list[str]:
-    """The results as Markdown."""
-    lines = [
-        "| best way | machines | named rightly | reached ≥ 99 % | median | worst | probes | virtual s |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for kind in [*sorted({one.truth for one in scores}), "all"]:
-        own = [one for one in scores if kind in (one.truth, "all")]
-        right = sum(one.right for one in own)
-        reached = sorted(one.reached_part for one in own)
-        probes, seconds = median(one.probes for one in own), median(one.seconds for one in own)
-        near = sum(part >= RIGHT for part in reached) / len(own)
-        figures = f"{near:.1%} | {median(reached):.1%} | {reached[0]:.1%} | {probes:.0f} | {seconds:.0f}"
-        lines.append(f"| {kind} | {len(own)} | {right} ({right / len(own):.1%}) | {figures} |")
-    return lines
-
-
-def main(arguments: list[str]) -> int:
-    """Print the table, and write it where `--output` says."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--machines", type=int, default=MACHINES)
-    parser.add_argument("--first", type=int, default=0, help="seed of the first machine")
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args(arguments)
-    scores = [score(make_case(seed)) for seed in range(options.first, options.first + options.machines)]
-    lines = table(scores)
-    for one in scores:
-        if one.reached_part < RIGHT:
-            words = f"best is {one.truth}, named {one.named}, which can have {one.named_part:.1%} of it"
-            lines.append(f"- seed {one.case.seed} ({one.case.name}): {words}; its batches reach {one.reached_part:.1%}")
-    print("\n".join(lines))
-    if options.output:
-        options.output.write_text("\n".join(lines) + "\n")
-    return 0 if sum(one.right and one.reached_part >= RIGHT for one in scores) >= ENOUGH * len(scores) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,29 +1,20 @@
-"""Every text that evener reads, fed with anything: each ends in a value or in one sentence, never in a traceback.
+"""Everything that evener parses, as fuzzing targets: bytes in; a value or an EvenerError out, never another exception.
 
-    python -m benchmarks.fuzz [--minutes 5] [--target plan] [--output fuzz.md]
-
-Coverage-guided by atheris where that is installed (`pip install atheris`), each target in a process of its own; else
-hypothesis mutates the same seeds. What atheris finds it writes to fuzz-TARGET-*;
-`--target TARGET --replay FILE` runs that again.
+tests/faults/test_fuzz_texts.py gives them mutated seeds for seconds, `python -m benchmarks.fuzz` for as long as asked.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import re
-import resource
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
-from types import FunctionType
-from typing import TYPE_CHECKING
+
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
 
 from evener.balancer.events import Event, Finished, Observed
 from evener.balancer.probes import child, protocol
@@ -37,7 +28,7 @@ from evener.devices.simulated.machine_file import parse_machine
 from evener.errors import EvenerError
 from evener.live_files import file_name, read_trainings, start_ticks
 from evener.plan import Plan, parse_plan, to_json, to_toml
-from evener.tui.app.run_events import events_of
+from evener.tui.runtime.run_replay import events_of
 from evener.tui.cli.options import parse_indices, parse_settings
 from evener.tui.text.formatting import parse_duration, plain
 from evener.tui.text.plan_summary import summary_lines
@@ -46,16 +37,9 @@ from evener.tui.view.marks import UNICODE
 from evener.tui.view.plain import snapshot_text
 from evener.workloads import registry
 
-if TYPE_CHECKING:
-    from hypothesis.strategies import SearchStrategy
-
-ROOMS = ("evener", "devices", "workloads", "balancer", "tui")
 Target = Callable[[bytes], object]
-MOST_MEMORY_BYTES = 4 << 30  # of a fuzzing process
-LONGEST_INPUT_BYTES = 16 << 10
-MOST_WORDS = 10_000  # characters of a fault beside what it repeats of the input; what is printed is cut further
-SLOWEST_SECONDS = 20  # for one input
-REPLAYED_LINES = 60  # of a journal that is told to a search: its cost grows with what was measured
+LONGEST_MESSAGE = 10_000  # characters of an error, not counting what it quotes of the input
+REPLAYED_LINES = 60  # longer journals aren't replayed: the cost grows with every observation
 MACHINE = """[sync]
 base_ms = 12.0
 per_device_ms = 10.0
@@ -242,7 +226,7 @@ def call(target: Target, data: bytes) -> None:
     """Run one input; a fault that a person can act on is a good end, if it says something and not too much."""
     fault = _fault(target, data)
     assert fault is None or fault.message, "a fault without words"
-    assert len(str(fault)) < MOST_WORDS + 8 * len(data), "a fault longer than anybody reads"
+    assert len(str(fault)) < LONGEST_MESSAGE + 8 * len(data), "a fault longer than anybody reads"
 
 
 def _fault(target: Target, data: bytes) -> EvenerError | None:
@@ -279,7 +263,7 @@ def _measured() -> tuple[tuple[bytes, ...], Plan]:
     """Journals of short searches on simulated devices, one of which runs out of memory, and a plan."""
     requests = (Request(devices="sim:gtx1080ti,gtx1080", max_global_batch=256), Request(devices="sim:gtx1080ti"))
     plans = []
-    with tempfile.TemporaryDirectory() as folder, _environment("XDG_STATE_HOME", folder):
+    with tempfile.TemporaryDirectory() as folder, environment("XDG_STATE_HOME", folder):
         for request in requests:
             session = Session(request)
             plans += [event.plan for event in session.events() if isinstance(event, Finished)]
@@ -298,7 +282,7 @@ def _recorded() -> bytes:
 
 
 @contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
+def environment(name: str, value: str) -> Iterator[None]:
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -307,107 +291,8 @@ def _environment(name: str, value: str) -> Iterator[None]:
         os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
-def main() -> int:
-    """Fuzz the targets in turn, or one; 1 if anything was found."""
-    options = _options()
-    if options.replay is not None:
-        call(TARGETS[options.target], options.replay.read_bytes())
-        return 0
-    if options.target is not None:
-        return fuzz_one(options.target, options.minutes * 60, options.engine)
-    rows = [_in_a_process(name, options.minutes / len(TARGETS), options.engine) for name in TARGETS]
-    text = "\n".join(["| target | inputs | seconds | found |", "| --- | ---: | ---: | --- |", *rows]) + "\n"
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text)
-    return 0 if all(row.endswith("| nothing |") for row in rows) else 1
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=5.0, help="for all targets together")
-    parser.add_argument("--target", choices=tuple(TARGETS), help="this one alone, in this process")
-    parser.add_argument("--engine", choices=("atheris", "hypothesis"), help="atheris unless it is missing")
-    parser.add_argument("--replay", type=Path, help="give this file to the target and let the error through")
-    parser.add_argument("--output", type=Path, help="write the table here")
-    options: argparse.Namespace = parser.parse_args()
-    return options
-
-
-def _in_a_process(name: str, minutes: float, engine: str | None) -> str:
-    """A row of the table: atheris can fuzz one thing in a process, and what it finds ends the process."""
-    started = time.monotonic()
-    command = [sys.executable, "-m", "benchmarks.fuzz", "--target", name, "--minutes", str(minutes)]
-    command += ["--engine", engine] if engine else []
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-    text = done.stdout.decode(errors="replace")
-    counted = [line.split()[1] for line in text.splitlines() if line.startswith(("Done ", "inputs "))]
-    if done.returncode:
-        sys.stderr.write(text[-4000:])
-    found = "nothing" if done.returncode == 0 else f"exit code {done.returncode}"
-    return f"| {name} | {counted[-1] if counted else '?'} | {time.monotonic() - started:.0f} | {found} |"
-
-
-def fuzz_one(name: str, seconds: float, engine: str | None = None) -> int:
-    """One target until the time is over or an input fails it."""
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
-    target = TARGETS[name]
-    first = seeds(name)
-    with tempfile.TemporaryDirectory() as home, _environment("XDG_STATE_HOME", home):
-        for data in first:
-            call(target, data)
-        if engine == "atheris" or (engine is None and find_spec("atheris") is not None):
-            _with_atheris(name, target, first, seconds, home)  # does not return
-        return _with_hypothesis(target, first, seconds)
-
-
-def _with_atheris(name: str, target: Target, first: tuple[bytes, ...], seconds: float, home: str) -> None:
-    import atheris  # type: ignore[import-untyped, unused-ignore]
-
-    corpus = Path(home) / "corpus"
-    corpus.mkdir()
-    for number, data in enumerate(first):
-        (corpus / str(number)).write_bytes(data)
-    for function in _own_functions():
-        atheris.instrument_func(function)
-    arguments = [f"-max_total_time={max(1, round(seconds))}", f"-max_len={LONGEST_INPUT_BYTES}", "-close_fd_mask=1"]
-    arguments += [f"-timeout={SLOWEST_SECONDS}", "-rss_limit_mb=2048", f"-artifact_prefix=fuzz-{name}-"]
-    atheris.Setup([sys.argv[0], *arguments, str(corpus)], lambda data: call(target, data))
-    atheris.Fuzz()
-
-
-def _own_functions() -> Iterator[FunctionType]:
-    """Every function and method of the rooms that is loaded: what coverage is counted in."""
-    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in ROOMS]
-    owners = [*modules, *(kind for module in modules for kind in vars(module).values() if isinstance(kind, type))]
-    found = {id(one): one for owner in owners for one in vars(owner).values() if isinstance(one, FunctionType)}
-    return (one for one in found.values() if one.__module__.partition(".")[0] in ROOMS)
-
-
-def _with_hypothesis(target: Target, first: tuple[bytes, ...], seconds: float) -> int:
-    """Mutations of the seeds, and anything at all, in rounds until the time is over."""
-    from hypothesis import HealthCheck, given, settings
-
-    until, count = time.monotonic() + seconds, 0
-
-    @settings(max_examples=2000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(mutations(first))
-    def attempt(data: bytes) -> None:
-        nonlocal count
-        count += 1
-        if time.monotonic() < until:
-            call(target, data)
-
-    while time.monotonic() < until:
-        attempt()
-    print(f"inputs {count}")
-    return 0
-
-
 def mutations(first: tuple[bytes, ...]) -> SearchStrategy[bytes]:
     """Seeds with numbers, words or any pieces exchanged; or any bytes."""
-    from hypothesis import strategies as st
-
     odd = st.sampled_from(ODD)
     edit = st.tuples(
         st.booleans(), st.integers(0, 1 << 20), st.sampled_from((0, 0, 1, 2, 10, 40, 400)), odd | st.binary(max_size=6)
@@ -429,7 +314,3 @@ def _edited(data: bytes, edits: list[tuple[bool, int, int, bytes]]) -> bytes:
         start, end = words[at % len(words)].span() if words else (at % (len(data) + 1),) * 2
         data = data[:start] + piece + data[end + (0 if words else length) :]
     return data
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

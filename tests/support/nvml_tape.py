@@ -1,34 +1,26 @@
-"""Tapes of NVML: what the driver answered to a NvmlSource, with its times, and a double of the module that plays it.
+"""Tapes of NVML: a recorder of what the driver answers to a NvmlSource, and a double of the module that plays it back.
 
-    python -m benchmarks.nvml_tape --out FILE [--seconds 32]
-
-records all GPUs once a second while matrix products run on the last of them for the middle half of that time, with
-nvidia-smi's rows of the same seconds as a witness. A tape is JSON lines: a header, then a line for each question that
-was asked, with every answer that differs from the one before it.
+A tape is JSON lines: a header, then a line for each call with its arguments and every answer that differs from the one
+before it, with the time of the answer. `python -m benchmarks.nvml_tape` records one on real GPUs.
 """
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import ctypes
 import json
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pynvml
 
-from benchmarks.gpu_watch import loaded, smi
 from evener.devices.nvidia.events import address
 from evener.devices.nvidia.nvml_library import Library
-from evener.devices.nvidia.source import NvmlSource
 
 FORMAT = 1
 UNKEYED = "nvmlDeviceGetProcessUtilization"  # its argument is a time, which would make each question another one
-WITNESS_EVERY = 4  # ticks
 Key = tuple[str, int | None, str]  # call or kind, GPU, arguments
 
 
@@ -51,11 +43,11 @@ class Recorder:
     def _call(self, name: str, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         handles = [self._gpus[address(each)] for each in arguments if address(each) in self._gpus]
         gpu = handles[0] if handles else None
-        told = [each for each in (*arguments, *keywords.values()) if isinstance(each, int) and name != UNKEYED]
+        numbers = [each for each in (*arguments, *keywords.values()) if isinstance(each, int) and name != UNKEYED]
         try:
             answer = call(*arguments, **keywords)
         except pynvml.NVMLError as error:
-            self._keep((name, gpu, json.dumps(told)), {"error": error.value})
+            self._keep((name, gpu, json.dumps(numbers)), {"error": error.value})
             raise
         if name == "nvmlDeviceGetHandleByIndex":
             self._gpus[address(answer)] = arguments[0]
@@ -67,7 +59,7 @@ class Recorder:
             for asked, got in zip(arguments[1], answer, strict=True):
                 self._keep(("field", gpu, json.dumps(asked)), [got.nvmlReturn, got.valueType, got.value.ullVal])
         elif not name.startswith("nvmlGpmSample"):
-            self._keep((name, gpu, json.dumps(told)), _plain(answer))
+            self._keep((name, gpu, json.dumps(numbers)), _plain(answer))
         return answer
 
     def _keep_metrics(self, request: Any) -> None:
@@ -151,8 +143,8 @@ class Player:
 
     def _call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
         gpu = next((each.gpu for each in arguments if isinstance(each, _Handle)), None)
-        told = [each for each in (*arguments, *keywords.values()) if isinstance(each, int) and name != UNKEYED]
-        answer = self._at(name, gpu, json.dumps(told))
+        numbers = [each for each in (*arguments, *keywords.values()) if isinstance(each, int) and name != UNKEYED]
+        answer = self._at(name, gpu, json.dumps(numbers))
         if isinstance(answer, dict) and "error" in answer:
             raise pynvml.NVMLError(answer["error"])
         return _thing(answer)
@@ -191,34 +183,3 @@ def _thing(answer: Any) -> Any:
     if isinstance(answer, list):
         return [_thing(each) for each in answer]
     return _Thing(answer) if isinstance(answer, dict) else answer
-
-
-def main() -> None:
-    """Record."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=int, default=32)
-    options = parser.parse_args()
-    recorder = Recorder()
-    source = NvmlSource(library=recorder)
-    last, busy = len(source.devices()) - 1, (options.seconds // 4, 3 * options.seconds // 4)
-    ticks: list[float] = []
-    witness = []
-    with ExitStack() as load:
-        for second in range(options.seconds):
-            if second == busy[0]:
-                load.enter_context(loaded([last], options.seconds))
-            if second == busy[1]:
-                load.close()
-            time.sleep(max(0.0, recorder.began + second - time.monotonic()))
-            ticks.append(round(time.monotonic() - recorder.began, 3))
-            source.sample()
-            if second % WITNESS_EVERY == WITNESS_EVERY - 1:
-                witness.append([round(time.monotonic() - recorder.began, 3), smi()])
-    source.close()
-    note = f"matrix products on GPU {last} from second {busy[0]} to {busy[1]}, their start and end included"
-    options.out.write_text("\n".join(recorder.lines(note=note, ticks=ticks, nvidia_smi=witness)) + "\n")
-
-
-if __name__ == "__main__":
-    main()

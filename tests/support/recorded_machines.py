@@ -1,13 +1,12 @@
-"""How far the search ends from the best on curves that real GPUs gave: `python -m benchmarks.recorded [--seeds 5]`.
+"""Simulated machines made from the journals in tests/recorded, and a search on each.
 
-Each journal in tests/recorded becomes a simulated machine: a device's step times are those of its solo probes in all
-journals of the same workload and limit, joined by straight lines and ending where they end; keeping in step costs what
-that journal's splits took beyond their slowest device. The best is found by trying every batch.
+A device's step times are those of its solo probes in all journals of the same workload and limit, joined by straight
+lines, up to the largest batch measured. The synchronisation cost is what that journal's splits took longer than their
+slowest device.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,16 +15,16 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks import search_oracle as oracle
-from benchmarks.search_runs import Watched
 from evener.balancer.search.drive import simple
 from evener.balancer.search.search import Search
 from evener.balancer.store import journal
 from evener.balancer.store.replay import problem_of
 from evener.balancer.types import Timed
 from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync
+from tests.support import search_oracle as oracle
+from tests.support.recording_prober import RecordingProber
 
-RECORDED = Path(__file__).resolve().parent.parent / "tests" / "recorded"
+RECORDED = Path(__file__).resolve().parent.parent / "recorded"
 NOISE = 0.005  # of a step, as the intervals of most of these probes have it
 BASE_MIB = 1000.0  # any memory line will do, if what ran fits
 
@@ -90,7 +89,7 @@ def search(record: journal.Record, made: Machine, seed: int) -> Found:
     memory = tuple(made.usable_memory_bytes(i) for i in range(len(made.devices)))
     problem = msgspec.structs.replace(problem_of(record.header), memory_bytes=memory, budget_seconds=None)
     looking = Search(problem)
-    watched = Watched(made, seed)
+    watched = RecordingProber(made, seed)
     simple(looking, watched.measure)
     result = looking.best()
     if result is None:
@@ -125,25 +124,3 @@ def _sync_seconds(record: journal.Record, devices: Sequence[SimulatedDevice]) ->
             )
             costs.append(seen.step_seconds - slowest)
     return max(0.0, statistics.median(costs)) if costs else 0.0
-
-
-def main() -> None:
-    """Print a row for each journal: the median and the worst of the seeds."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=5)
-    options = parser.parse_args()
-    known = records()
-    drawn = curves(known.values())
-    print("| recorded | best, samples/s | median regret | worst | probes | shares of the worst |")
-    print("| --- | ---: | ---: | ---: | ---: | --- |")
-    for name, record in known.items():
-        made = machine(record, drawn)
-        found = sorted((search(record, made, seed) for seed in range(options.seeds)), key=lambda one: one.regret)
-        middle, worst = found[len(found) // 2], found[-1]
-        shares = " + ".join(map(str, worst.shares))
-        figures = f"{middle.regret:.2%} | {worst.regret:.2%} | {middle.probes} | {shares}"
-        print(f"| {name} | {worst.best.samples_per_second:,.0f} | {figures} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

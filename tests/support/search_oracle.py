@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.search_machines import largest
 from evener.devices.simulated.machine import Machine, SimulatedDevice
+from tests.support.machine_families import largest
 
 Floats = NDArray[np.float64]
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.search_runs import Job, run
 from evener.balancer.search import split_stage
+from evener.balancer.search.drive import simple
 from evener.balancer.search.model.contention import slowed
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.points import Point
@@ -20,7 +20,9 @@ from evener.balancer.search.model.step_time import Curve, fit
 from evener.balancer.search.observations import Device
 from evener.balancer.search.predictions import View
 from evener.balancer.search.search import Search
-from evener.balancer.types import Layout, Timed
+from evener.balancer.types import Layout, Problem, Timed
+from tests.support import machine_families, search_oracle
+from tests.support.recording_prober import RecordingProber
 from tests.support.search_machines import Bench, searched
 
 ERROR = 0.002
@@ -234,16 +236,29 @@ def test_one_device_alone_goes_on_to_the_edge_of_its_best_stair() -> None:
     assert len(set(batches)) == len(batches), "none is measured twice"
 
 
+def search_alone(seed: int) -> tuple[float, int]:
+    """The regret of a search on one device with stairs, and how many batches it measured."""
+    machine = machine_families.machine("stairs", 1, 0.002, seed)
+    prober, search = RecordingProber(machine, seed), Search(Problem(1, (machine.usable_memory_bytes(0),), tolerance=0))
+    simple(search, prober.measure)
+    best = search.best()
+    assert best is not None
+    rate = machine.samples_per_second(best.layout.shares)
+    solos = sum(one.probe.stage == "solo" for one in prober.seen)
+    return 1 - rate / search_oracle.free(machine, 0.0).samples_per_second, solos
+
+
 def test_a_knee_that_only_one_device_is_believed_to_have_is_seen_before_it_is_raced() -> None:
     """Four times look like a knee at 639 samples, with twice the samples/s of all that was measured: it is none."""
-    assert run(Job("stairs", 1, 0.002, "free", 131)).regret <= 0.01
+    regret, _ = search_alone(131)
+    assert regret <= 0.01
 
 
 def test_a_lone_device_whose_line_is_refuted_is_seen_once_more() -> None:
     """Times of 1, 1, 3 and 17 heights may be a matter of chance; one more is none."""
-    found = run(Job("stairs", 1, 0.002, "free", 124))
-    assert found.solo_rounds == 5
-    assert found.regret <= 0.01
+    regret, solos = search_alone(124)
+    assert solos == 5
+    assert regret <= 0.01
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -1,0 +1,126 @@
+"""Fuzz everything that evener parses: `python -m benchmarks.fuzz [--minutes 5] [--target plan] [--output fuzz.md]`.
+
+Each input must end in a value or in one sentence, never in a traceback. Guided by coverage where atheris is installed
+(`pip install atheris`), each target in its own process; otherwise hypothesis mutates the same seeds. What atheris finds
+is written to fuzz-TARGET-*; `--target TARGET --replay FILE` runs such a file again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import FunctionType
+
+from hypothesis import HealthCheck, given, settings
+
+from tests.support.fuzz_targets import TARGETS, Target, call, environment, mutations, seeds
+
+MOST_MEMORY_BYTES = 4 << 30  # of a fuzzing process
+LONGEST_INPUT_BYTES = 16 << 10
+SLOWEST_SECONDS = 20  # for one input
+
+
+def main() -> int:
+    """Fuzz the targets in turn, or one; 1 if anything was found."""
+    options = _options()
+    if options.replay is not None:
+        call(TARGETS[options.target], options.replay.read_bytes())
+        return 0
+    if options.target is not None:
+        return fuzz_one(options.target, options.minutes * 60, options.engine)
+    rows = [_in_a_process(name, options.minutes / len(TARGETS), options.engine) for name in TARGETS]
+    text = "\n".join(["| target | inputs | seconds | found |", "| --- | ---: | ---: | --- |", *rows]) + "\n"
+    print(text)
+    if options.output is not None:
+        options.output.write_text(text)
+    return 0 if all(row.endswith("| nothing |") for row in rows) else 1
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=5.0, help="for all targets together")
+    parser.add_argument("--target", choices=tuple(TARGETS), help="this one alone, in this process")
+    parser.add_argument("--engine", choices=("atheris", "hypothesis"), help="atheris unless it is missing")
+    parser.add_argument("--replay", type=Path, help="give this file to the target and let the error through")
+    parser.add_argument("--output", type=Path, help="write the table here")
+    options: argparse.Namespace = parser.parse_args()
+    return options
+
+
+def _in_a_process(name: str, minutes: float, engine: str | None) -> str:
+    """A row of the table: atheris can fuzz one thing in a process, and what it finds ends the process."""
+    started = time.monotonic()
+    command = [sys.executable, "-m", "benchmarks.fuzz", "--target", name, "--minutes", str(minutes)]
+    command += ["--engine", engine] if engine else []
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    text = done.stdout.decode(errors="replace")
+    counted = [line.split()[1] for line in text.splitlines() if line.startswith(("Done ", "inputs "))]
+    if done.returncode:
+        sys.stderr.write(text[-4000:])
+    found = "nothing" if done.returncode == 0 else f"exit code {done.returncode}"
+    return f"| {name} | {counted[-1] if counted else '?'} | {time.monotonic() - started:.0f} | {found} |"
+
+
+def fuzz_one(name: str, seconds: float, engine: str | None = None) -> int:
+    """One target until the time is over or an input fails it."""
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
+    target = TARGETS[name]
+    first = seeds(name)
+    with tempfile.TemporaryDirectory() as home, environment("XDG_STATE_HOME", home):
+        for data in first:
+            call(target, data)
+        if engine == "atheris" or (engine is None and find_spec("atheris") is not None):
+            _with_atheris(name, target, first, seconds, home)  # does not return
+        return _with_hypothesis(target, first, seconds)
+
+
+def _with_atheris(name: str, target: Target, first: tuple[bytes, ...], seconds: float, home: str) -> None:
+    import atheris  # type: ignore[import-untyped, unused-ignore]
+
+    corpus = Path(home) / "corpus"
+    corpus.mkdir()
+    for number, data in enumerate(first):
+        (corpus / str(number)).write_bytes(data)
+    for function in _own_functions():
+        atheris.instrument_func(function)
+    arguments = [f"-max_total_time={max(1, round(seconds))}", f"-max_len={LONGEST_INPUT_BYTES}", "-close_fd_mask=1"]
+    arguments += [f"-timeout={SLOWEST_SECONDS}", "-rss_limit_mb=2048", f"-artifact_prefix=fuzz-{name}-"]
+    atheris.Setup([sys.argv[0], *arguments, str(corpus)], lambda data: call(target, data))
+    atheris.Fuzz()
+
+
+def _own_functions() -> Iterator[FunctionType]:
+    """Every function and method of evener that is loaded: what coverage is counted in."""
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "evener"]
+    owners = [*modules, *(kind for module in modules for kind in vars(module).values() if isinstance(kind, type))]
+    found = {id(one): one for owner in owners for one in vars(owner).values() if isinstance(one, FunctionType)}
+    return (one for one in found.values() if one.__module__.partition(".")[0] == "evener")
+
+
+def _with_hypothesis(target: Target, first: tuple[bytes, ...], seconds: float) -> int:
+    """Mutations of the seeds, and anything at all, in rounds until the time is over."""
+    until, count = time.monotonic() + seconds, 0
+
+    @settings(max_examples=2000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(mutations(first))
+    def attempt(data: bytes) -> None:
+        nonlocal count
+        count += 1
+        if time.monotonic() < until:
+            call(target, data)
+
+    while time.monotonic() < until:
+        attempt()
+    print(f"inputs {count}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
