@@ -10,7 +10,7 @@ from typing import cast
 
 import msgspec
 
-from evener.balancer.probes.child_pool import ChildProber
+from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.launch_plan import ONE_PROCESS, Job
 from evener.balancer.probes.prober import Prober
 from evener.balancer.probes.simulated import SimulatedProber

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from evener.balancer.probes.child_pool import ChildProber
+from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.launch_plan import (
     Job,
     Key,

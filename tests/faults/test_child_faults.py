@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from evener.balancer.events import ProbeProgress
-from evener.balancer.probes.child_pool import ChildProber
+from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.launch_plan import Job
 from evener.balancer.probes.measurement import Limits
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed, layout_of, solo

@@ -165,7 +165,7 @@ sys.meta_path.insert(0, Finder)
         "evener.tui.cli.main",
         "evener.tui.cli.commands.balance",
         "evener.devices.discover",
-        "evener.balancer.probes.child_pool",
+        "evener.balancer.probes.child_prober",
     ],
 )
 def test_ctrl_c_while_it_still_imports(start: Start, tmp_path: Path, state: Path, module: str) -> None:

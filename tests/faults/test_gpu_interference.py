@@ -13,7 +13,7 @@ import pynvml
 import pytest
 
 from evener.balancer.probes.block_timing import Block
-from evener.balancer.probes.child_pool import ChildProber
+from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.interference import LOOK_SECONDS, Guard, Lookout
 from evener.balancer.probes.launch_plan import Job
 from evener.balancer.result import explain

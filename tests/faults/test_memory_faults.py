@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from evener.balancer.events import Finished, Observed, ProbeStarted
-from evener.balancer.probes.child_pool import ChildProber
+from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.launch_plan import Job
 from evener.balancer.session import Request, Session
 from evener.balancer.types import Observation, OutOfMemory, Probe, Timed, solo
