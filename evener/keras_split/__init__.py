@@ -26,9 +26,9 @@ _HOMES = {
     "ENGINES": "split",
     "Report": "report",
     "Split": "split",
-    "SplitWarning": "refusals",
-    "make_logical_cpus": "devices",
-    "model_digest": "digest",
+    "SplitWarning": "compatibility",
+    "make_logical_cpus": "tf_devices",
+    "model_digest": "model_digest",
 }
 
 
