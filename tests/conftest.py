@@ -1,4 +1,4 @@
-"""Fixtures for every room."""
+"""Fixtures for all tests."""
 
 from __future__ import annotations
 
@@ -7,33 +7,53 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.support.fake_nvml import FakeNvml
 
+settings.register_profile("evener", deadline=None)  # tests may be slow while the machine is busy
+settings.load_profile("evener")
+
 
 @pytest.fixture(autouse=True, scope="session")
-def signals_are_heard() -> None:
-    """Tests that are run under nohup, or behind an `&`, send them all the same: processes inherit what is ignored."""
-    for number, heard in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+def default_signal_handlers() -> None:
+    """Restore the handlers that nohup or `&` turned off: child processes inherit ignored signals."""
+    for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
         if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, heard)
+            signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True, scope="session")
-def terminals_have_their_own_size() -> None:
-    """A size that whoever started the tests has exported would count for every terminal that a test opens."""
+def no_exported_terminal_size() -> None:
+    """COLUMNS and LINES of the caller would override the size of every terminal that a test opens."""
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)
 
 
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """XDG_STATE_HOME in the test's own folder: no test sees or locks what another test, or a person, left."""
+    home = tmp_path / "state"
+    monkeypatch.setenv("XDG_STATE_HOME", str(home))
+    return home
+
+
+@pytest.fixture
+def own_folder(cores_of_one_user: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The test runs in a folder of its own, as commands do that read and write files beside them."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.fixture
 def cores_of_one_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """For tests that measure on the machine's cores, side by side where there are several workers.
+    """For tests that measure on the machine's cores: a file that each of them holds with a shared lock.
 
-    The open file is locked by all of them, so whoever locks it alone (LOCK_EX) may play another user on these cores.
+    Tests run in several workers at once. A test that plays another user on these cores takes the lock alone (LOCK_EX).
     """
     own = tmp_path_factory.getbasetemp()
     run = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
@@ -45,7 +65,7 @@ def cores_of_one_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]
 
 @pytest.fixture(scope="module")
 def one_torch_thread() -> Iterator[None]:
-    """Small tensors are fastest on one thread, as each rank has; a place sets the threads of the whole process."""
+    """One thread for a module's tests: small tensors are fastest on one; restored because it counts for the process."""
     torch = pytest.importorskip("torch")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -55,7 +75,7 @@ def one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture
 def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """`fake_nvml(gpus=2, driver=True)` puts a scripted double in the place of pynvml and returns it."""
+    """`fake_nvml(gpus=2, driver=True)` replaces pynvml by a scripted double and returns it."""
 
     def install(gpus: int = 2, driver: bool = True) -> Any:
         double = FakeNvml(gpus, driver)

@@ -17,6 +17,7 @@ from evener.balancer.types import Probe
 from evener.errors import DeviceError, NoLayoutError, RequestError
 from evener.plan import Plan, load_plan, parse_plan, to_json, to_toml
 
+pytestmark = pytest.mark.usefixtures("cores_of_one_user")
 PAIR = Request(devices="sim:gtx1080ti,gtx1080")
 
 COSTLY = """

@@ -177,10 +177,10 @@ def evil_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[in
     """A real process with an evil command line that reports a training with an evil name."""
     monkeypatch.setenv("EVENER_LIVE_DIR", str(tmp_path / "live"))
     code = (
-        "import sys, time; sys.path.insert(0, sys.argv[1]); from evener import report\n"
-        "while True: report(8, devices=['cpu-0-of-2'], workload=sys.argv[2], framework=sys.argv[2]); time.sleep(0.05)"
+        "import sys, time; from evener import report\n"
+        "while True: report(8, devices=['cpu-0-of-2'], workload=sys.argv[1], framework=sys.argv[1]); time.sleep(0.05)"
     )
-    process = subprocess.Popen([sys.executable, "-c", code, str(HOME), EVIL])
+    process = subprocess.Popen([sys.executable, "-c", code, EVIL])
     until = time.monotonic() + 30
     while not read_trainings():
         assert time.monotonic() < until

@@ -10,13 +10,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
 
-import evener
 from evener.balancer.events import Event, Finished, Observed, Started
 from evener.balancer.session import Request, Session
 from evener.balancer.store import journal, replay, runs
@@ -28,10 +26,9 @@ SIMULATED = Request(devices="sim:gtx1080ti,gtx1080", pace=0.004)
 SYNTHETIC = Request(devices="cpu", workload="synthetic", budget_seconds=5.0, max_global_batch=256)
 SCRIPT = """
 import sys, msgspec
-sys.path.insert(0, sys.argv[1])
 from evener.balancer.session import Request, Session
 from evener.balancer.events import ProbeProgress
-session = Session(msgspec.json.decode(sys.argv[2], type=Request), resume=sys.argv[3] or None)
+session = Session(msgspec.json.decode(sys.argv[1], type=Request), resume=sys.argv[2] or None)
 print(session.run_id, flush=True)
 for event in session.events():
     print(event.phase if isinstance(event, ProbeProgress) else type(event).__name__, flush=True)
@@ -41,8 +38,7 @@ session.close()
 
 def start(request: Request, resume: str = "") -> subprocess.Popen[str]:
     """A session in a process of its own."""
-    home = str(Path(evener.__file__).parents[1])
-    arguments = [sys.executable, "-c", SCRIPT, home, msgspec.json.encode(request).decode(), resume]
+    arguments = [sys.executable, "-c", SCRIPT, msgspec.json.encode(request).decode(), resume]
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
 
 

@@ -13,22 +13,7 @@ from evener.balancer.search.drive import simple
 from evener.balancer.search.search import Search
 from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Problem, Timed
 from evener.errors import RequestError
-from tests.support.search_machines import Bench, benches
-
-MOST_ASKS = 60  # a search that asks more often does not end
-
-
-def course(bench: Bench, problem: Problem) -> tuple[Search, list[Observation]]:
-    """A whole search, and what it saw."""
-    search, seen = Search(problem), []
-    for _ in range(MOST_ASKS):
-        probes = search.ask()
-        if not probes:
-            return search, seen
-        for one in bench.measure(probes):
-            seen.append(one)
-            search.tell(one)
-    raise AssertionError("the search does not end")
+from tests.support.search_machines import Bench, benches, searched
 
 
 @settings(max_examples=40, deadline=None)
@@ -48,7 +33,7 @@ def test_asking_twice_is_asking_once(bench: Bench, known: bool) -> None:
 @given(benches(), st.randoms(use_true_random=False))
 def test_the_order_of_telling_and_repeats_do_not_matter(bench: Bench, rng: random.Random) -> None:
     """A search is a function of the set of observations."""
-    search, seen = course(bench, bench.problem())
+    search, seen = searched(bench, bench.problem())
     shuffled = [*seen, *rng.sample(seen, len(seen) // 2)]
     rng.shuffle(shuffled)
     other = Search(bench.problem())
@@ -64,7 +49,7 @@ def test_the_order_of_telling_and_repeats_do_not_matter(bench: Bench, rng: rando
 @given(benches(), st.data())
 def test_every_prefix_can_be_taken_up_again(bench: Bench, data: st.DataObject) -> None:
     """A replayed journal asks for what the first run asked for next, so that the plan is the same."""
-    search, seen = course(bench, bench.problem())
+    search, seen = searched(bench, bench.problem())
     resumed = Search(bench.problem())
     for one in seen[: data.draw(st.integers(0, len(seen)))]:
         resumed.tell(one)
@@ -76,12 +61,12 @@ def test_every_prefix_can_be_taken_up_again(bench: Bench, data: st.DataObject) -
 @given(benches(), st.sampled_from([0.25, 4.0]))
 def test_scaling_all_times_keeps_the_shares(bench: Bench, scale: float) -> None:
     """What counts is how devices compare, not how fast all of them are."""
-    search, _ = course(bench, bench.problem(tolerance=0.0))
+    search, _ = searched(bench, bench.problem(tolerance=0.0))
     scaled = Bench(
         tuple((fixed * scale, slope * scale, knee, most) for fixed, slope, knee, most in bench.devices),
         bench.sync_seconds * scale,
     )
-    other, _ = course(scaled, bench.problem(tolerance=0.0))
+    other, _ = searched(scaled, bench.problem(tolerance=0.0))
     best, same = search.best(), other.best()
     assert best is not None
     assert same is not None
@@ -95,8 +80,8 @@ def test_permuting_the_devices_permutes_the_answer(bench: Bench, rng: random.Ran
     order = list(range(len(bench.devices)))
     rng.shuffle(order)
     turned = Bench(tuple(bench.devices[i] for i in order), bench.sync_seconds)
-    search, _ = course(bench, bench.problem(tolerance=0.0))
-    other, _ = course(turned, turned.problem(tolerance=0.0))
+    search, _ = searched(bench, bench.problem(tolerance=0.0))
+    other, _ = searched(turned, turned.problem(tolerance=0.0))
     best, same = search.best(), other.best()
     assert best is not None
     assert same is not None
@@ -118,7 +103,7 @@ def test_layouts_keep_to_the_request(bench: Bench, data: st.DataObject) -> None:
         options["max_global_batch"] = batch
     if data.draw(st.booleans()):
         options["largest_share"] = data.draw(st.integers(quantum, 400))
-    search, seen = course(bench, bench.problem(**options))
+    search, seen = searched(bench, bench.problem(**options))
     for one in seen:
         layout = one.probe.layout
         assert all(share % quantum == 0 for share in layout.shares)
@@ -137,7 +122,7 @@ def test_layouts_keep_to_the_request(bench: Bench, data: st.DataObject) -> None:
 @given(benches(fewest=2, most=5))
 def test_never_worse_than_the_even_split_or_one_device(bench: Bench) -> None:
     """Whatever was measured, the answer is not slower than the rivals it was measured against."""
-    search, _ = course(bench, bench.problem(tolerance=0.0))
+    search, _ = searched(bench, bench.problem(tolerance=0.0))
     best, level, lone = search.best(), search.even_split(), search.best_single()
     assert best is not None
     for rival in (level, lone):
@@ -186,7 +171,7 @@ def _anything(data: st.DataObject, probe: Probe) -> Observation:
 def test_out_of_memory_everywhere_names_each_smallest_failure() -> None:
     """Without any batch that runs there is no answer, and the reason names every device."""
     bench = Bench(((1.0, 1.0, 0, 0), (1.0, 1.0, 0, 0)))
-    search, _ = course(bench, bench.problem())
+    search, _ = searched(bench, bench.problem())
     assert search.best() is None
     why = search.why_stopped() or ""
     assert "device 0: out of memory at batch 1" in why
@@ -197,7 +182,7 @@ def test_identical_devices_get_the_even_split() -> None:
     """The negative control: nothing is gained where there is nothing to gain."""
     bench = Bench(((20.0, 0.5, 0, 700),) * 5, 0.004)
     for options in ({"global_batch": 512}, {"global_batch": 513}, {"tolerance": 0.0}, {}):
-        search, _ = course(bench, bench.problem(**options))
+        search, _ = searched(bench, bench.problem(**options))
         best = search.best()
         assert best is not None
         assert max(best.layout.shares) - min(best.layout.shares) <= 1
@@ -224,7 +209,7 @@ def test_the_budget_is_kept() -> None:
     """The sum of what probes cost stays within the budget, and a shorter one asks for shorter probes."""
     bench = Bench(((20.0, 0.5, 0, 500), (22.0, 0.6, 0, 900)))
     for budget in (3.0, 6.0, 30.0):
-        search, _ = course(bench, bench.problem(budget_seconds=budget))
+        search, _ = searched(bench, bench.problem(budget_seconds=budget))
         assert search.spent_seconds() <= budget
         assert search.best() is not None
     (probe, *_) = Search(bench.problem(budget_seconds=2.0)).ask()
