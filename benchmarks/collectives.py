@@ -107,7 +107,8 @@ def adder(group: Any, way: str) -> Callable[[list[Any]], list[Any]]:
     import tensorflow as tf
 
     if way == "evener":
-        return group.sum
+        add: Callable[[list[Any]], list[Any]] = group.sum
+        return add
 
     def reduce(tensors: list[Any]) -> Any:
         context = tf.distribute.get_replica_context()

@@ -181,8 +181,8 @@ def _limit(
     what: str, some: Sequence[Outcome], of: Callable[[Outcome], float], share: float, limit: float, ratio: bool = False
 ) -> tuple[str, str, str, str]:
     value = quantile([of(o) for o in some], share)
-    show = (lambda v: f"{v:.2f}") if ratio else (lambda v: percent(v) + " %")
-    return what, f"≤ {show(limit)}", show(value), _mark(value <= limit)
+    asked, got = (f"{v:.2f}" if ratio else f"{percent(v)} %" for v in (limit, value))
+    return what, f"≤ {asked}", got, _mark(value <= limit)
 
 
 def _most(what: str, some: Sequence[Outcome], of: Callable[[Outcome], int], limit: int) -> tuple[str, str, str, str]:

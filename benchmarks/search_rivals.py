@@ -115,15 +115,15 @@ def _optuna(sampler: object, devices: int, batch: int | None) -> Asks:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    study = optuna.create_study(direction="maximize", sampler=sampler)  # type: ignore[arg-type]
+    study = optuna.create_study(direction="maximize", sampler=sampler)
     while True:
-        trial = study.ask()
+        asked = study.ask()
         if batch is None:
-            sizes = [trial.suggest_int(f"share{i}", 1, LARGEST_SHARE, log=True) for i in range(devices)]
+            sizes = [asked.suggest_int(f"share{i}", 1, LARGEST_SHARE, log=True) for i in range(devices)]
         else:
-            sizes = list(apportion(batch, [trial.suggest_float(f"weight{i}", 0.01, 1.0) for i in range(devices)]))
+            sizes = list(apportion(batch, [asked.suggest_float(f"weight{i}", 0.01, 1.0) for i in range(devices)]))
         (o,) = yield (layout_of(tuple(sizes)),)
-        study.tell(trial, o.samples_per_second if isinstance(o, Timed) else 0.0)
+        study.tell(asked, o.samples_per_second if isinstance(o, Timed) else 0.0)
 
 
 def _largest(

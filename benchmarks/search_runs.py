@@ -12,7 +12,7 @@ from benchmarks.search_rivals import RIVALS
 from evener.balancer.search.budget import BASE_SECONDS
 from evener.balancer.search.drive import simple
 from evener.balancer.search.search import Search
-from evener.balancer.types import Layout, OutOfMemory, Probe, Problem, Timed
+from evener.balancer.types import Layout, OutOfMemory, Probe, Problem, Stage, Timed
 from evener.devices.simulated.machine import Machine
 from tests.support import machine_families as machines
 from tests.support import search_oracle as oracle
@@ -107,7 +107,7 @@ def rival_course(
 
 
 def _probe(layout: Layout, turn: int) -> Probe:
-    stage = "solo" if layout.kind == "solo" else "split"
+    stage: Stage = "solo" if layout.kind == "solo" else "split"
     return Probe(layout, stage, BASE_SECONDS[stage], turn)
 
 

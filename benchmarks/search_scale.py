@@ -1,7 +1,6 @@
-"""What asking and telling cost on machines of 1024 devices: `python -m benchmarks.search_scale`.
+"""The CPU time of a search on machines of 1024 devices: `python -m benchmarks.search_scale`.
 
-Only the search's own CPU time counts; the simulated measuring between is left out. It writes
-docs/benchmarks/search_scale.md.
+Only `ask` and `tell` count, not the simulated measurements between them. Writes docs/benchmarks/search_scale.md.
 """
 
 from __future__ import annotations
@@ -9,23 +8,23 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from benchmarks.search_runs import Watched
 from evener.balancer.search.search import Search
 from evener.balancer.types import Problem
 from tests.support import machine_families as machines
+from tests.support.recording_prober import RecordingProber
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "search_scale.md"
 DEVICES, NOISE, SEED, LIMIT_SECONDS = 1024, 0.01, 1000, 10.0
 HEAD = f"""# The search on {DEVICES} devices
 
 Written by `python -m benchmarks.search_scale`: one seeded machine of each family, noise {NOISE:.0%}, tolerance 2 %.
-CPU seconds of `ask` and `tell` over a whole search, without the measuring; at most {LIMIT_SECONDS:.0f} are wanted.
+CPU seconds of `ask` and `tell` over a whole search, without the measurements; the target is {LIMIT_SECONDS:.0f} s at most.
 
 | family | batch | CPU seconds | observations | |
 | --- | --- | ---: | ---: | --- |"""
 
 REASON = """
-Where it takes longer: each decision fits the curves of all devices that something new is known of."""
+Searches above the target: each decision fits the curve of every device that was measured since the last one."""
 
 
 def main() -> None:
@@ -43,19 +42,20 @@ def main() -> None:
 
 
 def _search(family: str, fixed: bool) -> tuple[float, int]:
-    """CPU seconds of the search's own work, and how many observations it was told."""
+    """CPU seconds of the search's own work, and its number of observations."""
     machine = machines.machine(family, DEVICES, NOISE, SEED)
     batch = machines.fixed_batch(machine, SEED) if fixed else None
     memory = tuple(machine.usable_memory_bytes(i) for i in range(DEVICES))
-    search, watched = Search(Problem(DEVICES, memory, global_batch=batch)), Watched(machine, SEED)
+    search = Search(Problem(DEVICES, memory, global_batch=batch))
+    prober = RecordingProber(machine, SEED)
     spent = 0.0
     while True:
         began = time.process_time()
         probes = search.ask()
         spent += time.process_time() - began
         if not probes:
-            return spent, len(watched.seen)
-        for seen in list(watched.measure(probes)):
+            return spent, len(prober.seen)
+        for seen in list(prober.measure(probes)):
             began = time.process_time()
             search.tell(seen)
             spent += time.process_time() - began

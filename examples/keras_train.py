@@ -95,7 +95,7 @@ def parts(plan: Plan) -> tuple[Any, Any]:
 
 def whole_batches(rows: int, batch: int, one: tuple[Any, Any]) -> int:
     """So many rows, as whole batches: enough of them for an epoch, if they fit into memory."""
-    fit = MOST_BYTES // sum(array.nbytes for array in one)
+    fit: int = MOST_BYTES // sum(array.nbytes for array in one)
     return max(1, min(max(rows, FEWEST_STEPS * batch), fit) // batch) * batch
 
 

@@ -138,7 +138,8 @@ def main() -> None:
     words = ["epochs", "units", "layers", "dense", "seeds"]
     arguments = [word for name in words for word in (f"--{name}", str(getattr(options, name)))]
     arguments += ["--batches", *map(str, options.batches)]
-    columns = {1: measure([1.0], arguments), len(options.ratios): measure(options.ratios, arguments)}
+    one, several = measure([1.0], arguments), measure(options.ratios, arguments)
+    columns = {1: one, len(options.ratios): several}
     titles = [f"{name} ({count})" for count in columns for name in COLUMNS]
     print("|".join(["", "Epochs", "Batch size", *titles, ""]))
     print("|".join(["", "---", *["---:"] * (1 + len(titles)), ""]))
@@ -146,7 +147,7 @@ def main() -> None:
         figures = [cell(cells, batch, name) for cells in columns.values() for name in COLUMNS]
         print("|".join(["", str(options.epochs), str(batch), *figures, ""]))
     if options.seeds > 1:
-        print(*(verdict(*columns.values(), batch) for batch in options.batches), sep="\n")
+        print(*(verdict(one, several, batch) for batch in options.batches), sep="\n")
     return None
 
 

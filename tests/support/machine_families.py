@@ -1,4 +1,4 @@
-"""Random machines by family and seed: the written-down physics on which searches are compared."""
+"""Random machines by family and seed, with known physics, on which searches are compared."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def machine(family: str, devices: int, noise: float, seed: int) -> Machine:
 def fixed_batch(machine: Machine, seed: int) -> int:
     """A fixed global batch that fits, one of the usual sizes."""
     rng = random.Random(f"fixed/{seed}")
-    room = sum(largest(machine, i) for i in range(len(machine.devices)))
-    fit = [batch for batch in FIXED if len(machine.devices) <= batch <= 0.9 * room]
-    return rng.choice(fit) if fit else max(len(machine.devices), int(0.9 * room))
+    most = sum(largest(machine, i) for i in range(len(machine.devices)))
+    fit = [batch for batch in FIXED if len(machine.devices) <= batch <= 0.9 * most]
+    return rng.choice(fit) if fit else max(len(machine.devices), int(0.9 * most))
 
 
 def largest(machine: Machine, position: int) -> int:
@@ -140,11 +140,9 @@ FAMILIES: dict[str, Callable[[random.Random, list[Draw], Sync], Made]] = {
 
 
 def _device(position: int, draw: Draw, base_mib: float, each_mib: float, noise: float) -> SimulatedDevice:
-    if draw.knee:
-        level = draw.fixed_ms + draw.slope_ms * draw.knee
-        curve = ((1, level), (draw.knee, level), (CURVE_TO, draw.fixed_ms + draw.slope_ms * CURVE_TO))
-    else:
-        curve = ((1, draw.fixed_ms + draw.slope_ms), (CURVE_TO, draw.fixed_ms + draw.slope_ms * CURVE_TO))
+    far = (CURVE_TO, draw.fixed_ms + draw.slope_ms * CURVE_TO)
+    level = draw.fixed_ms + draw.slope_ms * (draw.knee or 1)
+    flat = ((1, level), (draw.knee, level)) if draw.knee else ((1, level),)
     half = max(2, draw.most // 2)
     need = base_mib + each_mib * half + each_mib * draw.bend * (draw.most - half)
     bent = ((1, base_mib + each_mib), (half, base_mib + each_mib * half), (draw.most, need))
@@ -156,7 +154,7 @@ def _device(position: int, draw: Draw, base_mib: float, each_mib: float, noise: 
         memory_per_sample_mib=each_mib if straight else 0.0,
         memory_curve=() if straight else bent,
         noise=noise,
-        curve=curve,
+        curve=(*flat, far),
         stall_ms=draw.stall_ms,
         contention=draw.contention,
     )

@@ -22,4 +22,5 @@ async def until(pilot: Pilot[Any], condition: Callable[[], object], what: str) -
 
 def text(app: Any, selector: str) -> str:
     """The lines that a widget shows."""
-    return app.screen.query_one(selector, Lines).text
+    shown: str = app.screen.query_one(selector, Lines).text
+    return shown

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -32,7 +32,7 @@ class Case(msgspec.Struct, frozen=True):
     accumulate: int = 1
     no_sync: bool = True
     penalty: float = 0.0  # of all squared weights, in the loss
-    weigh: str = "gradients"
+    weigh: Literal["gradients", "loss"] = "gradients"
     options: dict[str, Any] = {}
     auxiliary: bool = False  # a loss that the model keeps as an attribute
     normalize: bool = False  # over the global batch: on GPUs only
@@ -95,7 +95,8 @@ def data(case: Case) -> torch.utils.data.TensorDataset:
 
 def model(case: Case) -> Net:
     torch.manual_seed(3)
-    return Net(case.normalize).double()
+    net: Net = Net(case.normalize).double()
+    return net
 
 
 def optimizer(case: Case, net: torch.nn.Module) -> torch.optim.Optimizer:
@@ -109,8 +110,8 @@ def optimizer(case: Case, net: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def objective(case: Case, net: Net, outputs: torch.Tensor, labels: torch.Tensor, split: Any = None) -> torch.Tensor:
-    weights = CLASSES.to(outputs.device) if case.ignore else None
-    how = {"weight": weights, "ignore_index": 1 if case.ignore else -100}
+    weights = CLASSES.to(outputs.device)
+    how = {"weight": weights if case.ignore else None, "ignore_index": 1 if case.ignore else -100}
     if case.ignore and split is not None:
         total = torch.nn.functional.cross_entropy(outputs, labels, reduction="sum", **how)
         loss = split.loss(total, weights[labels].sum())
