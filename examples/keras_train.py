@@ -34,7 +34,7 @@ def build() -> Any:
 
 def training_data() -> Any:
     """What it is trained on, (x, y): probes are fed with it too."""
-    from evener.workloads.datasets.digits import digits
+    from evener.workloads.datasets import digits
 
     return digits(ROWS, seed=1)
 
@@ -88,7 +88,7 @@ def parts(plan: Plan) -> tuple[Any, Any]:
         from evener.workloads.keras_backend.models import maxer
 
         return maxer.model, maxer.sample_batch
-    from evener.workloads.datasets.digits import digits
+    from evener.workloads.datasets import digits
 
     return build, digits
 

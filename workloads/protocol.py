@@ -51,7 +51,7 @@ class Workload(Protocol):
         """Wait until every enqueued step is done on the devices."""
         ...
 
-    def peak_memory_bytes(self) -> tuple[int | None, ...]:
+    def max_memory_bytes(self) -> tuple[int | None, ...]:
         """Peak of the framework's allocator on each of this process' devices since `prepare`; None: can't tell."""
         ...
 

@@ -123,7 +123,7 @@ _TABLE = (
     Entry(
         "torch_dataparallel",
         "torch",
-        "evener.workloads.torch_backend.models.data_parallel:build",
+        "evener.workloads.torch_backend.models.mnist:build",
         "torch_mnist under nn.DataParallel, which cuts every batch evenly; on GPUs alone",
         "slides on several GPUs: nn.DataParallel",
         {"filters": 16, "dense": 64, "learning_rate": 0.001},

@@ -77,7 +77,7 @@ class Synthetic:
     def synchronize(self) -> None:
         """Nothing is enqueued: a step has ended when it returns."""
 
-    def peak_memory_bytes(self) -> tuple[int | None, ...]:
+    def max_memory_bytes(self) -> tuple[int | None, ...]:
         """The bytes held for each own device."""
         return tuple(len(block) for block in self._held)
 

@@ -142,7 +142,7 @@ def die(self):
         os.write(1, b'{{"type":"Ran","steps":')
         os.kill(os.getpid(), {number})
     return (1,)
-evener.workloads.synthetic.Synthetic.peak_memory_bytes = die
+evener.workloads.synthetic.Synthetic.max_memory_bytes = die
 """
 
 

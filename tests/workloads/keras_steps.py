@@ -20,7 +20,7 @@ import numpy as np
 from evener.errors import EvenerError
 from evener.keras_split import make_logical_cpus, model_digest
 from evener.workloads import registry
-from evener.workloads.datasets.digits import digits
+from evener.workloads.datasets import digits
 from evener.workloads.keras_backend.models import maxer as keras_maxer
 from evener.workloads.protocol import Place
 
@@ -208,7 +208,7 @@ def alone(folder: str) -> dict[str, Any]:
     workload = build("keras_mnist", settings=small)
     traces = count_traces(workload)
     seen = losses(workload, (64,), 150)
-    memory = workload.peak_memory_bytes()
+    memory = workload.max_memory_bytes()
     for share in (5, 64, 7):
         losses(workload, (share,), 1)
     facts = dict(workload.facts())
@@ -264,7 +264,7 @@ def together(folder: str) -> dict[str, Any]:
         "again": losses(towers, (20, 2, 6), 2),
         "from device": losses(build("keras_mnist", 2, settings=small, input="device"), (9, 3), 4),
         "engines": [each.facts()["engine"] for each in (one, towers, mirrored)],
-        "memory": towers.peak_memory_bytes(),
+        "memory": towers.max_memory_bytes(),
         "xla": attempt(lambda: build("keras_mnist", 2, xla=True)),
         "shares": attempt(lambda: towers.prepare((3, 4))),
     }

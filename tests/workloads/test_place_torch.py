@@ -13,11 +13,12 @@ from torch import nn  # noqa: E402
 
 from evener.errors import RequestError  # noqa: E402
 from evener.workloads import registry  # noqa: E402
+from evener.workloads.datasets import stripes  # noqa: E402
 from evener.workloads.protocol import Place  # noqa: E402
 from evener.workloads.torch_backend import batches as torch_batches  # noqa: E402
+from evener.workloads.torch_backend.classifiers import as_tensors, cross_entropy  # noqa: E402
 from evener.workloads.torch_backend.models.split_depth import DepthNet  # noqa: E402
 from evener.workloads.torch_backend.models.tiled_cnn import TilesNet  # noqa: E402
-from evener.workloads.torch_backend.placements import cross_entropy, picture_batch  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 CPU = torch.device("cpu")
@@ -41,7 +42,7 @@ def largest_difference(found: list[Any], expected: list[Any]) -> float:
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4])
 def test_halves_and_micro_batches_have_the_whole_stacks_gradients(micro_batches: int) -> None:
     """In single precision, with a batch that the micro-batches don't divide."""
-    images, labels = picture_batch(10, 32, 10)
+    images, labels = as_tensors(stripes(10, 32, 10))
     whole = gradients(DepthNet, images, labels)
     halves = gradients(lambda: DepthNet().lay([CPU, CPU], micro_batches), images, labels)
     assert largest_difference(halves, whole) <= 1e-5
@@ -49,7 +50,7 @@ def test_halves_and_micro_batches_have_the_whole_stacks_gradients(micro_batches:
 
 @pytest.mark.parametrize("side", [33, 64, 21])
 def test_tiles_have_the_whole_images_gradients(side: int) -> None:
-    images, labels = picture_batch(6, side, 10)
+    images, labels = as_tensors(stripes(6, side, 10))
     whole = gradients(TilesNet, images, labels)
     for count in (2, 3, 4):
         tiles = gradients(lambda count=count: TilesNet().lay([CPU] * count), images, labels)  # type: ignore[misc]
@@ -78,18 +79,9 @@ def test_a_placed_workload_trains_as_one_device_does(
         for _ in range(3):
             workload.step()
         workload.synchronize()
-        assert len(workload.peak_memory_bytes()) == len(place.devices)
+        assert len(workload.max_memory_bytes()) == len(place.devices)
         weights.append([parameter.detach().clone() for parameter in workload.recipe.module.parameters()])
     assert largest_difference(weights[1], weights[0]) <= 2e-3  # Adam divides small gradients by their own size
-
-
-def test_every_workloads_settings_stand_in_the_registry() -> None:
-    from importlib import import_module
-
-    for name in ("torch_depth", "torch_tiles", "torch_dataparallel"):
-        entry = registry.find(name)
-        assert entry.settings == import_module(entry.home.partition(":")[0]).SETTINGS
-        assert entry.placements[0] == "single"
 
 
 @pytest.mark.parametrize(

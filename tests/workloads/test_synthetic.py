@@ -50,7 +50,7 @@ def test_it_holds_the_memory_of_its_shares() -> None:
     """Bytes = base + per sample x share, for each own device, and none for one that is left out."""
     workload = make(Place(("CPU:0", "CPU:1")), memory_base_mib=1, memory_per_sample_mib=0.5)
     workload.prepare((4, 0))
-    assert workload.peak_memory_bytes() == (3 << 20, 0)
+    assert workload.max_memory_bytes() == (3 << 20, 0)
 
 
 def test_over_the_devices_limit_is_a_memory_error() -> None:

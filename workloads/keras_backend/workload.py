@@ -16,9 +16,9 @@ from evener.keras_split.model_digest import model_digest
 from evener.keras_split.tf_devices import make_logical_cpus
 from evener.workloads.keras_backend.batches import Rows, SampleBatch, Stream, as_arrays, pool
 from evener.workloads.keras_backend.kernel_limits import check_rows
-from evener.workloads.keras_backend.memory import PeakMemory
 from evener.workloads.keras_backend.step_engines import Solo as Solo
 from evener.workloads.keras_backend.step_engines import choose_way
+from evener.workloads.memory import MemoryMeter
 from evener.workloads.protocol import Place
 
 BuildModel = Callable[[], Any]  # a compiled keras.Model
@@ -37,7 +37,8 @@ class KerasWorkload:
         self.sample_batch = sample_batch
         self.data: Rows | Stream | None = None  # None: a pool of what `sample_batch` makes
         configure(place)
-        self._memory = PeakMemory(place.devices)
+        self._on_gpus = any(name.startswith("GPU") for name in place.devices)
+        self._memory = MemoryMeter(len(place.devices), GpuAllocator(place.devices) if self._on_gpus else None)
         self.way = way or choose_way(place)
         with self.way.scope():
             self.model = build_model()
@@ -56,7 +57,7 @@ class KerasWorkload:
         self._memory.reset()
         self._sent = self._batches = None
         spans = self.way.spans(tuple(shares))
-        if any(name.startswith("GPU") for name in self.place.devices):
+        if self._on_gpus:
             check_rows(self.model, max(stop - start for start, stop in spans))
         if self.place.input == "device":
             self._sent = self.way.send(self.way.cut(as_arrays(self.sample_batch(spans[-1][1])), spans))
@@ -67,8 +68,8 @@ class KerasWorkload:
 
     def step(self) -> None:
         """One optimizer step on the next batch, with what `fit` does around it."""
-        if self._position == 1:
-            self._memory.settle()
+        if self._position == 1 and self._on_gpus:
+            self._memory.reset()  # the first step tried kernels out, which takes what is free
         if self._sent is not None:
             self._logs = self.way.step(self._sent)
             self._position += 1
@@ -80,12 +81,12 @@ class KerasWorkload:
 
     def synchronize(self) -> None:
         """Wait for the devices, then fetch the loss."""
-        if self.place.world == 1 and any(name.startswith("GPU") for name in self.place.devices):
+        if self.place.world == 1 and self._on_gpus:
             tf.test.experimental.sync_devices()  # in a group it would ask the others, out of reach
         if self._logs is not None:
             float(self._logs["loss"])
 
-    def peak_memory_bytes(self) -> tuple[int | None, ...]:
+    def max_memory_bytes(self) -> tuple[int | None, ...]:
         """Peak of TensorFlow's allocator on GPUs; on a CPU the growth of the process since before the model."""
         return self._memory.read()
 
@@ -105,6 +106,24 @@ class KerasWorkload:
             "trace": "one for all batch sizes",
             "memory": self._memory.meaning,
         }
+
+
+class GpuAllocator:
+    """TensorFlow's allocator on GPUs that it calls GPU:0, ..."""
+
+    meaning = "peak of TensorFlow's allocator"
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self._devices = devices
+
+    def reset(self) -> None:
+        """Count from here on."""
+        for name in self._devices:
+            tf.config.experimental.reset_memory_stats(name)
+
+    def read(self) -> tuple[int, ...]:
+        """The most bytes since then."""
+        return tuple(int(tf.config.experimental.get_memory_info(name)["peak"]) for name in self._devices)
 
 
 def configure(place: Place) -> None:

@@ -22,9 +22,9 @@ from evener.errors import RequestError
 from evener.torch_split.gradient_weights import GradientWeights
 from evener.torch_split.model_digest import model_digest
 from evener.torch_split.process import fetching_threads
+from evener.workloads.memory import MemoryMeter
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend.batches import Batches, Data, PoolData, SampleBatch
-from evener.workloads.torch_backend.memory import PeakMemory
 
 _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 
@@ -55,7 +55,7 @@ class TorchWorkload:
         self.place = place
         self.devices = configure(place)
         self.device = self.devices[0]
-        self._memory = PeakMemory(self.devices)
+        self._memory = MemoryMeter(len(self.devices), GpuAllocator(self.devices) if _on_gpu(self.device) else None)
         self._group = join(place, self.device)
         torch.manual_seed(0)  # every rank starts alike
         self.recipe = build_recipe()
@@ -101,7 +101,7 @@ class TorchWorkload:
         if self._batches is not None:
             self._batches.settle()
 
-    def peak_memory_bytes(self) -> tuple[int | None, ...]:
+    def max_memory_bytes(self) -> tuple[int | None, ...]:
         """Peak of what tensors used on a GPU; on a CPU the growth of the process since before the model."""
         return self._memory.read()
 
@@ -156,6 +156,25 @@ class TorchWorkload:
                 self._weights.attach(self._model)
         elif self._weights is not None:
             self._weights.reset(sizes)
+
+
+class GpuAllocator:
+    """What tensors used on GPUs: that grows with the batch; what the allocator keeps depends on what was before."""
+
+    meaning = "peak in use, by PyTorch's allocator"
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+
+    def reset(self) -> None:
+        """Count from here on; what earlier sizes left unused is given back."""
+        torch.cuda.empty_cache()
+        for device in self._devices:
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def read(self) -> tuple[int, ...]:
+        """The most bytes since then."""
+        return tuple(int(torch.cuda.max_memory_allocated(device)) for device in self._devices)
 
 
 def check_place(place: Place, placed: bool = False) -> None:

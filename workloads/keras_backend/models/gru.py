@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 import keras
-import numpy as np
 
 from evener.errors import RequestError
+from evener.workloads.datasets import sine_waves
 from evener.workloads.keras_backend.workload import KerasWorkload
 from evener.workloads.protocol import Place, Workload
 
@@ -22,7 +22,7 @@ CUDNN = {"auto": "auto", "true": True, "false": False}
 def build(place: Place, settings: Mapping[str, Any]) -> Workload:
     """The workload at its place; settings: `steps`, `features`, `units`, `layers`, `dense`, `classes`, `use_cudnn`."""
     shape = {key: settings[key] for key in ("steps", "features", "classes")}
-    return KerasWorkload(place, partial(model, **settings), partial(sequences, **shape))
+    return KerasWorkload(place, partial(model, **settings), partial(sine_waves, **shape))
 
 
 def model(
@@ -49,13 +49,3 @@ def model(
         keras.optimizers.Adam(learning_rate), "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False
     )
     return network
-
-
-def sequences(rows: int, steps: int = 64, features: int = 32, classes: int = 10) -> tuple[Any, Any]:
-    """Noisy sine waves (rows, steps, features) whose frequency is their class, and the classes (rows,)."""
-    random = np.random.default_rng(rows)
-    labels = random.integers(0, classes, rows)
-    phase = random.uniform(0, 2 * np.pi, (rows, 1, features))
-    angle = 2 * np.pi * (labels[:, None, None] + 1) * np.arange(steps)[None, :, None] / steps
-    x = np.sin(angle + phase) + 0.3 * random.standard_normal((rows, steps, features))
-    return x.astype(np.float32), labels

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from evener.workloads.datasets import grey_noise
 from evener.workloads.keras_backend.workload import KerasWorkload
 from evener.workloads.protocol import Place, Workload
 
@@ -42,7 +43,5 @@ def model(learning_rate: float = 0.001) -> Any:
 
 def sample_batch(rows: int) -> tuple[Any, Any]:
     """Grey values 0 to 255 and one-hot labels, of the shapes of MNIST; the content is noise."""
-    random = np.random.default_rng(rows)
-    x = random.integers(0, 256, (rows, 28, 28, 1), dtype=np.uint8).astype(np.float32)
-    y = np.eye(10, dtype=np.float32)[random.integers(0, 10, rows)]
-    return x, y
+    x, labels = grey_noise(rows)
+    return x, np.eye(10, dtype=np.float32)[labels]

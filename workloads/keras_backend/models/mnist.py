@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from evener.workloads.datasets.digits import digits
+from evener.workloads.datasets import digits
 from evener.workloads.keras_backend.workload import KerasWorkload
 from evener.workloads.protocol import Place, Workload
 

@@ -12,24 +12,22 @@ from typing import Any
 import keras
 
 from evener.errors import RequestError
-from evener.workloads.datasets.stripes import pictures
+from evener.workloads.datasets import stripes
 from evener.workloads.keras_backend.workload import KerasWorkload
 from evener.workloads.protocol import Place, Workload
 
-SETTINGS: dict[str, Any] = {"side": 32, "classes": 10, "learning_rate": 0.001}
 SMALLEST_SIDE = 32  # keras.applications takes no less
 
 
 def build(place: Place, settings: Mapping[str, Any]) -> Workload:
     """The workload at its place; settings: `side`, `classes`, `learning_rate`."""
-    chosen = {**SETTINGS, **settings}
-    if chosen["side"] < SMALLEST_SIDE or chosen["classes"] < 2:
+    side, classes = settings["side"], settings["classes"]
+    if side < SMALLEST_SIDE or classes < 2:
         raise RequestError(
-            f"keras_resnet50 can't have side={chosen['side']} and classes={chosen['classes']}.",
+            f"keras_resnet50 can't have side={side} and classes={classes}.",
             f"side is {SMALLEST_SIDE} or more, classes 2 or more.",
         )
-    batch = partial(pictures, side=chosen["side"], classes=chosen["classes"])
-    return KerasWorkload(place, partial(model, **chosen), batch)
+    return KerasWorkload(place, partial(model, **settings), partial(stripes, side=side, classes=classes))
 
 
 def model(side: int = 32, classes: int = 10, learning_rate: float = 0.001) -> Any:

@@ -23,27 +23,17 @@ from evener.workloads.keras_backend.step_engines import Solo
 from evener.workloads.keras_backend.workload import KerasWorkload
 from evener.workloads.protocol import Place, Workload
 
-SETTINGS: dict[str, Any] = {
-    "vocabulary": 20_000,
-    "words": 800,
-    "embedding": 50,
-    "filters": 10,
-    "kernel": 3,
-    "dense": 64,
-    "learning_rate": 0.0001,
-}
 PLACEMENTS = ("single", "towers", "alternate")
 Tower = list[Any]  # Keras layers, in order
 
 
 def build(place: Place, settings: Mapping[str, Any]) -> Workload:
     """The workload at its place; settings: `vocabulary`, `words`, `embedding`, `filters`, `kernel`, `dense`, ..."""
-    chosen = {**SETTINGS, **settings}
-    check(chosen)
-    batch = partial(reviews, words=chosen["words"], vocabulary=chosen["vocabulary"])
+    check(settings)
+    batch = partial(reviews, words=settings["words"], vocabulary=settings["vocabulary"])
     if place.placement in ("", "single"):
-        return KerasWorkload(place, partial(model, **chosen), batch)
-    return KerasWorkload(place, partial(model, **chosen, devices=tower_devices(place)), batch, Placed(place))
+        return KerasWorkload(place, partial(model, **settings), batch)
+    return KerasWorkload(place, partial(model, **settings, devices=tower_devices(place)), batch, Placed(place))
 
 
 def check(settings: Mapping[str, Any]) -> None:

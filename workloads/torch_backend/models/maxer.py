@@ -6,30 +6,23 @@ Source: jinkos/multi-gpus, gpu_maxing_model.py; 78,923,530 parameters, 2.0 GMAC 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
+from evener.workloads.datasets import grey_noise
 from evener.workloads.protocol import Place, Workload
-from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
+from evener.workloads.torch_backend.classifiers import as_tensors, classifier
+from evener.workloads.torch_backend.workload import TorchWorkload
 
-PARAMETERS = 78_923_530
 CONVOLUTIONS = (32, 64, 128, 256, "pool", 512, 512, 512, 512, "pool")
 DENSE = (2048, 2048, 2048, 2048, 2048, 1024)
-SETTINGS: dict[str, Any] = {"learning_rate": 0.001}
 
 
 def build(place: Place, settings: Mapping[str, Any]) -> Workload:
     """The workload at its place; settings: `learning_rate`."""
-    return TorchWorkload(place, partial(recipe, **{**SETTINGS, **settings}), sample_batch)
-
-
-def recipe(learning_rate: float) -> Recipe:
-    """The network with Adam and cross-entropy, as the seed has it."""
-    module = model()
-    return Recipe(module, torch.optim.Adam(module.parameters(), learning_rate), nn.CrossEntropyLoss())
+    learning_rate = settings["learning_rate"]
+    return TorchWorkload(place, lambda: classifier(model(), learning_rate), lambda rows: as_tensors(grey_noise(rows)))
 
 
 def model() -> nn.Sequential:
@@ -48,10 +41,3 @@ def model() -> nn.Sequential:
         layers += [nn.Linear(before, units), nn.ReLU()]
         before = units
     return nn.Sequential(*layers, nn.Linear(before, 10))
-
-
-def sample_batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Grey values 0 to 255 and labels, of the shapes of MNIST; the content is noise."""
-    generator = torch.Generator().manual_seed(rows)
-    images = torch.randint(0, 256, (rows, 1, 28, 28), generator=generator, dtype=torch.uint8).float()
-    return images, torch.randint(0, 10, (rows,), generator=generator)

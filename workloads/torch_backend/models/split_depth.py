@@ -17,17 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from evener.errors import RequestError
+from evener.workloads.datasets import stripes
 from evener.workloads.protocol import Place, Workload
-from evener.workloads.torch_backend.placements import cross_entropy, lay_for, picture_batch
-from evener.workloads.torch_backend.workload import Lay, Recipe, TorchWorkload
+from evener.workloads.torch_backend.classifiers import as_tensors, classifier, lay_for
+from evener.workloads.torch_backend.workload import Lay, TorchWorkload
 
-SETTINGS: dict[str, Any] = {
-    "side": 32,
-    "classes": 10,
-    "norm": "group",
-    "micro_batches": 4,
-    "learning_rate": 0.001,
-}
 FIRST_CHANNELS = (16, 32)
 SECOND_CHANNELS = (128, 256, 512)
 GROUPS = 8
@@ -37,23 +31,19 @@ SMALLEST_SIDE = 32  # five poolings
 
 def build(place: Place, settings: Mapping[str, Any]) -> Workload:
     """The workload at its place; settings: `side`, `classes`, `norm`, `micro_batches`, `learning_rate`."""
-    chosen = {**SETTINGS, **settings}
-    pieces, side = chosen["micro_batches"], chosen["side"]
+    pieces, side, classes = settings["micro_batches"], settings["side"], settings["classes"]
     if pieces < 2 or side < SMALLEST_SIDE:
         raise RequestError(
             f"torch_depth can't have micro_batches={pieces} and side={side}.",
             f"micro_batches is 2 or more, side {SMALLEST_SIDE} or more.",
         )
     placements: dict[str, Lay] = {"halves": DepthNet.lay, "halves-micro": partial(DepthNet.lay, micro_batches=pieces)}
-    build_recipe = partial(recipe, chosen["classes"], chosen["norm"], chosen["learning_rate"])
-    batch = partial(picture_batch, side=side, classes=chosen["classes"])
-    return TorchWorkload(place, build_recipe, batch, lay_for(place, placements))
-
-
-def recipe(classes: int, norm: str, learning_rate: float) -> Recipe:
-    """The network with Adam and cross-entropy."""
-    module = DepthNet(classes, norm)
-    return Recipe(module, torch.optim.Adam(module.parameters(), learning_rate), cross_entropy)
+    return TorchWorkload(
+        place,
+        lambda: classifier(DepthNet(classes, settings["norm"]), settings["learning_rate"]),
+        lambda rows: as_tensors(stripes(rows, side, classes)),
+        lay_for(place, placements),
+    )
 
 
 class DepthNet(nn.Module):  # type: ignore[misc]

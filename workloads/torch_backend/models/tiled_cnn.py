@@ -7,38 +7,33 @@ images train that one device has no memory for; the result is that of the whole 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from evener.errors import RequestError
+from evener.workloads.datasets import stripes
 from evener.workloads.protocol import Place, Workload
-from evener.workloads.torch_backend.placements import cross_entropy, lay_for, picture_batch
+from evener.workloads.torch_backend.classifiers import as_tensors, classifier, lay_for
 from evener.workloads.torch_backend.tiling import cut, run_tiled
-from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
+from evener.workloads.torch_backend.workload import TorchWorkload
 
-SETTINGS: dict[str, Any] = {"side": 128, "classes": 10, "learning_rate": 0.001}
 CHANNELS = (16, 32)
 SMALLEST_SIDE = 4  # two poolings
 
 
 def build(place: Place, settings: Mapping[str, Any]) -> Workload:
     """The workload at its place; settings: `side`, `classes`, `learning_rate`."""
-    chosen = {**SETTINGS, **settings}
-    side, classes = chosen["side"], chosen["classes"]
+    side, classes = settings["side"], settings["classes"]
     if side < SMALLEST_SIDE:
         raise RequestError(f"torch_tiles can't have side={side}.", f"It is {SMALLEST_SIDE} or more.")
-    batch = partial(picture_batch, side=side, classes=classes)
-    lay = lay_for(place, {"tiles": TilesNet.lay})
-    return TorchWorkload(place, partial(recipe, classes, chosen["learning_rate"]), batch, lay)
-
-
-def recipe(classes: int, learning_rate: float) -> Recipe:
-    """The network with Adam and cross-entropy."""
-    module = TilesNet(classes)
-    return Recipe(module, torch.optim.Adam(module.parameters(), learning_rate), cross_entropy)
+    return TorchWorkload(
+        place,
+        lambda: classifier(TilesNet(classes), settings["learning_rate"]),
+        lambda rows: as_tensors(stripes(rows, side, classes)),
+        lay_for(place, {"tiles": TilesNet.lay}),
+    )
 
 
 class TilesNet(nn.Module):  # type: ignore[misc]

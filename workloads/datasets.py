@@ -1,0 +1,72 @@
+"""Data sets made in code: the same for the same seed, and nothing to download."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+_FONT = (
+    "01110 10001 10011 10101 11001 10001 01110",
+    "00100 01100 00100 00100 00100 00100 01110",
+    "01110 10001 00001 00110 01000 10000 11111",
+    "11111 00010 00100 00010 00001 10001 01110",
+    "00010 00110 01010 10010 11111 00010 00010",
+    "11111 10000 11110 00001 00001 10001 01110",
+    "00110 01000 10000 11110 10001 10001 01110",
+    "11111 00001 00010 00100 01000 01000 01000",
+    "01110 10001 10001 01110 10001 10001 01110",
+    "01110 10001 10001 01111 00001 00010 01100",
+)  # 5 x 7 dots of each digit
+SIZE = 28
+_SCALE = 3
+NOISE = 0.3
+
+
+def digits(rows: int, seed: int = 0, noise: float = NOISE) -> tuple[Any, Any]:
+    """`rows` pictures (rows, 28, 28, 1) in 0 to 1, shifted and noisy, as float32, and their digits (rows,) as int64."""
+    random = np.random.default_rng(seed)
+    labels = random.integers(0, 10, rows)
+    glyphs = np.stack([_glyph(text) for text in _FONT])
+    height, width = glyphs.shape[1:]
+    tops = random.integers(0, SIZE - height + 1, rows)
+    lefts = random.integers(0, SIZE - width + 1, rows)
+    pictures = np.zeros((rows, SIZE, SIZE), np.float32)
+    row = (np.arange(rows)[:, None, None], tops[:, None, None] + np.arange(height)[None, :, None])
+    pictures[(*row, lefts[:, None, None] + np.arange(width)[None, None, :])] = glyphs[labels]
+    pictures += noise * random.standard_normal(pictures.shape, np.float32)
+    return np.clip(pictures, 0, 1)[..., None], labels
+
+
+def _glyph(text: str) -> Any:
+    dots = np.array([[int(dot) for dot in line] for line in text.split()], np.float32)
+    return np.kron(dots, np.ones((_SCALE, _SCALE), np.float32))
+
+
+def stripes(rows: int, side: int = 32, classes: int = 10, seed: int = 0) -> tuple[Any, Any]:
+    """Coloured pictures (rows, side, side, 3) around 0 as float32, and as classes (rows,) their stripes' angle."""
+    random = np.random.default_rng(seed)
+    labels = random.integers(0, classes, rows)
+    angles = np.pi * labels / classes
+    down, right = np.mgrid[0:side, 0:side].astype(np.float32) / side
+    phase = random.uniform(0, 2 * np.pi, (rows, 1, 1, 3))
+    along = np.cos(angles)[:, None, None] * right + np.sin(angles)[:, None, None] * down
+    waves = np.sin(8 * np.pi * along[..., None] + phase)
+    return (waves + NOISE * random.standard_normal(waves.shape)).astype(np.float32), labels
+
+
+def sine_waves(rows: int, steps: int = 64, features: int = 32, classes: int = 10) -> tuple[Any, Any]:
+    """Noisy waves (rows, steps, features) as float32, and as classes (rows,) their frequency."""
+    random = np.random.default_rng(rows)
+    labels = random.integers(0, classes, rows)
+    phase = random.uniform(0, 2 * np.pi, (rows, 1, features))
+    angle = 2 * np.pi * (labels[:, None, None] + 1) * np.arange(steps)[None, :, None] / steps
+    x = np.sin(angle + phase) + NOISE * random.standard_normal((rows, steps, features))
+    return x.astype(np.float32), labels
+
+
+def grey_noise(rows: int) -> tuple[Any, Any]:
+    """Grey values 0 to 255 (rows, 28, 28, 1) as float32 and labels (rows,): the shapes of MNIST, nothing to learn."""
+    random = np.random.default_rng(rows)
+    x = random.integers(0, 256, (rows, SIZE, SIZE, 1), dtype=np.uint8).astype(np.float32)
+    return x, random.integers(0, 10, rows)

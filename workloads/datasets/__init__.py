@@ -1,1 +1,0 @@
-"""Data sets made in code: nothing is downloaded."""

@@ -1,0 +1,58 @@
+"""The most memory that a training process took on its devices, and what the figure means."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+
+class GpuMemory(Protocol):
+    """A framework's allocator on the GPUs of this process."""
+
+    meaning: str  # of its figures
+
+    def reset(self) -> None:
+        """Count from here on."""
+        ...
+
+    def read(self) -> tuple[int, ...]:
+        """The most bytes in use on each GPU since the reset."""
+        ...
+
+
+class MemoryMeter:
+    """Made before the model: on a CPU the growth since then counts, as the allocators there tell nothing."""
+
+    def __init__(self, devices: int, gpus: GpuMemory | None) -> None:
+        self._devices, self._gpus = devices, gpus
+        self._before = _status_bytes("VmRSS") or 0
+        self.meaning = gpus.meaning if gpus else "growth of the peak resident memory"
+
+    def reset(self) -> None:
+        """Count from here on; what earlier sizes left unused is given back."""
+        if self._gpus:
+            self._gpus.reset()
+            return
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
+
+    def read(self) -> tuple[int | None, ...]:
+        """Bytes for each device; None where several share one process's memory, or nobody can tell."""
+        if self._gpus:
+            return self._gpus.read()
+        peak = _status_bytes("VmHWM")
+        if self._devices != 1 or peak is None:
+            return (None,) * self._devices
+        return (max(0, peak - self._before),)
+
+
+def _status_bytes(key: str) -> int | None:
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1]) * 1024
+    return None
