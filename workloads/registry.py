@@ -1,4 +1,4 @@
-"""Names to workloads: what there is, what each can be told, and how it is built. Imports nothing until it is built.
+"""Names to workloads: what there is, its settings, and how it is built. Imports nothing until it is built.
 
 A name is one of the table below, or the user's own `file.py:attribute` or `package.module:attribute`.
 """

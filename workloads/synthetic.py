@@ -54,7 +54,7 @@ class Synthetic:
         self._steps = 0
         self._held.clear()
         if self._settings["fail"] == "memory" and self._struck():
-            raise MemoryError(f"synthetic was told to run out of memory at {self._largest} samples")
+            raise MemoryError(f"synthetic was asked to run out of memory at {self._largest} samples")
         limits = [*self._place.memory_limit_bytes, *[None] * len(self._shares)]
         for share, limit in zip(self._shares, limits, strict=False):
             size = self._bytes(share) if share else 0
@@ -87,7 +87,7 @@ class Synthetic:
             self._barrier.close()
 
     def facts(self) -> Mapping[str, str]:
-        """The parameters it was told to have, and a digest of its settings."""
+        """The number of parameters that its settings name, and a digest of them."""
         digest = "-".join(f"{key}={value}" for key, value in sorted(self._settings.items()))
         return {
             "framework": "none",
@@ -116,7 +116,7 @@ class Synthetic:
     def _fail(self, seconds: float) -> float:
         match self._settings["fail"]:
             case "raise":
-                raise ValueError(f"synthetic was told to raise at step {self._steps} of {self._largest} samples")
+                raise ValueError(f"synthetic was asked to raise at step {self._steps} of {self._largest} samples")
             case "exit":
                 os._exit(self._settings["exit_code"])
             case "kill":

@@ -23,7 +23,7 @@ _RECIPES = {
     "torch": "evener.workloads.torch_backend.user_model:build",
 }
 _HOME = "evener.workloads.user_code:build"
-_FEEDERS = ("sample_batch", "training_data")  # stand beside the function
+_DATA_FUNCTIONS = ("sample_batch", "training_data")
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
@@ -34,18 +34,18 @@ class UserCodeError(EvenerError):
     exit_code: ClassVar[int] = 2
 
 
-class Own:
-    """What the user's module gives: the result of the named function, and what stands beside it to feed it."""
+class UserModule:
+    """What the user's module gives: the result of the named function, and the functions that make its data."""
 
     def __init__(self, name: str, result: Any, module: ModuleType, source: Path | None) -> None:
         self.name = name
         self.result = result
-        self.sample_batch = _beside(module, "sample_batch", source)
-        self.training_data = _beside(module, "training_data", source)
+        self.sample_batch = _guarded_function(module, "sample_batch", source)
+        self.training_data = _guarded_function(module, "training_data", source)
         self.source = source
 
 
-def _beside(module: ModuleType, name: str, source: Path | None) -> Callable[..., Any] | None:
+def _guarded_function(module: ModuleType, name: str, source: Path | None) -> Callable[..., Any] | None:
     function = getattr(module, name, None)
     return guarded(function, source) if callable(function) else None
 
@@ -79,7 +79,7 @@ def build(found: Entry, place: Place, settings: Mapping[str, Any]) -> Workload:
     return recipe(found.name, place, settings)
 
 
-def load(name: str, settings: Mapping[str, Any]) -> Own:
+def load(name: str, settings: Mapping[str, Any]) -> UserModule:
     """Import the user's module, call the function with `settings` as keywords; UserCodeError if their code raises."""
     home, _, attribute = name.rpartition(":")
     source = Path(home).resolve() if names_a_file(home) else None
@@ -89,7 +89,7 @@ def load(name: str, settings: Mapping[str, Any]) -> Own:
     if not callable(function):
         raise RequestError(f"{home} has no function {attribute!r}.", f"Known: {_functions(module)}.")
     result = guarded(function, origin)(**_arguments(name, function, settings))
-    return Own(name, result, module, origin)
+    return UserModule(name, result, module, origin)
 
 
 def guarded(function: Callable[..., Any], source: Path | Callable[[], Path | None] | None) -> Callable[..., Any]:
@@ -109,6 +109,13 @@ def guarded(function: Callable[..., Any], source: Path | Callable[[], Path | Non
             raise explain(error, source() if callable(source) else source) from error
 
     return call
+
+
+def guard_steps(workload: Workload, source: Path | None) -> Workload:
+    """The workload, whose steps name the user's line if that raises."""
+    workload.prepare = guarded(workload.prepare, source)  # type: ignore[method-assign]
+    workload.step = guarded(workload.step, source)  # type: ignore[method-assign]
+    return workload
 
 
 def explain(error: BaseException, source: Path | None, remedy: str = "") -> UserCodeError:
@@ -190,8 +197,8 @@ def _without_function(name: str, path: Path) -> RequestError:
 
 
 def _could_build(function: ast.FunctionDef) -> bool:
-    """Public, no feeder, and it returns something."""
-    if function.name.startswith("_") or function.name in _FEEDERS:
+    """Public, makes no data, and returns something."""
+    if function.name.startswith("_") or function.name in _DATA_FUNCTIONS:
         return False
     inner = [node for node in ast.walk(function) if isinstance(node, _SCOPES) and node is not function]
     others = {id(node) for scope in inner for node in ast.walk(scope)}

@@ -194,7 +194,7 @@ def test_a_stopped_child_is_a_time_out(make: Make) -> None:
 @pytest.mark.parametrize(
     ("fail", "cause", "words"),
     [
-        ("raise", "raised", "ValueError: synthetic was told to raise"),
+        ("raise", "raised", "ValueError: synthetic was asked to raise"),
         ("exit", "exit", "exit code 3"),
         ("kill", "signal", "SIGKILL"),
         ("hang", "timeout", "no answer within"),

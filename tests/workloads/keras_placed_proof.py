@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from evener.workloads.keras_backend.models import resnet50
-from evener.workloads.keras_backend.models.two_tower import Placed, build, model, reviews
+from evener.workloads.keras_backend.models.two_tower import PlacedEngine, build, model, reviews
 from evener.workloads.keras_backend.pipeline_stages import added
 from evener.workloads.profiling import profile
 from evener.workloads.protocol import Place
@@ -31,7 +31,7 @@ def main() -> None:
         workload: Any = build(place, SMALL)
         start = [np.array(weight) for weight in workload.model.get_weights()]
         answer[placement] = {"gradients": gradients(workload, start), "weights": trained(workload, start)}
-        answer[placement]["devices"] = devices_of(workload.way)
+        answer[placement]["devices"] = devices_of(workload.engine)
         answer[placement]["sent"] = sent(workload)
     answer["dense"] = by_hand()
     answer["resnet50"] = resnet50.model().count_params()
@@ -45,7 +45,7 @@ def gradients(workload: Any, start: list[Any]) -> float:
 
     @tf.function
     def placed(x: Any, y: Any) -> Any:
-        loss, pairs = workload.way.gradients(x, y)
+        loss, pairs = workload.engine.gradients(x, y)
         return loss, [tf.convert_to_tensor(total) for total in added(pairs, variables)]
 
     loss, found = placed([tf.constant(each) for each in x], tf.constant(y))
@@ -110,10 +110,10 @@ def sent(workload: Any) -> int:
     return sum(row.calls for row in profile("tensorflow", run) if row.name == "send between devices")
 
 
-def devices_of(way: Placed) -> dict[str, list[str]]:
+def devices_of(engine: PlacedEngine) -> dict[str, list[str]]:
     """The devices of the traced forward operations by layer, and of the convolutions' and dense layers' gradients."""
     found: dict[str, set[str]] = {}
-    for operation in way._function.get_concrete_function().graph.get_operations():
+    for operation in engine._function.get_concrete_function().graph.get_operations():
         layer = next((part for part in operation.name.split("/") if part.startswith(("user_", "item_"))), "")
         if operation.type in ("Conv2D", "MaxPool", "MatMul", "Conv2DBackpropFilter", "MaxPoolGrad"):
             key = layer if layer and "Grad" not in operation.type else operation.type

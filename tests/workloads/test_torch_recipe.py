@@ -83,7 +83,7 @@ def test_a_workload_learns(name: str, settings: dict[str, Any], rows: int, steps
         workload.step()
     workload.synchronize()
     assert isinstance(workload, TorchWorkload)
-    inputs, targets = workload._feed().take()
+    inputs, targets = workload._open_batches().take()
     with torch.no_grad():
         assert float(workload._objective(inputs, targets)) < 2.0
 
@@ -114,7 +114,7 @@ def test_half_precision_trains_with_weights_in_float32(monkeypatch: pytest.Monke
         workload.prepare((32,))
         for _ in range(40):
             workload.step()
-        inputs, targets = workload._feed().take()
+        inputs, targets = workload._open_batches().take()
         with torch.no_grad():
             losses[each] = float(workload._objective(inputs, targets))
         assert {parameter.dtype for parameter in workload.recipe.module.parameters()} == {torch.float32}

@@ -65,7 +65,7 @@ def pool(sample_batch: SampleBatch) -> Rows:
         return Rows(keras.tree.map_structure(tf.convert_to_tensor, as_arrays(sample_batch(count))))
 
 
-def of_user(given: Any) -> Rows | Stream:
+def as_training_data(given: Any) -> Rows | Stream:
     """What `training_data()` returned: arrays, a tf.data.Dataset of single samples, or a function batch -> dataset."""
     if isinstance(given, tf.data.Dataset):
         return Stream(lambda batch: given.batch(batch).prefetch(tf.data.AUTOTUNE))

@@ -1,6 +1,6 @@
 """How one Keras step lies on a place: one device, towers, a mirrored strategy, or a process of a group.
 
-Each way is a `Split` of evener's, so a step is the train function that `fit` would run, on what `fit` would feed it.
+Each engine is a `Split` of evener's, so a step is the train function that `fit` would run, on what `fit` would feed it.
 With `--input device` the same step is traced for arguments that lie in the devices' memory already.
 """
 
@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, cycle, pairwise
 from typing import Any
 
 import keras
@@ -25,7 +25,7 @@ from evener.keras_split.split import Split
 from evener.workloads.protocol import Place
 
 
-class Movable(Cut):
+class VariableCut(Cut):
     """A cut whose weights lie in a variable, so that other shares need no other trace."""
 
     def __init__(self, devices: int) -> None:
@@ -45,7 +45,7 @@ class Movable(Cut):
         return now.bounds(rows)
 
 
-class Solo:
+class SingleDeviceEngine:
     """One device, Keras' own train step."""
 
     name = "solo"
@@ -89,17 +89,17 @@ class Solo:
 
     def cut(self, batch: Any, spans: Sequence[tuple[int, int]]) -> list[Any]:
         """The arguments of one step, as arrays on the host."""
-        return [rows_of(batch, *spans[0])]
-
-    def load(self, parts: list[Any]) -> list[Any]:
-        """Tensors in host memory."""
-        with tf.device("CPU:0"):
-            return keras.tree.map_structure(_tensor, parts)  # type: ignore[no-any-return]
+        return [slice_rows(batch, *spans[0])]
 
     def send(self, parts: list[Any]) -> list[Any]:
-        """Tensors in the devices' memory."""
-        with tf.device(self.devices[0]):
-            return keras.tree.map_structure(tf.identity, self.load(parts))  # type: ignore[no-any-return]
+        """Each device's part in its memory; what is beyond them, as the labels of towers are, on the first."""
+        sent = []
+        for device, part in zip(cycle(self.devices), parts, strict=False):
+            with tf.device("CPU:0"):
+                loaded = keras.tree.map_structure(tf.convert_to_tensor, part)
+            with tf.device(device):
+                sent.append(keras.tree.map_structure(tf.identity, loaded))
+        return sent
 
     def step(self, parts: list[Any]) -> Any:
         """Run the traced step."""
@@ -107,14 +107,14 @@ class Solo:
             return self._function(*parts)
 
 
-class Over(Solo):
+class TowersEngine(SingleDeviceEngine):
     """Several devices of this process as towers; one that has no share is left out."""
 
     name = "towers"
 
     @cached_property
     def split(self) -> Split:
-        """Over the devices that take part."""
+        """TowersEngine the devices that take part."""
         return self._over(self.devices)
 
     def attach(self, model: Any, sample: Any) -> None:
@@ -124,7 +124,7 @@ class Over(Solo):
 
     def _over(self, devices: tuple[str, ...]) -> Split:
         split = Split(devices=devices, engine="towers")
-        split.cut = Movable(len(devices))
+        split.cut = VariableCut(len(devices))
         return split
 
     def spans(self, shares: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
@@ -148,15 +148,7 @@ class Over(Solo):
     def cut(self, batch: Any, spans: Sequence[tuple[int, int]]) -> list[Any]:
         """A piece of x for each device, and the whole of y, as the loss is computed in one place."""
         x, y = batch
-        return [*(rows_of(x, *span) for span in spans), rows_of(y, 0, spans[-1][1])]
-
-    def send(self, parts: list[Any]) -> list[Any]:
-        """Each piece in its device's memory."""
-        sent = []
-        for device, part in zip((*self.devices, self.devices[0]), self.load(parts), strict=True):
-            with tf.device(device):
-                sent.append(keras.tree.map_structure(tf.identity, part))
-        return sent
+        return [*(slice_rows(x, *span) for span in spans), slice_rows(y, 0, spans[-1][1])]
 
     def step(self, parts: list[Any]) -> Any:
         """Run the traced step."""
@@ -172,14 +164,14 @@ class Over(Solo):
         self._function = tf.function(self.train, input_signature=signature, autograph=False)
 
 
-class Replicated(Over):
+class MirroredEngine(TowersEngine):
     """Several devices of this process under a mirrored strategy."""
 
     name = "mirrored"
 
     @cached_property
     def split(self) -> Split:
-        """Over all devices: a strategy can't leave one out."""
+        """TowersEngine all devices: a strategy can't leave one out."""
         return Split(devices=self.devices, engine="mirrored")
 
     def attach(self, model: Any, sample: Any) -> None:
@@ -190,7 +182,7 @@ class Replicated(Over):
         model.reset_metrics()
         self.split.model(model)
         model.make_train_function(force=True)
-        self._engine = Mirrored(model)
+        self._replicas = Mirrored(model)
         self._function = tf.function(self._run, reduce_retracing=True, autograph=False)
 
     def spans(self, shares: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
@@ -202,15 +194,7 @@ class Replicated(Over):
 
     def cut(self, batch: Any, spans: Sequence[tuple[int, int]]) -> list[Any]:
         """Each replica's own x and y."""
-        return [rows_of(batch, *span) for span in spans]
-
-    def send(self, parts: list[Any]) -> list[Any]:
-        """Each replica's part in its memory."""
-        sent = []
-        for device, part in zip(self.devices, self.load(parts), strict=True):
-            with tf.device(device):
-                sent.append(keras.tree.map_structure(tf.identity, part))
-        return sent
+        return [slice_rows(batch, *span) for span in spans]
 
     def step(self, parts: list[Any]) -> Any:
         """Hand each replica its part, and reduce the logs to the first's."""
@@ -222,11 +206,11 @@ class Replicated(Over):
 
     def _run(self, values: Any) -> Any:
         strategy: Any = self.split.strategy
-        logs = strategy.run(self._engine.train_step, args=(values,))
+        logs = strategy.run(self._replicas.train_step, args=(values,))
         return {name: strategy.experimental_local_results(value)[0] for name, value in logs.items()}
 
 
-class Ranked(Solo):
+class MultiworkerEngine(SingleDeviceEngine):
     """This process' rows in a group of processes."""
 
     name = "multiworker"
@@ -241,7 +225,7 @@ class Ranked(Solo):
     def split(self) -> Split:
         """A process for each device."""
         split = Split(devices=self.place.peers, engine="multiworker")
-        split.cut = Movable(len(self.place.peers))
+        split.cut = VariableCut(len(self.place.peers))
         return split
 
     def attach(self, model: Any, sample: Any) -> None:
@@ -250,12 +234,12 @@ class Ranked(Solo):
         self.model = model
         self.split.model(model)
         model.make_train_function()
-        self._engine = Workers(model, self.split.cut, self.split.required_group)
+        self._workers = Workers(model, self.split.cut, self.split.required_group)
         signature = [_specs(sample), tf.TensorSpec([], tf.int64)]
         self._function = tf.function(self._run, input_signature=signature, autograph=False)
 
     def _run(self, batch: Any, rows: Any) -> Any:
-        return self._engine.train_on_rows(batch, _count(batch), rows)
+        return self._workers.train_on_rows(batch, _count(batch), rows)
 
     def spans(self, shares: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """Own rows; the other ranks make theirs."""
@@ -273,32 +257,28 @@ class Ranked(Solo):
         return self._function(*parts, tf.constant(self._all_rows, tf.int64))
 
 
-def choose_way(place: Place) -> Solo:
+def choose_engine(place: Place) -> SingleDeviceEngine:
     """How the place's devices are kept in step; RequestError for what TensorFlow can't do there."""
     split = place.world > 1 or len(place.devices) > 1
     if split and place.xla:
         raise RequestError("XLA can't compile a step over several devices.", "Leave --xla out for a split.")
     if place.world > 1:
-        return Ranked(place)
+        return MultiworkerEngine(place)
     if len(place.devices) == 1:
-        return Solo(place)
-    return Replicated(place) if place.engine == "mirrored" else Over(place)
+        return SingleDeviceEngine(place)
+    return MirroredEngine(place) if place.engine == "mirrored" else TowersEngine(place)
 
 
 def _move(split: Split, shares: Sequence[int]) -> None:
     """Cut by other shares, both in the steps and in what feeds them."""
     cut = split.cut
-    if isinstance(cut, Movable):
+    if isinstance(cut, VariableCut):
         cut.move([share for share in shares if share])
 
 
-def rows_of(data: Any, start: int, stop: int) -> Any:
+def slice_rows(data: Any, start: int, stop: int) -> Any:
     """Rows `start` to `stop` of nested arrays."""
     return keras.tree.map_structure(lambda array: array[start:stop], data)
-
-
-def _tensor(array: Any) -> Any:
-    return tf.convert_to_tensor(array)
 
 
 def _count(data: Any) -> Any:

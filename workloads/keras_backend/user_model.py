@@ -14,29 +14,27 @@ import numpy as np
 
 from evener.errors import RequestError
 from evener.workloads import user_code
-from evener.workloads.keras_backend.batches import Rows, Stream, of_user
+from evener.workloads.keras_backend.batches import Rows, Stream, as_training_data
 from evener.workloads.keras_backend.workload import KerasWorkload
 from evener.workloads.protocol import Place, Workload
 
 
 def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
     """The workload of `file.py:attribute` or `package.module:attribute`, which returns a compiled model."""
-    own = OwnModel(name, settings)
+    own = UserModel(name, settings)
     make = user_code.guarded(KerasWorkload, lambda: own.source)
     workload: KerasWorkload = make(place, own.build_model, own.sample_batch)
     workload.data = own.training_data()
-    workload.prepare = user_code.guarded(workload.prepare, own.source)  # type: ignore[method-assign]
-    workload.step = user_code.guarded(workload.step, own.source)  # type: ignore[method-assign]
-    return workload
+    return user_code.guard_steps(workload, own.source)
 
 
-class OwnModel:
+class UserModel:
     """Loads the user's module when the recipe asks for the model, where the recipe wants it built."""
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         self._name = name
         self._settings = settings
-        self._own: user_code.Own | None = None
+        self._own: user_code.UserModule | None = None
         self._model: Any = None
         self.source: Any = None
 
@@ -58,7 +56,7 @@ class OwnModel:
         """What the user's `training_data()` returned, if there is one."""
         if self._own is None or self._own.training_data is None:
             return None
-        return of_user(self._own.training_data())
+        return as_training_data(self._own.training_data())
 
     def sample_batch(self, rows: int) -> tuple[Any, Any]:
         """The user's `sample_batch(rows)` if there is one, else noise of the model's shapes."""

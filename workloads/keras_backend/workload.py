@@ -16,8 +16,7 @@ from evener.keras_split.model_digest import model_digest
 from evener.keras_split.tf_devices import make_logical_cpus
 from evener.workloads.keras_backend.batches import Rows, SampleBatch, Stream, as_arrays, pool
 from evener.workloads.keras_backend.kernel_limits import check_rows
-from evener.workloads.keras_backend.step_engines import Solo as Solo
-from evener.workloads.keras_backend.step_engines import choose_way
+from evener.workloads.keras_backend.step_engines import SingleDeviceEngine, choose_engine
 from evener.workloads.memory import MemoryMeter
 from evener.workloads.protocol import Place
 
@@ -25,27 +24,27 @@ BuildModel = Callable[[], Any]  # a compiled keras.Model
 
 
 class KerasWorkload:
-    """A compiled model at its place, by one of `keras_ways`, or by the `way` of a workload that lays its own parts.
+    """A compiled model at its place, stepped by one of `step_engines` or by an engine of its own.
 
     RequestError for a place that Keras can't serve.
     """
 
     def __init__(
-        self, place: Place, build_model: BuildModel, sample_batch: SampleBatch, way: Solo | None = None
+        self, place: Place, build_model: BuildModel, sample_batch: SampleBatch, engine: SingleDeviceEngine | None = None
     ) -> None:
         self.place = place
         self.sample_batch = sample_batch
         self.data: Rows | Stream | None = None  # None: a pool of what `sample_batch` makes
         configure(place)
         self._on_gpus = any(name.startswith("GPU") for name in place.devices)
-        self._memory = MemoryMeter(len(place.devices), GpuAllocator(place.devices) if self._on_gpus else None)
-        self.way = way or choose_way(place)
-        with self.way.scope():
+        self._memory = MemoryMeter(len(place.devices), TensorFlowGpuMemory(place.devices) if self._on_gpus else None)
+        self.engine = engine or choose_engine(place)
+        with self.engine.scope():
             self.model = build_model()
             if not self.model.built:
                 self.model(as_arrays(sample_batch(1))[0])
             self.model.optimizer.build(self.model.trainable_variables)
-        self.way.attach(self.model, as_arrays(sample_batch(2)))
+        self.engine.attach(self.model, as_arrays(sample_batch(2)))
         self._callbacks = keras.callbacks.CallbackList(add_history=True, model=self.model)
         self._sent: Any = None  # a batch in the devices' memory
         self._batches: Any = None
@@ -56,14 +55,14 @@ class KerasWorkload:
         """Begin to make batches for these shares; RequestError if this process would have none of the samples."""
         self._memory.reset()
         self._sent = self._batches = None
-        spans = self.way.spans(tuple(shares))
+        spans = self.engine.spans(tuple(shares))
         if self._on_gpus:
             check_rows(self.model, max(stop - start for start, stop in spans))
         if self.place.input == "device":
-            self._sent = self.way.send(self.way.cut(as_arrays(self.sample_batch(spans[-1][1])), spans))
+            self._sent = self.engine.send(self.engine.cut(as_arrays(self.sample_batch(spans[-1][1])), spans))
         else:
             self.data = self.data or pool(self.sample_batch)
-            self._batches = iter(self.data.batches(self.way.split, sum(shares)))
+            self._batches = iter(self.data.batches(self.engine.split, sum(shares)))
         self._position = 0
 
     def step(self) -> None:
@@ -71,7 +70,7 @@ class KerasWorkload:
         if self._position == 1 and self._on_gpus:
             self._memory.reset()  # the first step tried kernels out, which takes what is free
         if self._sent is not None:
-            self._logs = self.way.step(self._sent)
+            self._logs = self.engine.step(self._sent)
             self._position += 1
             return
         self._callbacks.on_train_batch_begin(self._position)
@@ -97,7 +96,7 @@ class KerasWorkload:
             "version": tf.__version__,
             "tensorflow": tf.__version__,
             "keras": keras.__version__,
-            "engine": self.way.name,
+            "engine": self.engine.name,
             "parameters": str(self.model.count_params()),
             "digest": model_digest(self.model),
             "precision": self.model.dtype_policy.name,
@@ -108,7 +107,7 @@ class KerasWorkload:
         }
 
 
-class GpuAllocator:
+class TensorFlowGpuMemory:
     """TensorFlow's allocator on GPUs that it calls GPU:0, ..."""
 
     meaning = "peak of TensorFlow's allocator"

@@ -22,7 +22,7 @@ from evener.torch_split.sampler import UnevenBatchSampler
 
 SampleBatch = Callable[[int], Any]  # n -> (inputs, targets), tensors of n rows each, on the host
 Begin = Callable[[Sequence[int]], None]
-TRIAL_ROWS = 8  # that say how large a row is
+SAMPLE_ROWS = 8  # that say how large a row is
 POOL_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # by the device that is fed
 POOL_ROWS = 1 << 16  # at most
 SLOW_ROW_SECONDS = 2e-4  # to make; of slower ones a pool has
@@ -51,14 +51,14 @@ class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
     """Rows that `sample_batch` made, fetched at once. RequestError if it gives something else."""
 
     def __init__(self, sample_batch: SampleBatch, device: str) -> None:
-        trial = _checked(sample_batch, TRIAL_ROWS)
+        sample = _checked(sample_batch, SAMPLE_ROWS)
         started = time.perf_counter()
-        _checked(sample_batch, TRIAL_ROWS)
-        slow = time.perf_counter() - started > TRIAL_ROWS * SLOW_ROW_SECONDS
+        _checked(sample_batch, SAMPLE_ROWS)
+        slow = time.perf_counter() - started > SAMPLE_ROWS * SLOW_ROW_SECONDS
         sizes: list[int] = []
-        each(lambda tensor: sizes.append(tensor.numel() * tensor.element_size()), trial)
-        fitting = POOL_BYTES[device] * TRIAL_ROWS // max(1, sum(sizes))
-        self._rows = max(TRIAL_ROWS, min(SLOW_POOL_ROWS if slow else POOL_ROWS, fitting))
+        map_tensors(lambda tensor: sizes.append(tensor.numel() * tensor.element_size()), sample)
+        fitting = POOL_BYTES[device] * SAMPLE_ROWS // max(1, sum(sizes))
+        self._rows = max(SAMPLE_ROWS, min(SLOW_POOL_ROWS if slow else POOL_ROWS, fitting))
         self._batch = _checked(sample_batch, self._rows)
         self._pinned = device == "cuda"
 
@@ -66,7 +66,7 @@ class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
         return self._rows
 
     def __getitems__(self, rows: torch.Tensor) -> Any:
-        return each(lambda tensor: select(tensor, rows, self._pinned), self._batch)
+        return map_tensors(lambda tensor: select(tensor, rows, self._pinned), self._batch)
 
 
 class PoolData(Data):
@@ -99,7 +99,7 @@ class EndlessSampler(UnevenBatchSampler):
 class Batches:
     """The batches of this rank's share, epoch after epoch; or one, held in the device's own memory, with `on_device`.
 
-    `begin` is told the rows of all ranks as a batch is taken, as in a training.
+    As each batch is taken, `begin` gets the rows of all ranks, as in a training.
     """
 
     def __init__(self, data: Data, device: torch.device, on_device: bool, begin: Begin) -> None:
@@ -174,7 +174,7 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
 def check_rows(batch: Any, rows: int) -> None:
     """RequestError unless every tensor has so many rows."""
     tensors: list[Any] = []
-    each(tensors.append, batch)
+    map_tensors(tensors.append, batch)
     counts = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
     if counts != {rows}:
         raise RequestError(
@@ -184,17 +184,17 @@ def check_rows(batch: Any, rows: int) -> None:
 
 def send(batch: Any, device: torch.device) -> Any:
     """The batch on a device; from pinned memory the copy overlaps with what runs."""
-    return each(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
-def each(function: Callable[..., Any], data: Any) -> Any:
+def map_tensors(function: Callable[..., Any], data: Any) -> Any:
     """`function` of every tensor in tuples, lists and mappings; numpy arrays become tensors."""
     if isinstance(data, torch.Tensor):
         return function(data)
     if isinstance(data, Mapping):
-        return {key: each(function, item) for key, item in data.items()}
+        return {key: map_tensors(function, item) for key, item in data.items()}
     if isinstance(data, tuple | list):
-        return tuple(each(function, item) for item in data)
+        return tuple(map_tensors(function, item) for item in data)
     if hasattr(data, "__array__"):
         return function(torch.as_tensor(data))
     return data

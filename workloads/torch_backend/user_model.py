@@ -33,14 +33,12 @@ _KEYS = ("module", "optimizer", "loss", "sample_batch", "training_data")
 
 def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
     """The workload of `file.py:attribute` or `package.module:attribute`; what the user's lines raise names them."""
-    own = OwnRecipe(name, settings)
+    own = UserRecipe(name, settings)
     workload = TorchWorkload(place, own.build_recipe, own.sample_batch)
-    workload.prepare = user_code.guarded(workload.prepare, own.source)  # type: ignore[method-assign]
-    workload.step = user_code.guarded(workload.step, own.source)  # type: ignore[method-assign]
-    return workload
+    return user_code.guard_steps(workload, own.source)
 
 
-class OwnRecipe:
+class UserRecipe:
     """Loads the user's module when the workload asks for the recipe, once the device and its limits are set."""
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:

@@ -55,7 +55,7 @@ class TorchWorkload:
         self.place = place
         self.devices = configure(place)
         self.device = self.devices[0]
-        self._memory = MemoryMeter(len(self.devices), GpuAllocator(self.devices) if _on_gpu(self.device) else None)
+        self._memory = MemoryMeter(len(self.devices), TorchGpuMemory(self.devices) if _on_gpu(self.device) else None)
         self._group = join(place, self.device)
         torch.manual_seed(0)  # every rank starts alike
         self.recipe = build_recipe()
@@ -70,7 +70,7 @@ class TorchWorkload:
     def prepare(self, shares: Sequence[int]) -> None:
         """Hold batches for this rank's share; a rank whose share is 0 is left out of the group until it has one."""
         own = own_share(self.place, shares)
-        batches = self._feed()
+        batches = self._open_batches()
         batches.drop()
         self._memory.reset()
         if self._group:
@@ -123,7 +123,7 @@ class TorchWorkload:
         }
         return {key: str(value) for key, value in known.items() if value is not None}
 
-    def _feed(self) -> Batches:
+    def _open_batches(self) -> Batches:
         """Made when first asked for, so that a memory cap holds for it and its making is in no step's peak."""
         if self._batches is None:
             data = self.recipe.data or PoolData(self._sample_batch, self.device.type)
@@ -158,7 +158,7 @@ class TorchWorkload:
             self._weights.reset(sizes)
 
 
-class GpuAllocator:
+class TorchGpuMemory:
     """What tensors used on GPUs: that grows with the batch; what the allocator keeps depends on what was before."""
 
     meaning = "peak in use, by PyTorch's allocator"

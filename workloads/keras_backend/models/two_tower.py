@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from evener.errors import RequestError
 from evener.workloads.keras_backend.pipeline_stages import Pass, Stage, added
-from evener.workloads.keras_backend.step_engines import Solo
+from evener.workloads.keras_backend.step_engines import SingleDeviceEngine
 from evener.workloads.keras_backend.workload import KerasWorkload
 from evener.workloads.protocol import Place, Workload
 
@@ -33,7 +33,7 @@ def build(place: Place, settings: Mapping[str, Any]) -> Workload:
     batch = partial(reviews, words=settings["words"], vocabulary=settings["vocabulary"])
     if place.placement in ("", "single"):
         return KerasWorkload(place, partial(model, **settings), batch)
-    return KerasWorkload(place, partial(model, **settings, devices=tower_devices(place)), batch, Placed(place))
+    return KerasWorkload(place, partial(model, **settings, devices=tower_devices(place)), batch, PlacedEngine(place))
 
 
 def check(settings: Mapping[str, Any]) -> None:
@@ -125,7 +125,7 @@ class AdamAtHome(DenseAdam):
             super().update_step(gradient, variable, learning_rate)
 
 
-class Placed(Solo):
+class PlacedEngine(SingleDeviceEngine):
     """The towers' operations on the devices of the placement, each with its gradient; the rating on the first."""
 
     name = "placed"
