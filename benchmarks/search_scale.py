@@ -18,7 +18,7 @@ DEVICES, NOISE, SEED, LIMIT_SECONDS = 1024, 0.01, 1000, 10.0
 HEAD = f"""# The search on {DEVICES} devices
 
 Written by `python -m benchmarks.search_scale`: one seeded machine of each family, noise {NOISE:.0%}, tolerance 2 %.
-CPU seconds of `ask` and `tell` over a whole search, without the measurements; the target is {LIMIT_SECONDS:.0f} s at most.
+CPU seconds of `ask` and `tell` over a whole search, without measurements; the target is {LIMIT_SECONDS:.0f} s at most.
 
 | family | batch | CPU seconds | observations | |
 | --- | --- | ---: | ---: | --- |"""

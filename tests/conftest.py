@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from hypothesis import settings
 
 from tests.support.fake_nvml import FakeNvml
 
+NEED_TORCH = ["evener/test_torch_*.py", "workloads/test_torch_recipe.py"]  # they import it at the top
+collect_ignore_glob = [] if find_spec("torch") else NEED_TORCH
 settings.register_profile("evener", deadline=None)  # tests may be slow while the machine is busy
 settings.load_profile("evener")
 
