@@ -155,7 +155,7 @@ def test_a_pool_of_large_or_slow_rows_is_small() -> None:
     assert PoolData(lambda rows: torch.zeros(rows, 1 << 20), "cpu").rows == 8
 
     def slow(rows: int) -> torch.Tensor:
-        if rows == torch_batches.TRIAL_ROWS:
+        if rows == torch_batches.SAMPLE_ROWS:
             time.sleep(0.01)
         return torch.zeros(rows, 1)
 
