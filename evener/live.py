@@ -61,6 +61,7 @@ class Reporter:
         self._samples = 0
         self._step = 0
         self._points: deque[tuple[float, int]] = deque()  # (monotonic seconds, samples so far)
+        self._reported_at = 0.0  # monotonic seconds
         self._next_write = 0.0
         self._file: Path | None = None
 
@@ -72,14 +73,21 @@ class Reporter:
         workload: str = "",
         framework: str = "",
         batches: Sequence[int] | None = None,
+        timed: bool = True,
     ) -> None:
-        """Count one optimizer step on `samples` samples; the words are those of `evener.report`."""
+        """Count one optimizer step on `samples` samples; the other arguments are those of `evener.report`.
+
+        A step that isn't `timed`, such as one that compiles, is left out of samples/s.
+        """
         if samples.__class__ is not int or samples < 0:
             samples = _whole(samples)
         with self._lock:
             self._samples += samples
             self._step += 1
             now = time.monotonic()
+            if not timed:
+                self._leave_out(now - self._reported_at, samples)
+            self._reported_at = now
             if now >= self._next_write:
                 self._next_write = now + INTERVAL_SECONDS
                 rate = self._rate(now)
@@ -96,6 +104,10 @@ class Reporter:
                     self._file.unlink(missing_ok=True)
             self._file = None
             self._points.clear()
+
+    def _leave_out(self, seconds: float, samples: int) -> None:
+        """Move earlier points up to a step, as if it had taken no time and had no samples."""
+        self._points = deque((then + seconds, count + samples) for then, count in self._points)
 
     def _rate(self, now: float) -> float | None:
         """Samples/s over the window; None at the first point, which only starts the clock."""

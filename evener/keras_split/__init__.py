@@ -1,4 +1,4 @@
-"""Train a Keras model by a plan: unequal shares of each batch on unequal devices, and the same learning.
+"""Train a Keras model by a plan: unequal shares of each batch on unequal devices, with the same result.
 
     from evener.keras_split import Split
 
@@ -6,7 +6,8 @@
     model = split.build(make_model)          # make_model returns a compiled Keras model
     model.fit(x, y, epochs=5)                # the batch size is the plan's
 
-Three engines do it: towers (one process, the default), mirrored (one process, NCCL), multiworker (one for each device).
+There are three engines: towers (one process, the default), mirrored (one process, NCCL) and multiworker (a process
+for each device).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ENGINES", "Report", "Split", "SplitWarning", "make_logical_cpus", "model_digest"]
 
-_HOMES = {
+_MODULES = {
     "ENGINES": "split",
     "Report": "report",
     "Split": "split",
@@ -33,8 +34,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'evener.keras_split' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"evener.keras_split.{_HOMES[name]}"), name)
+    return getattr(import_module(f"evener.keras_split.{_MODULES[name]}"), name)

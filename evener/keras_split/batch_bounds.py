@@ -1,4 +1,4 @@
-"""Where a batch of any size is cut for the devices: arithmetic that works on numbers and on tensors alike.
+"""Where a batch of any size is cut for the devices: arithmetic that works on numbers and on tensors.
 
 A plan says how its own global batch is cut; a shorter last batch is cut in the same proportions, inside the graph.
 """

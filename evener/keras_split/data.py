@@ -1,7 +1,7 @@
 """Arrays as batches: which rows each step of each epoch takes, in an order that every process of a group can repeat.
 
-The order of an epoch is a keyed permutation, so a step's rows are known from its number alone: a process gathers its
-own rows of a global batch and no others, and the next epoch's first batch is made while this epoch's last one trains.
+The order of an epoch is a keyed permutation, so a step's rows follow from its number alone: a process gathers its own
+rows of a global batch and no others, and the next epoch's first batch is made while this epoch's last one trains.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ import tensorflow as tf
 
 from evener.errors import RequestError
 from evener.keras_split.batch_bounds import Cut
-from evener.keras_split.nested_rows import OwnRows, filled
+from evener.keras_split.nested_rows import OwnRows, widen_if_empty
 
-AHEAD = 2  # batches that are ready before they are asked for
+PREFETCHED_BATCHES = 2
 MOST_THREADS = 4  # that gather rows at once
 
 Take = Callable[[Any, Any, Any], Any]  # epoch, first row, row after the last -> an element of a dataset
 
 
-class Feed:
+class ArrayBatches:
     """Nested arrays of (x, y, weight), as far as they are given, `batch` rows a step and the rest in a last one.
 
-    `rows` counts the arrays as so many rows, by going through them again and again. RequestError for arrays of unequal
-    or no rows.
+    `rows` makes an epoch of so many rows by repeating the arrays. RequestError for arrays of unequal or no rows.
     """
 
     def __init__(self, data: Any, batch: int, shuffle: bool = False, seed: int = 0, rows: int | None = None) -> None:
-        self._length = length(data)
-        self._held = keras.tree.map_structure(_tensor, keras.tree.lists_to_tuples(data))
+        self._length = array_rows(data)
+        self._tensors = keras.tree.map_structure(_to_tensor, keras.tree.lists_to_tuples(data))
         self.rows = rows or self._length
         self.batch = batch
         self._shuffle = shuffle
@@ -45,19 +44,19 @@ class Feed:
         """Steps of an epoch."""
         return math.ceil(self.rows / self.batch)
 
-    def whole(self, endless: bool = False) -> Any:
+    def global_batches(self, endless: bool = False) -> Any:
         """A tf.data.Dataset of global batches: one epoch, or `endless` ones without a pause between them."""
         return self._dataset(self._take, endless)
 
-    def own(self, cut: Cut, rank: int, endless: bool = False) -> Any:
+    def own_rows(self, cut: Cut, rank: int, endless: bool = False) -> Any:
         """A dataset of `OwnRows`: the rows of each global batch that the process of this rank computes."""
 
-        def part(epoch: Any, start: Any, stop: Any) -> OwnRows:
+        def take_own(epoch: Any, start: Any, stop: Any) -> OwnRows:
             first, last = cut.bounds(stop - start)[rank : rank + 2]
-            begin, end = filled(first, last)
+            begin, end = widen_if_empty(first, last)
             return OwnRows(self._take(epoch, start + begin, start + end), last - first, stop - start)
 
-        return self._dataset(part, endless)
+        return self._dataset(take_own, endless)
 
     def _dataset(self, take: Take, endless: bool) -> Any:
         numbers = self._endless() if endless else self._once()
@@ -68,8 +67,8 @@ class Feed:
                 start = step * self.batch
                 return take(epoch, start, tf.minimum(start + self.batch, self.rows))
 
-        dataset = numbers.map(make, num_parallel_calls=threads, deterministic=True).prefetch(AHEAD)
-        return dataset.with_options(_quiet(threads)) if endless else dataset
+        dataset = numbers.map(make, num_parallel_calls=threads, deterministic=True).prefetch(PREFETCHED_BATCHES)
+        return dataset.with_options(_own_threads(threads)) if endless else dataset
 
     def _endless(self) -> Any:
         steps = self.steps
@@ -84,34 +83,40 @@ class Feed:
 
     def _take(self, epoch: Any, start: Any, stop: Any) -> Any:
         if not self._shuffle and self.rows == self._length:
-            return keras.tree.map_structure(lambda tensor: tensor[start:stop], self._held)
+            return keras.tree.map_structure(lambda tensor: tensor[start:stop], self._tensors)
         places = tf.range(start, stop)
         if self._shuffle:
             key = tf.stack([tf.constant(self._seed, tf.int64), epoch])
             places = tf.random.experimental.index_shuffle(places, seed=key, max_index=self.rows - 1)
         places %= self._length
-        return keras.tree.map_structure(lambda tensor: tf.gather(tensor, places), self._held)
+        return keras.tree.map_structure(lambda tensor: tf.gather(tensor, places), self._tensors)
 
 
-def given(x: Any, y: Any, weight: Any) -> tuple[Any, ...]:
+def pack_arrays(x: Any, y: Any = None, weight: Any = None) -> tuple[Any, ...]:
     """(x, y, weight) without what isn't given; RequestError for weights without y."""
     if y is None and weight is not None:
         raise RequestError("Sample weights are given without y.", "Give y too.")
     return tuple(each for each in (x, y, weight) if each is not None)
 
 
-def length(data: Any) -> int:
+def array_rows(data: Any) -> int:
     """Rows of nested arrays; RequestError if they differ or there are none."""
     shapes = [array.shape for array in keras.tree.flatten(data) if array is not None]
     if not all(shapes):
         raise RequestError("A list of single numbers has no rows.", "Give an array: numpy.asarray(...).")
     counts = {int(shape[0]) for shape in shapes}
     if len(counts) != 1:
-        raise RequestError(f"The arrays have {sorted(counts)} rows.", "Give arrays of as many rows each.")
+        raise RequestError(f"The arrays have {sorted(counts)} rows.", "Give arrays with the same number of rows.")
     (rows,) = counts
     if rows == 0:
         raise RequestError("The arrays have no rows.", "Give at least one sample.")
     return rows
+
+
+def are_arrays(x: Any) -> bool:
+    """Whether every leaf of x is an array or a tensor, rather than a dataset or a generator."""
+    datasets = tf.data.Dataset | tf.distribute.DistributedDataset
+    return not isinstance(x, datasets) and all(hasattr(e, "shape") and hasattr(e, "dtype") for e in tf.nest.flatten(x))
 
 
 def fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Any:
@@ -130,17 +135,59 @@ def fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] |
     return table(labels[:, 0]).astype(keras.config.floatx())
 
 
-def _tensor(array: Any) -> Any:
+def batch_samples(dataset: Any, size: int | None, inputs: Any = None) -> Any:
+    """A tf.data.Dataset of batches: its own, or `size` of its single samples each."""
+    if gives_batches(dataset, inputs) is not False:
+        return dataset
+    if not size:
+        raise RequestError("The dataset gives single samples, not batches.", "Batch them: dataset.batch(n).")
+    return dataset.batch(size).prefetch(PREFETCHED_BATCHES)
+
+
+def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
+    """Whether a dataset's elements are batches, not single samples; None where shapes don't tell.
+
+    `inputs` are those of the model, if it has them already.
+    """
+    spec = dataset.element_spec
+    shapes = [getattr(leaf, "shape", tf.TensorShape(None)) for leaf in tf.nest.flatten(spec)]
+    if not shapes or any(shape.rank is None for shape in shapes):
+        return None
+    if any(shape.rank == 0 for shape in shapes):
+        return False
+    x = shapes[: len(tf.nest.flatten(spec[0] if type(spec) is tuple else spec))]
+    if inputs and len(x) == len(inputs):
+        missing = sum(len(each.shape) for each in inputs) - sum(shape.rank for shape in x)
+        open_samples = any(size is None for each in inputs for size in each.shape[1:])
+        return not (missing == len(inputs) and (open_samples or any(shape[0] is not None for shape in x)))
+    leading = {shape[0] for shape in shapes}
+    return True if leading == {None} else False if len(leading) > 1 else None
+
+
+def batch_rows(dataset: Any) -> int | None:
+    """Rows of a dataset's whole batches, as far as it says."""
+    shape = getattr(tf.nest.flatten(dataset.element_spec)[0], "shape", None)
+    if shape is not None and shape.rank and shape[0] is not None:
+        return int(shape[0])
+    while dataset is not None:
+        size = getattr(dataset, "_batch_size", None)  # of what batch() returns; TensorFlow has no public name for it
+        if size is not None:
+            return int(size)
+        dataset = getattr(dataset, "_input_dataset", None)
+    return None
+
+
+def _to_tensor(array: Any) -> Any:
     """In host memory, floats in Keras' float type, as fit converts them."""
     with tf.device("CPU:0"):
         tensor = tf.convert_to_tensor(array)
         return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor
 
 
-def _quiet(threads: int) -> Any:
-    """Threads of its own and no more, so that neither a waiting collective nor the training holds up the next batch."""
+def _own_threads(count: int) -> Any:
+    """A thread pool of its own and no larger, so that neither a waiting collective nor the training delays a batch."""
     options = tf.data.Options()
-    options.threading.private_threadpool_size = threads
+    options.threading.private_threadpool_size = count
     options.threading.max_intra_op_parallelism = 1
     options.autotune.enabled = False
     return options

@@ -5,236 +5,302 @@ The steps are set on the instance, not by a subclass, so that the model is saved
 
 from __future__ import annotations
 
+import functools
 import inspect
-import math
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+import traceback
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from evener.errors import RequestError
-from evener.keras_split.compatibility import check_compiled, check_step, check_test_step
-from evener.keras_split.data import Feed, fold_weights, given, length
-from evener.keras_split.engines.keras_step import overrides
+from evener.keras_split.compatibility import CHECKS, check_compiled, check_step, check_test_step, overrides, warn
+from evener.keras_split.data import (
+    ArrayBatches,
+    are_arrays,
+    array_rows,
+    batch_rows,
+    batch_samples,
+    fold_weights,
+    pack_arrays,
+)
 from evener.plan_check import check_global_batch
 
-if TYPE_CHECKING:
-    from evener.keras_split.split import Split
+HOOKS = (
+    "make_train_function",
+    "make_test_function",
+    "make_predict_function",
+    "fit",
+    "evaluate",
+    "get_compile_config",
+    "__reduce__",
+)
 
 
-class Fitting:
-    """A model, the engine that steps it, and the check that comes before its first step."""
+class FitHooks:
+    """What replaces methods of a model so that an engine trains it; `batches` and `deal` are the split's.
 
-    def __init__(self, split: Split, model: Any, engine: Any, check: Callable[[], None]) -> None:
-        self.split = split
-        self.model = model
+    `batch` and `samples` are those of a step and an epoch of the running fit, where it is known from arrays.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        devices: Sequence[str],
+        global_batch: int | None,
+        batches: Callable[..., Any],
+        deal: Callable[[Any], Any],
+        plan_batch: int | None = None,
+    ) -> None:
         self.engine = engine
-        self.check = check
-        self.batch: int | None = None  # samples of a step of the fit that runs, where it feeds arrays
-        self._is_fit = False  # a fit begins
+        self.model = engine.model
+        self.group = getattr(engine, "group", None)
+        self.devices = devices
+        self.global_batch = global_batch
+        self.batch: int | None = None
+        self.samples: int | None = None
+        self._batches = batches
+        self._deal = deal
+        self._plan_batch = plan_batch  # until a fit has been warned of another one
+        self._starts = False  # a fit begins
+        self._in_process = engine.name in ("solo", "towers")  # takes whole batches as they are
 
     def attach(self) -> None:
-        """Put the engine's steps in the place of the model's own."""
-        model = self.model
+        """Replace the model's steps by the engine's, and what prepares them."""
+        model, engine = self.model, self.engine
         for name in ("train_step", "test_step", "predict_step"):
             if name != "train_step" and overrides(model, name):
-                setattr(model, name, partial(self._own_step, name))
-            elif hasattr(self.engine, name):
-                setattr(model, name, getattr(self.engine, name))
-        if hasattr(self.engine, "metrics_result"):
-            model.get_metrics_result = self.engine.metrics_result
-        model.make_train_function = self.make_train_function
-        model.make_test_function = self.make_test_function
-        model.make_predict_function = self.make_predict_function
-        if self.split.group is not None:
-            model.train_on_batch = self.train_on_batch
-        if self.split.strategy is not None:
-            model.predict_on_batch = self.predict_on_batch
-        model.fit = self.fit
-        model.evaluate = self.evaluate
+                setattr(model, name, functools.partial(self._own_step, name))
+            elif hasattr(engine, name):
+                setattr(model, name, getattr(engine, name))
+        if hasattr(engine, "metrics_result"):
+            model.get_metrics_result = engine.metrics_result
+        added = {"multiworker": ("train_on_batch",), "mirrored": ("predict_on_batch",)}.get(engine.name, ())
+        for name in (*HOOKS, *added):
+            setattr(model, name, self._as_own(name))
+
+    def _as_own(self, name: str) -> Any:
+        """The hook of this name with the signature and documentation of the method that it replaces."""
+        hook = getattr(self, {"__reduce__": "reduce"}.get(name, name))
+
+        @functools.wraps(MethodType(getattr(type(self.model), name), self.model))
+        def method(*arguments: Any, **keywords: Any) -> Any:
+            return hook(*arguments, **keywords)
+
+        method.hooks = self  # type: ignore[attr-defined]
+        return method
 
     def _own_step(self, name: str, data: Any) -> Any:
         """A step of the user's own: on the whole batch, on the device that has the weights."""
-        device = self.split.devices[0] if self.split.strategy is None and self.split.group is None else None
-        with tf.device(device):
+        with tf.device(self.devices[0] if self._in_process else None):
             return getattr(type(self.model), name)(self.model, data)
 
     def make_train_function(self, force: bool = False) -> Any:
-        """As Keras does, after refusing what the engine can't train; XLA would draw the whole step onto one device."""
-        self.check()
-        self._without_xla()
-        if self.split.group is not None and (self._is_fit or self.model.train_function is None):
+        """Refuse what the engine can't train, then do as Keras does, without XLA."""
+        CHECKS[self.engine.name](self.model)
+        if self.group is not None and (self._starts or self.model.train_function is None):
             self._share_weights()
-        self._is_fit = False
-        return type(self.model).make_train_function(self.model, force)
+        self._starts = False
+        return self._make("make_train_function", force)
 
     def make_test_function(self, force: bool = False) -> Any:
         """As Keras does, without XLA."""
-        if self.split.engine in ("mirrored", "multiworker"):
-            check_test_step(self.model, self.split.engine)
-        self._without_xla()
-        return type(self.model).make_test_function(self.model, force)
+        if not self._in_process:
+            check_test_step(self.model, self.engine.name)
+        return self._make("make_test_function", force)
 
     def make_predict_function(self, force: bool = False) -> Any:
         """As Keras does, without XLA."""
-        self._without_xla()
-        return type(self.model).make_predict_function(self.model, force)
+        return self._make("make_predict_function", force)
+
+    def _make(self, name: str, force: bool) -> Any:
+        """XLA would place the whole step on one device."""
+        if self.model.jit_compile and self.engine.name != "mirrored" and not getattr(self.engine, "xla", False):
+            self.model.jit_compile = False
+        return getattr(type(self.model), name)(self.model, force)
 
     def fit(self, *arguments: Any, **keywords: Any) -> Any:
-        """`keras.Model.fit`; the batch size is the split's global batch unless said."""
-        (check_compiled if self.split.engine == "solo" else check_step)(self.model)
-        own = type(self.model).fit
-        call = inspect.signature(own).bind(self.model, *arguments, **keywords)
-        call.apply_defaults()
+        """`keras.Model.fit`; the default batch size is the split's global batch."""
+        (check_compiled if self.engine.name == "solo" else check_step)(self.model)
+        call = self._bind("fit", arguments, keywords)
         chosen = call.arguments
         self._build(chosen["x"])
-        self.batch, self._is_fit = None, True
-        if _is_arrays(chosen["x"]):
+        self.batch, self.samples, self._starts = None, None, True
+        if are_arrays(chosen["x"]):
             self._fit_arrays(chosen)
-        elif self.split.engine == "mirrored":
+        else:
             self._fit_dataset(chosen)
-        elif self.split.engine == "multiworker" and not isinstance(chosen["x"], tf.data.Dataset):
-            raise RequestError("engine='multiworker' can't fit a generator.", "Give arrays, or split.data(...).")
-        return own(*call.args, **call.kwargs)
+        return type(self.model).fit(*call.args, **call.kwargs)
 
     def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
-        """`keras.Model.evaluate`; the batch size is the split's global batch unless said."""
-        own = type(self.model).evaluate
-        call = inspect.signature(own).bind(self.model, *arguments, **keywords)
-        call.apply_defaults()
+        """`keras.Model.evaluate`; the default batch size is the split's global batch."""
+        call = self._bind("evaluate", arguments, keywords)
         chosen = call.arguments
-        if _is_arrays(chosen["x"]) and "_use_cached_eval_dataset" not in chosen.get("kwargs", {}):
-            size = chosen["batch_size"] or self.split.global_batch
-            if self.split.engine in ("towers", "solo") or not size:
+        size = chosen["batch_size"] or self.global_batch
+        if isinstance(chosen["x"], tf.data.Dataset):
+            chosen["x"] = batch_samples(chosen["x"], size, _inputs(self.model))
+        elif are_arrays(chosen["x"]) and "_use_cached_eval_dataset" not in chosen.get("kwargs", {}):
+            if self._in_process or not size:
                 chosen["batch_size"] = size
             else:
-                data = given(chosen["x"], chosen["y"], chosen["sample_weight"])
-                chosen["steps"] = chosen["steps"] or math.ceil(length(data) / size)
-                chosen |= {"x": self._fed(data, size), "y": None, "sample_weight": None, "batch_size": None}
-        return own(*call.args, **call.kwargs)
+                data = pack_arrays(chosen["x"], chosen["y"], chosen["sample_weight"])
+                chosen["x"], steps = self._in_order(data, size)
+                chosen |= {"y": None, "sample_weight": None, "batch_size": None, "steps": chosen["steps"] or steps}
+        return type(self.model).evaluate(*call.args, **call.kwargs)
 
     def train_on_batch(self, x: Any, *arguments: Any, **keywords: Any) -> Any:
-        """As Keras does, on weights that are there and the same in every process."""
+        """As Keras does, on weights that exist and are the same in every process."""
         self._build(x)
         return type(self.model).train_on_batch(self.model, x, *arguments, **keywords)
 
     def predict_on_batch(self, x: Any) -> Any:
         """As Keras does on one device; under a strategy it would predict the whole batch on each replica."""
-        return self.model.predict(x, batch_size=length(x), verbose=0)
+        return self.model.predict(x, batch_size=array_rows(x), verbose=0)
+
+    def get_compile_config(self) -> Any:
+        """As Keras does; clone_model asks for it too, and makes a model that isn't split."""
+        if any(frame.f_code.co_name == "clone_model" for frame, _ in traceback.walk_stack(None)):
+            self._warn_of_copy()
+        return type(self.model).get_compile_config(self.model)
+
+    def reduce(self) -> Any:
+        """What copy.deepcopy and pickle ask for: a model that isn't split."""
+        self._warn_of_copy()
+        return type(self.model).__reduce__(self.model)
+
+    def _warn_of_copy(self) -> None:
+        warn(f"A copy of {self.model.name} trains on one device: pass the copy to split.model() to split it too.")
+
+    def _bind(self, name: str, arguments: Any, keywords: Any) -> inspect.BoundArguments:
+        """The call's arguments by name, with Keras' defaults."""
+        call = inspect.signature(getattr(type(self.model), name)).bind(self.model, *arguments, **keywords)
+        shuffle = call.arguments.get("shuffle")
+        call.apply_defaults()
+        if shuffle is None and isinstance(call.arguments["x"], tf.data.Dataset) and name == "fit":
+            call.arguments["shuffle"] = False  # by default Keras asks for it, then warns that a dataset ignores it
+        return call
 
     def _fit_arrays(self, chosen: dict[str, Any]) -> None:
-        """Feed arrays epoch after epoch without a pause; what only Keras' own feeding knows is left to it."""
-        size = check_global_batch(chosen["batch_size"] or self.split.global_batch or 32, len(self.split.devices))
+        """Batch arrays epoch after epoch without a pause; what only Keras can batch is left to it."""
+        size = check_global_batch(chosen["batch_size"] or self.global_batch or 32, len(self.devices))
         self.batch = size
-        if self.split.engine in ("towers", "solo"):
-            if not _plain(chosen, self.model):
-                chosen["batch_size"] = size
-                return
-        else:
-            _refuse_validation_split(chosen, self.split.engine)
+        self._note_batch(size)
+        if self._in_process and not _is_plain(chosen, self.model):
+            chosen["batch_size"] = size
+            return
+        if chosen["validation_split"]:
+            raise RequestError(
+                f"engine={self.engine.name!r} can't take validation_split.",
+                "Give validation_data, or use engine='towers'.",
+            )
         weight = fold_weights(chosen["y"], chosen["sample_weight"], chosen["class_weight"])
-        feed = Feed(given(chosen["x"], chosen["y"], weight), size, bool(chosen["shuffle"]), self._seed())
+        data = pack_arrays(chosen["x"], chosen["y"], weight)
+        arrays = ArrayBatches(data, size, bool(chosen["shuffle"]), self._draw_seed())
         chosen |= {"y": None, "sample_weight": None, "class_weight": None, "batch_size": None, "shuffle": False}
-        chosen["steps_per_epoch"] = chosen["steps_per_epoch"] or feed.steps
-        chosen["x"] = self.split.batches(feed, endless=True)
-        self._feed_validation(chosen, size)
+        steps = chosen["steps_per_epoch"] = chosen["steps_per_epoch"] or arrays.steps
+        self.samples = arrays.rows if steps == arrays.steps else None
+        chosen["x"] = self._batches(arrays, endless=True)
+        self._prepare_validation(chosen, size)
 
-    def _fed(self, data: tuple[Any, ...], size: int) -> Any:
-        """What is evaluated: in its order."""
-        return self.split.batches(Feed(data, size), endless=self.split.engine == "mirrored")
+    def _in_order(self, data: tuple[Any, ...], size: int) -> tuple[Any, int]:
+        """Arrays to evaluate, as batches in the engine's form, and their steps."""
+        arrays = ArrayBatches(data, size)
+        return self._batches(arrays, endless=self.engine.name == "mirrored"), arrays.steps
 
-    def _seed(self) -> int:
-        """Of the order of epochs: by `keras.utils.set_random_seed`; in a group, the first process'."""
+    def _draw_seed(self) -> int:
+        """The seed of the epochs' order, by `keras.utils.set_random_seed`; in a group the first process draws it."""
         with tf.device("CPU:0"):
             drawn = tf.random.uniform([], maxval=1 << 31, dtype=tf.int64)
-        group = self.split.group
-        if group is not None:
-            (drawn,) = group.sum_now([drawn if group.rank == 0 else tf.zeros_like(drawn)])
+        if self.group is not None:
+            (drawn,) = self.group.sum_now([drawn if self.group.rank == 0 else tf.zeros_like(drawn)])
         return int(drawn)
 
     def _fit_dataset(self, chosen: dict[str, Any]) -> None:
-        """Deal a dataset of whole batches to the replicas."""
-        data = chosen["x"]
-        if isinstance(data, tf.distribute.DistributedDataset):
-            raise RequestError("This dataset is distributed already.", "Give split.data(...), or arrays.")
-        if not isinstance(data, tf.data.Dataset):
-            raise RequestError("engine='mirrored' can't fit a generator.", "Give arrays, or a tf.data.Dataset.")
-        if chosen["class_weight"] is not None:
-            raise RequestError(
-                "engine='mirrored' can't weight a dataset's classes.", "Give split.data(class_weight=...)."
-            )
-        steps = chosen["steps_per_epoch"]
-        if steps is None:
-            steps = int(data.cardinality())
-            if steps < 0:
-                raise RequestError("The dataset's length isn't known.", "Give steps_per_epoch.")
-            data = data.repeat()
-        chosen |= {"x": self.split.deal(data), "steps_per_epoch": steps}
-        self._feed_validation(chosen, self.split.global_batch)
+        """Batch a dataset of single samples, and put it into the engine's form."""
+        data, name = chosen["x"], self.engine.name
+        if isinstance(data, tf.data.Dataset):
+            size = chosen["batch_size"] or self.global_batch
+            chosen |= {"x": batch_samples(data, size, _inputs(self.model)), "batch_size": None}
+            self._note_batch(batch_rows(chosen["x"]))
+        elif not self._in_process:
+            if isinstance(data, tf.distribute.DistributedDataset):
+                raise RequestError("This dataset is already distributed.", "Give split.data(...), or arrays.")
+            raise RequestError(f"engine={name!r} can't fit a generator.", "Give arrays, or split.data(...).")
+        if name == "mirrored":
+            if chosen["class_weight"] is not None:
+                raise RequestError(
+                    "engine='mirrored' can't weight a dataset's classes.", "Give arrays, or weights in the dataset."
+                )
+            repeated = chosen["x"].repeat() if chosen["steps_per_epoch"] is None else chosen["x"]
+            chosen["steps_per_epoch"] = _count_steps(chosen["x"], chosen, "steps_per_epoch")
+            chosen["x"] = self._deal(repeated)
+        self._prepare_validation(chosen, self.global_batch)
 
-    def _feed_validation(self, chosen: dict[str, Any], size: int | None) -> None:
+    def _prepare_validation(self, chosen: dict[str, Any], size: int | None) -> None:
         """Validation data in batches of as many rows, in the engine's form."""
-        held = chosen["validation_data"]
-        if held is None:
+        data = chosen["validation_data"]
+        if data is None:
             return
         size = chosen["validation_batch_size"] or size or 32
-        chosen["validation_batch_size"] = size if isinstance(held, tuple | list) else None
-        if self.split.engine in ("towers", "solo"):
-            return
-        if isinstance(held, tuple | list):
-            data = given(*held, *[None] * (3 - len(held)))
-            chosen["validation_steps"] = chosen["validation_steps"] or math.ceil(length(data) / size)
-            chosen |= {"validation_data": self._fed(data, size), "validation_batch_size": None}
-        elif self.split.engine == "mirrored" and isinstance(held, tf.data.Dataset):
-            steps = chosen["validation_steps"] or int(held.cardinality())
-            if steps < 0:
-                raise RequestError("The validation data's length isn't known.", "Give validation_steps.")
-            chosen |= {"validation_data": self.split.deal(held.repeat()), "validation_steps": steps}
+        arrays = isinstance(data, tuple | list)
+        chosen["validation_batch_size"] = size if arrays else None
+        if isinstance(data, tf.data.Dataset):
+            data = chosen["validation_data"] = batch_samples(data, size, _inputs(self.model))
+            if self.engine.name == "mirrored":
+                chosen["validation_steps"] = _count_steps(data, chosen, "validation_steps")
+                chosen["validation_data"] = self._deal(data.repeat())
+        elif arrays and not self._in_process:
+            chosen["validation_data"], steps = self._in_order(pack_arrays(*data), size)
+            chosen |= {"validation_steps": chosen["validation_steps"] or steps, "validation_batch_size": None}
 
-    def _without_xla(self) -> None:
-        if self.model.jit_compile and self.split.engine != "mirrored" and not getattr(self.engine, "xla", False):
-            self.model.jit_compile = False
+    def _note_batch(self, rows: int | None) -> None:
+        if rows is not None and self._plan_batch not in (None, rows):
+            warn(
+                f"Batches of {rows} samples are trained, not the plan's {self._plan_batch}: the learning is exact, but "
+                "the plan's shares and samples/s are for its own batch."
+            )
+            self._plan_batch = None
 
     def _build(self, x: Any) -> None:
         """Make the weights of a model that waits for its first batch, so that a group can share them before it."""
-        if self.split.group is None or self.model.built:
+        if self.group is None or self.model.built:
             return
         if isinstance(x, tf.data.Dataset):
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(next(iter(x.take(1))))
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(next(iter(batch_samples(x, 1).take(1))))
         self.model(keras.tree.map_structure(lambda array: tf.convert_to_tensor(array[:1]), x), training=False)
 
     def _share_weights(self) -> None:
         """Start every process from the first one's weights and optimizer."""
         model = self.model
         model.optimizer.build(model.trainable_variables)
-        self.split.required_group.share_weights([w.value for w in (*model.weights, *model.optimizer.variables)])
+        self.group.share_weights([w.value for w in (*model.weights, *model.optimizer.variables)])
 
 
-def _is_arrays(x: Any) -> bool:
-    return all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in tf.nest.flatten(x)) and not isinstance(
-        x, tf.data.Dataset | tf.distribute.DistributedDataset
-    )
+def _inputs(model: Any) -> Any:
+    """The inputs of a model that has them before its first batch."""
+    return getattr(model, "inputs", None) if model.built else None
 
 
-def _plain(chosen: dict[str, Any], model: Any) -> bool:
-    """Dense arrays, fed whole epochs at a time, a step at a time."""
-    held = [leaf for key in ("x", "y", "sample_weight") for leaf in tf.nest.flatten(chosen[key]) if leaf is not None]
+def _count_steps(dataset: Any, chosen: dict[str, Any], argument: str) -> int:
+    """The steps of this argument, or of the whole dataset."""
+    steps = chosen[argument] or int(dataset.cardinality())
+    if steps < 0:
+        raise RequestError("The dataset's length isn't known.", f"Give {argument}.")
+    return int(steps)
+
+
+def _is_plain(chosen: dict[str, Any], model: Any) -> bool:
+    """Dense arrays, whole epochs, one step at a time."""
+    leaves = [leaf for key in ("x", "y", "sample_weight") for leaf in tf.nest.flatten(chosen[key]) if leaf is not None]
     weighted = chosen["sample_weight"] is not None or chosen["class_weight"] is not None
     return (
-        all(isinstance(leaf, np.ndarray | tf.Tensor) and leaf.dtype != object for leaf in held)
+        all(isinstance(leaf, np.ndarray | tf.Tensor) and leaf.dtype != object for leaf in leaves)
         and isinstance(chosen["shuffle"], bool)
         and not (weighted and tf.nest.is_nested(chosen["y"]))
         and not chosen["validation_split"]
         and chosen["steps_per_epoch"] is None
         and model.steps_per_execution == 1
     )
-
-
-def _refuse_validation_split(chosen: dict[str, Any], engine: str) -> None:
-    if chosen["validation_split"]:
-        raise RequestError(
-            f"engine={engine!r} can't take validation_split.", "Give validation_data, or use engine='towers'."
-        )

@@ -1,4 +1,4 @@
-"""What tells one Keras model from another: the plan's figures hold for the model that they were measured with."""
+"""A digest of a Keras model: the plan's figures hold for the model that they were measured with."""
 
 from __future__ import annotations
 

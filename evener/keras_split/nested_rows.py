@@ -1,6 +1,6 @@
 """Rows of a batch: counting, cutting and joining nested tensors, for a batch of any size without a new trace.
 
-Masks that Keras puts on tensors travel with the rows.
+Masks that Keras attaches to tensors are cut and joined with the rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from evener.errors import RequestError
 
-Tensors = Any  # nested tensors, as Keras hands them to a train step
+Tensors = Any  # nested tensors, as Keras passes them to a train step
 
 
 class OwnRows(NamedTuple):
@@ -24,7 +24,7 @@ class OwnRows(NamedTuple):
     rows: Any  # rows of the global batch
 
 
-def count(data: Tensors) -> Any:
+def count_rows(data: Tensors) -> Any:
     """Rows of the first tensor, as an int64 scalar tensor."""
     for leaf in keras.tree.flatten(data):
         if leaf is not None:
@@ -32,30 +32,30 @@ def count(data: Tensors) -> Any:
     raise RequestError("A batch without any input can't be split.", "Give x.")
 
 
-def piece(data: Tensors, start: Any, stop: Any) -> Tensors:
-    """Rows `start` to `stop` of every tensor, or row 0 where there are none (`filled`)."""
-    start, stop = filled(start, stop)
-    return _each(lambda tensor: _cut(tensor, start, stop), data)
+def cut_rows(data: Tensors, start: Any, stop: Any) -> Tensors:
+    """Rows `start` to `stop` of every tensor, or row 0 where that range is empty (see `widen_if_empty`)."""
+    start, stop = widen_if_empty(start, stop)
+    return _map(lambda tensor: _cut(tensor, start, stop), data)
 
 
-def filled(start: Any, stop: Any) -> tuple[Any, Any]:
+def widen_if_empty(start: Any, stop: Any) -> tuple[Any, Any]:
     """The range, or that of row 0 where it is empty, since an empty replica can abort TensorFlow.
 
-    Whoever takes a filler row drops what comes of it (`head` with 0 rows).
+    The caller drops what is computed from such a filler row (`take_rows` with 0 rows).
     """
     start = tf.where(stop > start, start, tf.zeros_like(start))
     return start, tf.maximum(stop, start + 1)
 
 
-def head(data: Tensors, rows: Any) -> Tensors:
+def take_rows(data: Tensors, rows: Any) -> Tensors:
     """The first `rows` rows of every tensor, masks kept; RequestError for a single number, which has no rows."""
-    return _each(lambda tensor: _masked(_head(tensor, rows), [tensor], lambda masks: masks[0][:rows]), data)
+    return _map(lambda tensor: _with_mask(_take(tensor, rows), [tensor], lambda masks: masks[0][:rows]), data)
 
 
-def join(parts: Sequence[Tensors]) -> Tensors:
-    """Nested tensors of the same structure, one after another, masks kept."""
+def join_rows(parts: Sequence[Tensors]) -> Tensors:
+    """Nested tensors of the same structure, concatenated, masks kept."""
     return keras.tree.map_structure(
-        lambda *tensors: _masked(tf.concat(tensors, 0), tensors, lambda masks: tf.concat(masks, 0)), *parts
+        lambda *tensors: _with_mask(tf.concat(tensors, 0), tensors, lambda masks: tf.concat(masks, 0)), *parts
     )
 
 
@@ -66,7 +66,7 @@ def _cut(tensor: Any, start: Any, stop: Any) -> Any:
     return tf.sparse.slice(tensor, first, tf.concat([[stop - start], tensor.dense_shape[1:]], 0))
 
 
-def _head(tensor: Any, rows: Any) -> Any:
+def _take(tensor: Any, rows: Any) -> Any:
     if isinstance(tensor, tf.SparseTensor):
         return _cut(tensor, tf.zeros_like(rows), rows)
     if tensor.shape.rank == 0:
@@ -77,12 +77,12 @@ def _head(tensor: Any, rows: Any) -> Any:
     return tensor[:rows]
 
 
-def _each(function: Callable[[Any], Any], data: Tensors) -> Tensors:
+def _map(function: Callable[[Any], Any], data: Tensors) -> Tensors:
     return keras.tree.map_structure(lambda tensor: None if tensor is None else function(tensor), data)
 
 
-def _masked(result: Any, sources: Sequence[Any], combine: Callable[[list[Any]], Any]) -> Any:
-    """Carry Keras' mask, which stands on a tensor as `_keras_mask`, over to `result`."""
+def _with_mask(result: Any, sources: Sequence[Any], combine: Callable[[list[Any]], Any]) -> Any:
+    """Copy Keras' mask, the tensors' attribute `_keras_mask`, from the sources to `result`."""
     masks = [getattr(source, "_keras_mask", None) for source in sources]
     if all(mask is not None for mask in masks):
         result._keras_mask = combine(masks)

@@ -1,27 +1,25 @@
-"""`Split`: takes a plan, or the seed's `gpus` and `ratios`, and makes a Keras model train on several devices by it."""
+"""`Split`: takes a plan, or `gpus` and `ratios`, and makes a Keras model train on several devices by it."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from os import PathLike
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from evener.errors import PlanError, RequestError
-from evener.keras_split import compatibility
-from evener.keras_split import tf_devices as names
+from evener.keras_split import tf_devices
 from evener.keras_split.batch_bounds import Cut
-from evener.keras_split.compatibility import SplitWarning
-from evener.keras_split.data import Feed, fold_weights, given
-from evener.keras_split.engines.mirrored import Mirrored, distribute, strategy_for
+from evener.keras_split.compatibility import check_backend, check_model, warn
+from evener.keras_split.data import ArrayBatches, batch_rows, batch_samples, fold_weights, gives_batches, pack_arrays
+from evener.keras_split.engines.keras_step import SingleDevice
+from evener.keras_split.engines.mirrored import Mirrored, UnevenMirroredStrategy, distribute
 from evener.keras_split.engines.multiworker import Group, Workers, group_from_environment
-from evener.keras_split.engines.single_device import Alone
 from evener.keras_split.engines.towers import Towers
-from evener.keras_split.fit_hooks import Fitting
+from evener.keras_split.fit_hooks import FitHooks
 from evener.keras_split.model_digest import model_digest
 from evener.plan import Plan, load_plan
 from evener.plan_check import check_fit, check_global_batch, describe
@@ -31,7 +29,7 @@ ENGINES = ("auto", "towers", "mirrored", "multiworker")
 
 
 class Split:
-    """How one training lies on several devices; `build` or `model` makes a Keras model train so.
+    """How one training is divided among several devices; `build` or `model` makes a Keras model train so.
 
     `Split("plan.toml")` takes devices and shares from a plan. `Split(gpus=2)`, `Split(gpus=[0, 1], ratios=[768, 560])`
     mean what they meant to `multi_gpu_model`; `devices` takes TensorFlow's names instead. Make it before the model.
@@ -52,29 +50,30 @@ class Split:
     ) -> None:
         if engine not in ENGINES:
             raise RequestError(f"There is no engine {engine!r}.", f"Choose one of {', '.join(ENGINES)}.")
-        compatibility.check_backend()
+        check_backend()
         _check_one(plan, gpus, devices)
         if plan is not None and ratios is not None:
             raise RequestError("Both a plan and ratios are given.", "Give one of them; the plan has its own ratios.")
         self.plan = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
         self.strict = strict
         self.group = group_from_environment() if engine in ("auto", "multiworker") else None
-        self.engine, self.why = _choose(engine, self.plan, self.group)
+        self.engine, self.why = _choose_engine(engine, self.plan, self.group)
         if self.engine == "multiworker":
             _ = self.required_group
-        self.devices, self.cut, self.global_batch = self._lay(gpus, devices, ratios, global_batch)
+        self.devices, self.cut, self.global_batch = self._divide(gpus, devices, ratios, global_batch)
         if engine == "auto" and len(self.devices) == 1 and self.group is None:
             self.engine, self.why = "solo", "One device computes, so there is nothing to split."
         if self.global_batch is not None:
             self.global_batch = check_global_batch(self.global_batch, len(self.devices))
         if self.group is None:
-            names.check_present(self.devices)
+            tf_devices.check_present(self.devices)
         elif self.group.size != len(self.devices):
             raise RequestError(
                 f"TF_CONFIG names {self.group.size} processes, the split {len(self.devices)} devices.",
                 "Start one process for each device.",
             )
-        self.strategy = strategy_for(self.devices) if self.engine == "mirrored" else None
+        self.strategy = UnevenMirroredStrategy(list(self.devices)) if self.engine == "mirrored" else None
+        self._inputs: Any = None  # of the last model
         if self.plan is not None and (self.group is None or self.group.rank == 0):
             _warn_of_limits(self.plan)
 
@@ -84,38 +83,33 @@ class Split:
         return self.cut.sizes(self.global_batch) if self.global_batch else self.cut.weights
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Where the model and its optimizer are to be made: the mirrored strategy's scope, or the first device."""
+        """Where the model and its optimizer must be made: the mirrored strategy's scope, or the first device."""
         if self.strategy is not None:
             scope: AbstractContextManager[Any] = self.strategy.scope()
             return scope
         return nullcontext() if self.group else tf.device(self.devices[0])
 
-    def build(self, make_model: Callable[[], Any]) -> Any:
-        """Call `make_model` where its weights belong, and `model` on what it gives."""
+    def build(self, make_model: Callable[[], Any] | keras.Model) -> Any:
+        """Call `make_model` where its weights belong, and `model` on the result; a model itself is taken as it is."""
+        if isinstance(make_model, keras.Model) or not callable(make_model):
+            return self.model(make_model)
         with self.scope():
             return self.model(make_model())
 
     def model(self, model: Any) -> Any:
-        """Make this very model train, evaluate and predict over the devices; it is saved and loaded as before."""
-        compatibility.check_model(model)
+        """Make this model train, evaluate and predict over the devices; it is saved and loaded as before."""
+        check_model(model)
         if self.strategy is not None and model.distribute_strategy is not self.strategy:
             raise RequestError(
                 "engine='mirrored' needs the model to be made in its scope.",
                 "Use split.build(make_model), or make it inside `with split.scope():`.",
             )
-        self._compare(model)
-        match self.engine:
-            case "solo":
-                alone = Alone(model, self.devices[0])
-                Fitting(self, model, alone, partial(compatibility.check_compiled, model)).attach()
-            case "towers":
-                towers = Towers(model, self.devices, self.cut)
-                Fitting(self, model, towers, partial(compatibility.check_towers, model)).attach()
-            case "mirrored":
-                Fitting(self, model, Mirrored(model), partial(compatibility.check_mirrored, model)).attach()
-            case "multiworker":
-                workers = Workers(model, self.cut, self.required_group)
-                Fitting(self, model, workers, partial(compatibility.check_workers, model)).attach()
+        self._check_against_plan(model)
+        self._inputs = getattr(model, "inputs", None) if model.built else None
+        plan_batch = self.global_batch if self.plan else None
+        FitHooks(
+            self._make_engine(model), self.devices, self.global_batch, self.batches, self.deal, plan_batch
+        ).attach()
         return model
 
     def data(
@@ -131,20 +125,36 @@ class Split:
     ) -> Any:
         """A dataset of whole global batches of these arrays: each sample once an epoch, the short last batch too.
 
-        With `shuffle` each epoch has another order, the same in every process of a group.
+        With `shuffle` each epoch has another order, the same in every process of a group. x may also be a
+        tf.data.Dataset, of single samples or batches of any size, in its own order.
         """
         size = batch_size or self.global_batch
         if size is None:
             raise RequestError("This split has no global batch.", "Give batch_size, or Split(global_batch=...).")
         size = check_global_batch(size, len(self.devices))
-        weight = fold_weights(y, sample_weight, class_weight)
-        return Feed(given(x, y, weight), size, shuffle, seed).whole()
+        if not isinstance(x, tf.data.Dataset):
+            weight = fold_weights(y, sample_weight, class_weight)
+            return ArrayBatches(pack_arrays(x, y, weight), size, shuffle, seed).global_batches()
+        if shuffle or any(each is not None for each in (y, sample_weight, class_weight)):
+            raise RequestError(
+                "A dataset comes with its own labels, weights and order.",
+                "Put them into it: dataset.map(...), dataset.shuffle(...).",
+            )
+        batched = gives_batches(x, self._inputs)
+        if batched is None:
+            raise RequestError(
+                "The dataset's shapes don't say whether it gives batches or single samples.",
+                "Call split.build first, or leave the batch size open: dataset.batch(n).",
+            )
+        if not batched:
+            return batch_samples(x, size, self._inputs)
+        return x if batch_rows(x) == size else x.rebatch(size)
 
-    def batches(self, feed: Feed, endless: bool = False) -> Any:
-        """A feed's batches in the form that the engine's steps take: whole, dealt to replicas, or own rows."""
+    def batches(self, arrays: ArrayBatches, endless: bool = False) -> Any:
+        """Batches of arrays in the form that the engine's steps take: whole, dealt to replicas, or own rows."""
         if self.engine == "multiworker":
-            return feed.own(self.cut, self.required_group.rank, endless)
-        return self.deal(feed.whole(endless))
+            return arrays.own_rows(self.cut, self.required_group.rank, endless)
+        return self.deal(arrays.global_batches(endless))
 
     def deal(self, dataset: Any) -> Any:
         """A dataset of whole batches in the form that the engine's steps take."""
@@ -160,7 +170,17 @@ class Split:
             )
         return self.group
 
-    def _lay(
+    def _make_engine(self, model: Any) -> SingleDevice | Towers | Mirrored | Workers:
+        match self.engine:
+            case "solo":
+                return SingleDevice(model, self.devices[0])
+            case "mirrored":
+                return Mirrored(model)
+            case "multiworker":
+                return Workers(model, self.cut, self.required_group)
+        return Towers(model, self.devices, self.cut)
+
+    def _divide(
         self,
         gpus: int | Sequence[int] | None,
         devices: Sequence[str] | None,
@@ -168,22 +188,21 @@ class Split:
         global_batch: int | None,
     ) -> tuple[tuple[str, ...], Cut, int | None]:
         """The devices that compute, how a batch is cut for them, and the global batch where there is one."""
-        if self.plan is not None:
-            size = self.plan.layout.global_batch
-            if global_batch is not None:
-                size = check_global_batch(global_batch, len(self.plan.layout.active))
-            return self._devices_of(self.plan), Cut([share for share in self.plan.shares(size) if share]), size
-        chosen = names.names_of_gpus(gpus) if gpus is not None else names.names_of_request(devices or ())
-        return chosen, _seed_cut(chosen, ratios), global_batch
-
-    def _devices_of(self, plan: Plan) -> tuple[str, ...]:
+        if self.plan is None:
+            chosen = tf_devices.name_gpus(gpus) if gpus is not None else tf_devices.name_devices(devices or ())
+            return chosen, _cut_by_ratios(chosen, ratios), global_batch
+        active = self.plan.layout.active
+        size = self.plan.layout.global_batch
+        if global_batch is not None:
+            size = check_global_batch(global_batch, len(active))
+        cut = Cut([share for share in self.plan.shares(size) if share])
         if self.group is None:
-            return names.names_of_plan(plan)
-        check_fit(plan, devices=None, world=self.group.size, workload_digest=None, strict=False)
-        return tuple(share.device for share in plan.layout.active)
+            return tf_devices.name_plan_devices(self.plan), cut, size
+        check_fit(self.plan, devices=None, world=self.group.size, workload_digest=None, strict=False)
+        return tuple(share.device for share in active), cut, size
 
-    def _compare(self, model: Any) -> None:
-        """Say how the model differs from the one that the plan was measured with."""
+    def _check_against_plan(self, model: Any) -> None:
+        """Warn of what differs from the training that the plan was measured with; PlanError if `strict`."""
         plan = self.plan
         if plan is None:
             return
@@ -200,12 +219,13 @@ class Split:
         if found and self.strict:
             raise PlanError(" ".join(found), "Make a plan for this training, or don't ask for strict.")
         for sentence in found:
-            warnings.warn(sentence, SplitWarning, stacklevel=4)
+            warn(sentence)
 
     def _other_gpus(self, plan: Plan) -> list[str]:
-        """GPUs whose product name isn't the plan's."""
+        """A sentence for each GPU whose product name isn't the plan's."""
         gpus = {
-            names.short_name(d.name).removeprefix("physical_device:"): d for d in tf.config.list_physical_devices("GPU")
+            tf_devices.short_name(d.name).removeprefix("physical_device:"): d
+            for d in tf.config.list_physical_devices("GPU")
         }
         found = []
         for name, share in zip(self.devices, plan.layout.active, strict=True):
@@ -216,14 +236,12 @@ class Split:
 
 
 def _warn_of_limits(plan: Plan) -> None:
-    """A training is not slowed or capped as the probes were; another split may then be the fastest."""
-    held = ", ".join(f"{describe(share)} to {share.limit}" for share in plan.layout.active if share.limit)
-    if held:
-        warnings.warn(
-            f"The plan was measured with limits that this training doesn't have: {held}. "
-            "Its shares are right for devices so limited only.",
-            SplitWarning,
-            stacklevel=3,
+    """A training isn't slowed or capped as the probes were; another split may then be the fastest."""
+    limited = ", ".join(f"{describe(share)} to {share.limit}" for share in plan.layout.active if share.limit)
+    if limited:
+        warn(
+            f"The plan was measured with limits that this training doesn't have: {limited}. "
+            "Its shares are right only for devices with these limits."
         )
 
 
@@ -235,10 +253,10 @@ def _check_one(plan: object, gpus: object, devices: object) -> None:
         )
 
 
-def _choose(engine: str, plan: Plan | None, group: Group | None) -> tuple[str, str]:
+def _choose_engine(engine: str, plan: Plan | None, group: Group | None) -> tuple[str, str]:
     """The engine and, in a sentence, why it is that one."""
     if engine != "auto":
-        return engine, f"engine={engine!r} was asked for."
+        return engine, f"engine={engine!r} was requested."
     if group is not None:
         return "multiworker", f"TF_CONFIG names {group.size} processes."
     if plan is not None and plan.layout.engine == "mirrored":
@@ -248,7 +266,7 @@ def _choose(engine: str, plan: Plan | None, group: Group | None) -> tuple[str, s
     return "towers", "One process, and exact for all but BatchNormalization."
 
 
-def _seed_cut(devices: Sequence[str], ratios: Sequence[float] | None) -> Cut:
+def _cut_by_ratios(devices: Sequence[str], ratios: Sequence[float] | None) -> Cut:
     """The floor of each part, the rest to the last; RequestError unless each device has a ratio above 0."""
     chosen = [1.0] * len(devices) if ratios is None else list(ratios)
     if len(chosen) != len(devices):

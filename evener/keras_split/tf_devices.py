@@ -1,4 +1,4 @@
-"""Which of TensorFlow's devices a plan or a request means."""
+"""TensorFlow's names for the devices of a plan or a request."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Sequence
 from evener.errors import DeviceError, RequestError
 from evener.plan import Plan, Share
 
-# The plan counts GPUs as the driver does; without this, CUDA counts the fastest first. Read when CUDA first starts.
+# The plan numbers GPUs as the driver does; by default CUDA puts the fastest first. CUDA reads this when it starts.
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
 import tensorflow as tf
 
 
-def names_of_plan(plan: Plan) -> tuple[str, ...]:
+def name_plan_devices(plan: Plan) -> tuple[str, ...]:
     """TensorFlow's name of each device of the plan that computes: its GPU, or a logical CPU for each slice."""
     active = plan.layout.active
     if all(_is_gpu(share) for share in active):
-        visible = _visible()
+        visible = _visible_gpus()
         return tuple(f"GPU:{_position(share, visible)}" for share in active)
     make_logical_cpus(len(active))
     return tuple(f"CPU:{i}" for i in range(len(active)))
 
 
-def names_of_gpus(gpus: int | Sequence[int]) -> tuple[str, ...]:
+def name_gpus(gpus: int | Sequence[int]) -> tuple[str, ...]:
     """`gpus=2` is the first two, `gpus=[0, 2]` those, as in `multi_gpu_model`."""
     numbers = list(range(gpus)) if isinstance(gpus, int) else list(gpus)
     if not numbers or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
@@ -32,23 +32,26 @@ def names_of_gpus(gpus: int | Sequence[int]) -> tuple[str, ...]:
     return tuple(f"GPU:{n}" for n in numbers)
 
 
-def names_of_request(devices: Sequence[str]) -> tuple[str, ...]:
-    """`devices=["GPU:0", "/device:CPU:1", "gpu:2"]` as this package names them; RequestError for what names none."""
+def name_devices(devices: Sequence[str]) -> tuple[str, ...]:
+    """`devices=["GPU:0", "/device:CPU:1", "gpu:2"]` as this package names them; RequestError for anything else."""
     if isinstance(devices, str) or not devices or not all(isinstance(name, str) for name in devices):
         raise RequestError(f"devices={devices!r} names no devices.", 'Give a list: devices=["GPU:0", "GPU:1"].')
     return tuple(short_name(name.upper()) for name in devices)
 
 
 def check_present(names: Sequence[str]) -> None:
-    """DeviceError if TensorFlow sees no such device; RequestError if one is named twice."""
+    """DeviceError if TensorFlow doesn't see one of them; RequestError if one is named twice."""
     if len(set(names)) != len(names):
         raise RequestError(f"{', '.join(names)} names a device twice.", "Name each device once.")
     present = [short_name(device.name) for device in tf.config.list_logical_devices()]
     missing = [name for name in names if name not in present]
     if missing:
+        cpus = sum(name.startswith("CPU:") for name in names)
         raise DeviceError(
             f"TensorFlow sees no {', '.join(missing)} here, only {', '.join(present)}.",
-            "Make a plan on this machine with evener balance, or run evener doctor.",
+            f"Call evener.keras_split.make_logical_cpus({cpus}) at the start of the script."
+            if all(name.startswith("CPU:") for name in missing)
+            else "Make a plan on this machine with evener balance, or run evener doctor.",
         )
 
 
@@ -57,18 +60,18 @@ def short_name(name: str) -> str:
     return name.rpartition("/")[2].removeprefix("device:").removeprefix("DEVICE:")
 
 
-def known_as(name: str) -> str | int:
-    """A GPU by its number for the driver, or the UUID that this process sees it by; a CPU by TensorFlow's name."""
+def driver_name(name: str) -> str | int:
+    """A GPU's number for the driver, or the UUID under which this process sees it; a CPU's name in TensorFlow."""
     kind, _, number = name.partition(":")
     if kind != "GPU":
         return name.lower()
-    visible = _visible()
+    visible = _visible_gpus()
     entry = number if visible is None or int(number) >= len(visible) else visible[int(number)]
     return int(entry) if entry.isdecimal() else entry
 
 
 def make_logical_cpus(count: int) -> None:
-    """Cut TensorFlow's CPU into so many devices, unless it has started already."""
+    """Make `count` logical devices of TensorFlow's CPU; DeviceError if TensorFlow has already started."""
     (cpu, *_) = tf.config.list_physical_devices("CPU")
     if count < 2 or tf.config.get_logical_device_configuration(cpu):
         return
@@ -76,8 +79,8 @@ def make_logical_cpus(count: int) -> None:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
     except RuntimeError:
         raise DeviceError(
-            f"TensorFlow has started already, so its CPU can't be cut into {count} devices.",
-            "Make the Split before the first tensor or model.",
+            f"TensorFlow has already started, so its CPU can't become {count} devices.",
+            "Make the Split, or call make_logical_cpus, before the first tensor or model.",
         ) from None
 
 
@@ -85,7 +88,7 @@ def _is_gpu(share: Share) -> bool:
     return share.device.upper().startswith(("GPU-", "MIG-"))
 
 
-def _visible() -> list[str] | None:
+def _visible_gpus() -> list[str] | None:
     """The entries of CUDA_VISIBLE_DEVICES, in the order in which CUDA counts them; None: all GPUs."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if text is None else [entry.strip() for entry in text.split(",") if entry.strip()]

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from evener.errors import RequestError
-from evener.keras_split.data import Feed, length
+from evener.keras_split.data import ArrayBatches, array_rows
 from evener.keras_split.split import Split
 
 SampleBatch = Callable[[int], tuple[Any, Any]]  # n -> (x, y), n rows each
@@ -30,8 +30,8 @@ class Rows:
 
     def batches(self, split: Split, batch: int) -> Any:
         """Global batches of so many rows without end, in the form that the split's steps take."""
-        rows = batch * max(1, length(self._arrays) // batch)
-        return split.batches(Feed(self._arrays, batch, shuffle=True, rows=rows), endless=True)
+        rows = batch * max(1, array_rows(self._arrays) // batch)
+        return split.batches(ArrayBatches(self._arrays, batch, shuffle=True, rows=rows), endless=True)
 
 
 class Stream:

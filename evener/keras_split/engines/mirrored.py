@@ -1,12 +1,11 @@
 """Mirrored: one process, a replica of the model on each device, gradients summed by NCCL.
 
 Keras averages over equal replicas; here each replica's loss is weighted by its rows, so that the sum is the mean over
-the batch. A distributed dataset deals its elements in turn, so each step has exactly one element for each replica.
+the batch. A distributed dataset deals its elements to the replicas in turn, so each batch becomes one element for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -14,19 +13,19 @@ import tensorflow as tf
 
 from evener.keras_split.batch_bounds import Cut
 from evener.keras_split.compatibility import check_mask
-from evener.keras_split.engines.keras_step import call, report
-from evener.keras_split.nested_rows import Tensors, count, head, piece
+from evener.keras_split.engines.keras_step import call_model, update_metrics
+from evener.keras_split.nested_rows import Tensors, count_rows, cut_rows, take_rows
 
 
 class UnevenMirroredStrategy(tf.distribute.MirroredStrategy):  # type: ignore[misc]
     """MirroredStrategy for replicas whose batches differ in size.
 
     Keras averages the first batch over the replicas only to learn its shapes, which fails when they differ: that one
-    call is answered with the first replica's part.
+    call returns the first replica's part.
     """
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
-        """As the base class, but a mean over values of unequal shapes is the first of them."""
+        """Like the base class, but a mean over values of unequal shapes is the first of them."""
         if axis is None and str(reduce_op).upper().endswith("MEAN"):
             parts = [self.experimental_local_results(leaf) for leaf in tf.nest.flatten(value)]
             if any(len({tuple(part.shape) for part in leaf}) > 1 for leaf in parts):
@@ -35,7 +34,7 @@ class UnevenMirroredStrategy(tf.distribute.MirroredStrategy):  # type: ignore[mi
 
 
 class Mirrored:
-    """Train and evaluate steps of one replica. `y` has as many rows as count; `x` one more where that is none."""
+    """Train and evaluate steps of one replica. `y` has the rows that count; `x` has one more where there are none."""
 
     name = "mirrored"
 
@@ -48,38 +47,38 @@ class Mirrored:
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         size, rows = _rows(x if y is None else y)
         with tf.GradientTape() as tape:
-            outputs = head(call(model, x, True), size)
+            outputs = take_rows(call_model(model, x, True), size)
             check_mask(outputs, self.name)
             loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=True)
             mean = loss / _keras_scale(loss.dtype)
-            scaled = model.optimizer.scale_loss(mean * _part(size, rows, loss.dtype))
+            scaled = model.optimizer.scale_loss(mean * (tf.cast(size, loss.dtype) / tf.cast(rows, loss.dtype)))
         if weights := model.trainable_weights:
             model.optimizer.apply_gradients(zip(tape.gradient(scaled, weights), weights, strict=True))
-        return report(model, mean, size, x, y, outputs, weight)
+        return update_metrics(model, mean, size, x, y, outputs, weight)
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
         """What `keras.Model.test_step` does, for a replica that may have no row that counts."""
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         size, _ = _rows(x if y is None else y)
-        outputs = head(call(model, x, False), size)
+        outputs = take_rows(call_model(model, x, False), size)
         loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=False)
-        return report(model, loss / _keras_scale(loss.dtype), size, x, y, outputs, weight)
+        return update_metrics(model, loss / _keras_scale(loss.dtype), size, x, y, outputs, weight)
 
 
-def pieces(dataset: Any, cut: Cut) -> Any:
-    """A dataset of whole batches as one of their pieces: exactly len(cut.weights) elements for each batch, in order."""
+def cut_batches(dataset: Any, cut: Cut) -> Any:
+    """A dataset of the pieces of whole batches: exactly len(cut.weights) elements for each batch, in order."""
     replicas = len(cut.weights)
 
     def cut_batch(*batch: Any) -> Any:
         data = batch[0] if len(batch) == 1 else batch
-        edges = tf.stack([tf.cast(edge, tf.int64) for edge in cut.bounds(count(data))])
+        edges = tf.stack([tf.cast(edge, tf.int64) for edge in cut.bounds(count_rows(data))])
 
         def part(i: Any) -> Any:
             x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
             start, stop = edges[i], edges[i + 1]
-            rest = [head(piece(each, start, stop), stop - start) for each in (y, weight) if each is not None]
-            return (piece(x, start, stop), *rest)
+            rest = [take_rows(cut_rows(each, start, stop), stop - start) for each in (y, weight) if each is not None]
+            return (cut_rows(x, start, stop), *rest)
 
         return tf.data.Dataset.range(replicas).map(part)
 
@@ -90,26 +89,19 @@ def pieces(dataset: Any, cut: Cut) -> Any:
 
 def distribute(strategy: Any, dataset: Any, cut: Cut) -> Any:
     """A dataset of whole batches, dealt to the replicas by `cut`."""
-    return strategy.distribute_datasets_from_function(lambda _: pieces(dataset, cut).prefetch(2 * len(cut.weights)))
-
-
-def strategy_for(devices: Sequence[str]) -> UnevenMirroredStrategy:
-    """The strategy over these devices; NCCL on GPUs."""
-    return UnevenMirroredStrategy(list(devices))
+    return strategy.distribute_datasets_from_function(
+        lambda _: cut_batches(dataset, cut).prefetch(2 * len(cut.weights))
+    )
 
 
 def _rows(data: Tensors) -> tuple[Any, Any]:
     """Own rows, and those of all replicas in this step."""
-    size = count(data)
+    size = count_rows(data)
     context = tf.distribute.get_replica_context()
     return size, context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(size, tf.float32))
 
 
-def _part(size: Any, rows: Any, dtype: Any) -> Any:
-    return tf.cast(size, dtype) / tf.cast(rows, dtype)
-
-
 def _keras_scale(dtype: Any) -> Any:
-    """What Keras multiplied the mean by, 1 / replicas, rounded as Keras rounds it, so that dividing takes it off."""
+    """The factor 1 / replicas by which Keras scaled the mean, rounded as Keras rounds it, to divide by."""
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     return keras.ops.cast(1.0 / replicas, dtype) if replicas > 1 else tf.ones((), dtype)

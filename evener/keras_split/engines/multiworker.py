@@ -17,10 +17,10 @@ import tensorflow as tf
 from evener.errors import RequestError
 from evener.keras_split.batch_bounds import Cut
 from evener.keras_split.compatibility import check_mask
-from evener.keras_split.engines.keras_step import call, report
-from evener.keras_split.nested_rows import OwnRows, Tensors, count, head, piece
+from evener.keras_split.engines.keras_step import call_model, update_metrics
+from evener.keras_split.nested_rows import OwnRows, Tensors, count_rows, cut_rows, take_rows
 
-GROUP_KEY = 10_000  # of the collectives here; the strategy counts its own from 1
+GROUP_KEY = 10_000  # of the collectives here; the strategy numbers its own from 1
 KINDS = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)  # that TensorFlow can sum so
 LARGEST_KEY = (1 << 31) - 1
 
@@ -42,7 +42,9 @@ class Group:
             )
         self.device, self._way = ("GPU:0", "nccl") if _has_gpu() else ("CPU:0", "auto")
         with tf.device(self.device):
-            self._order = tf.Variable(0.0, trainable=False)  # collectives that name it start in one order everywhere
+            self._order = tf.Variable(
+                0.0, trainable=False
+            )  # collectives that take it start in the same order in every process
         self._sum = tf.function(self.sum, autograph=False, reduce_retracing=True)
 
     def sum(self, tensors: Sequence[Any]) -> list[Any]:
@@ -60,8 +62,9 @@ class Group:
     def _reduce(self, flat: Any) -> Any:
         """A vector summed over the processes.
 
-        Its key tells type and length, so that the processes settle each of these once. The strategy's own sums take a
-        new key every time, and each is a question to the first process: 1.2 to 1.7 ms a sum on two H200, not 0.6.
+        The key follows from type and length, so that the processes agree on each only once. The strategy's own sums
+        take a new key every time, and each costs a request to the first process: 1.2 to 1.7 ms a sum on two H200,
+        not 0.6.
         """
         with tf.device("CPU:0"):
             number = tf.size(flat, tf.int64) * len(KINDS) + KINDS.index(flat.dtype)
@@ -90,7 +93,7 @@ class Group:
 
 
 def communication() -> Any:
-    """NCCL between GPUs: left to itself, TensorFlow sums over gRPC, a second for the gradients of 79 M parameters."""
+    """NCCL between GPUs: by default TensorFlow sums over gRPC, a second for the gradients of 79 M parameters."""
     ways = tf.distribute.experimental.CommunicationImplementation
     way = ways.NCCL if _has_gpu() else ways.AUTO
     return tf.distribute.experimental.CommunicationOptions(implementation=way)
@@ -106,19 +109,19 @@ def group_from_environment() -> Group | None:
     if not text:
         return None
     try:
-        peers, rank = _place(json.loads(text))
+        peers, rank = _read_cluster(json.loads(text))
     except (ValueError, AttributeError, TypeError):
         raise RequestError("TF_CONFIG can't be read.", "It is JSON with cluster.worker and task.index.") from None
     return Group(peers, rank) if len(peers) > 1 else None
 
 
-def _place(config: Any) -> tuple[list[str], int]:
+def _read_cluster(config: Any) -> tuple[list[str], int]:
     """The addresses of the processes that train, the chief first as TensorFlow counts them, and this one's rank."""
     cluster, task = config.get("cluster", {}), config.get("task", {})
     chiefs, workers = list(cluster.get("chief", [])), list(cluster.get("worker", []))
     kind, index = task.get("type", "worker"), int(task.get("index", 0))
-    known = {"chief": chiefs, "worker": workers}
-    if chiefs + workers and index not in range(len(known.get(kind, []))):
+    members = {"chief": chiefs, "worker": workers}
+    if chiefs + workers and index not in range(len(members.get(kind, []))):
         raise RequestError(
             f"TF_CONFIG makes this process {kind} {index}, but its cluster has {len(chiefs)} chiefs and "
             f"{len(workers)} workers.",
@@ -138,7 +141,7 @@ class Workers:
         self.group = group
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
-        """What `keras.Model.train_step` does, on own rows; the update is that of the whole batch."""
+        """Like `keras.Model.train_step`, on own rows; the update is that of the whole batch."""
         data, size, rows = self.own_rows(data)
         return self.train_on_rows(data, size, rows)
 
@@ -147,9 +150,9 @@ class Workers:
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
-            outputs = head(call(model, x, True), size)
+            outputs = take_rows(call_model(model, x, True), size)
             check_mask(outputs, self.name)
-            y, weight = head(y, size), head(weight, size)
+            y, weight = take_rows(y, size), take_rows(weight, size)
             loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=True)
             loss *= tf.cast(size, loss.dtype) / tf.cast(rows, loss.dtype)
             scaled = model.optimizer.scale_loss(loss)
@@ -158,37 +161,39 @@ class Workers:
         *gradients, loss = self.group.sum([*map(tf.convert_to_tensor, gradients), loss])
         if weights:
             model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
-        return report(model, loss, rows, x, y, outputs, weight)
+        return update_metrics(model, loss, rows, x, y, outputs, weight)
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
-        """What `keras.Model.test_step` does, on own rows."""
+        """Like `keras.Model.test_step`, on own rows."""
         data, size, rows = self.own_rows(data)
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        outputs, y, weight = head(call(model, x, False), size), head(y, size), head(weight, size)
+        outputs = take_rows(call_model(model, x, False), size)
+        y, weight = take_rows(y, size), take_rows(weight, size)
         loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=False)
         (loss,) = self.group.sum([loss * (tf.cast(size, loss.dtype) / tf.cast(rows, loss.dtype))])
-        return report(model, loss, rows, x, y, outputs, weight)
+        return update_metrics(model, loss, rows, x, y, outputs, weight)
 
     def own_rows(self, data: Tensors) -> OwnRows:
         """This process' rows of a whole batch, how many of them count, and the batch's rows."""
         if isinstance(data, OwnRows):
             return data
         with tf.device("CPU:0"):
-            # Keras leaves no number but an empty tensor as the loss where it knows in advance that there is no row
-            rows = tf.compat.v1.placeholder_with_default(count(data), [])
+            # of a shape that is known to be empty, Keras makes an empty loss instead of a number
+            rows = tf.compat.v1.placeholder_with_default(count_rows(data), [])
             start, stop = self.cut.bounds(rows)[self.group.rank : self.group.rank + 2]
-            return OwnRows(piece(data, start, stop), stop - start, rows)
+            return OwnRows(cut_rows(data, start, stop), stop - start, rows)
 
     def metrics_result(self) -> dict[str, Any]:
         """The model's metrics; at the end of an epoch or evaluation, summed over the processes first."""
         if tf.executing_eagerly():
-            states = [state for metric in self._counted() for state in metric.variables]
+            states = [
+                state
+                for metric in self.model.metrics
+                if metric is not self.model._loss_tracker
+                for state in metric.variables
+            ]
             for state, total in zip(states, self.group.sum_now([tf.convert_to_tensor(s) for s in states]), strict=True):
                 state.assign(total)
         logs: dict[str, Any] = type(self.model).get_metrics_result(self.model)
         return logs
-
-    def _counted(self) -> list[Any]:
-        """The metrics that count own rows only; "loss" is the whole batch's already."""
-        return [metric for metric in self.model.metrics if metric is not self.model._loss_tracker]

@@ -16,18 +16,18 @@ import keras
 import tensorflow as tf
 
 from evener.keras_split.batch_bounds import Cut
-from evener.keras_split.compatibility import check_assigned, warn_added
-from evener.keras_split.engines.keras_step import call, report
-from evener.keras_split.engines.layer_state import Move, States, settle
-from evener.keras_split.nested_rows import Tensors, count, head, join, piece
+from evener.keras_split.compatibility import check_assigned, warn_added_losses
+from evener.keras_split.engines.keras_step import call_model, update_metrics
+from evener.keras_split.engines.layer_state import StateUpdate, StepStates, assign_updates
+from evener.keras_split.nested_rows import Tensors, count_rows, cut_rows, join_rows, take_rows
 
 
 class Tower(NamedTuple):
-    """What came of one device's rows."""
+    """The result of one device's rows."""
 
     outputs: Tensors
     losses: list[Any]  # of activity regularizers and add_loss: means over the device's rows
-    moves: list[Move]
+    updates: list[StateUpdate]
     copies: list[Any]  # the device's copy of the trainable weights
     tape: Any
     part: Any  # rows / rows of the batch
@@ -44,9 +44,9 @@ class Towers:
         self.cut = cut
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
-        """What `keras.Model.train_step` does, with the rows spread over the devices."""
+        """Like `keras.Model.train_step`, with the rows spread over the devices."""
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        return self.train_on_pieces(self.pieces(x), count(x), x, y, weight)
+        return self.train_on_pieces(self.pieces(x), count_rows(x), x, y, weight)
 
     def train_on_pieces(
         self, pieces: list[tuple[Tensors, Any]], rows: Any, x: Any, y: Any, weight: Any
@@ -58,78 +58,81 @@ class Towers:
             with tf.GradientTape() as tape:
                 for tower in towers:
                     tape.watch(_floats(tower.outputs) + tower.losses)
-                outputs = join([tower.outputs for tower in towers])
+                outputs = join_rows([tower.outputs for tower in towers])
                 loss = self._loss(x, y, outputs, weight, towers, training=True)
                 scaled = model.optimizer.scale_loss(loss)
             if model.trainable_weights:
                 gradients = self._gradients(tape, scaled, towers)
                 model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
-            self._settle(towers)
-            return report(model, loss, rows, x, y, outputs, weight)
+            assign_updates([(tower.part, tower.updates) for tower in towers])
+            return update_metrics(model, loss, rows, x, y, outputs, weight)
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
-        """What `keras.Model.test_step` does, with the rows spread over the devices."""
+        """Like `keras.Model.test_step`, with the rows spread over the devices."""
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        rows = count(x)
+        rows = count_rows(x)
         towers = self._run(self.pieces(x), rows, training=False)
         with tf.device(self.devices[0]):
-            outputs = join([tower.outputs for tower in towers])
+            outputs = join_rows([tower.outputs for tower in towers])
             loss = self._loss(x, y, outputs, weight, towers, training=False)
-            self._settle(towers)
-            return report(self.model, loss, rows, x, y, outputs, weight)
+            assign_updates([(tower.part, tower.updates) for tower in towers])
+            return update_metrics(self.model, loss, rows, x, y, outputs, weight)
 
     def predict_step(self, data: Tensors) -> Tensors:
         """The model's outputs for the whole batch, in its order."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        towers = self._run(self.pieces(x), count(x), training=False)
+        towers = self._run(self.pieces(x), count_rows(x), training=False)
         with tf.device(self.devices[0]):
-            self._settle(towers)
-            return join([tower.outputs for tower in towers])
+            assign_updates([(tower.part, tower.updates) for tower in towers])
+            return join_rows([tower.outputs for tower in towers])
 
     def pieces(self, x: Tensors) -> list[tuple[Tensors, Any]]:
         """Each device's rows, cut on the host so that only they travel, and how many of them count."""
         with tf.device("CPU:0"):
-            edges = self.cut.bounds(count(x))
-            return [(piece(x, start, stop), stop - start) for start, stop in pairwise(edges)]
+            edges = self.cut.bounds(count_rows(x))
+            return [(cut_rows(x, start, stop), stop - start) for start, stop in pairwise(edges)]
 
     def _run(self, pieces: list[tuple[Tensors, Any]], rows: Any, training: bool) -> list[Tower]:
         if not self.model.built:
             self.model(pieces[0][0], training=False)
         towers: list[Tower] = []
-        states = States(self.model)
+        states = StepStates(self.model)
         for device, (part, size) in zip(self.devices, pieces, strict=True):
             with tf.device(device):
                 towers.append(self._tower(part, size, rows, training, states))
         return towers
 
-    def _tower(self, part: Tensors, size: Any, rows: Any, training: bool, states: States) -> Tower:
+    def _tower(self, part: Tensors, size: Any, rows: Any, training: bool, states: StepStates) -> Tower:
         """Run the model on one device's rows."""
         model = self.model
         copies = [tf.identity(variable) for variable in model.trainable_variables]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(copies)
             outputs, losses, scope = self._call(copies, part, training, states)
-            warn_added(model, len(losses))
-            outputs = head(outputs, size)
+            warn_added_losses(model, len(losses))
+            outputs = take_rows(outputs, size)
         share = tf.cast(size, tf.float64) / tf.cast(rows, tf.float64)
-        return Tower(outputs, losses, states.moves(scope, size), copies, tape, share)
+        return Tower(outputs, losses, states.collect_updates(scope, size), copies, tape, share)
 
-    def _call(self, copies: list[Any], part: Tensors, training: bool, states: States) -> tuple[Any, ...]:
-        """The model on these weights: outputs, losses of its own, and the scope that has the states it moved."""
+    def _call(self, copies: list[Any], part: Tensors, training: bool, states: StepStates) -> tuple[Any, ...]:
+        """The model on these weights: outputs, losses of its own, and the scope with the states that it updated."""
         weights = list(zip(self.model.trainable_variables, copies, strict=True))
-        with keras.StatelessScope(state_mapping=[*weights, *states.handed], collect_losses=True) as scope:
-            outputs = call(self.model, part, training)
+        with keras.StatelessScope(state_mapping=[*weights, *states.chained], collect_losses=True) as scope:
+            outputs = call_model(self.model, part, training)
             losses = self._own_losses()
         check_assigned([weight for weight, copy in weights if scope.get_current_value(weight) is not copy])
         return outputs, losses, scope
 
     def _own_losses(self) -> list[Any]:
-        """The model's losses less the weights' regularizers, which stand last and count once, not once per device."""
+        """The model's losses without the weights' regularizers, which come last and count once, not once per device."""
         losses = list(self.model.losses)
-        return losses[: len(losses) - count_regularizers(self.model)]
+        regularized = [
+            weight for weight in self.model.trainable_weights if getattr(weight, "regularizer", None) is not None
+        ]
+        return losses[: len(losses) - len(regularized)]
 
     def _loss(self, x: Any, y: Any, outputs: Any, weight: Any, towers: list[Tower], training: bool) -> Any:
-        """The model's loss on the whole batch; it sees losses that arose inside the model averaged by rows."""
+        """The model's loss on the whole batch, with the losses from inside the model averaged by rows."""
         model = self.model
         each = zip(*(tower.losses for tower in towers), strict=True)
         added = [tf.add_n([tf.cast(t.part, o.dtype) * o for t, o in zip(towers, own, strict=True)]) for own in each]
@@ -151,26 +154,18 @@ class Towers:
                 parts.append(tower.tape.gradient(targets, tower.copies, output_gradients=flow))
         return [_sum(each) for each in zip(*parts, strict=True)]
 
-    def _settle(self, towers: list[Tower]) -> None:
-        settle([(tower.part, tower.moves) for tower in towers])
-
-
-def count_regularizers(model: Any) -> int:
-    """How many of `model.losses` come from regularized weights."""
-    return sum(1 for weight in model.trainable_weights if getattr(weight, "regularizer", None) is not None)
-
 
 def _floats(outputs: Tensors) -> list[Any]:
     return [tensor for tensor in keras.tree.flatten(outputs) if tensor.dtype.is_floating]
 
 
 def _sum(gradients: Sequence[Any]) -> Any:
-    """The sum of what is there; sparse gradients are strung together, as TensorFlow means them to be."""
-    known = [gradient for gradient in gradients if gradient is not None]
-    if not known:
+    """The sum of those that exist; sparse gradients are concatenated, as TensorFlow does."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    if not present:
         return None
-    if all(isinstance(gradient, tf.IndexedSlices) for gradient in known):
-        values = tf.concat([gradient.values for gradient in known], 0)
-        indices = tf.concat([gradient.indices for gradient in known], 0)
-        return tf.IndexedSlices(values, indices, known[0].dense_shape)
-    return tf.add_n([tf.convert_to_tensor(gradient) for gradient in known])
+    if all(isinstance(gradient, tf.IndexedSlices) for gradient in present):
+        values = tf.concat([gradient.values for gradient in present], 0)
+        indices = tf.concat([gradient.indices for gradient in present], 0)
+        return tf.IndexedSlices(values, indices, present[0].dense_shape)
+    return tf.add_n([tf.convert_to_tensor(gradient) for gradient in present])
