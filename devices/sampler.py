@@ -8,7 +8,6 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self, TypeVar
 
 import msgspec
@@ -70,9 +69,7 @@ class Sampler:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
@@ -196,7 +193,7 @@ def _stale_device(sample: DeviceSample, age_seconds: float, note: str) -> Device
 
 def _stale_readings(sample: Sample, age_seconds: float) -> Sample:
     changed = {
-        field.name: Reading(State.STALE, reading.value, reading.age_seconds + age_seconds)
+        field.name: reading.aged(reading.age_seconds + age_seconds, State.STALE)
         for field in msgspec.structs.fields(sample)
         if isinstance(reading := getattr(sample, field.name), Reading) and reading.state is State.VALUE
     }

@@ -65,10 +65,19 @@ class Reading(msgspec.Struct, frozen=True):
         """The value if it is current, else None."""
         return self.value if self.state is State.VALUE else None
 
+    def aged(self, age_seconds: float, state: State | None = None) -> Reading:
+        """The same value, so old and perhaps in another state; a reading without a value stays what it is."""
+        return self if self.value is None else Reading(state or self.state, self.value, age_seconds)
+
+    def scaled(self, factor: float) -> Reading:
+        """The same reading in another unit."""
+        return self if self.value is None else Reading(self.state, self.value * factor, self.age_seconds)
+
 
 UNSUPPORTED = Reading(State.UNSUPPORTED)
 DENIED = Reading(State.DENIED)
 LOST = Reading(State.LOST)
+PENDING = Reading(State.STALE)  # no value yet: a rate needs two samples
 
 
 def value(number: float, age_seconds: float = 0.0) -> Reading:

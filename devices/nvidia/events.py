@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from evener.devices.nvidia.nvml_library import TIMEOUT, UNINITIALIZED, Handle, Library, code_of
+from evener.devices.nvidia.nvml_library import TIMEOUT, UNINITIALIZED, Handle, Library, error_code
 
 WAIT_MILLISECONDS = 250
 JOIN_SECONDS = 1.5
@@ -96,7 +96,7 @@ class EventWatch:
             try:
                 event = self._nvml.nvmlEventSetWait_v2(self._set, WAIT_MILLISECONDS)
             except self._nvml.NVMLError as error:
-                code = code_of(error)
+                code = error_code(error)
                 if code == UNINITIALIZED:
                     return
                 if code != TIMEOUT:

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from evener.devices.nvidia.nvml_calls import PENDING, raise_if_gone
-from evener.devices.nvidia.nvml_library import Handle, Library, code_of, state_of
-from evener.devices.types import DENIED, UNSUPPORTED, Reading, State, value
+from evener.devices.nvidia.nvml_calls import raise_if_gone
+from evener.devices.nvidia.nvml_library import Handle, Library, error_code, failed_reading
+from evener.devices.types import PENDING, UNSUPPORTED, Reading, State, value
 
 SM, OCCUPANCY, TENSOR, DRAM = 2, 3, 5, 10  # percent
 PCIE_SEND, PCIE_RECEIVE, LINK_RECEIVE, LINK_SEND = 20, 21, 60, 61  # MiB/s
@@ -26,7 +26,7 @@ class Activity:
     def __init__(self, nvml: Library, handle: Handle, instance: int | None = None) -> None:
         self._nvml, self._handle, self._instance = nvml, handle, instance
         self._samples: list[Any] = []
-        self._filled_at: float | None = None  # when the older sample was taken
+        self._paired_at: float | None = None  # when the older sample was taken
         self._readings: dict[int, Reading] = dict.fromkeys(METRICS, PENDING)
         self._read_at = 0.0
         self._retry_at = 0.0
@@ -37,18 +37,18 @@ class Activity:
         """Metric id -> reading since the tick before."""
         if now < self._retry_at:
             return self._readings
-        if self._filled_at is not None and now - self._filled_at < SHORTEST_SECONDS:
+        if self._paired_at is not None and now - self._paired_at < SHORTEST_SECONDS:
             return self._aged(now)
         try:
             if self._request is None and not self._set_up():
-                return self._give_up(State.UNSUPPORTED, now)
+                return self._give_up(UNSUPPORTED, now)
             self._look(now)
         except self._nvml.NVMLError as error:
-            code = code_of(error)
+            code = error_code(error)
             raise_if_gone(code)
-            return self._give_up(state_of(code), now)
+            return self._give_up(failed_reading(code), now)
         except AttributeError:  # a binding older than these functions
-            return self._give_up(State.UNSUPPORTED, now)
+            return self._give_up(UNSUPPORTED, now)
         self._backoff = FIRST_BACKOFF_SECONDS
         return self._readings
 
@@ -78,45 +78,30 @@ class Activity:
             nvml.nvmlGpmSampleGet(self._handle, newer)
         else:
             nvml.nvmlGpmMigSampleGet(self._handle, self._instance, newer)
-        paired = self._filled_at is not None
-        self._samples, self._filled_at = [newer, older], now
+        paired = self._paired_at is not None
+        self._samples, self._paired_at = [newer, older], now
         if paired:
             self._request.sample1, self._request.sample2 = older, newer
             nvml.nvmlGpmMetricsGet(self._request)
             self._readings = {slot.metricId: _reading(slot) for slot in self._request.metrics[: len(METRICS)]}
             self._read_at = now
 
-    def _give_up(self, state: State, now: float) -> Mapping[int, Reading]:
+    def _give_up(self, failed: Reading, now: float) -> Mapping[int, Reading]:
         """Say why, and try again after a pause that doubles up to a minute: nothing is latched for good."""
         longest = LONGEST_BACKOFF_SECONDS
-        self._retry_at = now + (longest if state is State.UNSUPPORTED else self._backoff)
+        self._retry_at = now + (longest if failed is UNSUPPORTED else self._backoff)
         self._backoff = min(longest, self._backoff * 2)
-        self._filled_at = None
-        if state is State.UNSUPPORTED:
-            self._readings = dict.fromkeys(METRICS, UNSUPPORTED)
-        elif state is State.DENIED:
-            self._readings = dict.fromkeys(METRICS, DENIED)
-        else:
-            self._readings = {
-                metric: _stale(reading, now - self._read_at) for metric, reading in self._readings.items()
-            }
+        self._paired_at = None
+        old = {metric: reading.aged(now - self._read_at, State.STALE) for metric, reading in self._readings.items()}
+        self._readings = old if failed is PENDING else dict.fromkeys(METRICS, failed)
         return self._readings
 
     def _aged(self, now: float) -> Mapping[int, Reading]:
-        age = now - self._read_at
-        return {
-            metric: Reading(reading.state, reading.value, age) if reading.value is not None else reading
-            for metric, reading in self._readings.items()
-        }
+        return {metric: reading.aged(now - self._read_at) for metric, reading in self._readings.items()}
 
 
 def _reading(slot: Any) -> Reading:
     if slot.nvmlReturn == 0:
         number = float(slot.value)
         return value(number) if 0 <= number < 1e12 else PENDING
-    state = state_of(slot.nvmlReturn)
-    return {State.UNSUPPORTED: UNSUPPORTED, State.DENIED: DENIED}.get(state, PENDING)
-
-
-def _stale(reading: Reading, age: float) -> Reading:
-    return PENDING if reading.value is None else Reading(State.STALE, reading.value, age)
+    return failed_reading(slot.nvmlReturn)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from evener.devices.nvidia import gpm
-from evener.devices.nvidia.nvml_calls import Counter, Fields, Metric, first_known, scaled
+from evener.devices.nvidia.nvml_calls import Counter, Fields, Metric, first_value
 from evener.devices.nvidia.nvml_library import Handle, Library, memory
 from evener.devices.types import UNSUPPORTED, Device, DeviceSample, Reading, State, value
 
@@ -143,15 +143,15 @@ class GpuReader:
 
     def _power(self, now: float) -> Reading:
         """The driver's own mean over a second; else the plain call."""
-        told = scaled(self._fields.read(now)[POWER_AVERAGE], 1e-3)
-        return told if told.current is not None else first_known(self._metrics["power"].read(now), told)
+        told = self._fields.read(now)[POWER_AVERAGE].scaled(1e-3)
+        return told if told.current is not None else first_value(self._metrics["power"].read(now), told)
 
     def _power_limit(self, slow: Mapping[int, Reading], now: float) -> Reading:
-        told = scaled(slow[POWER_LIMIT], 1e-3)
-        return told if told.current is not None else first_known(self._metrics["power_limit"].read(now), told)
+        told = slow[POWER_LIMIT].scaled(1e-3)
+        return told if told.current is not None else first_value(self._metrics["power_limit"].read(now), told)
 
     def _energy(self, millijoules: Reading) -> Reading:
-        joules = scaled(millijoules, 1e-3)
+        joules = millijoules.scaled(1e-3)
         if joules.current is not None and (self.first_joules is None or joules.current < self.first_joules):
             self.first_joules = joules.current
         if joules.value is None or self.first_joules is None:
@@ -167,7 +167,7 @@ class GpuReader:
             named = sorted((field for field in shares if shares[field] >= SPOKEN_SHARE), key=lambda f: -shares[f])
             age = max(rate.age_seconds for rate in rates.values())
             return value(max(shares.values()), age), tuple(THROTTLING[field] for field in named)
-        told = first_known(*rates.values())
+        told = first_value(*rates.values())
         if told.state is not State.UNSUPPORTED:
             return told, ()
         mask = int(self._metrics["reasons"].read(now).current or 0)
@@ -175,14 +175,14 @@ class GpuReader:
 
     def _traffic(self, activity: Mapping[int, Reading], now: float) -> dict[str, Any]:
         """Bytes per second of PCIe and NVLink: from GPM, else from counters, asked only where it tells none."""
-        found = {name: scaled(activity[metric], MIB) for name, metric, _ in _TRAFFIC.values()}
+        found = {name: activity[metric].scaled(MIB) for name, metric, _ in _TRAFFIC.values()}
         if all(reading.current is not None for reading in found.values()):
             return found
         fields = self._traffic_fields.read(now)
         for field, (name, _, unit) in _TRAFFIC.items():
-            counted = scaled(self._counters[field].rate(fields[field], now), unit)
+            counted = self._counters[field].rate(fields[field], now).scaled(unit)
             if found[name].current is None:
-                found[name] = counted if counted.current is not None else first_known(found[name], counted)
+                found[name] = counted if counted.current is not None else first_value(found[name], counted)
         return found
 
 

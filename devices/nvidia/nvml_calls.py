@@ -1,4 +1,4 @@
-"""One NVML call as a metric: asked when due, its last value aged, its failures told apart and asked again later."""
+"""One NVML call as a metric: asked when due, its last value aged, its failures sorted and asked again later."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from evener.devices.nvidia.nvml_library import (
     GPU_GONE,
     Handle,
     Library,
-    code_of,
-    state_of,
+    error_code,
+    failed_reading,
 )
-from evener.devices.types import DENIED, UNSUPPORTED, Reading, State, value
+from evener.devices.types import PENDING, UNSUPPORTED, Reading, State, value
 
-UNSUPPORTED_RETRY_SECONDS = 60.0  # a driver may learn it, and nothing is latched for good
-DENIED_RETRY_SECONDS = 10.0
+RETRY_SECONDS = {State.UNSUPPORTED: 60.0, State.DENIED: 10.0}  # no answer is final: a driver may be updated
 FAILED_RETRY_SECONDS = 5.0  # at most, for what failed in passing
-PENDING = Reading(State.STALE)  # it will come: a rate needs two looks
 
 
 class GpuGoneError(Exception):
@@ -60,10 +58,7 @@ class Schedule:
 
     def kept(self, now: float) -> Reading:
         """What the last answer is worth now."""
-        last = self._last
-        if last.value is None or now <= self._at:
-            return last
-        return Reading(last.state, last.value, now - self._at)
+        return self._last if now <= self._at else self._last.aged(now - self._at)
 
     def took(self, now: float, number: float) -> Reading:
         """The call answered."""
@@ -75,22 +70,17 @@ class Schedule:
     def failed(self, now: float, code: int) -> Reading:
         """The call failed with NVML's `code`; GpuGoneError or DriverGoneError if there is nothing left to ask."""
         raise_if_gone(code)
-        state = state_of(code)
-        if state is State.UNSUPPORTED:
-            self._last, self._due = UNSUPPORTED, now + UNSUPPORTED_RETRY_SECONDS
-            return UNSUPPORTED
-        if state is State.DENIED:
-            self._last, self._due = DENIED, now + DENIED_RETRY_SECONDS
-            return DENIED
-        return self.failed_now(now)
+        reading = failed_reading(code)
+        if reading.state not in RETRY_SECONDS:
+            return self.failed_now(now)
+        self._last, self._due = reading, now + RETRY_SECONDS[reading.state]
+        return reading
 
     def failed_now(self, now: float) -> Reading:
         """The call failed for a passing reason: the last value stands, called stale."""
         last = self.kept(now)
         self._due = now + min(self._period, FAILED_RETRY_SECONDS)
-        if last.value is None:
-            return PENDING
-        return Reading(State.STALE, last.value, last.age_seconds)
+        return PENDING if last.value is None else last.aged(last.age_seconds, State.STALE)
 
 
 class Metric:
@@ -111,7 +101,7 @@ class Metric:
         try:
             return schedule.took(now, self._call())
         except self._error as error:
-            return schedule.failed(now, code_of(error))
+            return schedule.failed(now, error_code(error))
         except AttributeError:  # a binding older than the function
             return schedule.failed(now, FUNCTION_NOT_FOUND)
 
@@ -145,7 +135,7 @@ class Fields:
             answers = self._nvml.nvmlDeviceGetFieldValues(self._handle, [self._all[field] for field in due])
         except self._nvml.NVMLError as error:
             for field in due:
-                self._readings[field] = self._schedules[field].failed(now, code_of(error))
+                self._readings[field] = self._schedules[field].failed(now, error_code(error))
             return
         for field, answer in zip(due, answers, strict=True):
             schedule = self._schedules[field]
@@ -189,16 +179,10 @@ class Counter:
         return self._rate
 
     def _aged(self, state: State, age_seconds: float) -> Reading:
-        rate = self._rate
-        return PENDING if rate.value is None else Reading(state, rate.value, max(0.0, age_seconds))
+        return self._rate.aged(max(0.0, age_seconds), state)
 
 
-def scaled(reading: Reading, factor: float) -> Reading:
-    """The same reading in another unit."""
-    return reading if reading.value is None else Reading(reading.state, reading.value * factor, reading.age_seconds)
-
-
-def first_known(*readings: Reading) -> Reading:
+def first_value(*readings: Reading) -> Reading:
     """The first that has a value, else the first that is more than unsupported, else unsupported."""
     for reading in readings:
         if reading.value is not None:

@@ -1,14 +1,14 @@
-"""NVML behind one seam: loaded when first needed, opened and closed, its errors told apart, its GPUs listed."""
+"""NVML behind one seam: loaded when first needed, opened and closed, its errors sorted, its GPUs listed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from evener.devices.types import Device, State
+from evener.devices.types import DENIED, PENDING, UNSUPPORTED, Device, Reading
 from evener.errors import DeviceError
 
 Library = Any  # the module `pynvml`, or a double of it
@@ -27,6 +27,14 @@ GONE_WORDS = {
     RESET_REQUIRED: "The GPU needs a reset.",
 }
 DRIVER_GONE = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, VERSION_MISMATCH})
+
+
+class GpuHandle(NamedTuple):
+    """A GPU, or a MIG instance of one, as the driver numbers it: instances after all whole GPUs."""
+
+    handle: Handle
+    number: int
+    parent: Handle | None = None  # of a MIG instance
 
 
 class ListedGpu(msgspec.Struct, frozen=True):
@@ -50,19 +58,17 @@ def load() -> Library:
     return pynvml
 
 
-def code_of(error: Exception) -> int:
+def error_code(error: Exception) -> int:
     """NVML's return code behind an exception of the module; UNKNOWN for anything else it may raise."""
     number = getattr(error, "value", UNKNOWN)
     return number if isinstance(number, int) else UNKNOWN
 
 
-def state_of(code: int) -> State:
-    """What a failed call means for its metric: never there, denied, gone with the device, or just not now."""
+def failed_reading(code: int) -> Reading:
+    """What a failed call means for its metric: unsupported, denied, or just not now."""
     if code in _NEVER:
-        return State.UNSUPPORTED
-    if code == NO_PERMISSION:
-        return State.DENIED
-    return State.LOST if code in GPU_GONE | DRIVER_GONE else State.STALE
+        return UNSUPPORTED
+    return DENIED if code == NO_PERMISSION else PENDING
 
 
 def driver_fault(error: Exception) -> DeviceError:
@@ -79,7 +85,9 @@ def driver_fault(error: Exception) -> DeviceError:
         ),
         NO_PERMISSION: ("This user may not talk to the NVIDIA driver.", "Check the rights on /dev/nvidia*."),
     }
-    words = known.get(code_of(error), (f"The NVIDIA driver does not answer: {error}.", "Look at nvidia-smi and dmesg."))
+    words = known.get(
+        error_code(error), (f"The NVIDIA driver does not answer: {error}.", "Look at nvidia-smi and dmesg.")
+    )
     return DeviceError(*words)
 
 
@@ -99,30 +107,44 @@ def opened(library: Library | None = None) -> Iterator[Library]:
 
 
 def list_gpus(library: Library | None = None) -> Listing:
-    """Every GPU in NVML's order, and in place of one in MIG mode its instances, numbered after all whole GPUs.
+    """Every GPU in NVML's order, MIG instances in place of their GPU.
 
     A GPU that doesn't answer is left out with a note. DeviceError if the driver doesn't.
     """
     found: list[ListedGpu] = []
-    instances: list[Handle] = []
-    notes: list[str] = []
     with opened(library) as nvml:
         try:
-            count = nvml.nvmlDeviceGetCount()
+            handles, silent = enumerate_gpus(nvml)
         except nvml.NVMLError as error:
             raise driver_fault(error) from None
-        for index in range(count):
+        for each in handles:
             try:
-                handle = nvml.nvmlDeviceGetHandleByIndex(index)
-                parts = mig_instances(nvml, handle)
-                instances += parts or ()
-                if parts is None:
-                    found.append(_listed(nvml, handle, index))
+                found.append(ListedGpu(describe(nvml, *each[:2]), memory(nvml, each.handle)[1]))
             except nvml.NVMLError as error:
-                notes.append(f"GPU:{index} does not answer: {error}.")
-        for offset, handle in enumerate(instances):
-            found.append(_listed(nvml, handle, count + offset))
-    return Listing(tuple(found), tuple(notes))
+                silent[each.number] = error
+    return Listing(tuple(found), tuple(f"GPU:{index} does not answer: {silent[index]}." for index in sorted(silent)))
+
+
+def enumerate_gpus(nvml: Library) -> tuple[list[GpuHandle], dict[int, Exception]]:
+    """Every GPU in NVML's order, in place of one in MIG mode its instances, and the errors of those that don't answer.
+
+    NVMLError if the driver doesn't answer at all.
+    """
+    whole: list[GpuHandle] = []
+    instances: list[tuple[Handle, Handle]] = []
+    silent: dict[int, Exception] = {}
+    count = nvml.nvmlDeviceGetCount()
+    for index in range(count):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            parts = mig_instances(nvml, handle)
+        except nvml.NVMLError as error:
+            silent[index] = error
+        else:
+            instances += [(part, handle) for part in parts or ()]
+            whole += [GpuHandle(handle, index)] if parts is None else []
+    parts_at_end = [GpuHandle(part, count + i, parent) for i, (part, parent) in enumerate(instances)]
+    return [*whole, *parts_at_end], silent
 
 
 def mig_instances(nvml: Library, handle: Handle) -> tuple[Handle, ...] | None:
@@ -145,19 +167,17 @@ def mig_instances(nvml: Library, handle: Handle) -> tuple[Handle, ...] | None:
 def find_handle(nvml: Library, uuid: str) -> Handle | None:
     """The handle of a GPU, or of a MIG instance; None if the driver lists none, or it doesn't answer.
 
-    By number and not by UUID, as a lost GPU is then told from a missing one by its own error.
+    By number and not by UUID: so a lost GPU has an error of its own, and is not taken for a missing one.
     """
-    gone: Exception | None = None
-    for index in range(nvml.nvmlDeviceGetCount()):
+    handles, silent = enumerate_gpus(nvml)
+    for each in handles:
         try:
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            for each in (handle, *(mig_instances(nvml, handle) or ())):
-                if str(nvml.nvmlDeviceGetUUID(each)) == uuid:
-                    return each
+            if str(nvml.nvmlDeviceGetUUID(each.handle)) == uuid:
+                return each.handle
         except nvml.NVMLError as error:
-            gone = error
-    if gone is not None:
-        raise gone
+            silent[each.number] = error
+    if silent:
+        raise next(iter(silent.values()))
     return None
 
 
@@ -177,16 +197,12 @@ def memory(nvml: Library, handle: Handle) -> tuple[int | None, int | None]:
         newer = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
         return int(newer.total) - int(newer.reserved), int(newer.used)
     except nvml.NVMLError as error:
-        if state_of(code_of(error)) is not State.UNSUPPORTED:
+        if error_code(error) not in _NEVER:
             raise
     try:
         older = nvml.nvmlDeviceGetMemoryInfo(handle)
     except nvml.NVMLError as error:
-        if state_of(code_of(error)) is not State.UNSUPPORTED:
+        if error_code(error) not in _NEVER:
             raise
         return None, None
     return int(older.total), int(older.used)
-
-
-def _listed(nvml: Library, handle: Handle, index: int) -> ListedGpu:
-    return ListedGpu(describe(nvml, handle, index), memory(nvml, handle)[1])

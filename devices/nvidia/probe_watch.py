@@ -18,8 +18,8 @@ from evener.devices.nvidia.nvml_library import (
     GONE_WORDS,
     Handle,
     Library,
-    code_of,
     driver_fault,
+    error_code,
     find_handle,
     load,
     memory,
@@ -120,7 +120,7 @@ class GpuVitals:
         except DriverGoneError:
             words = "The NVIDIA driver was unloaded or replaced."
         except nvml.NVMLError as error:
-            words = GONE_WORDS.get(code_of(error)) or driver_fault(error).message
+            words = GONE_WORDS.get(error_code(error)) or driver_fault(error).message
         self._leave()
         return Vitals(time.monotonic(), trouble=words if self._ever else "")
 

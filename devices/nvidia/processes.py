@@ -7,8 +7,8 @@ from typing import Any
 
 from evener.devices.host.source_base import OnDevice
 from evener.devices.nvidia.nvml_calls import raise_if_gone
-from evener.devices.nvidia.nvml_library import NOT_FOUND, SUCCESS, Handle, Library, code_of, state_of
-from evener.devices.types import DENIED, UNSUPPORTED, Reading, State, value
+from evener.devices.nvidia.nvml_library import NOT_FOUND, SUCCESS, Handle, Library, error_code, failed_reading
+from evener.devices.types import UNSUPPORTED, Reading, value
 
 PERIOD_SECONDS = 2.5
 GRAPHICS_EVERY = 4  # of these periods: on a desktop this call takes 4.5 ms
@@ -63,9 +63,9 @@ class GpuProcesses:
             except AttributeError:
                 continue
             except self._nvml.NVMLError as error:
-                code = code_of(error)
+                code = error_code(error)
                 raise_if_gone(code)
-                if state_of(code) is State.UNSUPPORTED:
+                if failed_reading(code) is UNSUPPORTED:
                     continue
                 return
             self._memory[kind] = {int(each.pid): each.usedGpuMemory for each in listed}
@@ -76,12 +76,11 @@ class GpuProcesses:
         try:
             samples: Sequence[Any] = self._nvml.nvmlDeviceGetProcessUtilization(self._handle, self._since)
         except self._nvml.NVMLError as error:
-            code = code_of(error)
+            code = error_code(error)
             raise_if_gone(code)
             if code in (SUCCESS, NOT_FOUND) and not self._is_mig:  # the binding raises for an empty list too
                 return {}, value(0.0)
-            state = state_of(code)
-            return {}, {State.UNSUPPORTED: UNSUPPORTED, State.DENIED: DENIED}.get(state, Reading(State.STALE))
+            return {}, failed_reading(code)
         newest = max((int(each.timeStamp) for each in samples), default=self._since)
         start = self._since or newest - FIRST_WINDOW_MICROSECONDS
         self._since = newest

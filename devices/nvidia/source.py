@@ -14,13 +14,13 @@ from evener.devices.nvidia.gpu_reader import GpuReader
 from evener.devices.nvidia.nvml_calls import DriverGoneError, GpuGoneError
 from evener.devices.nvidia.nvml_library import (
     GONE_WORDS,
-    Handle,
+    GpuHandle,
     Library,
-    code_of,
     describe,
     driver_fault,
+    enumerate_gpus,
+    error_code,
     load,
-    mig_instances,
 )
 from evener.devices.nvidia.processes import GpuProcesses
 from evener.devices.types import LOST, Device, DeviceSample, Reading, Snapshot, State
@@ -122,15 +122,15 @@ class NvmlSource:
             nvml.nvmlInit()
             self._is_open = True
             self._driver = str(nvml.nvmlSystemGetDriverVersion())
-            handles = self._enumerate()
+            handles, _ = enumerate_gpus(nvml)
         except nvml.NVMLError as error:
             self.close()
             raise driver_fault(error) from None
         self._reopen_at = now + REOPEN_FOR_LOST_SECONDS
         self._looks = 0
-        for handle, parent, index in handles:
+        for gpu in handles:
             with suppress(nvml.NVMLError):
-                self._attach(handle, parent, index)
+                self._attach(gpu)
 
     def _watch_events(self) -> None:
         """From the third look on, so that a single look needn't wait for the watching thread to end."""
@@ -138,24 +138,8 @@ class NvmlSource:
         if self._is_open and self._events is None and self._looks > 2:
             self._events = EventWatch(self._nvml, [slot.reader.handle for slot in self._slots.values() if slot.reader])
 
-    def _enumerate(self) -> list[tuple[Handle, Handle | None, int]]:
-        """(handle, parent of a MIG instance, index) of all that NVML lists and that answers."""
-        nvml = self._nvml
-        whole: list[tuple[Handle, Handle | None, int]] = []
-        parts: list[tuple[Handle, Handle]] = []
-        count = nvml.nvmlDeviceGetCount()
-        for index in range(count):
-            with suppress(nvml.NVMLError):
-                handle = nvml.nvmlDeviceGetHandleByIndex(index)
-                instances = mig_instances(nvml, handle)
-                if instances is None:
-                    whole.append((handle, None, index))
-                else:
-                    parts += [(instance, handle) for instance in instances]
-        return [*whole, *((part, parent, count + i) for i, (part, parent) in enumerate(parts))]
-
-    def _attach(self, handle: Handle, parent: Handle | None, index: int) -> None:
-        nvml = self._nvml
+    def _attach(self, gpu: GpuHandle) -> None:
+        nvml, (handle, index, parent) = self._nvml, gpu
         device = describe(nvml, handle, index)
         if self._wanted is not None and device.id not in self._wanted:
             return
@@ -200,12 +184,12 @@ class NvmlSource:
         slot.retry_at = now + RETRY_GPU_SECONDS
         nvml = self._nvml
         try:
-            for handle, parent, index in self._enumerate():
-                if str(nvml.nvmlDeviceGetUUID(handle)) == slot.device.id:
-                    self._attach(handle, parent, index)
+            for gpu in enumerate_gpus(nvml)[0]:
+                if str(nvml.nvmlDeviceGetUUID(gpu.handle)) == slot.device.id:
+                    self._attach(gpu)
                     return
         except nvml.NVMLError as error:
-            slot.note = GONE_WORDS.get(code_of(error), slot.note)
+            slot.note = GONE_WORDS.get(error_code(error), slot.note)
 
     def _lose(self, slot: _Slot, code: int, now: float) -> None:
         _drop(slot)
