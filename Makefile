@@ -1,9 +1,11 @@
-# What is checked beside the tests. `make` alone lists the targets.
+# `make` alone lists the targets.
 PYTHON ?= .venv/bin/python
 
-.PHONY: help check format test pictures
+.PHONY: help all check format test mutants pictures
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+all: check test ## everything that must pass before a commit is handed in
 
 check: ## format, lint, types, import contracts
 	$(PYTHON) -m ruff format --check .
@@ -11,12 +13,15 @@ check: ## format, lint, types, import contracts
 	$(PYTHON) -m mypy
 	$(PYTHON) -c "from importlinter.cli import lint_imports; raise SystemExit(lint_imports())"
 
-format: ## rewrite what the formatter and the linter can mend
+format: ## format, and fix what the linter can fix
 	$(PYTHON) -m ruff format .
 	$(PYTHON) -m ruff check --fix .
 
 test: ## the whole suite
 	$(PYTHON) -m pytest -n 2 --dist loadfile
 
-pictures: ## make the pictures of docs/ again
+mutants: ## do the tests notice 150 small faults in the pure code? (an hour or more)
+	$(PYTHON) -m benchmarks.mutants
+
+pictures: ## draw the pictures of docs/ again
 	$(PYTHON) -m docs.pictures
