@@ -133,7 +133,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _check_state_folder() -> Check:
-    from evener.balancer.store.runs import runs_folder
+    from evener.balancer.store.folders import runs_folder
 
     try:
         folder = runs_folder()

@@ -1,4 +1,4 @@
-"""What a person asks of a session, and whether it makes sense before anything is started."""
+"""What a user asks for, and what that means on this machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 
 from evener.balancer.search.layouts import Wanted
+from evener.devices.simulated.machine import Machine
+from evener.devices.types import Device
 from evener.errors import RequestError
 
 LARGEST_BATCH = 1 << 30
@@ -18,7 +20,7 @@ ENGINES = ("auto", "towers", "mirrored", "multiworker")
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Devices, workload and bounds of a search; journalled whole, so that a run can be resumed by its id."""
+    """Devices, workload and bounds of a search; journalled whole, so a run can be resumed by its id."""
 
     devices: str = "auto"
     workload: str | None = None  # None: the default for the devices
@@ -36,12 +38,25 @@ class Request(msgspec.Struct, frozen=True):
     input: str = "host"  # where each step's batch comes from
     engine: str = "auto"  # how TensorFlow keeps a split in step
     pace: float = 0.0  # simulated devices: 1 takes real time
-    share: bool = False  # run though another session holds the devices
-    compare: Wanted | None = None  # which layouts to compare; None: the best split is looked for
+    share: bool = False  # run even if another session is using the devices
+    compare: Wanted | None = None  # which layouts to compare; None: find the best split
 
 
-def check(request: Request) -> None:
-    """Raise RequestError for the first number or word that can't be meant."""
+class ResolvedRequest(msgspec.Struct, frozen=True):
+    """A request with the devices, workload and framework that it means here."""
+
+    request: Request
+    devices: tuple[Device, ...]
+    workload: str
+    framework: str  # tensorflow | torch | none
+    largest_share: int | None = None  # the workload can't make a larger batch for one device
+    notes: tuple[str, ...] = ()  # about the devices
+    machine: Machine | None = None  # the physics, if the devices are simulated
+    driver: str = ""  # version of the GPUs' driver
+
+
+def check_request(request: Request) -> None:
+    """Raise RequestError for the first number or word that is out of range."""
     for option, batch in (("--global-batch", request.global_batch), ("--max-global-batch", request.max_global_batch)):
         if batch is not None and not 1 <= batch <= LARGEST_BATCH:
             raise RequestError(f"{option} is {batch}.", f"Give a whole number from 1 to {LARGEST_BATCH}.")
@@ -59,7 +74,7 @@ def check(request: Request) -> None:
     if budget is not None and not (math.isfinite(budget) and budget > 0):
         raise RequestError(f"--budget is {budget} seconds.", "Give a time above 0, like 120s or 5m.")
     if not (math.isfinite(request.tolerance) and 0 <= request.tolerance < 1):
-        raise RequestError(f"--tolerance is {request.tolerance}.", "Give a number from 0 up to, not with, 1.")
+        raise RequestError(f"--tolerance is {request.tolerance}.", "Use a value of at least 0 and less than 1.")
     if not (math.isfinite(request.pace) and request.pace >= 0):
         raise RequestError(f"--pace is {request.pace}.", "Give 0 for no waiting, 1 for real time.")
     for option, word, known in (
@@ -75,8 +90,7 @@ def check(request: Request) -> None:
 def _check_fixed(request: Request, batch: int) -> None:
     if batch % request.multiple_of:
         raise RequestError(
-            f"--global-batch {batch} is not a multiple of {request.multiple_of}.",
-            "Change it, or --multiple-of.",
+            f"--global-batch {batch} is not a multiple of {request.multiple_of}.", "Change it, or --multiple-of."
         )
     if request.max_global_batch is not None and batch > request.max_global_batch:
         raise RequestError(

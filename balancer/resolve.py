@@ -1,4 +1,4 @@
-"""What a request means on this machine: its devices, its workload, and whoever measures them.
+"""What a request means on this machine: its devices, its workload, and the prober that measures them.
 
 Everything that can be wrong with a request is found here, before a child is started.
 """
@@ -6,89 +6,83 @@ Everything that can be wrong with a request is found here, before a child is sta
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import cast
+from pathlib import Path
 
 import msgspec
 
 from evener.balancer.probes.child_prober import ChildProber
-from evener.balancer.probes.launch_plan import ONE_PROCESS, Job
+from evener.balancer.probes.launch_plan import ONE_PROCESS
 from evener.balancer.probes.prober import Prober
 from evener.balancer.probes.simulated import SimulatedProber
-from evener.balancer.request import Request, check
+from evener.balancer.request import Request, ResolvedRequest, check_request
 from evener.devices.child_environment import child_environment
 from evener.devices.discover import discover
 from evener.devices.limits import write_limit
-from evener.devices.simulated.machine import Machine
 from evener.devices.types import Device
-from evener.errors import RequestError
+from evener.errors import DeviceError, RequestError
 from evener.workloads import registry
-from evener.workloads.protocol import Input, Precision
 
 SIMULATED = "Measured on simulated devices, whose speeds are written down, not on hardware."
+MOST_DEVICES = 1024
 
 
-class Bench(msgspec.Struct, frozen=True):
-    """A request that was understood."""
-
-    request: Request
-    devices: tuple[Device, ...]
-    workload: str
-    framework: str  # tensorflow | torch | none
-    largest_share: int | None
-    notes: tuple[str, ...]  # about the devices
-    machine: Machine | None  # the physics, if the devices are simulated
-
-
-def understand(request: Request) -> Bench:
+def resolve_request(request: Request) -> ResolvedRequest:
     """Find devices and workload; RequestError or DeviceError says what is wrong or missing."""
-    check(request)
+    check_request(request)
     found = discover(request.devices)
-    simulated = found.machine is not None
     name = request.workload or registry.default_name(request.framework, found.devices[0].kind)
     entry = registry.find(name, request.framework)
     _check_engine(request.engine, entry.framework, found.devices)
-    settings = registry.resolve_settings(entry, request.settings)
-    _check_json(settings)
-    if not simulated:
-        _check_installed(entry.framework)
-        for device in found.devices:
-            child_environment([device], entry.framework)
-    largest = None if simulated else entry.largest_share
-    notes = (*found.notes, SIMULATED) if simulated else (*found.notes, *_busy(found.devices))
-    return Bench(request, found.devices, name, entry.framework, largest, notes, found.machine)
+    _check_json(registry.resolve_settings(entry, request.settings))
+    largest = None if found.machine is not None else entry.largest_share
+    _check_batches(request, len(found.devices), largest)
+    if found.machine is not None:
+        notes = (*found.notes, SIMULATED)
+        return ResolvedRequest(request, found.devices, name, entry.framework, None, notes, found.machine)
+    _check_installed(entry.framework)
+    for device in found.devices:
+        child_environment([device], entry.framework)
+    notes = (*found.notes, *_check_gpus(found.devices))
+    driver = _driver_version(found.devices)
+    return ResolvedRequest(request, found.devices, name, entry.framework, largest, notes, None, driver)
 
 
-def make_prober(bench: Bench, start_seconds: float = 0.0) -> Prober:
-    """Whoever measures these devices; its clock goes on from `start_seconds`."""
-    request = bench.request
-    if bench.machine is not None:
-        return SimulatedProber(bench.machine, request.seed, request.pace, start_seconds)
-    job = Job(
-        devices=bench.devices,
-        workload=bench.workload,
-        framework=bench.framework,
-        settings=request.settings,
-        precision=cast(Precision, request.precision),
-        xla=request.xla,
-        input=cast(Input, request.input),
-        engine=request.engine,
-        driver=_driver(bench.devices),
-    )
-    return ChildProber(job, start_seconds=start_seconds)
+def make_prober(resolved: ResolvedRequest, start_seconds: float = 0.0, error_file: Path | None = None) -> Prober:
+    """The prober of these devices; its clock starts at `start_seconds`, tracebacks of children go to `error_file`."""
+    request = resolved.request
+    if resolved.machine is not None:
+        return SimulatedProber(resolved.machine, request.seed, request.pace, start_seconds)
+    return ChildProber(resolved, start_seconds=start_seconds, error_file=error_file)
+
+
+def _check_batches(request: Request, devices: int, largest_share: int | None) -> None:
+    """RequestError for more devices, or a batch, that no layout can have."""
+    if devices > MOST_DEVICES:
+        raise RequestError(f"{devices} devices can't be balanced.", f"Name at most {MOST_DEVICES}.")
+    unit, batch = request.multiple_of, request.global_batch
+    if batch is not None and batch < devices * unit:
+        raise RequestError(
+            f"A global batch of {batch} can't give each of {devices} devices {unit} or more.",
+            "Make it larger, or name fewer devices.",
+        )
+    if largest_share is not None and largest_share < unit:
+        raise RequestError(
+            f"The workload's largest batch is {largest_share}, below --multiple-of {unit}.", "Lower --multiple-of."
+        )
 
 
 def _check_engine(engine: str, framework: str, devices: tuple[Device, ...]) -> None:
-    """RequestError unless the devices can be kept in step as asked for."""
+    """RequestError unless the engine exists for this framework and these devices."""
     if engine == "auto":
         return
     if framework != "tensorflow" or devices[0].kind == "sim":
         whose = "simulated devices have none" if devices[0].kind == "sim" else f"{framework} has no choice of it"
         raise RequestError(f"--engine {engine} is TensorFlow's; {whose}.", "Leave --engine out.")
-    held = [d for d in devices if d.limit and (d.limit.percent or d.kind != "gpu")]
-    if engine in ONE_PROCESS and held:
+    limited = [d for d in devices if d.limit and (d.limit.percent or d.kind != "gpu")]
+    if engine in ONE_PROCESS and limited:
         raise RequestError(
-            f"{held[0].label} is held to {write_limit(held[0].limit)} in a process of its own; "
-            f"--engine {engine} has one for all.",
+            f"{limited[0].label} is limited to {write_limit(limited[0].limit)}, which needs its own process; "
+            f"--engine {engine} has one process for all devices.",
             "Use --engine multiworker, or leave the limit out.",
         )
 
@@ -102,20 +96,25 @@ def _check_json(settings: object) -> None:
     try:
         msgspec.json.encode(settings)
     except (TypeError, ValueError, OverflowError) as error:
-        raise RequestError(f"A setting can't be journalled: {error}.", "Give numbers, texts and lists.") from None
+        raise RequestError(
+            f"A setting can't be written to the journal: {error}.", "Use numbers, text and lists."
+        ) from None
 
 
-def _busy(devices: tuple[Device, ...]) -> tuple[str, ...]:
-    """What is said of GPUs that work for others already."""
+def _check_gpus(devices: tuple[Device, ...]) -> tuple[str, ...]:
+    """Notes on GPUs that others use; DeviceError if others hold the memory of all of them."""
     if devices[0].kind != "gpu":
         return ()
-    from evener.devices.nvidia.busy_gpus import busy_notes
+    from evener.devices.nvidia.busy_gpus import busy_notes, full_notes
 
-    return busy_notes(devices)
+    full = full_notes(devices)
+    if len(full) == len(devices):
+        raise DeviceError(" ".join(full), "Stop those processes, wait for them, or choose other --devices.")
+    return (*full, *busy_notes(devices))
 
 
-def _driver(devices: tuple[Device, ...]) -> str:
-    """The GPUs' driver version; empty without GPUs, or if the driver has gone silent since."""
+def _driver_version(devices: tuple[Device, ...]) -> str:
+    """The version of the GPUs' driver; empty without GPUs, or if the driver no longer answers."""
     if devices[0].kind != "gpu":
         return ""
     from evener.devices.nvidia.nvml_library import opened
@@ -123,5 +122,5 @@ def _driver(devices: tuple[Device, ...]) -> str:
     try:
         with opened() as nvml:
             return str(nvml.nvmlSystemGetDriverVersion())
-    except Exception:  # whatever the driver raises: the version is told, not needed
+    except Exception:  # whatever the driver raises: the version is reported, not needed
         return ""

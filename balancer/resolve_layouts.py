@@ -1,4 +1,4 @@
-"""What a comparison that was asked for means on this machine: which layouts can be measured, and why not the others."""
+"""Which layouts a comparison can measure on this machine, and why not the others."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import cast
 
 import msgspec
 
-from evener.balancer.request import Request
-from evener.balancer.resolve import Bench, understand
+from evener.balancer.request import Request, ResolvedRequest
+from evener.balancer.resolve import resolve_request
 from evener.balancer.search.layouts import FAMILIES, Family, Knob, PackMode, Placement, Wanted
 from evener.devices.child_environment import mps_runs
 from evener.devices.nvidia.mps import PROGRAM, find_program
@@ -19,79 +19,73 @@ SINGLE = "single"  # a placement that is a solo layout
 KNOBS: tuple[Knob, ...] = ("xla", "mixed")
 
 
-def to_compare(
+def resolve_comparison(
     request: Request, layouts: Sequence[str] | None = None, mps: bool = False, knobs: Sequence[str] = ()
-) -> Request:
-    """The request with the layouts that can be compared here.
+) -> ResolvedRequest:
+    """The request as `resolve_request` has it, with the layouts that can be compared here.
 
-    What was named and can't be had is told in `compare.left_out`; RequestError for unknown words, or for nothing left.
+    What was named and isn't possible is explained in `request.compare.left_out`; RequestError for unknown words, or if
+    nothing is left.
     """
-    families = _chosen("--layouts", layouts or FAMILIES, FAMILIES)
-    turned = _chosen("--try", knobs, KNOBS)
-    bench = understand(request)
-    named = layouts is not None
+    families = _choose("--layouts", layouts or FAMILIES, FAMILIES)
+    knobs = _choose("--try", knobs, KNOBS)
+    resolved = resolve_request(request)
     notes: list[str] = []
-    placements = _placements(bench)
-    left = [family for family in families if _can(bench, family, placements, named, notes)]
-    if not left:
+    placements = _find_placements(resolved)
+    reasons = {family: _why_impossible(resolved, family, placements) for family in families}
+    possible = [family for family in families if not reasons[family]]
+    if layouts is not None:
+        notes += [f"Left out: {reason}." for reason in reasons.values() if reason]
+    if not possible:
         raise RequestError(notes[0] if notes else "No layout can be compared here.", "Choose other layouts or devices.")
-    modes = _modes(bench, mps and "pack" in left, notes)
-    if "pack" in left and bench.devices[0].kind == "gpu" and mps_runs():
-        notes.append(
-            "An MPS daemon runs here already: it is left alone, and plain processes share GPUs through it too."
-        )
-    if bench.machine is not None and turned:
-        notes.append("Simulated devices know neither XLA nor another precision; --try was left out.")
-        turned = []
+    modes = _pack_modes(resolved, mps and "pack" in possible, notes)
+    if "pack" in possible and resolved.devices[0].kind == "gpu" and mps_runs():
+        notes.append("An MPS daemon is already running and left alone; plain processes share GPUs through it too.")
+    if resolved.machine is not None and knobs:
+        notes.append("Simulated devices have neither XLA nor other precisions; --try was left out.")
+        knobs = []
     wanted = Wanted(
-        families=tuple(cast(list[Family], left)),
-        placements=placements if "place" in left else (),
+        families=tuple(cast(list[Family], possible)),
+        placements=placements if "place" in possible else (),
         pack_modes=modes,
-        knobs=tuple(cast(list[Knob], turned)),
+        knobs=tuple(cast(list[Knob], knobs)),
         left_out=tuple(notes),
     )
-    return msgspec.structs.replace(request, compare=wanted)
+    return msgspec.structs.replace(resolved, request=msgspec.structs.replace(request, compare=wanted))
 
 
-def _chosen(option: str, words: Sequence[str], known: Sequence[str]) -> list[str]:
-    """The words without repeats, in the order in which they are known."""
+def _choose(option: str, words: Sequence[str], allowed: Sequence[str]) -> list[str]:
+    """The words without repeats, in the order of `allowed`."""
     for word in words:
-        if word not in known:
-            raise RequestError(f"{option} {word!r} is not known.", f"Choose from {', '.join(known)}.")
-    return [word for word in known if word in words]
+        if word not in allowed:
+            raise RequestError(f"{option} {word!r} is not known.", f"Choose from {', '.join(allowed)}.")
+    return [word for word in allowed if word in words]
 
 
-def _placements(bench: Bench) -> tuple[Placement, ...]:
-    if bench.machine is not None:
-        return tuple(Placement(one.name, one.devices) for one in bench.machine.placements)
-    entry = registry.find(bench.workload, bench.framework if bench.framework != "none" else "")
+def _find_placements(resolved: ResolvedRequest) -> tuple[Placement, ...]:
+    if resolved.machine is not None:
+        return tuple(Placement(one.name, one.devices) for one in resolved.machine.placements)
+    entry = registry.find(resolved.workload, resolved.framework if resolved.framework != "none" else "")
     return tuple(Placement(name, entry.placement_devices) for name in entry.placements if name != SINGLE)
 
 
-def _can(bench: Bench, family: str, placements: Sequence[Placement], named: bool, notes: list[str]) -> bool:
-    """Whether a layout can be measured; why not is noted where it was asked for by name."""
-    why = ""
-    if family in ("even", "split", "place") and len(bench.devices) < 2:
-        why = f"{family} needs two devices, and there is one ({bench.devices[0].label})"
-    elif family == "place" and not placements:
-        of = "the simulated machine" if bench.machine is not None else bench.workload
-        have = "" if bench.machine is not None else f"; {_with_placements()} have some"
-        why = f"{of} has no placements{have}"
-    if why and named:
-        notes.append(f"Left out: {why}.")
-    return not why
+def _why_impossible(resolved: ResolvedRequest, family: str, placements: Sequence[Placement]) -> str:
+    """Why a family of layouts can't be measured; empty if it can."""
+    if family in ("even", "split", "place") and len(resolved.devices) < 2:
+        return f"{family} needs two devices, and there is one ({resolved.devices[0].label})"
+    if family != "place" or placements:
+        return ""
+    if resolved.machine is not None:
+        return "the simulated machine has no placements"
+    *names, last = [name for name in registry.names() if registry.find(name).placements]
+    return f"{resolved.workload} has no placements; {', '.join(names)} and {last} have some"
 
 
-def _with_placements() -> str:
-    names = [name for name in registry.names() if registry.find(name).placements]
-    return f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _modes(bench: Bench, mps: bool, notes: list[str]) -> tuple[PackMode, ...]:
-    """Plain processes; on GPUs also logical devices in TensorFlow, and MPS where it was asked for and is installed."""
+def _pack_modes(resolved: ResolvedRequest, mps: bool, notes: list[str]) -> tuple[PackMode, ...]:
+    """Plain processes; on GPUs also logical devices in TensorFlow, and MPS if it was asked for and is installed."""
     modes: list[PackMode] = [""]
-    gpus = bench.devices[0].kind == "gpu"
-    if gpus and bench.framework == "tensorflow":
+    gpus = resolved.devices[0].kind == "gpu"
+    if gpus and resolved.framework == "tensorflow":
         modes.append("logical")
     if mps and not gpus:
         notes.append("--mps was left out: it shares GPUs, and there are none.")

@@ -1,7 +1,7 @@
-"""The loop of a search: ask, probe, journal, tell; reported as events, stopped and resumed at any moment.
+"""Runs a search: ask for probes, measure them, journal the observations, tell the search; can be stopped and resumed.
 
-The loop runs in a thread of its own and whoever iterates over the events may be interrupted, so a signal can't tear
-it: it calls `stop`, and goes on reading until the plan comes.
+The loop has its own thread, so a signal that interrupts whoever reads the events doesn't break it: the handler calls
+`stop` and goes on reading until the plan comes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import msgspec
 
@@ -17,27 +18,28 @@ from evener import __version__
 from evener.balancer import resolve
 from evener.balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
 from evener.balancer.probes.prober import Facts, Prober
-from evener.balancer.request import Request
+from evener.balancer.request import Request, ResolvedRequest
 from evener.balancer.result.explain_failure import no_plan
 from evener.balancer.search.comparison import Comparison
 from evener.balancer.search.search import Search
 from evener.balancer.store import journal, replay, runs
 from evener.balancer.store.journal import Asked, Ended, Header, Journal, Known, Record, Seen
-from evener.balancer.store.locks import MachineLock
+from evener.balancer.store.locks import RunLock, lock_devices
 from evener.balancer.types import Observation, OutOfMemory, Probe
 from evener.errors import RequestError
 
 __all__ = ["Request", "Session"]
 
-GRACE_SHARE, GRACE_SECONDS = 0.25, 2.0  # beyond the budget, for probes that are running when it ends
+GRACE_SHARE, GRACE_SECONDS = 0.25, 2.0  # beyond the budget, for probes that still run when it ends
 CLOSE_SECONDS = 5.0
-LOOK_SECONDS = 0.1
+ERRORS = "errors.txt"  # in the run's folder: what failing children wrote
+POLL_SECONDS = 0.1
 
 
 class Session:
-    """One run: made or resumed here, driven by `events`. RequestError or DeviceError if it can't begin."""
+    """One run, new or resumed, driven by `events`. RequestError or DeviceError if it can't begin."""
 
-    def __init__(self, request: Request, *, resume: str | None = None) -> None:
+    def __init__(self, request: Request | ResolvedRequest, *, resume: str | None = None) -> None:
         self._halt = threading.Event()  # running probes end
         self._interrupted = False
         self._late = False
@@ -48,20 +50,21 @@ class Session:
         self._thread: threading.Thread | None = None
         self._seen: list[Observation] = []
         self._journal: Journal | None = None
-        self._locks: list[runs.DeviceLock | runs.RunLock | MachineLock] = []
+        self._locks = ExitStack()
         try:
-            self._record, self._bench = self._begin(request) if resume is None else self._reopen(request, resume)
+            self._record, self._resolved = self._begin(request) if resume is None else self._reopen(request, resume)
         except BaseException:
             self._release()
             raise
         self._header = self._record.header
         self._facts = self._record.facts
-        self._prober: Prober = resolve.make_prober(self._bench, replay.clock_of(self._record))
+        errors = runs.run_folder(self._header.run) / ERRORS
+        self._prober: Prober = resolve.make_prober(self._resolved, replay.clock_of(self._record), errors)
         self._search: Search | Comparison = replay.search_of(self._header, (entry.seen for entry in self._record.seen))
 
     @property
     def run_id(self) -> str:
-        """The name under which the run can be resumed, shown and exported."""
+        """The id by which the run can be resumed, shown and exported."""
         return self._header.run
 
     @property
@@ -70,12 +73,12 @@ class Session:
         return self._search
 
     @property
-    def discovery(self) -> resolve.Bench:
-        """Devices and workload as they were understood."""
-        return self._bench
+    def resolved(self) -> ResolvedRequest:
+        """The request, with the devices and the workload that it means here."""
+        return self._resolved
 
     def events(self) -> Iterator[Event]:
-        """Drive the session and tell what happens; ends after Finished. May be iterated on after an interrupt.
+        """Drive the session and yield what happens; ends after Finished. It can be iterated again after an interrupt.
 
         Raises NoLayoutError if nothing could be measured, RequestError if the journal can't be written.
         """
@@ -91,26 +94,27 @@ class Session:
         self._go.set()
 
     def pause(self) -> None:
-        """Start no more probes; those that run go on."""
+        """Start no more probes; running ones continue."""
         self._go.clear()
 
     def unpause(self) -> None:
-        """Go on."""
+        """Continue after `pause`."""
         self._go.set()
 
     def close(self) -> None:
-        """End every child and let go of the devices; it may be called twice."""
+        """End every child and release the devices; safe to call twice."""
         self.stop()
         self._prober.close()
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
         self._release()
 
-    def _begin(self, request: Request) -> tuple[Record, resolve.Bench]:
-        found = resolve.understand(request)
+    def _begin(self, request: Request | ResolvedRequest) -> tuple[Record, ResolvedRequest]:
+        found = request if isinstance(request, ResolvedRequest) else resolve.resolve_request(request)
+        request = found.request
         run = runs.new_id()
         if not request.share:
-            self._lock_devices(run, found)
+            self._locks.enter_context(lock_devices(run, found.devices))
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         header = Header(
             run, created, request, found.devices, found.workload, found.framework, __version__, found.largest_share,
@@ -118,39 +122,35 @@ class Session:
         )  # fmt: skip
         replay.search_of(header, ())  # a request that no search can meet leaves no run behind
         try:
-            self._locks.append(runs.RunLock(run))
+            self._locks.enter_context(RunLock(run))
             self._journal = journal.create(runs.journal_path(run), header)
         except BaseException:
             runs.forget_empty(run)
             raise
         return Record(header, (), 0), found
 
-    def _reopen(self, request: Request, resume: str) -> tuple[Record, resolve.Bench]:
-        """The run's own request counts; a budget that is given anew, `pace` and `share` are for this session."""
+    def _reopen(self, request: Request | ResolvedRequest, resume: str) -> tuple[Record, ResolvedRequest]:
+        """The run's own request counts, except for `pace`, `share` and a new budget."""
+        request = request.request if isinstance(request, ResolvedRequest) else request
         run = runs.find(resume)
-        self._locks.append(runs.RunLock(run))
+        self._locks.enter_context(RunLock(run))
         self._journal, record = journal.reopen(runs.journal_path(run))
         wanted = msgspec.structs.replace(record.header.request, pace=request.pace, share=request.share)
         if request.budget_seconds != Request().budget_seconds:
             wanted = msgspec.structs.replace(wanted, budget_seconds=request.budget_seconds)
-        found = resolve.understand(wanted)
+        found = resolve.resolve_request(wanted)
         then = [(device.id, device.cores) for device in record.header.devices]
         if then != [(device.id, device.cores) for device in found.devices]:
             raise RequestError(
                 f"The run {run} was measured on {', '.join(device.id for device in record.header.devices)};"
-                f" here are {', '.join(device.id for device in found.devices)}.",
-                "Resume it where it began, or begin a new run.",
+                f" this machine has {', '.join(device.id for device in found.devices)}.",
+                "Resume it on the machine where it began, or start a new run.",
             )
         if not request.share:
-            self._lock_devices(run, found)
+            self._locks.enter_context(lock_devices(run, found.devices))
         header = msgspec.structs.replace(record.header, request=wanted)
         found = msgspec.structs.replace(found, devices=header.devices)
         return Record(header, record.entries, record.whole_bytes), found
-
-    def _lock_devices(self, run: str, found: resolve.Bench) -> None:
-        """Against one's own sessions, which are named by their runs, and against those of other users."""
-        self._locks.append(runs.DeviceLock(run, found.devices))
-        self._locks.append(MachineLock(found.devices))
 
     def _drive(self) -> None:
         try:
@@ -174,8 +174,8 @@ class Session:
                 workload=header.workload,
                 budget_seconds=header.request.budget_seconds,
                 replayed=len(self._seen),
-                notes=self._bench.notes,
-                virtual_time=self._bench.machine is not None,
+                notes=self._resolved.notes,
+                virtual_time=self._resolved.machine is not None,
             )
         )
 
@@ -194,19 +194,19 @@ class Session:
             self._write(Asked(probes, self._prober.now()))
             self._measure(probes, ())
 
-    def _measure(self, probes: tuple[Probe, ...], beside: tuple[Probe, ...]) -> None:
+    def _measure(self, probes: tuple[Probe, ...], finished: tuple[Probe, ...]) -> None:
         for probe in probes:
             self._events.put(ProbeStarted(probe, self._prober.now()))
         alarm = self._alarm()
         try:
-            for seen in self._prober.measure(probes, self._report, self._halt, beside):
+            for seen in self._prober.measure(probes, self._report, self._halt, finished):
                 self._take(seen)
         finally:
             if alarm is not None:
                 alarm.cancel()
 
     def _take(self, seen: Observation) -> None:
-        """On the disk first, then to the search."""
+        """Journal an observation, then tell the search."""
         at = self._prober.now()
         facts = self._prober.facts()
         if facts not in (self._facts, Facts()):
@@ -232,7 +232,7 @@ class Session:
     def _alarm(self) -> threading.Timer | None:
         """Ends the running probes when the budget and its grace are over; virtual time is the search's own affair."""
         budget = self._header.request.budget_seconds
-        if budget is None or self._bench.machine is not None:
+        if budget is None or self._resolved.machine is not None:
             return None
         spent = self._prober.now() - self._paused_seconds
         left = budget + max(GRACE_SECONDS, GRACE_SHARE * budget) - spent
@@ -250,7 +250,7 @@ class Session:
             return
         started = time.monotonic()
         self._events.put(Paused(self._prober.now()))
-        while not self._go.wait(LOOK_SECONDS):
+        while not self._go.wait(POLL_SECONDS):
             pass
         self._paused_seconds += time.monotonic() - started
 
@@ -286,8 +286,7 @@ class Session:
     def _release(self) -> None:
         if self._journal is not None:
             self._journal.close()
-        for lock in self._locks:
-            lock.release()
+        self._locks.close()
 
 
 class _Events(Iterator[Event]):

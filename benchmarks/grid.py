@@ -18,7 +18,7 @@ from typing import Any
 
 from evener.balancer.probes.prober import Prober
 from evener.balancer.request import Request
-from evener.balancer.resolve import make_prober, understand
+from evener.balancer.resolve import make_prober, resolve_request
 from evener.balancer.types import Layout, OutOfMemory, Probe, Timed, layout_of, solo
 from evener.plan import Plan, load_plan
 
@@ -92,7 +92,7 @@ def _largest_two(batches: Sequence[int]) -> tuple[int, int]:
 
 def run(plan: Plan, request: Request, options: argparse.Namespace) -> dict[str, Any]:
     """The whole grid, as one JSON document."""
-    prober = make_prober(understand(request))
+    prober = make_prober(resolve_request(request))
     try:
         grid = Grid(prober, options.seconds)
         chosen = layout_of(plan.batches)

@@ -14,7 +14,7 @@ import threading
 import time
 
 from evener.balancer.probes.block_timing import Block
-from evener.balancer.probes.interference import Guard, Lookout
+from evener.balancer.probes.interference import InterferenceMonitor, ProbeInterference
 from evener.devices.discover import discover
 from evener.devices.nvidia.probe_watch import GpuVitals
 from evener.devices.types import Device
@@ -43,19 +43,19 @@ def main() -> None:
 
 
 def _costs(device: Device) -> str:
-    guard = Guard((device,))
-    guard.admit((0,), threading.Event())
-    lookout = Lookout(guard, (0,))
+    monitor = InterferenceMonitor((device,))
+    monitor.wait_for_drivers((0,), threading.Event())
+    interference = ProbeInterference(monitor, (0,))
     times = []
     for _ in range(LOOKS):
         started = time.perf_counter()
-        lookout.judged(Block(1, 0.01))
+        interference.annotate(Block(1, 0.01))
         times.append(time.perf_counter() - started)
         time.sleep(0.005)
     started = time.perf_counter()
-    guard.short_bytes((0,), (), (0,))
+    monitor.measure_short((0,), (), (0,))
     full = time.perf_counter() - started
-    guard.close()
+    monitor.close()
     slow = statistics.quantiles(times, n=100)[98]
     return (
         f"A look between two blocks: median {statistics.median(times) * 1e6:.0f} us, 99 % within {slow * 1e6:.0f} us"
@@ -76,16 +76,16 @@ def _told(device: Device) -> str:
 
 def _taken(device: Device, share: float) -> str:
     size = int(share * (device.memory_bytes or 0))
-    guard = Guard((device,))
-    before = guard.short_bytes((0,), (), (0,)).get(0, 0)
+    monitor = InterferenceMonitor((device,))
+    before = monitor.measure_short((0,), (), (0,)).get(0, 0)
     command = [sys.executable, "-c", HOLD, str(size), str(device.index)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        own = guard.short_bytes((0,), (other.pid,), ()).get(0, 0)
-        somebodys = guard.short_bytes((0,), (), (0,)).get(0, 0)
+        own = monitor.measure_short((0,), (other.pid,), ()).get(0, 0)
+        somebodys = monitor.measure_short((0,), (), (0,)).get(0, 0)
         other.kill()
-    guard.close()
+    monitor.close()
     rows = (("nobody", before), ("a child of the session, by its pid", own), ("somebody else", somebodys))
     lines = [f"| {size / 2**20:.0f} MiB held by | told as short |", "| --- | ---: |"]
     return "\n".join((*lines, *(f"| {who} | {short / 2**20:.0f} MiB |" for who, short in rows)))

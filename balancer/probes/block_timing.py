@@ -61,7 +61,7 @@ class Block(msgspec.Struct, frozen=True):
         return self.cpu_share is not None and self.cpu_share < DISTURBED
 
 
-class Measured(msgspec.Struct, frozen=True):
+class StepTiming(msgspec.Struct, frozen=True):
     """What the blocks say of one step."""
 
     step: Interval  # seconds
@@ -70,7 +70,7 @@ class Measured(msgspec.Struct, frozen=True):
     warnings: tuple[Warned, ...]
 
 
-class Timing:
+class BlockTimer:
     """Asks for blocks by `next_steps` (0: enough) and takes them by `add`."""
 
     def __init__(self, seconds: float, whole: bool = False, steps: int = 0) -> None:
@@ -111,14 +111,14 @@ class Timing:
         clean = self._clean()
         return _interval(clean) if len(clean) > 1 else None
 
-    def result(self) -> Measured | None:
+    def result(self) -> StepTiming | None:
         """What is known; None if nothing was timed after the warm-up."""
         clean = self._clean()
         if not clean:
             return None
         step = _interval(clean)
         steps = self._done() if self._whole else sum(block.steps for block in clean)
-        return Measured(step, steps, _own(clean), self._warnings(clean, step))
+        return StepTiming(step, steps, _own(clean), self._warnings(clean, step))
 
     def _sized(self, last: Block) -> int:
         """Steps that fill a block; after a tiny block not more than 16 times as many, as its time says little."""

@@ -1,7 +1,7 @@
-"""The children that take part in one layout: ordered at once, heard together, ended together.
+"""The children of one layout: they get their commands together, are waited for together, and end together.
 
-One child alone, one child over several GPUs, or a child for each device that step in a group. The first trouble of one
-is the end of all; which of several troubles was the cause is told from what each says.
+A layout has one child on one device, one child over several GPUs, or a child per device that step as a group. When one
+of them fails, the others get a moment to report too; the failure that caused the rest is then chosen by what they said.
 """
 
 from __future__ import annotations
@@ -9,95 +9,121 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from evener.balancer.probes import exit_causes
-from evener.balancer.probes.child import Child, Gone, Inbox, Nonsense
-from evener.balancer.probes.protocol import Order, Reply, Trouble
+from evener.balancer.probes.child import Child, Exited, Inbox, InvalidReply, Message
+from evener.balancer.probes.protocol import ChildError, Command, Reply
 from evener.balancer.types import Cause
 
 TICK_SECONDS = 0.05
-GRACE_SECONDS = 1.0  # for the others of a group to say why they stopped, once one has
+GRACE_SECONDS = 1.0  # for the others to say why they stopped, once one has failed
+_CAUSE_ORDER: tuple[Cause, ...] = ("device", "raised", "signal", "exit", "protocol", "unsupported", "timeout")
+_LOST_A_PEER = ("unavailable", "cancelled", "canceled", "connection reset", "connection closed", "has gone", "aborted")
+_OWN_WORDS = ("UserCodeError", "RequestError", "EvenerError")  # their text says what kind of error it is
 
 
 class StoppedError(Exception):
-    """The session stops: what was going on has no outcome."""
+    """The session stops: what was running has no outcome."""
 
 
-class Mishap(msgspec.Struct, frozen=True):
-    """What happened to one rank."""
+class RankFailure(msgspec.Struct, frozen=True):
+    """How one rank failed."""
 
     rank: int
-    out_of_memory: bool
     cause: Cause
-    detail: str
-    gpu: int | None = None  # the framework's number of the GPU that ran out or has gone, if that is known
-
-
-class BrokenError(Exception):
-    """The party can't go on; its children are not to be used again."""
-
-    def __init__(self, mishaps: tuple[Mishap, ...]) -> None:
-        super().__init__(mishaps)
-        self.mishaps = mishaps
+    detail: str  # one line
+    out_of_memory: bool = False
+    gpu: int | None = None  # the framework's number of the GPU that ran out of memory, if it named one
+    output: str = ""  # the whole traceback, or the end of standard error
 
     @property
-    def first(self) -> Mishap:
-        """The likely cause: memory before errors, errors before ends, ends before silence."""
-        order: dict[Cause, int] = {
-            "device": 0, "raised": 1, "signal": 2, "exit": 3, "protocol": 4, "unsupported": 5, "timeout": 6,
-        }  # fmt: skip
-        return min(self.mishaps, key=lambda m: (not m.out_of_memory, _bystander(m), order[m.cause], m.rank))
+    def lost_a_peer(self) -> bool:
+        """Whether its words are those of a rank that stopped because another one did."""
+        return self.cause == "raised" and any(sign in self.detail.lower() for sign in _LOST_A_PEER)
 
 
-class Party:
+class GroupError(Exception):
+    """The group can't go on; its children are not used again."""
+
+    def __init__(self, *failures: RankFailure) -> None:
+        super().__init__(failures)
+        self.failures = failures
+
+    @property
+    def root(self) -> RankFailure:
+        """The likely cause: out of memory before other failures, a rank that only lost a peer last."""
+        return min(
+            self.failures, key=lambda f: (not f.out_of_memory, f.lost_a_peer, _CAUSE_ORDER.index(f.cause), f.rank)
+        )
+
+
+class RankMap(msgspec.Struct, frozen=True):
+    """Where a group's ranks lie on the devices of the request."""
+
+    positions: tuple[int, ...]  # in rank order; of one child over several devices, in its own order of devices
+    one_process: bool = False  # one child over all positions
+    own_cores: bool = False  # CPU slices: a rank's own compute is known from its CPU time
+    threads: int = 1  # of each rank
+    busy_cores: tuple[float, ...] = ()  # cores that each rank's step keeps busy; empty: one
+
+    @property
+    def unique_positions(self) -> tuple[int, ...]:
+        """Each position once, in rank order."""
+        return tuple(dict.fromkeys(self.positions))
+
+
+class ChildGroup:
     """Children in rank order, with one inbox."""
 
-    def __init__(self, children: tuple[Child, ...], inbox: Inbox) -> None:
-        self.children = children
+    def __init__(self, children: Sequence[Child], inbox: Inbox, ranks: RankMap) -> None:
+        self.children, self.ranks = list(children), ranks
+        self.fresh = True  # it has not measured anything yet
+        self.held_bytes: dict[int, int] = {}  # position -> the most that it held there
         self._inbox = inbox
 
-    def order(
-        self, order: Callable[[int], Order], expected: type[Reply], seconds: float, stop: threading.Event
+    def call(
+        self, command: Callable[[int], Command], expected: type[Reply], seconds: float, stop: threading.Event
     ) -> list[Reply]:
-        """Give every rank its order at once and wait for all replies; BrokenError if they don't come."""
+        """Send every rank its command at once and wait for all replies."""
         for child in self.children:
-            child.send(order(child.rank))
-        return self.hear(expected, seconds, stop)
+            child.send(command(child.rank))
+        return self.receive(expected, seconds, stop)
 
-    def hear(self, expected: type[Reply], seconds: float, stop: threading.Event) -> list[Reply]:
-        """One reply of the expected kind from every rank, in rank order."""
+    def receive(self, expected: type[Reply], seconds: float, stop: threading.Event) -> list[Reply]:
+        """One reply of the expected type from every rank, in rank order; GroupError if they don't come in `seconds`.
+
+        A rank that is silent when another fails is no failure of its own: it only was not waited for.
+        """
         deadline = time.monotonic() + seconds
         replies: dict[int, Reply] = {}
-        mishaps: dict[int, Mishap] = {}
-        while len(replies) + len(mishaps) < len(self.children):
+        failures: dict[int, RankFailure] = {}
+        while len(replies) + len(failures) < len(self.children) and time.monotonic() <= deadline:
             if stop.is_set():
                 raise StoppedError
-            try:
-                rank, said = self._inbox.get(timeout=TICK_SECONDS)
-            except queue.Empty:
-                for child in self.children:
-                    child.look()
-                if time.monotonic() > deadline:
-                    break
+            received = self._next_message()
+            if received is None:
                 continue
-            if isinstance(said, expected) and rank not in replies:
-                replies[rank] = said
-            elif rank not in mishaps:
+            rank, message = received
+            if isinstance(message, expected) and rank not in replies:
+                replies[rank] = message
+            elif rank not in failures:
                 replies.pop(rank, None)
-                mishaps[rank] = self._mishap(rank, said)
+                failures[rank] = self._failure(rank, message)
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        silent = [child.rank for child in self.children if child.rank not in replies and child.rank not in mishaps]
-        if mishaps or silent:
-            late = tuple(Mishap(rank, False, "timeout", f"no answer within {seconds:.0f} s") for rank in silent)
-            raise BrokenError((*mishaps.values(), *late))
-        return [replies[child.rank] for child in self.children]
+        ranks = range(len(self.children))
+        if not failures:
+            words = f"no answer within {seconds:.0f} s"
+            failures = {rank: RankFailure(rank, "timeout", words) for rank in ranks if rank not in replies}
+        if failures:
+            raise GroupError(*failures.values())
+        return [replies[rank] for rank in ranks]
 
     @property
-    def usable(self) -> bool:
-        """Every child still lives."""
+    def alive(self) -> bool:
+        """Whether every child still runs."""
         return all(child.alive for child in self.children)
 
     def end(self) -> None:
@@ -105,40 +131,38 @@ class Party:
         for child in self.children:
             child.end()
 
-    def _mishap(self, rank: int, said: Reply | Gone | Nonsense) -> Mishap:
-        match said:
-            case Trouble():
-                return _from_trouble(rank, said)
-            case Gone():
+    def _next_message(self) -> tuple[int, Message] | None:
+        try:
+            return self._inbox.get(timeout=TICK_SECONDS)
+        except queue.Empty:
+            for child in self.children:
+                child.sample_memory()
+            return None
+
+    def _failure(self, rank: int, message: Message) -> RankFailure:
+        match message:
+            case ChildError():
+                return error_failure(rank, message)
+            case Exited():
                 child = self.children[rank]
-                memory = exit_causes.end_is_memory(said.code, child.cap_share, child.kernel_killed, child.chatter)
-                cause, words = exit_causes.end_in_words(said.code)
-                return Mishap(rank, memory, cause, words)
-            case Nonsense():
-                return Mishap(
-                    rank, False, "protocol", f"it said what is no reply: {exit_causes.one_line(said.text, 80)!r}"
-                )
+                output = child.stderr_tail
+                memory = exit_causes.exit_is_memory(message.code, child.cap_share, child.kernel_killed, output)
+                cause, words = exit_causes.describe_exit(message.code)
+                return RankFailure(rank, cause, words, memory, output=output)
+            case InvalidReply():
+                text = exit_causes.one_line(message.text, 80)
+                return RankFailure(rank, "protocol", f"it sent something that is not a reply: {text!r}")
             case _:
-                return Mishap(rank, False, "protocol", f"it answered {type(said).__name__} out of turn")
+                return RankFailure(rank, "protocol", f"it sent {type(message).__name__} when it was not asked for")
 
 
-def _from_trouble(rank: int, said: Trouble) -> Mishap:
-    memory = exit_causes.error_is_memory(said.types, said.text)
-    words = exit_causes.one_line(said.text)
-    if (
-        said.types
-        and said.types[0] not in ("UserCodeError", "RequestError", "EvenerError")
-        and not words.startswith(said.types[0])
-    ):
-        words = f"{said.types[0]}: {words}"
-    if said.where and said.where not in words:
-        words = f"{said.where}: {words}"
-    return Mishap(rank, memory, "raised", words, exit_causes.gpu_named(said.text) if memory else None)
-
-
-_ABANDONED = ("unavailable", "cancelled", "canceled", "connection reset", "connection closed", "has gone", "aborted")
-
-
-def _bystander(mishap: Mishap) -> bool:
-    """Whether its words are those of a rank that merely lost another."""
-    return mishap.cause == "raised" and any(sign in mishap.detail.lower() for sign in _ABANDONED)
+def error_failure(rank: int, error: ChildError) -> RankFailure:
+    """What an exception in a child says about its rank, in one line."""
+    memory = exit_causes.error_is_memory(error.types, error.text)
+    words = exit_causes.one_line(error.text)
+    if error.types and error.types[0] not in _OWN_WORDS and not words.startswith(error.types[0]):
+        words = f"{error.types[0]}: {words}"
+    if error.where and error.where not in words:
+        words = f"{error.where}: {words}"
+    gpu = exit_causes.find_gpu_number(error.text) if memory else None
+    return RankFailure(rank, "raised", words, memory, gpu, error.traceback)

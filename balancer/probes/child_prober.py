@@ -1,7 +1,7 @@
-"""A session's children: started, kept between probes where memory allows, killed and started anew; deaths are data.
+"""Measures with real children: started when needed, kept between probes where memory allows, replaced on failure.
 
-A solo probe has a child of its own. A split has one child over all its devices where one process can drive them (GPUs
-without limits, in TensorFlow), else a child for each device, which step as a group over loopback.
+A solo probe has its own child. A split has one child over all its devices where one process can drive them (GPUs
+without limits, in TensorFlow), else a child per device; these step as a group over loopback.
 """
 
 from __future__ import annotations
@@ -9,31 +9,31 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import suppress
 from hashlib import blake2b
+from pathlib import Path
 from typing import cast
 
 import msgspec
 
 from evener.balancer.probes.child import Child, Inbox
-from evener.balancer.probes.child_group import BrokenError, Mishap, Party, StoppedError
-from evener.balancer.probes.interference import Guard
+from evener.balancer.probes.child_group import ChildGroup, GroupError, RankFailure, RankMap, StoppedError
+from evener.balancer.probes.interference import InterferenceMonitor
 from evener.balancer.probes.launch_plan import (
-    Groups,
-    Job,
-    Key,
-    engine_of,
-    groups_of,
-    key_of,
-    one_child,
-    orders_of,
-    stand_of,
+    GroupKey,
+    assign_devices,
+    build_commands,
+    choose_engine,
+    map_ranks,
+    runs_in_one_process,
 )
-from evener.balancer.probes.measurement import Limits, Stand, Trial, Watch
-from evener.balancer.probes.memory_budget import Room
+from evener.balancer.probes.measurement import Measurement, ProgressReporter, Timeouts
+from evener.balancer.probes.memory_budget import MemoryBudget
 from evener.balancer.probes.prober import Facts, Report
 from evener.balancer.probes.protocol import Built, Prepare, Prepared, Profile, Profiled, Ready
+from evener.balancer.request import ResolvedRequest
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed
 from evener.devices.child_environment import ChildEnvironment, child_environment
 from evener.devices.nvidia.mps import MpsDaemon
@@ -42,194 +42,196 @@ from evener.errors import DeviceError
 
 WARM_UP_SHARE = 16  # at most: any other size will do, and a small one is made at once
 PORT_TRIES = 3  # a port may be taken between its choice and its use
+LARGEST_ERROR_FILE_BYTES = 4 << 20
 _PORT_TAKEN = ("address already in use", "failed to bind", "could not start grpc server")
 _VERSIONS = ("tensorflow", "keras", "torch", "cuda", "cudnn", "nccl")
 
 
-class _Standing:
-    """A party that is built, and the most that each of its devices held for it."""
-
-    def __init__(self, party: Party, stand: Stand) -> None:
-        self.party, self.stand = party, stand
-        self.held: dict[int, int] = {}
-        self.fresh = True
-
-
 class ChildProber:
-    """A Prober over real children."""
+    """A Prober over real children. What failing children wrote is kept in `error_file`, if one is given."""
 
-    def __init__(self, job: Job, limits: Limits | None = None, start_seconds: float = 0.0) -> None:
-        self._job = job
-        self._limits = limits or Limits()
+    def __init__(
+        self,
+        resolved: ResolvedRequest,
+        timeouts: Timeouts | None = None,
+        start_seconds: float = 0.0,
+        error_file: Path | None = None,
+    ) -> None:
+        self._resolved, self._devices = resolved, resolved.devices
+        self._timeouts = timeouts or Timeouts()
+        self._error_file = error_file
         self._began = time.monotonic() - start_seconds
-        self._idle: dict[Key, _Standing] = {}
-        self._parties: set[Party] = set()
-        self._room = Room(job.devices)
-        self._guard = Guard(job.devices)
+        self._idle: dict[GroupKey, ChildGroup] = {}
+        self._groups: set[ChildGroup] = set()
+        self._memory = MemoryBudget(self._devices)
+        self._monitor = InterferenceMonitor(self._devices)
         self._busy_cores: dict[int, float] = {}  # position -> cores that a step alone keeps busy
-        self._facts = Facts(driver=job.driver)
+        self._facts = Facts(driver=resolved.driver)
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._mps = MpsDaemon()  # started when a pack asks for it
-        # the kernel ends a child with the *thread* that started it, so one thread that lasts starts them all
+        self._mps = MpsDaemon()  # started when a pack needs it
+        # the kernel ends a child with the *thread* that started it, so all are started by one thread that lasts
         self._starter = ThreadPoolExecutor(1, "child starter")
 
     def measure(
-        self, probes: tuple[Probe, ...], report: Report, stop: threading.Event, beside: tuple[Probe, ...] = ()
+        self, probes: tuple[Probe, ...], report: Report, stop: threading.Event, finished: tuple[Probe, ...] = ()
     ) -> Iterator[Observation]:
-        """All probes at once, each driven by a thread of its own."""
-        self._make_room(probes)
-        ended: queue.SimpleQueue[Observation | BaseException | None] = queue.SimpleQueue()
+        """All probes at once, each driven by its own thread."""
+        self._free_memory(probes)
+        results: queue.SimpleQueue[Observation | BaseException | None] = queue.SimpleQueue()
 
         def drive(probe: Probe) -> None:
             try:
-                ended.put(self._observe(probe, report, stop))
+                results.put(self._observe(probe, report, stop))
             except BaseException as error:
-                ended.put(error)
+                results.put(error)
 
         for probe in probes:
             threading.Thread(target=drive, args=(probe,), name="probe", daemon=True).start()
-        faults: list[BaseException] = []
+        errors: list[BaseException] = []
         for _ in probes:
-            seen = ended.get()
+            seen = results.get()
             if isinstance(seen, BaseException):
-                faults.append(seen)
+                errors.append(seen)
             elif seen is not None:
                 yield seen
-        if faults:
-            raise faults[0]
+        if errors:
+            raise errors[0]
 
     def profile(self, layout: Layout, steps: int, stop: threading.Event) -> Profiled | str:
-        """What moves between devices in steps of a layout, as its first process sees it; or why it can't be told."""
+        """What moves between devices in steps of a layout, according to its first process; or why that is unknown."""
         probe = Probe(layout, "race", 0.0)
-        watch = Watch(probe, lambda _: None, self.now)
-        self._make_room((probe,))
+        self._free_memory((probe,))
         try:
-            standing = self._start(key_of(layout), watch, stop)
+            group = self._start(GroupKey.for_layout(layout), ProgressReporter(probe, lambda _: None, self.now), stop)
             try:
-                shares = tuple(layout.shares[i] for i in dict.fromkeys(standing.stand.positions))
+                shares = tuple(layout.shares[i] for i in group.ranks.unique_positions)
                 for _ in range(2):  # TensorFlow traces twice
-                    standing.party.order(lambda _: Prepare(shares), Prepared, self._limits.prepare, stop)
-                told = standing.party.order(lambda _: Profile(steps), Profiled, self._limits.prepare, stop)
-                return cast(Profiled, told[0])
+                    group.call(lambda _: Prepare(shares), Prepared, self._timeouts.prepare, stop)
+                replies = group.call(lambda _: Profile(steps), Profiled, self._timeouts.prepare, stop)
+                return cast(Profiled, replies[0])
             finally:
-                self._end(standing)
+                self._end(group)
         except StoppedError:
             return "it was stopped"
-        except BrokenError as broken:
-            return broken.first.detail
+        except GroupError as error:
+            return error.root.detail
 
     def now(self) -> float:
         """Wall seconds since the session began."""
         return time.monotonic() - self._began
 
     def facts(self) -> Facts:
-        """What the children have told."""
+        """What the children have reported so far."""
         return self._facts
 
     def close(self) -> None:
         """Kill every child at once."""
         self._closed.set()
-        self._starter.shutdown(wait=True, cancel_futures=True)  # who is being born now is ended below, or at birth
-        for party in list(self._parties):
-            party.end()
+        self._starter.shutdown(wait=True, cancel_futures=True)  # a child that starts just now is ended below
+        for group in list(self._groups):
+            group.end()
         self._idle.clear()
-        self._guard.close()
+        self._monitor.close()
         with self._lock:
             self._mps.close()
 
     def _observe(self, probe: Probe, report: Report, stop: threading.Event) -> Observation | None:
-        """Measure with the children that stand, or new ones; again if somebody took a port of theirs."""
+        """Measure with idle children or new ones; again if a port of theirs was taken."""
         started = time.monotonic()
-        watch = Watch(probe, report, self.now)
+        progress = ProgressReporter(probe, report, self.now)
         for left in reversed(range(PORT_TRIES)):
             try:
-                return self._attempt(probe, watch, stop, started)
+                return self._attempt(probe, progress, stop, started)
             except StoppedError:
                 return None
-            except BrokenError as broken:
+            except GroupError as error:
                 if self._closed.is_set():
                     return None
-                first = broken.first
-                if not left or not any(sign in first.detail.lower() for sign in _PORT_TAKEN):
-                    return self._mishap(probe, first, watch.phase, time.monotonic() - started)
+                if not left or not any(sign in error.root.detail.lower() for sign in _PORT_TAKEN):
+                    return self._failed(probe, error.root, progress.phase, time.monotonic() - started)
         raise AssertionError("unreachable")
 
-    def _attempt(self, probe: Probe, watch: Watch, stop: threading.Event, started: float) -> Timed:
-        key = key_of(probe.layout)
-        self._guard.admit(key.positions, stop)
-        with self._lock:
-            standing = self._idle.pop(key, None)
-        if standing is not None and not standing.party.usable:
-            self._end(standing)
-            standing = None
-        short = self._short_bytes(key, standing is None)
-        if standing is None:
-            standing = self._start(key, watch, stop)
+    def _attempt(self, probe: Probe, progress: ProgressReporter, stop: threading.Event, started: float) -> Timed:
+        key = GroupKey.for_layout(probe.layout)
+        self._monitor.wait_for_drivers(key.positions, stop)
+        group = self._take_idle(key)
+        short_bytes = self._measure_short(key, group is None)
+        if group is None:
+            group = self._start(key, progress, stop)
         try:
-            trial = Trial(probe, standing.party, standing.stand, self._limits, watch, self._guard)
-            seen = trial.run(self._other_shares(probe, standing), stop, started)
+            measurement = Measurement(probe, group, self._timeouts, progress, self._monitor)
+            seen = measurement.run(stop, started, self._warm_up_share(probe, group), short_bytes)
         except BaseException:
-            self._end(standing)
+            self._end(group)
             raise
-        if standing.fresh:
-            seen = msgspec.structs.replace(seen, start_seconds=max(0.0, trial.prepared - started))
-        standing.fresh = False
-        held = {i: self._room.kept(i, size) for i, size in enumerate(seen.memory_bytes) if size is not None}
-        standing.held = {i: max(size, standing.held.get(i, 0)) for i, size in held.items()}
-        with self._lock:
-            if trial.busy_cores is not None:
-                self._busy_cores[key.positions[0]] = trial.busy_cores
-            for i, size in held.items():
-                self._room.learn(i, probe.layout.shares[i], size // probe.layout.processes)
-            self._idle[key] = standing
-        return msgspec.structs.replace(seen, short_bytes=short)
+        self._keep(key, group, seen, measurement.busy_cores)
+        return seen
 
-    def _short_bytes(self, key: Key, clean: bool) -> tuple[int, ...]:
-        """What others hold of each device's memory; empty for nothing. `clean`: no child of this layout lives."""
+    def _take_idle(self, key: GroupKey) -> ChildGroup | None:
+        with self._lock:
+            group = self._idle.pop(key, None)
+        if group is not None and not group.alive:
+            self._end(group)
+            return None
+        return group
+
+    def _keep(self, key: GroupKey, group: ChildGroup, seen: Timed, busy_cores: float | None) -> None:
+        """Keep the children for the next probe, with what this one showed of them."""
+        layout = seen.probe.layout
+        group.fresh = False
+        with self._lock:
+            if busy_cores is not None:
+                self._busy_cores[key.positions[0]] = busy_cores
+            for i, peak in enumerate(seen.memory_bytes):
+                if peak is not None:
+                    held = self._memory.estimate_held(i, peak)
+                    group.held_bytes[i] = max(held, group.held_bytes.get(i, 0))
+                    self._memory.record_held(i, layout.shares[i], held // layout.processes)
+            self._idle[key] = group
+
+    def _measure_short(self, key: GroupKey, clean: bool) -> tuple[int, ...]:
+        """What others hold of each device's memory; empty for nothing. `clean`: no child of this layout runs."""
         if key.kind == "pack":
             return ()  # under MPS, memory is in the daemon's name
         with self._lock:
             taken = {position for other in self._idle for position in other.positions}
-        own = {child.pid for party in list(self._parties) for child in party.children}
-        alone = set(key.positions) - taken if clean else set()
-        short = self._guard.short_bytes(key.positions, own, alone)
+        own = {child.pid for group in list(self._groups) for child in group.children}
+        short = self._monitor.measure_short(key.positions, own, set(key.positions) - taken if clean else set())
         with self._lock:
             for position, size in short.items():
-                self._room.shrink(position, size)
-        return tuple(short.get(i, 0) for i in range(len(self._job.devices))) if short else ()
+                self._memory.record_short(position, size)
+        return tuple(short.get(i, 0) for i in range(len(self._devices))) if short else ()
 
-    def _other_shares(self, probe: Probe, standing: _Standing) -> tuple[int, ...] | None:
-        """TensorFlow traces the first size for itself and the second for all sizes, so a new child sees two."""
-        if not standing.fresh or self._job.framework != "tensorflow" or self._job.xla or probe.layout.knobs:
-            return None
-        shares = tuple(probe.layout.shares[i] for i in dict.fromkeys(standing.stand.positions))
-        smaller = tuple(max(1, min(share // 2, WARM_UP_SHARE)) for share in shares)
-        return smaller if smaller != shares else None
+    def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
+        """TensorFlow traces the first size for itself and the second for all: new children get another one first."""
+        request = self._resolved.request
+        traced = self._resolved.framework == "tensorflow" and not request.xla and not probe.layout.knobs
+        return WARM_UP_SHARE if traced and group.fresh else 0
 
-    def _start(self, key: Key, watch: Watch, stop: threading.Event) -> _Standing:
-        """New children, built; BrokenError if one of them dies or refuses."""
-        watch.enter("starting")
-        groups = groups_of(self._job, key)
-        environments = [self._environment(group, key) for group in groups]
-        stand = stand_of(self._job, key, environments, self._busy_cores)
-        standing = _Standing(self._spawn(groups, environments), stand)
+    def _start(self, key: GroupKey, progress: ProgressReporter, stop: threading.Event) -> ChildGroup:
+        """New children that have built the workload; GroupError if one of them fails."""
+        progress.enter("starting")
+        assigned = assign_devices(self._resolved, key)
+        environments = [self._environment(devices, key) for devices in assigned]
+        ranks = map_ranks(self._resolved, key, environments, self._busy_cores)
+        group = self._start_processes(assigned, environments, ranks)
         try:
-            standing.party.hear(Ready, self._limits.start, stop)
-            watch.enter("building")
-            orders = orders_of(self._job, key, groups, environments, stand)
-            replies = standing.party.order(lambda rank: orders[rank], Built, self._limits.build, stop)
+            group.receive(Ready, self._timeouts.start, stop)
+            progress.enter("building")
+            commands = build_commands(self._resolved, key, assigned, environments, ranks)
+            replies = group.call(lambda rank: commands[rank], Built, self._timeouts.build, stop)
         except BaseException:
-            self._end(standing)
+            self._end(group)
             raise
         facts = cast(Built, replies[0]).facts
-        asked = engine_of(self._job, key)
-        self._learn(facts, facts.get("engine", asked) if asked not in ("", "auto") else "")
-        return standing
+        engine = choose_engine(self._resolved, key)
+        self._record_facts(facts, facts.get("engine", engine) if engine not in ("", "auto") else "")
+        return group
 
-    def _environment(self, group: list[Device], key: Key) -> ChildEnvironment:
-        """How a child is started; BrokenError if it needs an MPS daemon and none comes up."""
-        environment = child_environment(group, self._job.framework)
+    def _environment(self, devices: Sequence[Device], key: GroupKey) -> ChildEnvironment:
+        """How a child is started; GroupError if it needs an MPS daemon and none can be started."""
+        environment = child_environment(devices, self._resolved.framework)
         if key.kind != "pack" or key.placement != "mps":
             return environment
         try:
@@ -238,65 +240,80 @@ class ChildProber:
                     raise StoppedError
                 variables = self._mps.variables()
         except DeviceError as error:
-            raise BrokenError((Mishap(0, False, "unsupported", error.message),)) from None
+            raise GroupError(RankFailure(0, "unsupported", error.message)) from None
         return msgspec.structs.replace(environment, variables=environment.variables | variables)
 
-    def _spawn(self, groups: Groups, environments: list[ChildEnvironment]) -> Party:
+    def _start_processes(
+        self, assigned: Sequence[Sequence[Device]], environments: Sequence[ChildEnvironment], ranks: RankMap
+    ) -> ChildGroup:
         inbox: Inbox = queue.Queue(1000)
 
-        def start() -> Party:
-            children: list[Child] = []
+        def start() -> ChildGroup:
+            group = ChildGroup([], inbox, ranks)
+            self._groups.add(group)
             try:
-                for rank, (group, environment) in enumerate(zip(groups, environments, strict=True)):
-                    cap = group[0].usable_memory_bytes if group[0].kind == "cpu" else None
-                    children.append(Child(rank, inbox, environment, cap))
+                for rank, (devices, environment) in enumerate(zip(assigned, environments, strict=True)):
+                    cap = devices[0].usable_memory_bytes if devices[0].kind == "cpu" else None
+                    group.children.append(Child(rank, inbox, environment, cap))
                     if self._closed.is_set():
                         raise StoppedError
             except BaseException:
-                for child in children:
-                    child.end()
+                self._end(group)
                 raise
-            party = Party(tuple(children), inbox)
-            self._parties.add(party)
-            return party
+            return group
 
         try:
             return self._starter.submit(start).result()
         except (OSError, RuntimeError, CancelledError) as error:
             if self._closed.is_set():
                 raise StoppedError from None
-            raise BrokenError((Mishap(0, False, "exit", f"no process could be started: {error}"),)) from None
+            raise GroupError(RankFailure(0, "exit", f"no process could be started: {error}")) from None
 
-    def _learn(self, facts: dict[str, str], engine: str) -> None:
+    def _record_facts(self, facts: dict[str, str], engine: str) -> None:
+        resolved = self._resolved
         with self._lock:
-            known = self._facts
-            versions = known.versions | {name: facts[name] for name in _VERSIONS if name in facts}
-            if self._job.framework in ("tensorflow", "torch") and "version" in facts:
-                versions.setdefault(self._job.framework, facts["version"])
+            before = self._facts
+            versions = before.versions | {name: facts[name] for name in _VERSIONS if name in facts}
+            if resolved.framework in ("tensorflow", "torch") and "version" in facts:
+                versions.setdefault(resolved.framework, facts["version"])
             # the model's own digest where it has one: it is what a training script compares with its model
-            parts = [self._job.workload, self._job.settings, facts.get("parameters", "")]
+            parts = [resolved.workload, resolved.request.settings, facts.get("parameters", "")]
             own = facts.get("digest") or blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
-            digest = known.workload_digest or own
-            self._facts = Facts(versions, known.driver, engine or known.engine, digest)
+            digest = before.workload_digest or own
+            self._facts = Facts(versions, before.driver, engine or before.engine, digest)
 
-    def _mishap(self, probe: Probe, mishap: Mishap, phase: str, elapsed_seconds: float) -> Observation:
-        key = key_of(probe.layout)
+    def _failed(self, probe: Probe, failure: RankFailure, phase: str, elapsed_seconds: float) -> Observation:
+        key = GroupKey.for_layout(probe.layout)
         devices = key.positions
-        if not one_child(self._job, key):
-            devices = (key.positions[mishap.rank % len(key.positions)],)
+        if not runs_in_one_process(self._resolved, key):
+            devices = (key.positions[failure.rank % len(key.positions)],)
         elif len(key.positions) > 1:
-            devices = () if mishap.gpu is None else key.positions[mishap.gpu : mishap.gpu + 1]
-        if mishap.out_of_memory:
-            return OutOfMemory(probe, devices, mishap.detail, elapsed_seconds, self._short_bytes(key, True))
-        labels = ", ".join(self._job.devices[i].label for i in devices or key.positions)
-        detail = f"{labels}, {phase}: {mishap.detail}"
-        return Failed(probe, mishap.cause, detail, devices or key.positions, elapsed_seconds)
+            devices = () if failure.gpu is None else key.positions[failure.gpu : failure.gpu + 1]
+        if failure.out_of_memory:
+            return OutOfMemory(probe, devices, failure.detail, elapsed_seconds, self._measure_short(key, True))
+        devices = devices or key.positions
+        detail = f"{', '.join(self._devices[i].label for i in devices)}, {phase}: {failure.detail}"
+        if failure.output.strip() and self._save_output(detail, failure.output):
+            what = "traceback" if failure.cause == "raised" else "output"
+            detail += f" ({what} in {self._error_file})"
+        return Failed(probe, failure.cause, detail, devices, elapsed_seconds)
 
-    def _make_room(self, probes: tuple[Probe, ...]) -> None:
+    def _save_output(self, title: str, output: str) -> bool:
+        """Append what a failing child wrote to the run's error file; False if it can't be kept."""
+        if self._error_file is None:
+            return False
+        with self._lock, suppress(OSError), self._error_file.open("a", encoding="utf-8", errors="replace") as stream:
+            if stream.tell() < LARGEST_ERROR_FILE_BYTES:
+                stream.write(f"{title}\n\n{output.strip()}\n\n\n")
+            return True
+        return False
+
+    def _free_memory(self, probes: tuple[Probe, ...]) -> None:
         """End idle children that would leave the coming ones too little memory."""
-        for key in self._room.too_many(probes, {key: standing.held for key, standing in self._idle.items()}):
+        held = {key: group.held_bytes for key, group in self._idle.items()}
+        for key in self._memory.groups_to_end(probes, held):
             self._end(self._idle.pop(key))
 
-    def _end(self, standing: _Standing) -> None:
-        standing.party.end()
-        self._parties.discard(standing.party)
+    def _end(self, group: ChildGroup) -> None:
+        group.end()
+        self._groups.discard(group)

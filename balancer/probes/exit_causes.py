@@ -1,7 +1,7 @@
-"""Out of memory, or something else: what an exception, an exit code or a signal of a child means. Pure.
+"""What an exception, an exit code or a signal of a child means: out of memory, or something else. Pure.
 
-Sources of the lists: TensorFlow's and PyTorch's issue trackers, and experiments with capped CPU allocators; the
-kernel's killer is known by its own counter.
+The lists come from TensorFlow's and PyTorch's issue trackers and from experiments with capped CPU allocators. Kills by
+the kernel for lack of memory are counted by the kernel itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from evener.balancer.types import Cause
 
 _TYPES = ("ResourceExhaustedError", "OutOfMemoryError", "MemoryError")
-_NOT_MEMORY = ("larger than max",)  # gRPC says ResourceExhausted of a message, too
+_NOT_MEMORY = ("larger than max",)  # gRPC also says ResourceExhausted of a message that is too long
 _TEXT = (
     "out of memory",
     "out_of_memory",
@@ -30,9 +30,14 @@ _TEXT = (
     "no algorithm worked",
     "could not create a primitive",
 )
-_AT_CAP = 0.7  # of the cap at the last look: a large allocation dies before it is seen
+_AT_CAP = 0.7  # of the cap at the last sample: a large allocation fails before it is seen
 _MEMORY_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
 _GPU = re.compile(r"(?:device:|/)GPU:(\d+)\b")
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
+_UNPRINTABLE = re.compile(r"[^\x20-\x7e\u00a0-\uffff]+")
+_LAST_LINE_BEHIND = ("in user code:", "Graph execution error:")  # TensorFlow: where it was, then what it was
+_NEXT_LINE_BEHIND = ("Exception encountered when calling",)  # Keras: the layer, what it was, then the arguments
+_PLACES = ("[[", "File ", "Detected at", "Node:", "<stack traces unavailable>")
 
 
 def error_is_memory(types: Sequence[str], text: str) -> bool:
@@ -43,22 +48,22 @@ def error_is_memory(types: Sequence[str], text: str) -> bool:
     return any(kind in _TYPES for kind in types) or any(sign in lowered for sign in _TEXT)
 
 
-def end_is_memory(code: int, cap_share: float, kernel_killed: bool, chatter: str) -> bool:
+def exit_is_memory(code: int, cap_share: float, kernel_killed: bool, stderr_tail: str) -> bool:
     """Whether a child that ended with `code` (negative: by a signal) ran out of memory.
 
-    `cap_share` is how much of its cap it held when last seen (0: no cap); `chatter` the end of its standard error.
+    `cap_share` is the part of its memory cap that it held when last sampled (0: no cap).
     """
     if code == -signal.SIGKILL:
         return kernel_killed
     if code == 0:
         return False
-    last_words = chatter[-4000:].lower()
-    if any(sign in last_words for sign in _TEXT):
+    end = stderr_tail[-4000:].lower()
+    if any(sign in end for sign in _TEXT):
         return True
     return cap_share >= _AT_CAP and (code > 0 or -code in _MEMORY_SIGNALS)
 
 
-def end_in_words(code: int) -> tuple[Cause, str]:
+def describe_exit(code: int) -> tuple[Cause, str]:
     """The cause of a child's end, and one line on it."""
     if code >= 0:
         return "exit", f"its process ended by itself with exit code {code}"
@@ -69,23 +74,26 @@ def end_in_words(code: int) -> tuple[Cause, str]:
     return "signal", f"its process was ended by {name}"
 
 
-_HEADINGS = ("in user code:", "Graph execution error:")  # of TensorFlow's; where it was and what it was stand behind
-_PLACES = ("[[", "File ", "Detected at", "Node:", "<stack traces unavailable>")
-
-
-def gpu_named(text: str) -> int | None:
+def find_gpu_number(text: str) -> int | None:
     """The framework's number of the GPU that an error names; None if it names none, or several."""
     found = {int(number) for number in _GPU.findall(text)}
     return found.pop() if len(found) == 1 else None
 
 
 def one_line(text: str, longest: int = 300) -> str:
-    """The first line that says something, without control characters; behind a heading of TensorFlow's the last one."""
-    lines = [re.sub(r"[^\x20-\x7e\u00a0-\uffff]+", " ", line).strip() for line in text.splitlines()]
-    telling = [line for line in lines if line]
-    if not telling:
+    """The line of an error's text that says what was wrong, without colors and control characters."""
+    lines = [_UNPRINTABLE.sub(" ", line).strip() for line in _COLORS.sub("", text).splitlines()]
+    lines = [line for line in lines if line]
+    if not lines:
         return ""
-    if telling[0] in _HEADINGS:
-        telling = [line for line in telling if not line.startswith(_PLACES)] or telling
-        return telling[-1][:longest]
-    return telling[0][:longest]
+    chosen = lines[0]
+    if chosen in _LAST_LINE_BEHIND:
+        chosen = ([line for line in lines if not line.startswith(_PLACES)] or lines)[-1]
+    elif chosen.startswith(_NEXT_LINE_BEHIND) and len(lines) > 1:
+        chosen = lines[1]
+    return chosen if len(chosen) <= longest else f"{_cut_at_space(chosen, longest - 2)} …"
+
+
+def _cut_at_space(text: str, longest: int) -> str:
+    """The whole words that fit; a single long one is cut."""
+    return text[: longest + 1].rpartition(" ")[0].rstrip() or text[:longest]

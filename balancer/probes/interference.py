@@ -1,6 +1,6 @@
-"""What threatens a probe from outside, by position of its devices: heat, others' memory, a device that goes.
+"""What disturbs a probe from outside: heat and power limits, memory that others hold, a device that goes away.
 
-GPUs are asked through the driver, between timed blocks only; of a slice of the CPU, the machine's free memory is known.
+GPUs are asked through the driver, between timed blocks only. For CPU slices, the host's free memory is known.
 """
 
 from __future__ import annotations
@@ -12,122 +12,115 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import msgspec
 
 from evener.balancer.probes.block_timing import Block
-from evener.balancer.probes.child_group import BrokenError, Mishap, StoppedError
+from evener.balancer.probes.child_group import GroupError, RankFailure, StoppedError
 from evener.balancer.probes.procfs import resident_bytes
 from evener.devices.cpu.slices import available_memory_bytes
 from evener.devices.nvidia.probe_watch import GpuVitals, Vitals
 from evener.devices.types import Device
 
-LOOK_SECONDS = 0.05  # a look takes a millisecond or two; one that takes longer is not waited for
-BACK_SECONDS = 0.5  # before a probe, for a driver that was silent and may be back
+READ_SECONDS = 0.05  # a reading takes a millisecond or two; a slower one is not waited for
+RETURN_SECONDS = 0.5  # before a probe, for a driver that was silent and may answer again
 SILENT_SECONDS = 5.0  # a driver that takes longer for one answer can't be trained on
-PATIENCE = 3.0  # times that, in which a busy machine may not come to ask it
-SPREAD, SPREAD_BYTES = 0.02, 1 << 30  # of a GPU's memory: what is not told from the driver's own,
-SPREAD_SMALL = 0.1  # which is no more than this of a small one's
-STEP = 0.01  # of its memory: what others hold is told in such steps, so that trifles are no news
-LEAVE_SECONDS = 0.2  # of all watches together, at the end
-SETTLE_SECONDS, SETTLE_LOOKS = 0.4, 3  # a driver takes back the memory of an ended process, in its time
-
-Looks = Mapping[int, Vitals]
+PATIENCE = 3.0  # times SILENT_SECONDS: how long a busy machine may take until it asks the driver at all
+SPREAD, SPREAD_BYTES = 0.02, 1 << 30  # of a GPU's memory: use that may be the driver's own,
+SPREAD_SMALL = 0.1  # which is at most this part of a small GPU
+STEP = 0.01  # of its memory: what others hold is rounded up to this, so small changes are not reported
+CLOSE_SECONDS = 0.2  # for all watches together
+SETTLE_SECONDS, SETTLE_READS = 0.4, 3  # a driver takes a while to reclaim the memory of a process that ended
 
 
-class Guard:
-    """The watches over a session's devices; none is begun before a probe needs it."""
+class InterferenceMonitor:
+    """Watches a session's devices; a watch starts when a probe first needs it."""
 
     def __init__(self, devices: Sequence[Device], silent_seconds: float = SILENT_SECONDS) -> None:
         self._devices = devices
         self._silent_seconds = silent_seconds
         self._watches: dict[int, GpuVitals] = {}
-        self._known_short: dict[int, int] = {}
+        self._short: dict[int, int] = {}  # position -> bytes that others hold, as last reported
 
-    def admit(self, positions: Collection[int], stop: threading.Event) -> None:
-        """Wait for each driver's answer; BrokenError, which names the device, if it has none or the device is gone."""
-        self._looks(positions, LOOK_SECONDS)
-        until = time.monotonic() + BACK_SECONDS
-        for watch in self._watching(positions):
+    def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
+        """Wait for each driver's answer; GroupError names a device that has none or is gone."""
+        self._read(positions, READ_SECONDS)
+        watches = list(self._find_watches(positions).values())
+        until = time.monotonic() + RETURN_SECONDS
+        for watch in watches:
             watch.answer(max(0.0, until - time.monotonic()))
         until = time.monotonic() + PATIENCE * self._silent_seconds
-        while any(w.looks and w.silent_seconds < self._silent_seconds for w in self._watching(positions)):
-            if stop.wait(LOOK_SECONDS):
+        while any(w.looks and w.silent_seconds < self._silent_seconds for w in watches) and time.monotonic() < until:
+            if stop.wait(READ_SECONDS):
                 raise StoppedError
-            if time.monotonic() > until:
-                break
-        self._check(positions)
+        self._raise_if_gone(positions)
 
-    def look(self, positions: Iterable[int]) -> Looks:
-        """What the drivers tell now, at once; BrokenError if a device has gone, or its driver silent for long."""
-        looks = self._looks(positions, LOOK_SECONDS)
-        self._check(positions)
-        return looks
+    def read(self, positions: Iterable[int]) -> Mapping[int, Vitals]:
+        """What the drivers say now; GroupError if a device is gone, or its driver silent for long."""
+        vitals = self._read(positions, READ_SECONDS)
+        self._raise_if_gone(positions)
+        return vitals
 
-    def short_bytes(self, positions: Iterable[int], own: Collection[int], clean: Collection[int]) -> dict[int, int]:
-        """How much less each device can give than the request was told, as others hold it; nothing where all is there.
+    def measure_short(self, positions: Iterable[int], own: Collection[int], clean: Collection[int]) -> dict[int, int]:
+        """Bytes that each device lacks because others hold them; positions that lack nothing are left out.
 
-        `own` are the pids of the session's children, `clean` the positions on which none of these lives. Where the
-        driver doesn't name processes, only a clean device tells what others hold.
+        `own` are the pids of the session's children, `clean` the positions where none of them runs. Where the driver
+        doesn't name processes, what others hold can only be told on a clean device.
         """
         found: dict[int, int] = {}
         for position in dict.fromkeys(positions):
-            short = self._settled(position, own, position in clean)
-            if short > self._known_short.get(position, 0):
+            short = self._settled_short(position, own, position in clean)
+            if short > self._short.get(position, 0):
                 step = max(1, int(STEP * (self._devices[position].memory_bytes or 0)))
-                self._known_short[position] = -(-short // step) * step
+                self._short[position] = -(-short // step) * step
             if short:
-                found[position] = self._known_short[position]
+                found[position] = self._short[position]
         return found
 
     def close(self) -> None:
-        """End every watch; one that its driver holds is not waited for."""
-        watches, until = list(self._watches.values()), time.monotonic() + LEAVE_SECONDS
+        """End every watch; one that its driver blocks is not waited for."""
+        until = time.monotonic() + CLOSE_SECONDS
+        watches = list(self._watches.values())
         for watch in watches:
             watch.close()
         for watch in watches:
             watch.join(max(0.0, until - time.monotonic()))
 
-    def _watch(self, position: int) -> GpuVitals | None:
-        device = self._devices[position]
-        if device.kind != "gpu":
-            return None
-        if position not in self._watches:
-            self._watches[position] = GpuVitals(device.id)
-        return self._watches[position]
+    def _find_watches(self, positions: Iterable[int]) -> dict[int, GpuVitals]:
+        """The watches of those positions that are GPUs."""
+        gpus = [position for position in dict.fromkeys(positions) if self._devices[position].kind == "gpu"]
+        for position in gpus:
+            if position not in self._watches:
+                self._watches[position] = GpuVitals(self._devices[position].id)
+        return {position: self._watches[position] for position in gpus}
 
-    def _watching(self, positions: Iterable[int]) -> list[GpuVitals]:
-        return [watch for i in positions if (watch := self._watch(i))]
-
-    def _looks(self, positions: Iterable[int], wait_seconds: float, full: bool = False) -> Looks:
-        """All at once; one that hangs since an earlier look is not waited for again."""
-        watches = {i: watch for i in dict.fromkeys(positions) if (watch := self._watch(i))}
-        fresh = {i: watch.ask(full) for i, watch in watches.items()}
+    def _read(self, positions: Iterable[int], wait_seconds: float, full: bool = False) -> Mapping[int, Vitals]:
+        """All at once; a watch that still hangs since an earlier reading is not waited for again."""
+        watches = self._find_watches(positions)
+        asked = {i: watch.ask(full) for i, watch in watches.items()}
         until = time.monotonic() + wait_seconds
         return {
-            i: watch.answer(max(0.0, until - time.monotonic()) if fresh[i] else 0.0) for i, watch in watches.items()
+            i: watch.answer(max(0.0, until - time.monotonic()) if asked[i] else 0.0) for i, watch in watches.items()
         }
 
-    def _check(self, positions: Iterable[int]) -> None:
-        for rank, position in enumerate(dict.fromkeys(positions)):
-            watch = self._watch(position)
-            if watch is None:
-                continue
+    def _raise_if_gone(self, positions: Iterable[int]) -> None:
+        ranks = {position: rank for rank, position in enumerate(dict.fromkeys(positions))}
+        for position, watch in self._find_watches(positions).items():
             words = watch.answer(0.0).trouble
             if watch.silent_seconds >= self._silent_seconds:
                 words = f"The driver has not answered for {watch.silent_seconds:.0f} s."
             if words:
-                told = words[:1].lower() + words.removesuffix(".")[1:]
-                raise BrokenError((Mishap(rank, False, "device", told, rank),))
+                detail = words[:1].lower() + words.removesuffix(".")[1:]
+                raise GroupError(RankFailure(ranks[position], "device", detail, gpu=ranks[position]))
 
-    def _settled(self, position: int, own: Collection[int], clean: bool) -> int:
-        """What is short, once it is sure that nobody is just leaving."""
-        known = self._known_short.get(position, 0) + _spread(self._devices[position].memory_bytes or 0)
-        short = self._short(position, own, clean)
-        for _ in range(SETTLE_LOOKS):
-            if short <= known:
+    def _settled_short(self, position: int, own: Collection[int], clean: bool) -> int:
+        """Bytes short; more than was last reported only if it lasts, as a process may just be ending."""
+        reported = self._short.get(position, 0) + _unclear_bytes(self._devices[position].memory_bytes or 0)
+        short = self._short_now(position, own, clean)
+        for _ in range(SETTLE_READS):
+            if short <= reported:
                 break
             time.sleep(SETTLE_SECONDS)
-            short = min(short, self._short(position, own, clean))
+            short = min(short, self._short_now(position, own, clean))
         return short
 
-    def _short(self, position: int, own: Collection[int], clean: bool) -> int:
+    def _short_now(self, position: int, own: Collection[int], clean: bool) -> int:
         device = self._devices[position]
         usable, whole = device.usable_memory_bytes, device.memory_bytes
         if usable is None or whole is None or device.kind == "sim":
@@ -135,50 +128,50 @@ class Guard:
         if device.kind == "cpu":
             left = available_memory_bytes() + sum(resident_bytes(pid) for pid in own)
             return max(0, usable - left)
-        seen = self._looks((position,), SETTLE_SECONDS, full=True)[position]
-        others = _others(seen, own, clean)
-        if others is None or others < _spread(whole):
+        others = _others_bytes(self._read((position,), SETTLE_SECONDS, full=True)[position], own, clean)
+        if others is None or others < _unclear_bytes(whole):
             return 0
         return max(0, usable - max(0, whole - others))
 
 
-def _spread(memory_bytes: int) -> float:
-    return max(SPREAD * memory_bytes, min(SPREAD_BYTES, SPREAD_SMALL * memory_bytes))
+class ProbeInterference:
+    """What held the devices of one probe back, from one block to the next."""
 
+    def __init__(self, monitor: InterferenceMonitor | None, positions: Sequence[int]) -> None:
+        self._monitor, self._positions = monitor, positions
+        self._before: Mapping[int, Vitals] = monitor.read(positions) if monitor else {}
 
-def _others(seen: Vitals, own: Collection[int], clean: bool) -> int | None:
-    """Bytes that others hold; None if they can't be told from the session's own."""
-    if seen.used_bytes is None:
-        return None
-    mine = [size for pid, size in seen.processes.items() if pid in own]
-    return max(0, seen.used_bytes - sum(mine)) if clean or mine else None
-
-
-class Lookout:
-    """The guard of one probe: what held its devices back, from one block to the next."""
-
-    def __init__(self, guard: Guard | None, positions: Sequence[int]) -> None:
-        self._guard, self._positions = guard, tuple(dict.fromkeys(positions))
-        self._before: Looks = guard.look(self._positions) if guard else {}
-
-    def judged(self, block: Block) -> Block:
-        """The block, with what the drivers say of its time; BrokenError if a device has gone meanwhile."""
-        if self._guard is None:
+    def annotate(self, block: Block) -> Block:
+        """The block, with what the drivers say of its time; GroupError if a device has gone meanwhile."""
+        if self._monitor is None:
             return block
-        before, self._before = self._before, self._guard.look(self._positions)
-        held = [(_share(before.get(i), now, "held_seconds"), i) for i, now in self._before.items()]
-        capped = [_share(before.get(i), now, "capped_seconds") for i, now in self._before.items()]
+        before, self._before = self._before, self._monitor.read(self._positions)
+        held = [(_share_of_time(before.get(i), now, "held_seconds"), i) for i, now in self._before.items()]
+        capped = [_share_of_time(before.get(i), now, "capped_seconds") for i, now in self._before.items()]
         slowed, position = max(held, default=(0.0, -1))
         return msgspec.structs.replace(
             block, slowed=slowed, capped=max(capped, default=0.0), slowest=position if slowed else -1
         )
 
 
-def _share(before: Vitals | None, now: Vitals, what: str) -> float:
-    """Part of the time between two looks; 0 where either doesn't tell."""
+def _unclear_bytes(memory_bytes: int) -> float:
+    """How much use of a GPU may be the driver's own."""
+    return max(SPREAD * memory_bytes, min(SPREAD_BYTES, SPREAD_SMALL * memory_bytes))
+
+
+def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | None:
+    """Bytes that others hold; None if they can't be told from the session's own."""
+    if vitals.used_bytes is None:
+        return None
+    mine = [size for pid, size in vitals.processes.items() if pid in own]
+    return max(0, vitals.used_bytes - sum(mine)) if clean or mine else None
+
+
+def _share_of_time(before: Vitals | None, now: Vitals, counter: str) -> float:
+    """By how much a counter of seconds rose between two readings, over the time between; 0 where it is unknown."""
     if before is None or now.at_seconds <= before.at_seconds:
         return 0.0
-    first, last = getattr(before, what), getattr(now, what)
+    first, last = getattr(before, counter), getattr(now, counter)
     if first is None or last is None:
         return 0.0
     return float(min(1.0, max(0.0, (last - first) / (now.at_seconds - before.at_seconds))))

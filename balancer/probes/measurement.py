@@ -1,30 +1,30 @@
-"""One probe on standing children: first step, warm-up and timed blocks, until the timing rules say enough."""
+"""One probe on running children: first step, warm-up and timed blocks, until the timing rules say that it is enough."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
 import msgspec
 
 from evener.balancer.events import ProbeProgress
-from evener.balancer.probes.block_timing import LONGEST_BLOCK_SECONDS, Block, Measured, Timing
-from evener.balancer.probes.child_group import BrokenError, Mishap, Party
-from evener.balancer.probes.interference import Guard, Lookout
+from evener.balancer.probes.block_timing import LONGEST_BLOCK_SECONDS, Block, BlockTimer, StepTiming
+from evener.balancer.probes.child_group import ChildGroup, GroupError, RankFailure
+from evener.balancer.probes.interference import InterferenceMonitor, ProbeInterference
 from evener.balancer.probes.prober import Report
-from evener.balancer.probes.protocol import Prepare, Prepared, Ran, Run
+from evener.balancer.probes.protocol import Prepare, Prepared, Ran, RunSteps
 from evener.balancer.search.statistics import relative_half_width
 from evener.balancer.types import Probe, Timed
 
 _T = TypeVar("_T")
-REPORT_SECONDS = 0.2  # between two signs of progress of one probe
+REPORT_SECONDS = 0.2  # between two reports on one probe
 BLOCK_SLACK = 20.0  # a block may take so many times what it should
-CHUNKS = 8  # of a pack's block: how often each training looks at the clock
+CHUNKS = 8  # per block of a pack: how often each training looks at the clock
 
 
-class Limits(msgspec.Struct, frozen=True):
+class Timeouts(msgspec.Struct, frozen=True):
     """How long each phase may take before the child counts as hung; seconds."""
 
     start: float = 120.0
@@ -33,19 +33,8 @@ class Limits(msgspec.Struct, frozen=True):
     block: float = 60.0  # or BLOCK_SLACK times what it should take, if that is more
 
 
-class Stand(msgspec.Struct, frozen=True):
-    """How a party's ranks lie on the devices of the request."""
-
-    positions: tuple[int, ...]  # in rank order; one child over several devices: in the order of its devices
-    together: bool  # ranks wait for each other in each step
-    one_child: bool  # one process over all positions
-    own_cores: bool  # CPU slices: own compute is known from CPU time
-    threads: int = 1  # of each rank
-    busy_cores: tuple[float, ...] = ()  # that each rank's step keeps busy; empty: one
-
-
-class Watch:
-    """Tells how one probe is doing, not more often than anybody can see."""
+class ProgressReporter:
+    """Reports how one probe is doing, not more often than anybody can see."""
 
     def __init__(self, probe: Probe, report: Report, now: Callable[[], float]) -> None:
         self.phase = "starting"
@@ -53,141 +42,142 @@ class Watch:
         self._last = float("-inf")
 
     def enter(self, phase: str) -> None:
-        """A new phase is always told."""
+        """A new phase is always reported."""
         if phase != self.phase or self._last < 0:
             self.phase, self._last = phase, float("-inf")
-            self.tell()
+            self.update()
 
-    def tell(self, rate: float | None = None, relative: float | None = None) -> None:
+    def update(self, rate: float | None = None, relative: float | None = None) -> None:
         """The figures so far."""
         if (at := time.monotonic()) - self._last >= REPORT_SECONDS:
             self._last = at
             self._report(ProbeProgress(self._probe, self.phase, rate, relative, self._now()))
 
 
-class Trial:
-    """The measurement of one probe: `run` gives what was timed; BrokenError and StoppedError come out of the party."""
+class Measurement:
+    """One probe on one group of children; GroupError and StoppedError come from the group."""
 
     def __init__(
-        self, probe: Probe, party: Party, stand: Stand, limits: Limits, watch: Watch, guard: Guard | None = None
+        self,
+        probe: Probe,
+        group: ChildGroup,
+        timeouts: Timeouts,
+        progress: ProgressReporter,
+        monitor: InterferenceMonitor,
     ) -> None:
-        self._probe, self._party, self._stand = probe, party, stand
-        self._limits, self._watch, self._guard = limits, watch, guard
-        self.memory: tuple[int | None, ...] = ()  # peak by position in the stand
+        self._probe, self._group, self._ranks = probe, group, group.ranks
+        self._timeouts, self._progress, self._monitor = timeouts, progress, monitor
+        self._memory_bytes: Sequence[int | None] = ()  # the peak of each rank or device of the group
         self._cpu_seconds, self._work_seconds = 0.0, 0.0  # alone on its own cores: of all blocks, without spinning
-        self.prepared = 0.0  # when the first step was done, by the monotonic clock
 
-    def run(self, warm_up_shares: tuple[int, ...] | None, stop: threading.Event, started: float) -> Timed:
-        """Time the probe; `warm_up_shares`, if given, step once before it, as some frameworks trace two sizes apart."""
-        self._watch.enter("warming up")
-        if warm_up_shares is not None:
-            self._prepare(warm_up_shares, stop)
-        first = self._prepare(self._shares(), stop)
-        self.prepared = time.monotonic()
-        measured = self._time(first, stop)
-        count = len(self._probe.layout.shares)
+    def run(self, stop: threading.Event, started: float, warm_up_share: int, short_bytes: tuple[int, ...]) -> Timed:
+        """Time the probe. With a `warm_up_share`, a step of other sizes runs first, none larger than that.
+
+        `started` is when the probe began, by the monotonic clock; `short_bytes` what other users held then.
+        """
+        self._progress.enter("warming up")
+        shares = tuple(self._probe.layout.shares[position] for position in self._ranks.unique_positions)
+        smaller = tuple(max(1, min(share // 2, warm_up_share)) for share in shares)
+        if warm_up_share and smaller != shares:
+            self._prepare(smaller, stop)
+        first = self._prepare(shares, stop)
+        start_seconds = time.monotonic() - started if self._group.fresh else 0.0
+        timing = self._time_blocks(first, stop)
         return Timed(
             probe=self._probe,
-            step_seconds=measured.step.value,
-            low_seconds=measured.step.low,
-            high_seconds=measured.step.high,
-            steps=measured.steps,
-            memory_bytes=self._spread(self.memory, count),
-            device_seconds=self._spread(measured.own_seconds, count),
+            step_seconds=timing.step.value,
+            low_seconds=timing.step.low,
+            high_seconds=timing.step.high,
+            steps=timing.steps,
+            memory_bytes=self._by_position(self._memory_bytes),
+            device_seconds=self._by_position(timing.own_seconds),
             first_step_seconds=first,
             elapsed_seconds=time.monotonic() - started,
-            warnings=measured.warnings,
+            warnings=timing.warnings,
+            start_seconds=start_seconds,
+            short_bytes=short_bytes,
         )
 
     @property
     def busy_cores(self) -> float | None:
-        """Cores that a step keeps busy, alone on cores of its own; at least one, at most its threads."""
+        """Cores that a step keeps busy, alone on its own cores: at least one, at most its threads."""
         if not self._work_seconds:
             return None
-        return min(max(1.0, self._cpu_seconds / self._work_seconds), float(self._stand.threads))
-
-    def _shares(self) -> tuple[int, ...]:
-        """What each child is told: the shares of all ranks, or of its own devices."""
-        return tuple(self._probe.layout.shares[position] for position in dict.fromkeys(self._stand.positions))
+        return min(max(1.0, self._cpu_seconds / self._work_seconds), float(self._ranks.threads))
 
     def _prepare(self, shares: tuple[int, ...], stop: threading.Event) -> float:
-        replies = self._party.order(lambda _: Prepare(shares), Prepared, self._limits.prepare, stop)
+        replies = self._group.call(lambda _: Prepare(shares), Prepared, self._timeouts.prepare, stop)
         return max(cast(Prepared, reply).first_step_seconds for reply in replies)
 
-    def _time(self, first_step_seconds: float, stop: threading.Event) -> Measured:
-        timing = Timing(self._probe.seconds, self._probe.whole, self._probe.steps)
+    def _time_blocks(self, first_step_seconds: float, stop: threading.Event) -> StepTiming:
+        timer = BlockTimer(self._probe.seconds, self._probe.whole, self._probe.steps)
         step_seconds = first_step_seconds
-        lookout = Lookout(self._guard, self._stand.positions)
-        while steps := timing.next_steps():
-            limit = max(self._limits.block, BLOCK_SLACK * steps * step_seconds)
-            run = self._run_order(steps, step_seconds)
-            replies = self._party.order(lambda _, run=run: run, Ran, limit, stop)  # type: ignore[misc]
+        interference = ProbeInterference(self._monitor, self._ranks.unique_positions)
+        while steps := timer.next_steps():
+            limit = max(self._timeouts.block, BLOCK_SLACK * steps * step_seconds)
+            command = self._run_command(steps, step_seconds)
+            replies = self._group.call(lambda _, command=command: command, Ran, limit, stop)  # type: ignore[misc]
             ran = [cast(Ran, reply) for reply in replies]
             if self._probe.layout.processes == 1 and any(reply.steps != steps for reply in ran):
-                raise BrokenError((Mishap(0, False, "protocol", "it ran another number of steps than it was told"),))
-            block = lookout.judged(self._block(ran))
-            timing.add(block)
+                raise GroupError(RankFailure(0, "protocol", "it ran another number of steps than it was asked to"))
+            block = interference.annotate(self._make_block(ran))
+            timer.add(block)
             step_seconds = block.step_seconds
-            self._tell(timing)
-        measured = timing.result()
-        if measured is None:
-            raise BrokenError((Mishap(0, False, "protocol", "no block was timed"),))
-        return measured
+            self._report_progress(timer)
+        timing = timer.result()
+        if timing is None:
+            raise GroupError(RankFailure(0, "protocol", "no block was timed"))
+        return timing
 
-    def _run_order(self, steps: int, step_seconds: float) -> Run:
-        """So many steps; trainings of a pack run for the same time instead, so that none idles while another works."""
+    def _run_command(self, steps: int, step_seconds: float) -> RunSteps:
+        """So many steps; trainings of a pack run for the same time instead, so none idles while another works."""
         if self._probe.layout.processes == 1:
-            return Run(steps)
-        return Run(max(1, steps // CHUNKS), min(steps * step_seconds, LONGEST_BLOCK_SECONDS))
+            return RunSteps(steps)
+        return RunSteps(max(1, steps // CHUNKS), min(steps * step_seconds, LONGEST_BLOCK_SECONDS))
 
-    def _block(self, ran: list[Ran]) -> Block:
-        """The group's block: as long as its slowest rank's; of a pack, the time in which each takes a step."""
+    def _make_block(self, ran: Sequence[Ran]) -> Block:
+        """The group's block is as long as its slowest rank's."""
         if self._probe.layout.processes > 1:
-            return self._pack_block(ran)
+            return self._make_pack_block(ran)
         wall = max(reply.wall_seconds for reply in ran)
-        stand = self._stand
-        self.memory = tuple(size for reply in ran for size in reply.memory_bytes)
-        if len(set(stand.positions)) == 1:
-            return Block(ran[0].steps, wall, self._cpu_share(ran), (wall,))
-        if stand.own_cores and not stand.one_child:
-            cores = stand.busy_cores or (1.0,) * len(ran)
+        ranks = self._ranks
+        self._memory_bytes = tuple(size for reply in ran for size in reply.memory_bytes)
+        if len(ranks.unique_positions) == 1:
+            return Block(ran[0].steps, wall, self._cpu_share(ran[0]), (wall,))
+        if ranks.own_cores and not ranks.one_process:
+            cores = ranks.busy_cores or (1.0,) * len(ran)
             own = tuple(
                 min(wall, reply.cpu_seconds / busy + reply.spun_seconds) for reply, busy in zip(ran, cores, strict=True)
             )
             return Block(ran[0].steps, wall, None, own)
         return Block(ran[0].steps, wall)
 
-    def _cpu_share(self, ran: list[Ran]) -> float | None:
-        """CPU time over wall time of one process that never waits; None where that says nothing of disturbance."""
-        (one, *others), stand = ran, self._stand
-        if others or not stand.own_cores:
+    def _cpu_share(self, ran: Ran) -> float | None:
+        """CPU time over wall time of one process that never waits; None where that can't show a disturbance."""
+        if not self._ranks.own_cores:
             return None
-        self._cpu_seconds += one.cpu_seconds
-        self._work_seconds += max(0.0, one.wall_seconds - one.spun_seconds)
-        return (one.cpu_seconds + one.spun_seconds) / one.wall_seconds if stand.threads == 1 else None
+        self._cpu_seconds += ran.cpu_seconds
+        self._work_seconds += max(0.0, ran.wall_seconds - ran.spun_seconds)
+        return (ran.cpu_seconds + ran.spun_seconds) / ran.wall_seconds if self._ranks.threads == 1 else None
 
-    def _pack_block(self, ran: list[Ran]) -> Block:
-        """Rates over nearly the same window add up; memory does too."""
-        self.memory = tuple(_total([reply.memory_bytes[0] for reply in ran]) for _ in ran)
+    def _make_pack_block(self, ran: Sequence[Ran]) -> Block:
+        """The time in which each training takes a step: rates over nearly the same window add up, as memory does."""
+        sizes = [reply.memory_bytes[0] for reply in ran]
+        total = None if None in sizes else sum(size for size in sizes if size is not None)
+        self._memory_bytes = (total,) * len(ran)
         steps = max(1, round(sum(reply.steps for reply in ran) / len(ran)))
         combined = sum(reply.steps / reply.wall_seconds for reply in ran)
         return Block(steps, steps * len(ran) / combined)
 
-    def _tell(self, timing: Timing) -> None:
-        self._watch.enter(timing.phase)
-        interval = timing.interval()
+    def _report_progress(self, timer: BlockTimer) -> None:
+        self._progress.enter(timer.phase)
+        interval = timer.interval()
         layout = self._probe.layout
         if interval is not None:
             rate = layout.global_batch * layout.processes / interval.value
-            self._watch.tell(rate, relative_half_width(interval))
+            self._progress.update(rate, relative_half_width(interval))
 
-    def _spread(self, values: tuple[_T | None, ...], count: int) -> tuple[_T | None, ...]:
-        """Values in the stand's order as values by position of the request; the last of one position counts."""
-        by_position = dict(zip(self._stand.positions, values, strict=False))
-        return tuple(by_position.get(position) for position in range(count))
-
-
-def _total(sizes: list[int | None]) -> int | None:
-    """The sum; None if one is unknown."""
-    known = [size for size in sizes if size is not None]
-    return sum(known) if len(known) == len(sizes) else None
+    def _by_position(self, values: Sequence[_T | None]) -> tuple[_T | None, ...]:
+        """Values in rank order as values by position of the request; None for a position without one."""
+        by_position = dict(zip(self._ranks.positions, values, strict=False))
+        return tuple(by_position.get(position) for position in range(len(self._probe.layout.shares)))

@@ -1,6 +1,6 @@
-"""The seam between a session and whatever measures: probes in, observations out.
+"""The interface between a session and what measures for it: probes in, observations out.
 
-Real children (`child_pool`) and simulated devices (`simulated`) stand behind it.
+`child_prober` implements it with real children, `simulated` with simulated devices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Report = Callable[[ProbeProgress], None]
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What the figures were measured with, for the plan's fingerprint; grows as probes run."""
+    """What was measured with, for the plan's fingerprint; it grows as probes run."""
 
     versions: dict[str, str] = {}  # framework -> version
     driver: str = ""
@@ -27,16 +27,16 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class Prober(Protocol):
-    """Measures probes. Trouble with a probe is an observation, never an exception."""
+    """Measures probes. A probe that fails is an observation, never an exception."""
 
     def measure(
-        self, probes: tuple[Probe, ...], report: Report, stop: threading.Event, beside: tuple[Probe, ...] = ()
+        self, probes: tuple[Probe, ...], report: Report, stop: threading.Event, finished: tuple[Probe, ...] = ()
     ) -> Iterator[Observation]:
-        """Run all of `probes` at the same time and give each one's observation as it ends.
+        """Run all of `probes` at the same time and yield each one's observation as it ends.
 
-        `report` is called from any thread. Once `stop` is set it ends early, without inventing observations. `beside`
-        are probes of the same asking whose observations are known already: where devices share something, they count
-        as running.
+        `report` is called from any thread. Once `stop` is set it ends early, without inventing observations. A resumed
+        run asks again for a part of what it had asked for: `finished` are the other probes, which count as running
+        where devices share something.
         """
         ...
 
@@ -45,7 +45,7 @@ class Prober(Protocol):
         ...
 
     def facts(self) -> Facts:
-        """What is known so far of the versions behind the figures."""
+        """Versions and engine, as far as they are known."""
         ...
 
     def close(self) -> None:

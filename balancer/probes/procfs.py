@@ -1,4 +1,4 @@
-"""What Linux says of a process without any library: when it started, what it holds, whether the kernel had to kill."""
+"""What /proc says: when a process started, how much memory it holds, how often the kernel killed for memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def start_time(pid: int) -> float | None:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory that a process really holds; 0 if it is gone."""
+    """Resident memory of a process; 0 if it is gone."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
     except (OSError, ValueError, IndexError):
@@ -27,18 +27,9 @@ def resident_bytes(pid: int) -> int:
 
 
 def kernel_kills() -> int:
-    """How often the kernel has killed a process for memory since boot; 0 where it does not say."""
+    """How many processes the kernel has killed for memory since boot; 0 where it does not say."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
-
-
-def available_memory() -> int | None:
-    """Bytes that the machine can still give; None where it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

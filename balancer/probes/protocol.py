@@ -1,6 +1,6 @@
-"""What a session and its children say to each other: one JSON object a line, typed, bounded.
+"""The messages between a prober and its children: one JSON object per line, typed and bounded.
 
-The child obeys and never decides: what to run, for how long, and what an error means is the parent's business.
+A child only carries out commands; what to run, for how long, and what an error means is up to the parent.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 Devices = msgspec.Meta(min_length=1, max_length=4096)
 
 LONGEST_LINE_BYTES = 256 << 10
-LONGEST_TEXT = 2000  # characters of an error that travel
+LONGEST_TEXT = 2000  # characters of an error's text
+LONGEST_TRACEBACK = 40_000  # characters of a traceback: with every one of them escaped, it still fits on a line
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """First words to a child: where it may run, what it may have, and whose child it is."""
+    """The first message: which cores the child may use, and which process is its parent."""
 
     parent_pid: int
-    parent_start: float  # seconds since boot at which the parent started: with the pid it names it for good
+    parent_start: float  # seconds since boot at which the parent started: pids are reused, a pid with its start is not
     cores: tuple[int, ...] = ()  # empty: all
 
 
 class Build(msgspec.Struct, frozen=True, tag=True):
-    """Import the framework and build the workload at its place."""
+    """Import the framework and build the workload."""
 
     workload: str
     framework: str
@@ -37,7 +38,7 @@ class Build(msgspec.Struct, frozen=True, tag=True):
     place: Place
     compute: float = 1.0  # share of its speed that it may use: below 1 it spins before each step
     parallelism: float = 1.0  # cores that its step keeps busy
-    room_bytes: int | None = None  # the process may grow by so much once the framework is imported; None: no cap
+    address_space_bytes: int | None = None  # how much the process may grow after the framework's import; None: no cap
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
@@ -46,30 +47,30 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     shares: tuple[int, ...]
 
 
-class Run(msgspec.Struct, frozen=True, tag=True):
-    """Run so many steps as one timed block; again so many, until `seconds` have passed."""
+class RunSteps(msgspec.Struct, frozen=True, tag=True):
+    """Run so many steps as one timed block, and repeat them until `seconds` have passed."""
 
     steps: int
     seconds: float = 0.0
 
 
 class Profile(msgspec.Struct, frozen=True, tag=True):
-    """Run so many steps, then as many under the framework's profiler."""
+    """Run so many steps, then as many again under the framework's profiler."""
 
     steps: int
 
 
-Order = Begin | Build | Prepare | Run | Profile
+Command = Begin | Build | Prepare | RunSteps | Profile
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The child lives and has taken its place on the machine."""
+    """The child runs, on its cores."""
 
     pid: int
 
 
 class Built(msgspec.Struct, frozen=True, tag=True):
-    """The workload stands; `facts` are its own."""
+    """The workload is built; `facts` are what it says of itself."""
 
     facts: Annotated[dict[str, str], msgspec.Meta(max_length=200)]
 
@@ -86,32 +87,33 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     steps: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     wall_seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
     cpu_seconds: Seconds  # of the whole process, without spinning
-    spun_seconds: Seconds  # added to be as slow as told
-    memory_bytes: Annotated[tuple[Bytes | None, ...], Devices]  # peak of each own device
+    spun_seconds: Seconds  # spent spinning to hold the process to its share of speed
+    memory_bytes: Annotated[tuple[Bytes | None, ...], Devices]  # the most that each of its devices held
 
 
 class Profiled(msgspec.Struct, frozen=True, tag=True):
-    """What moved between devices in the profiled steps, and how long as many took without the profiler."""
+    """What moved between devices in the profiled steps, and how long as many steps took without the profiler."""
 
     steps: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
     seconds: Seconds
     transfers: Annotated[tuple[Transfer, ...], msgspec.Meta(max_length=1000)]
 
 
-class Trouble(msgspec.Struct, frozen=True, tag=True):
-    """An exception ended the order. `types` are its class names, most special first."""
+class ChildError(msgspec.Struct, frozen=True, tag=True):
+    """A command ended in an exception. `types` are its class and that class' bases, the most derived first."""
 
     types: Annotated[tuple[str, ...], msgspec.Meta(max_length=100)]
     text: str
-    where: str = ""  # "file.py:12" in the user's own file
+    where: str = ""  # "file.py:12": the user's own line that it came from, if there is one
+    traceback: str = ""
 
 
-Reply = Ready | Built | Prepared | Ran | Profiled | Trouble
+Reply = Ready | Built | Prepared | Ran | Profiled | ChildError
 
-orders: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
-replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+command_decoder: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
+reply_decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 
 
-def line(message: Order | Reply) -> bytes:
+def encode_line(message: Command | Reply) -> bytes:
     """The message as a line."""
     return msgspec.json.encode(message) + b"\n"

@@ -1,7 +1,7 @@
-"""Probes of simulated devices: the machine's physics and seeded noise, on a virtual clock.
+"""Measures simulated devices: the machine's physics and seeded noise, on a virtual clock.
 
-They are timed by the same rules as real children, so their intervals are as honest. A probe's noise depends on the
-seed and on the probe alone, never on what was measured before it.
+The timing rules are those of real children, so the intervals mean the same. A probe's noise depends on the seed and the
+probe alone, never on what was measured before it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from hashlib import blake2b
 import msgspec
 
 from evener.balancer.events import ProbeProgress
-from evener.balancer.probes.block_timing import Block, Timing
+from evener.balancer.probes.block_timing import Block, BlockTimer
 from evener.balancer.probes.prober import Facts, Report
 from evener.balancer.search.statistics import relative_half_width
 from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Timed
 from evener.devices.simulated.machine import Machine
 
-TICK_SECONDS = 0.1  # of real time between looks at `stop` when paced
-FEWEST_SECONDS = 1e-9  # a step is never free
+TICK_SECONDS = 0.1  # of real time between checks of `stop` when paced
+SHORTEST_STEP_SECONDS = 1e-9  # a step is never free
 
 
 class SimulatedProber:
-    """A Prober over a written-down machine. `pace` 1 takes real time, 0 none; `start_seconds` is where its clock is."""
+    """A Prober over a simulated machine. `pace` 1 takes real time, 0 none; its clock starts at `start_seconds`."""
 
     def __init__(self, machine: Machine, seed: int, pace: float = 0.0, start_seconds: float = 0.0) -> None:
         self._machine = machine
@@ -36,19 +36,19 @@ class SimulatedProber:
         self._closed = threading.Event()
 
     def measure(
-        self, probes: tuple[Probe, ...], report: Report, stop: threading.Event, beside: tuple[Probe, ...] = ()
+        self, probes: tuple[Probe, ...], report: Report, stop: threading.Event, finished: tuple[Probe, ...] = ()
     ) -> Iterator[Observation]:
         """All probes at once on the virtual clock; observations come in the order in which they end."""
         start = self._clock
-        busy = {position for probe in (*probes, *beside) for position in probe.layout.active}
-        runs = [_Run(self._machine, self._seed, probe, busy, start) for probe in probes]
-        moments = sorted(((at, i, sign) for i, run in enumerate(runs) for at, sign in run.moments), key=lambda m: m[:2])
-        for at, i, sign in moments:
-            last = sign is runs[i].moments[-1][1]
+        busy = {position for probe in (*probes, *finished) for position in probe.layout.active}
+        runs = [_SimulatedProbe(self._machine, self._seed, probe, busy, start) for probe in probes]
+        reports = sorted(((at, i, one) for i, run in enumerate(runs) for at, one in run.reports), key=lambda r: r[:2])
+        for at, i, progress in reports:
+            last = progress is runs[i].reports[-1][1]
             if stop.is_set() or not self._wait_until(start + at, stop):
                 return
-            if (self._pace or last) and sign is not None:
-                report(msgspec.structs.replace(sign, at_seconds=self._clock))
+            if self._pace or last:
+                report(msgspec.structs.replace(progress, at_seconds=self._clock))
             if last:
                 yield runs[i].seen
 
@@ -57,16 +57,16 @@ class SimulatedProber:
         return self._clock
 
     def facts(self) -> Facts:
-        """A digest of the machine, as it is the workload too."""
+        """A digest of the machine, which stands for the workload too."""
         digest = blake2b(msgspec.json.encode(self._machine), digest_size=8).hexdigest()
         return Facts(engine="simulated", workload_digest=digest)
 
     def close(self) -> None:
-        """No children: only a paced wait ends."""
+        """End a paced wait; there are no children."""
         self._closed.set()
 
     def _wait_until(self, virtual: float, stop: threading.Event) -> bool:
-        """Let the clock reach `virtual`, in real time if paced; False if stopped on the way."""
+        """Advance the clock to `virtual`, in real time if paced; False if it was stopped meanwhile."""
         until = time.monotonic() + max(0.0, virtual - self._clock) * self._pace
         while self._pace and (left := until - time.monotonic()) > 0:
             if stop.wait(min(left, TICK_SECONDS)) or self._closed.is_set():
@@ -75,50 +75,48 @@ class SimulatedProber:
         return True
 
 
-class _Run:
-    """One probe from start to end: its observation, and the signs of progress on the way (seconds from the start)."""
+class _SimulatedProbe:
+    """One probe from start to end: its observation, and the progress reports until then."""
 
     def __init__(self, machine: Machine, seed: int, probe: Probe, busy: set[int], start_seconds: float = 0.0) -> None:
         self._machine, self._probe, self._start = machine, probe, start_seconds
         drawn = {"layout": probe.layout, "stage": probe.stage, "seconds": probe.seconds, "turn": probe.turn}
         self._random = random.Random(blake2b(f"{seed}:".encode() + msgspec.json.encode(drawn), digest_size=8).digest())
         self._busy = busy
-        self.moments: list[tuple[float, ProbeProgress]] = []
+        self.reports: list[tuple[float, ProbeProgress]] = []  # with seconds from the start
         self.seen = self._measure()
 
     def _measure(self) -> Observation:
-        layout = self._probe.layout
-        missing = self._missing()
-        if missing:
+        layout, machine = self._probe.layout, self._machine
+        if missing := self._missing():
             return self._failed(missing)
-        if gone := self._gone(0.0):
-            return gone
+        if lost := self._lost(0.0):
+            return lost
         if layout.kind == "place":
-            placement = self._machine.placement(layout.placement)
-            assert placement is not None, "a missing one was told"
-            return self._timed(
-                max(FEWEST_SECONDS, placement.seconds(layout.global_batch)), (None,) * len(layout.shares)
-            )
+            placement = machine.placement(layout.placement)
+            assert placement is not None, "a missing one has failed above"
+            step = max(SHORTEST_STEP_SECONDS, placement.seconds(layout.global_batch))
+            return self._timed(step, (None,) * len(layout.shares), ())
         step, parts = self._physics()
-        machine = self._machine
-        held = self._memory()
         short = tuple(machine.short_bytes(i, self._start) if share else 0 for i, share in enumerate(layout.shares))
-        room = [machine.usable_memory_bytes(i) - less for i, less in enumerate(short)]
-        full = tuple(i for i, size in enumerate(held) if size is not None and size > room[i])
-        told = short if any(short) else ()
+        full = tuple(
+            i
+            for i, size in enumerate(self._memory())
+            if size is not None and size > machine.usable_memory_bytes(i) - short[i]
+        )
+        short = short if any(short) else ()
         if full:
-            self._sign(step, "building", None, None)
-            return OutOfMemory(self._probe, full, "the samples do not fit the simulated memory", step, told)
-        seen = self._timed(step, parts)
-        return msgspec.structs.replace(seen, short_bytes=told) if isinstance(seen, Timed) else seen
+            self._report(step, "building", None, None)
+            return OutOfMemory(self._probe, full, "the samples do not fit the simulated memory", step, short)
+        return self._timed(step, parts, short)
 
     def _missing(self) -> str:
-        """What a simulated machine can't do of the layout; empty if it can."""
+        """Why the simulated machine can't run the layout; empty if it can."""
         layout = self._probe.layout
         if layout.kind == "place" and self._machine.placement(layout.placement) is None:
             return f"the simulated machine has no placement {layout.placement!r}"
         if layout.kind == "pack" and layout.placement:
-            return "a simulated device knows plain processes only"
+            return "simulated devices share memory between plain processes only"
         return "a simulated machine has no XLA and no other precision" if layout.knobs else ""
 
     def _physics(self) -> tuple[float, tuple[float | None, ...]]:
@@ -131,49 +129,50 @@ class _Run:
             for i, share in enumerate(layout.shares)
         )
         slowest = max((part for part in parts if part is not None), default=0.0)
-        return max(FEWEST_SECONDS, slowest + machine.sync.seconds(len(active))), parts
+        return max(SHORTEST_STEP_SECONDS, slowest + machine.sync.seconds(len(active))), parts
 
-    def _timed(self, step: float, parts: tuple[float | None, ...]) -> Observation:
+    def _timed(self, step: float, parts: tuple[float | None, ...], short_bytes: tuple[int, ...]) -> Observation:
         noise = self._machine.step_noise(self._probe.layout.shares)
-        timing = Timing(self._probe.seconds, self._probe.whole, self._probe.steps)
+        timer = BlockTimer(self._probe.seconds, self._probe.whole, self._probe.steps)
         elapsed = first = step * self._draw(noise, 1)
-        while steps := timing.next_steps():
-            if gone := self._gone(elapsed):
-                return gone
+        while steps := timer.next_steps():
+            if lost := self._lost(elapsed):
+                return lost
             slowed, slowest = self._slowed(elapsed)
             wall = steps * step * self._draw(noise, steps) / (1 - slowed)
             own = tuple(p and p * wall / step for p in parts)
-            timing.add(Block(steps, wall, own_seconds=own, slowed=slowed, slowest=slowest))
+            timer.add(Block(steps, wall, own_seconds=own, slowed=slowed, slowest=slowest))
             elapsed += wall
-            self._progress(elapsed, timing)
-        measured = timing.result()
-        if measured is None:
+            self._report_timing(elapsed, timer)
+        timing = timer.result()
+        if timing is None:
             return self._failed("no block was timed")
         return Timed(
             probe=self._probe,
-            step_seconds=measured.step.value,
-            low_seconds=measured.step.low,
-            high_seconds=measured.step.high,
-            steps=measured.steps,
+            step_seconds=timing.step.value,
+            low_seconds=timing.step.low,
+            high_seconds=timing.step.high,
+            steps=timing.steps,
             memory_bytes=self._memory(),
-            device_seconds=measured.own_seconds,
+            device_seconds=timing.own_seconds,
             first_step_seconds=first,
             elapsed_seconds=elapsed,
-            warnings=measured.warnings,
+            warnings=timing.warnings,
+            short_bytes=short_bytes,
         )
 
     def _slowed(self, elapsed: float) -> tuple[float, int]:
-        """How much the device that holds back most slows the step, and its position; -1 if none does."""
+        """How much the device that is held back most slows the step, and its position; -1 if none is."""
         active = self._probe.layout.active
         slowed, position = max((self._machine.slowed(i, self._start + elapsed), -i) for i in active)
         return slowed, -position if slowed else -1
 
-    def _gone(self, elapsed: float) -> Failed | None:
-        """The end of the probe where one of its devices is lost by then."""
+    def _lost(self, elapsed: float) -> Failed | None:
+        """The end of the probe if one of its devices is lost by then."""
         at = self._start + elapsed
         for i in self._probe.layout.active:
             if self._machine.lost(i, at):
-                self._sign(elapsed, "measuring" if elapsed else "starting", None, None)
+                self._report(elapsed, "measuring" if elapsed else "starting", None, None)
                 label = self._machine.described()[i].label
                 return Failed(self._probe, "device", f"{label}: the simulated device is lost", (i,), elapsed)
         return None
@@ -191,15 +190,15 @@ class _Run:
         """The relative length of a block: the noise of its steps averages out."""
         return max(0.01, self._random.gauss(1.0, noise / steps**0.5)) if noise else 1.0
 
-    def _progress(self, elapsed: float, timing: Timing) -> None:
-        interval = timing.interval()
+    def _report_timing(self, elapsed: float, timer: BlockTimer) -> None:
+        interval = timer.interval()
         batch = self._probe.layout.global_batch * self._probe.layout.processes
         rate = batch / interval.value if interval else None
-        self._sign(elapsed, timing.phase, rate, relative_half_width(interval) if interval else None)
+        self._report(elapsed, timer.phase, rate, relative_half_width(interval) if interval else None)
 
-    def _sign(self, at: float, phase: str, rate: float | None, relative: float | None) -> None:
-        self.moments.append((at, ProbeProgress(self._probe, phase, rate, relative, at)))
+    def _report(self, at: float, phase: str, rate: float | None, relative: float | None) -> None:
+        self.reports.append((at, ProbeProgress(self._probe, phase, rate, relative, at)))
 
     def _failed(self, detail: str) -> Failed:
-        self._sign(0.0, "building", None, None)
+        self._report(0.0, "building", None, None)
         return Failed(self._probe, "unsupported", detail, self._probe.layout.active, 0.0)

@@ -1,7 +1,7 @@
-"""The child of a probe: builds one workload and runs the steps that it is told to, on its own cores.
+"""The child of a probe: builds one workload and runs its steps as commanded, on its own cores.
 
-Its protocol has a private copy of standard output; descriptor 1 leads to standard error, so that no chatter of a
-framework can be taken for a reply. It ends with its parent, however that ends.
+The protocol has private copies of standard input and output. Descriptor 0 is empty and descriptor 1 leads to standard
+error, so a workload can neither read commands nor write replies. The child ends with its parent, however that ends.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import signal
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -19,13 +21,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+import evener
 from evener.balancer.probes import protocol
 from evener.balancer.probes.procfs import start_time
 from evener.balancer.probes.protocol import (
     Begin,
     Build,
     Built,
-    Order,
+    ChildError,
+    Command,
     Prepare,
     Prepared,
     Profile,
@@ -33,107 +37,111 @@ from evener.balancer.probes.protocol import (
     Ran,
     Ready,
     Reply,
-    Run,
-    Trouble,
+    RunSteps,
 )
 from evener.devices.child_environment import cap_address_space
+from evener.errors import EvenerError
 from evener.workloads.protocol import Workload
 
-PARENT_LOOK_SECONDS = 1.0
+PARENT_POLL_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
+_PLACE_IN_TEXT = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def main() -> int:
-    """Obey orders from standard input until there is nobody left to give any."""
-    replies = _private_output()
+    """Carry out the commands on standard input until it ends or one fails."""
+    commands, replies = _private_streams()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker = Worker()
-    for text in sys.stdin.buffer:
-        order = protocol.orders.decode(text)
+    for text in commands:
+        command = protocol.command_decoder.decode(text)
         try:
-            reply = worker.obey(order)
+            reply = worker.execute(command)
         except BaseException as error:
-            reply = worker.explain(error)
-        replies.write(protocol.line(reply))
+            reply = worker.describe_error(error)
+        replies.write(protocol.encode_line(reply))
         replies.flush()
-        if isinstance(reply, Trouble):
-            break  # what failed once is never used again
-    _leave()
+        if isinstance(reply, ChildError):
+            break  # a child that failed is never used again
+    _exit_now()
     return 0
 
 
 class Worker:
-    """The one workload of this process and how it is stepped."""
+    """The one workload of this process, and how it is stepped."""
 
     def __init__(self) -> None:
         self._workload: Workload | None = None
         self._build: Build | None = None
         self._busy_seconds = 0.0  # of the last step: what a slowed process spins by
 
-    def obey(self, order: Order) -> Reply:
-        """Do one thing and say what came of it."""
-        match order:
+    def execute(self, command: Command) -> Reply:
+        """Carry out one command."""
+        match command:
             case Begin():
-                return _begin(order)
+                return _begin(command)
             case Build():
-                return self._raise_up(order)
+                return self._build_workload(command)
             case Prepare():
-                return self._prepare(order)
-            case Run():
-                return self._run(order)
+                return self._prepare(command)
+            case RunSteps():
+                return self._run(command)
             case Profile():
-                return self._profile(order.steps)
+                return self._profile(command.steps)
             case _:
-                raise ValueError(f"no such order: {order}")
+                raise ValueError(f"unknown command: {command}")
 
-    def explain(self, error: BaseException) -> Trouble:
-        """The error as its class names and its text; with the user's own line where it passed through one."""
+    def describe_error(self, error: BaseException) -> ChildError:
+        """The error's class names, text and traceback, and the user's own line where it passed through one."""
         types = tuple(kind.__name__ for kind in type(error).__mro__ if kind not in (object, BaseException, Exception))
-        text = (str(error) or type(error).__name__).encode(errors="replace").decode()
-        print("".join(traceback.format_exception(error))[-20_000:], file=sys.stderr)
-        return Trouble(types, text[: protocol.LONGEST_TEXT], self._users_line(error))
+        text = _encodable(str(error) or type(error).__name__)
+        trace = _encodable("".join(traceback.format_exception(error))[-protocol.LONGEST_TRACEBACK :])
+        print(trace, file=sys.stderr)
+        own = self._build is not None and ":" in self._build.workload and not isinstance(error, EvenerError)
+        return ChildError(types, text[: protocol.LONGEST_TEXT], find_user_line(error) if own else "", trace)
 
-    def _raise_up(self, order: Build) -> Built:
+    def _build_workload(self, command: Build) -> Built:
         from evener.workloads import registry
 
-        self._build = order
-        if order.room_bytes is not None and ":" not in order.workload:
-            registry.factory(registry.find(order.workload, order.framework))
-            cap_address_space(order.room_bytes)
-        self._workload = registry.build(order.workload, order.place, order.settings, order.framework)
-        if order.room_bytes is not None and ":" in order.workload:
-            cap_address_space(order.room_bytes)  # only the user's own code imports what it needs
+        self._build = command
+        size = command.address_space_bytes
+        if size is not None and ":" not in command.workload:
+            registry.factory(registry.find(command.workload, command.framework))
+            cap_address_space(size)
+        self._workload = registry.build(command.workload, command.place, command.settings, command.framework)
+        if size is not None and ":" in command.workload:
+            cap_address_space(size)  # only the user's own code imports what it needs
         return Built({str(key): str(value) for key, value in self._workload.facts().items()})
 
-    def _prepare(self, order: Prepare) -> Prepared:
+    def _prepare(self, command: Prepare) -> Prepared:
         workload, _ = self._built()
         gc.unfreeze()
         self._busy_seconds = 0.0
-        workload.prepare(order.shares)
+        workload.prepare(command.shares)
         started = time.perf_counter()
         workload.step()
         workload.synchronize()
         first = time.perf_counter() - started
         gc.collect()
-        gc.freeze()  # what lives now lives on: a collection between blocks need not look at it again
+        gc.freeze()  # what lives now lives on: a collection between blocks need not visit it again
         return Prepared(first)
 
-    def _run(self, order: Run) -> Ran:
+    def _run(self, command: RunSteps) -> Ran:
         workload, build = self._built()
         gc.disable()
         spun, steps = 0.0, 0
         cpu, started = time.process_time(), time.perf_counter()
-        while not steps or time.perf_counter() - started < order.seconds:
-            spun += self._steps(order.steps, workload, build)
-            steps += order.steps
+        while not steps or time.perf_counter() - started < command.seconds:
+            spun += self._run_steps(command.steps, workload, build)
+            steps += command.steps
         wall = time.perf_counter() - started
         cpu = time.process_time() - cpu
         gc.enable()
         gc.collect()
-        return Ran(steps, wall, max(0.0, cpu - spun), spun, tuple(workload.peak_memory_bytes()) or (None,))
+        return Ran(steps, wall, max(0.0, cpu - spun), spun, tuple(workload.max_memory_bytes()) or (None,))
 
     def _profile(self, steps: int) -> Profiled:
-        """Once without the profiler, which slows what it looks at, and once with it."""
+        """The steps are timed without the profiler first, as it slows them."""
         from evener.workloads import profiling
 
         workload, build = self._built()
@@ -148,8 +156,8 @@ class Worker:
         seconds = time.perf_counter() - started
         return Profiled(steps, seconds, profiling.profile(build.framework, run))
 
-    def _steps(self, count: int, workload: Workload, build: Build) -> float:
-        """Run steps until the devices are done with them; gives the time spun."""
+    def _run_steps(self, count: int, workload: Workload, build: Build) -> float:
+        """Run steps until the devices are done with them; returns the seconds spent spinning."""
         if build.compute < 1:
             return sum(self._slow_step(workload, build) for _ in range(count))
         for _ in range(count):
@@ -158,10 +166,10 @@ class Worker:
         return 0.0
 
     def _slow_step(self, workload: Workload, build: Build) -> float:
-        """Spin, so as to be as slow as told, then step; gives the time spun.
+        """Spin, to be as slow as the device's limit says, then step; returns the seconds spent spinning.
 
-        It spins before the step, for what the step before it took, so that in a group the others wait for this rank as
-        for a slow one. Alone, wall time counts; in a group only own work, as waiting for others is not slowness.
+        It spins before the step, by what the step before took, so the other ranks of a group wait for it as for a slow
+        device. Alone, wall time counts; in a group only own work does, because waiting for others is not slowness.
         """
         spun = _spin(self._busy_seconds * (1 / build.compute - 1))
         cpu, wall = time.process_time(), time.perf_counter()
@@ -176,57 +184,77 @@ class Worker:
             raise ValueError("nothing is built yet")
         return self._workload, self._build
 
-    def _users_line(self, error: BaseException) -> str:
-        home = self._build.workload.rpartition(":")[0] if self._build else ""
-        if not home:
-            return ""
-        module = sys.modules.get(home)
-        name = getattr(module, "__file__", None) or home
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if Path(frame.filename).resolve() == Path(name).resolve()]
-        return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+def find_user_line(error: BaseException) -> str:
+    """The last line of user code that an error passed through, as "file.py:12"; empty if there is none.
+
+    User code is what belongs to neither evener nor Python's own and installed packages. An error of a TensorFlow graph
+    names its lines in its text alone.
+    """
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    places = [*_PLACE_IN_TEXT.findall(str(error)), *frames]
+    own = [f"{file}:{line}" for file, line in places if _is_user_file(file)]
+    return own[-1] if own else ""
 
 
-def _begin(order: Begin) -> Ready:
+def _is_user_file(file: str) -> bool:
+    folders = [Path(evener.__file__).parent, *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))]
+    try:
+        paths = {Path(file), Path(file).resolve()}
+        return file.endswith(".py") and not any(
+            path.is_relative_to(folder) for path in paths for each in folders for folder in (each, each.resolve())
+        )
+    except (OSError, ValueError):  # the text of an error may name anything
+        return False
+
+
+def _encodable(text: str) -> str:
+    return text.encode(errors="replace").decode()
+
+
+def _begin(command: Begin) -> Ready:
     """Bind this process to its parent and its cores."""
-    _end_with(order.parent_pid, order.parent_start)
-    if order.cores:
-        os.sched_setaffinity(0, order.cores)
-    with suppress(OSError):  # if the kernel must kill somebody for memory, it shall be the probe
+    _end_with_parent(command.parent_pid, command.parent_start)
+    if command.cores:
+        os.sched_setaffinity(0, command.cores)
+    with suppress(OSError):  # if the kernel has to kill a process for memory, it should be this one
         Path("/proc/self/oom_score_adj").write_text("1000")
     return Ready(os.getpid())
 
 
-def _end_with(parent_pid: int, parent_start: float) -> None:
-    """The kernel kills this process with its parent; a thread looks too, should the kernel not."""
+def _end_with_parent(parent_pid: int, parent_start: float) -> None:
+    """The kernel kills this process with its parent; a thread watches too, in case the kernel doesn't."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
-    def look() -> None:
+    def watch() -> None:
         while os.getppid() == parent_pid and start_time(parent_pid) == parent_start:
-            time.sleep(PARENT_LOOK_SECONDS)
-        _leave()
+            time.sleep(PARENT_POLL_SECONDS)
+        _exit_now()
 
-    threading.Thread(target=look, name="parent", daemon=True).start()
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def _leave() -> None:
-    """End this process at once, with whatever it started: the group is its own."""
+def _exit_now() -> None:
+    """End this process at once, with everything it started: its process group is its own."""
     sys.stderr.flush()
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(0)
 
 
-def _private_output() -> BinaryIO:
-    """Standard output for the protocol alone: descriptor 1 leads to standard error from here on."""
-    private = os.dup(1)
+def _private_streams() -> tuple[BinaryIO, BinaryIO]:
+    """Standard input and output for the protocol alone; from here on nothing can be read from descriptor 0."""
+    commands, replies = os.dup(0), os.dup(1)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
     os.dup2(2, 1)
-    return os.fdopen(private, "wb")
+    return os.fdopen(commands, "rb"), os.fdopen(replies, "wb")
 
 
 def _spin(seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Keep the core busy, as a slower one would be; gives the time that it really took."""
+    """Keep the core busy, as a slower one would be; returns the seconds that it really took."""
     started = clock()
     while (spent := clock() - started) < seconds:
         pass

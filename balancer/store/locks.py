@@ -1,48 +1,119 @@
-"""No two users' sessions on one device: a lock on the file that the kernel itself shows the device by.
+"""Keep sessions apart: no two on one run, nor on one device unless the user says so.
 
-Such a file can be read by every user, written by none and replaced by nobody, so nothing is laid where others could
-tamper with it; the lock (flock) ends with its process. One's own sessions are kept apart by `store.runs`.
+Locks are the kernel's (flock), so they end with the process that holds them. One user's sessions lock files in that
+user's state folder. Between users, the file by which the kernel itself shows a device is locked: everybody can read it
+and nobody can replace it, so nothing lies where others could tamper with it.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import pwd
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from hashlib import blake2b
 from pathlib import Path
+from typing import Self
 
+from evener.balancer.store.folders import runs_folder, state_folder, trusted_folder
 from evener.devices.types import Device
-from evener.errors import DeviceError
+from evener.errors import DeviceError, RequestError
 
 SYS = Path("/sys")
 LOCKS = Path("/proc/locks")
-MOST_LOCKS_BYTES = 4 << 20
-TRIES = 3  # at a lock that nobody has any more when it is looked for
+LARGEST_LOCKS_BYTES = 4 << 20
+LARGEST_NOTE_BYTES = 4096
+TRIES = 3  # at a lock whose holder is gone when it is looked up
+REMEDY = "Wait for it, or use --share to run beside it."
+Note = dict[str, object]  # who holds a lock: pid and run
 
 
-class MachineLock:
-    """Held until `release`; DeviceError if another user has one of the devices. Simulated devices are nobody's."""
+class _Locks:
+    """Locked files, until `release`."""
 
-    def __init__(self, devices: Iterable[Device]) -> None:
+    def __init__(self) -> None:
         self._descriptors: list[int] = []
-        for device in devices:
-            for path in kernel_files(device):
-                self._take(device, path)
 
     def release(self) -> None:
-        """Let go of all; it may be called twice."""
+        """Release all locks; safe to call twice."""
         for descriptor in self._descriptors:
-            os.close(descriptor)
+            with suppress(OSError):
+                os.close(descriptor)
         self._descriptors.clear()
 
-    def _take(self, device: Device, path: Path) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _lock_own(self, path: Path, note: Note) -> Note | None:
+        """Lock a file of this user's and write `note` into it; the holder's note if somebody else has it."""
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            self.release()
+            raise RequestError(
+                f"The lock {path} can't be written: {error.strerror or error}.",
+                "Set XDG_STATE_HOME to a folder that you may write.",
+            ) from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = _read_note(descriptor)
+            os.close(descriptor)
+            self.release()
+            return holder
+        self._descriptors.append(descriptor)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(note).encode(), 0)
+        return None
+
+
+class RunLock(_Locks):
+    """A run in progress can be neither resumed nor deleted; RequestError if it is in progress elsewhere."""
+
+    def __init__(self, run: str) -> None:
+        super().__init__()
+        holder = self._lock_own(runs_folder() / run / "lock", {"pid": os.getpid()})
+        if holder is not None:
+            raise RequestError(f"The run {run} is going on{_describe_note(holder)}.", "Wait for it, or stop it there.")
+
+
+class DeviceLock(_Locks):
+    """Keeps this user's other sessions off the devices; DeviceError if one has them. Simulated ones aren't locked."""
+
+    def __init__(self, run: str, devices: Iterable[Device]) -> None:
+        super().__init__()
+        folder = trusted_folder(state_folder() / "locks")
+        for device in devices:
+            for unit in _lock_units(device):
+                path = folder / f"{blake2b(unit.encode(), digest_size=12).hexdigest()}.lock"
+                holder = self._lock_own(path, {"pid": os.getpid(), "run": run})
+                if holder is not None:
+                    who = _describe_note(holder)
+                    raise DeviceError(f"{device.label} is being measured by another evener{who}.", REMEDY)
+
+
+class MachineLock(_Locks):
+    """Keeps other users' sessions off the devices; DeviceError if one has them. Simulated ones aren't locked."""
+
+    def __init__(self, devices: Iterable[Device]) -> None:
+        super().__init__()
+        for device in devices:
+            for path in kernel_files(device):
+                self._lock_kernel_file(device, path)
+
+    def _lock_kernel_file(self, device: Device, path: Path) -> None:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
             return
         try:
-            pid = taken_by(descriptor)
+            pid = try_lock(descriptor)
         except OSError:  # a file system without locks
             os.close(descriptor)
             return
@@ -53,42 +124,78 @@ class MachineLock:
         if pid and _user_id(pid) == os.getuid():
             return
         self.release()
-        raise DeviceError(
-            f"{device.label} is being measured by another user's evener{_words(pid)}.",
-            "Wait for it, or run beside it with --share.",
-        )
+        raise DeviceError(f"{device.label} is being measured by another user's evener{_describe_process(pid)}.", REMEDY)
+
+
+def lock_devices(run: str, devices: Iterable[Device]) -> ExitStack:
+    """Lock the devices against this user's and other users' sessions; closing the stack releases them."""
+    with ExitStack() as stack:
+        stack.enter_context(DeviceLock(run, devices))
+        stack.enter_context(MachineLock(devices))
+        return stack.pop_all()
 
 
 def kernel_files(device: Device) -> list[Path]:
-    """What the kernel shows a device by: one file for each core, or the GPU's own on its bus; none if unknown."""
+    """The files by which the kernel shows a device: one for each core, or the GPU's own on its bus; none if unknown."""
     if device.kind == "cpu":
         return [SYS / f"devices/system/cpu/cpu{core}/topology/core_id" for core in device.cores]
-    if device.kind != "gpu" or device.id.startswith("MIG-"):  # the instances of a GPU may be in several hands
+    if device.kind != "gpu" or device.id.startswith("MIG-"):  # different users may use the instances of one GPU
         return []
     address = _bus_address(device.id)
     return [SYS / "bus/pci/devices" / address / "vendor"] if address else []
 
 
-def taken_by(descriptor: int) -> int | None:
-    """Lock an open file: None if that was done, else the pid of whoever has it; 0 where the kernel doesn't say."""
+def try_lock(descriptor: int) -> int | None:
+    """Lock an open file: None if that worked, else the pid of the holder, 0 if the kernel doesn't say."""
     for _ in range(TRIES):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return None
         except BlockingIOError:
-            if pid := holder(descriptor):
+            if pid := find_holder(descriptor):
                 return pid
     return 0
 
 
-def holder(descriptor: int) -> int:
-    """The pid of whoever has the lock on an open file; 0 where the kernel doesn't say."""
+def find_holder(descriptor: int) -> int:
+    """The pid of the process that has the lock on an open file; 0 if the kernel doesn't say."""
     status = os.fstat(descriptor)
     wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     with suppress(OSError, ValueError, IndexError), LOCKS.open("rb") as stream:
-        lines = stream.read(MOST_LOCKS_BYTES).decode(errors="replace").splitlines()
+        lines = stream.read(LARGEST_LOCKS_BYTES).decode(errors="replace").splitlines()
         return next((int(words[4]) for line in lines if wanted in (words := line.split())), 0)
     return 0
+
+
+def _lock_units(device: Device) -> list[str]:
+    """What can't be used twice: a GPU, or each core of a slice, however the CPU was cut."""
+    return [device.id] if device.kind == "gpu" else [f"core {core}" for core in device.cores]
+
+
+def _read_note(descriptor: int) -> Note:
+    try:
+        note = json.loads(os.pread(descriptor, LARGEST_NOTE_BYTES, 0))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return note if isinstance(note, dict) else {}
+
+
+def _describe_note(note: Note) -> str:
+    """As " (process 12, run 20261122-…)"; anything that no lock of ours says is left out."""
+    pid, run = note.get("pid"), note.get("run")
+    words = [f"process {pid}"] if isinstance(pid, int) else []
+    if isinstance(run, str) and 0 < len(run) <= 40 and run.replace("-", "").isalnum() and run.isascii():
+        words.append(f"run {run}")
+    return f" ({', '.join(words)})" if words else ""
+
+
+def _describe_process(pid: int) -> str:
+    if not pid:
+        return ""
+    user, name = _user_id(pid), ""
+    with suppress(KeyError):
+        name = f" of {pwd.getpwuid(user).pw_name}" if user is not None else ""
+    return f" (process {pid}{name})"
 
 
 def _user_id(pid: int) -> int | None:
@@ -98,26 +205,14 @@ def _user_id(pid: int) -> int | None:
         return None
 
 
-def _words(pid: int) -> str:
-    import pwd
-
-    if not pid:
-        return ""
-    user = _user_id(pid)
-    name = ""
-    with suppress(KeyError):
-        name = f" of {pwd.getpwuid(user).pw_name}" if user is not None else ""
-    return f" (process {pid}{name})"
-
-
 def _bus_address(uuid: str) -> str:
-    """As sysfs writes it: 0000:3b:00.0; empty if the driver doesn't tell."""
+    """As sysfs writes it: 0000:3b:00.0; empty if the driver doesn't say."""
     from evener.devices.nvidia.nvml_library import find_handle, opened
 
     try:
         with opened() as nvml:
-            told = nvml.nvmlDeviceGetPciInfo(find_handle(nvml, uuid)).busId
-        domain, rest = (told.decode() if isinstance(told, bytes) else str(told)).split(":", 1)
+            address = nvml.nvmlDeviceGetPciInfo(find_handle(nvml, uuid)).busId
+        domain, rest = (address.decode() if isinstance(address, bytes) else str(address)).split(":", 1)
         return f"{int(domain, 16):04x}:{rest.lower()}"
-    except Exception:  # whatever the driver raises: the lock of one's own sessions stands in any case
+    except Exception:  # whatever the driver raises: the lock against one's own sessions holds in any case
         return ""

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from evener.balancer.probes.launch_plan import Job, engine_of, groups_of, key_of
-from evener.balancer.request import Request
-from evener.balancer.resolve import make_prober, understand
+from evener.balancer.probes.launch_plan import GroupKey, assign_devices, choose_engine
+from evener.balancer.request import Request, ResolvedRequest
+from evener.balancer.resolve import make_prober, resolve_request
 from evener.balancer.types import Probe, Timed, layout_of
 from evener.devices.types import Device
 from evener.errors import RequestError
@@ -27,10 +27,10 @@ def asked(**fields: Any) -> Request:
 def test_the_engine_asked_for_says_how_many_processes_there_are(engine: str, children: int) -> None:
     """Whatever `auto` would have taken; a solo has no engine."""
     gpus = tuple(Device(f"GPU-{i}", i, "H200", "gpu", 1 << 30) for i in range(2))
-    job = Job(gpus, "keras_mnist", "tensorflow", engine=engine)
-    assert engine_of(job, key_of(SPLIT)) == engine
-    assert len(groups_of(job, key_of(SPLIT))) == children
-    assert engine_of(job, key_of(layout_of((8, 0)))) == ""
+    resolved = ResolvedRequest(Request(engine=engine), gpus, "keras_mnist", "tensorflow")
+    assert choose_engine(resolved, GroupKey.for_layout(SPLIT)) == engine
+    assert len(assign_devices(resolved, GroupKey.for_layout(SPLIT))) == children
+    assert choose_engine(resolved, GroupKey.for_layout(layout_of((8, 0)))) == ""
 
 
 @pytest.mark.parametrize(
@@ -39,28 +39,31 @@ def test_the_engine_asked_for_says_how_many_processes_there_are(engine: str, chi
         ({"engine": "ddp"}, "--engine 'ddp' is not known"),
         ({"framework": "torch", "workload": "torch_mnist"}, "torch has no choice of it"),
         ({"devices": "sim:t4,t4"}, "simulated devices have none"),
-        ({"devices": "cpu:0,cpu:1@60%"}, "CPU:1 is held to 60% in a process of its own; --engine mirrored has one"),
-        ({"devices": "cpu:0,cpu:1@2GiB", "engine": "towers"}, "CPU:1 is held to 2GiB in a process of its own"),
+        (
+            {"devices": "cpu:0,cpu:1@60%"},
+            "CPU:1 is limited to 60%, which needs its own process; --engine mirrored",
+        ),
+        ({"devices": "cpu:0,cpu:1@2GiB", "engine": "towers"}, "CPU:1 is limited to 2GiB, which needs its own process"),
     ],
 )
 def test_an_engine_that_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
     """Before anything is started."""
     with pytest.raises(RequestError, match=words):
-        understand(asked(**fields))
+        resolve_request(asked(**fields))
 
 
 def test_limits_that_an_engine_can_keep_are_let_through(fake_nvml: Callable[..., Any]) -> None:
     """A process for each device keeps any; one for all GPUs keeps each of them to its memory."""
     fake_nvml(2)
-    assert understand(asked(devices="cpu:0,cpu:1@60%", engine="multiworker")).request.engine == "multiworker"
-    assert understand(asked(devices="gpu:0,gpu:1@8GiB")).devices[1].limit.memory_bytes == 8 << 30
+    assert resolve_request(asked(devices="cpu:0,cpu:1@60%", engine="multiworker")).request.engine == "multiworker"
+    assert resolve_request(asked(devices="gpu:0,gpu:1@8GiB")).devices[1].limit.memory_bytes == 8 << 30
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["towers", "mirrored"])
 def test_one_process_trains_on_both_slices_by_the_engine_asked_for(engine: str, cores_of_one_user: int) -> None:
     """Real steps of uneven shares; the plan would name the engine."""
-    prober = make_prober(understand(asked(engine=engine)))
+    prober = make_prober(resolve_request(asked(engine=engine)))
     try:
         (seen,) = prober.measure((Probe(SPLIT, "split", 0.3, 0),), lambda _: None, threading.Event())
         assert isinstance(seen, Timed)

@@ -43,7 +43,7 @@ def test_these_do_not(types: tuple[str, ...], text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "cap_share", "killed", "chatter", "memory"),
+    ("code", "cap_share", "killed", "stderr", "memory"),
     [
         (-signal.SIGKILL, 0.0, True, "", True),  # the kernel's killer counted one more
         (-signal.SIGKILL, 1.0, False, "", False),  # somebody else's kill
@@ -56,25 +56,27 @@ def test_these_do_not(types: tuple[str, ...], text: str) -> None:
     ],
 )
 def test_an_end_means_memory_by_its_signal_its_cap_or_its_last_words(
-    code: int, cap_share: float, killed: bool, chatter: str, memory: bool
+    code: int, cap_share: float, killed: bool, stderr: str, memory: bool
 ) -> None:
     """A signal alone says nothing."""
-    assert exit_causes.end_is_memory(code, cap_share, killed, chatter) is memory
+    assert exit_causes.exit_is_memory(code, cap_share, killed, stderr) is memory
 
 
 def test_ends_in_words_name_the_signal_or_the_code() -> None:
     """Also for a signal that has no name."""
-    assert exit_causes.end_in_words(-11) == ("signal", "its process was ended by SIGSEGV")
-    assert exit_causes.end_in_words(7)[0] == "exit"
-    assert "7" in exit_causes.end_in_words(7)[1]
-    assert exit_causes.end_in_words(-200) == ("signal", "its process was ended by signal 200")
+    assert exit_causes.describe_exit(-11) == ("signal", "its process was ended by SIGSEGV")
+    assert exit_causes.describe_exit(7)[0] == "exit"
+    assert "7" in exit_causes.describe_exit(7)[1]
+    assert exit_causes.describe_exit(-200) == ("signal", "its process was ended by signal 200")
 
 
 def test_a_gpu_is_blamed_only_if_one_is_named() -> None:
     """Two names are no answer."""
-    assert exit_causes.gpu_named("OOM on /job:localhost/replica:0/task:0/device:GPU:1 by allocator GPU_1_bfc") == 1
-    assert exit_causes.gpu_named("device:GPU:0 and device:GPU:1") is None
-    assert exit_causes.gpu_named("somewhere") is None
+    assert (
+        exit_causes.find_gpu_number("OOM on /job:localhost/replica:0/task:0/device:GPU:1 by allocator GPU_1_bfc") == 1
+    )
+    assert exit_causes.find_gpu_number("device:GPU:0 and device:GPU:1") is None
+    assert exit_causes.find_gpu_number("somewhere") is None
 
 
 @given(st.text())
@@ -85,7 +87,7 @@ def test_one_line_is_one_bounded_line_that_a_terminal_can_take(text: str) -> Non
     assert not any(ord(character) < 32 or 0x7F <= ord(character) < 0xA0 for character in line)
 
 
-def test_a_traced_error_is_told_by_its_last_line() -> None:
+def test_a_traced_error_is_reported_by_its_last_line() -> None:
     """TensorFlow's "in user code:" is not what a person needs."""
     text = "in user code:\n\n    File x.py, line 3\n\n    ValueError: 3 != 4\n"
     assert exit_causes.one_line(text) == "ValueError: 3 != 4"
@@ -98,3 +100,14 @@ def test_a_heading_of_tensorflow_s_gives_way_to_what_went_wrong() -> None:
     text += "\n\t [[{{node conv}}]]"
     assert exit_causes.one_line(text) == "CUDNN_STATUS_BAD_PARAM in cudnnSetTensorNdDescriptor"
     assert exit_causes.one_line("Graph execution error:") == "Graph execution error:"
+
+
+def test_a_layer_s_error_is_reported_without_colors_and_without_its_arguments() -> None:
+    """Keras names the layer first, then in bold what was wrong, then the arguments."""
+    text = "Exception encountered when calling Net.call().\n\n\x1b[1mno such layer\x1b[0m\n\nArguments received: x"
+    assert exit_causes.one_line(text) == "no such layer"
+
+
+def test_a_long_line_is_cut_between_words() -> None:
+    """A cut token would be read as another one."""
+    assert exit_causes.one_line("shape (12, 345) is wrong", 16) == "shape (12, …"

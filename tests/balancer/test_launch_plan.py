@@ -1,4 +1,4 @@
-"""Which children a layout gets, what they are told, and who has to go for their memory; on GPUs that aren't here."""
+"""Which children a layout gets, what they build, and which idle ones end for their memory; on GPUs that aren't here."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import pytest
 
 from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.launch_plan import (
-    Job,
-    Key,
-    engine_of,
-    free_ports,
-    groups_of,
-    key_of,
-    one_child,
-    orders_of,
-    stand_of,
+    GroupKey,
+    assign_devices,
+    build_commands,
+    choose_engine,
+    find_free_ports,
+    map_ranks,
+    runs_in_one_process,
 )
-from evener.balancer.probes.memory_budget import CONTEXT_BYTES, Room
+from evener.balancer.probes.memory_budget import CONTEXT_BYTES, MemoryBudget
 from evener.balancer.probes.protocol import Build
+from evener.balancer.request import Request, ResolvedRequest
 from evener.balancer.types import Layout, Probe, Timed, layout_of, solo
 from evener.devices.child_environment import ChildEnvironment, child_environment
 from evener.devices.types import Device, Limit
+from tests.support.probers import child_prober
 
 MIB = 1 << 20
 FREE = Limit()
@@ -37,15 +37,21 @@ def gpu(index: int, limit: Limit = FREE, memory_bytes: int = 1000 * MIB) -> Devi
     return Device(f"GPU-{index}", index, "H200", "gpu", memory_bytes, (), limit)
 
 
-def orders(framework: str, layout: Layout, *devices: Device) -> list[Build]:
-    """What the children of a layout are told."""
-    job, key = Job(devices, "some workload", framework), key_of(layout)
-    groups = groups_of(job, key)
-    environments = [child_environment(group, framework) for group in groups]
-    return orders_of(job, key, groups, environments, stand_of(job, key, environments, {}))
+def resolved_for(framework: str, *devices: Device) -> ResolvedRequest:
+    """A request for some workload on these devices."""
+    return ResolvedRequest(Request(), devices, "some workload", framework)
+
+
+def commands(framework: str, layout: Layout, *devices: Device) -> list[Build]:
+    """What each child of a layout has to build."""
+    resolved, key = resolved_for(framework, *devices), key_of(layout)
+    assigned = assign_devices(resolved, key)
+    environments = [child_environment(group, framework) for group in assigned]
+    return build_commands(resolved, key, assigned, environments, map_ranks(resolved, key, environments, {}))
 
 
 SPLIT = layout_of((8, 8))
+key_of = GroupKey.for_layout
 
 
 @pytest.mark.parametrize(
@@ -58,39 +64,39 @@ SPLIT = layout_of((8, 8))
 )
 def test_how_a_split_is_kept_in_step(framework: str, limits: tuple[Limit, Limit], engine: str) -> None:
     """One TensorFlow process drives free GPUs; limited ones and PyTorch have a process each."""
-    job = Job((gpu(0, limits[0]), gpu(1, limits[1])), "some workload", framework)
-    assert engine_of(job, key_of(SPLIT)) == engine
-    assert one_child(job, key_of(SPLIT)) == (engine == "towers")
-    assert engine_of(job, key_of(solo(2, 0, 8))) == ""
+    resolved = resolved_for(framework, gpu(0, limits[0]), gpu(1, limits[1]))
+    assert choose_engine(resolved, key_of(SPLIT)) == engine
+    assert runs_in_one_process(resolved, key_of(SPLIT)) == (engine == "towers")
+    assert choose_engine(resolved, key_of(solo(2, 0, 8))) == ""
 
 
-def test_a_group_is_told_ranks_peers_and_limits() -> None:
-    """Every rank the same peers, each its own rank and cap; its one GPU is number 0 to it; who is left out isn't in."""
-    told = orders("torch", layout_of((8, 0, 8)), gpu(0), gpu(1), gpu(2, CAPPED))
-    assert [order.place.rank for order in told] == [0, 1]
-    assert told[0].place.peers == told[1].place.peers
-    assert len(set(told[0].place.peers)) == 2
-    assert [order.place.devices for order in told] == [("GPU:0",), ("GPU:0",)]
-    assert [order.place.memory_limit_bytes for order in told] == [(None,), (100 * MIB,)]
+def test_the_ranks_of_a_group_have_peers_and_their_own_limits() -> None:
+    """All have the same peers, each its own rank and cap; its one GPU is number 0 to it; a device left out has none."""
+    found = commands("torch", layout_of((8, 0, 8)), gpu(0), gpu(1), gpu(2, CAPPED))
+    assert [command.place.rank for command in found] == [0, 1]
+    assert found[0].place.peers == found[1].place.peers
+    assert len(set(found[0].place.peers)) == 2
+    assert [command.place.devices for command in found] == [("GPU:0",), ("GPU:0",)]
+    assert [command.place.memory_limit_bytes for command in found] == [(None,), (100 * MIB,)]
 
 
 def test_towers_are_one_child_that_sees_every_gpu_and_knobs_change_the_build() -> None:
     """In the order of the request; no peers."""
-    (order,) = orders("tensorflow", Layout("split", (8, 8), knobs=("xla", "mixed")), gpu(0), gpu(1))
-    assert order.place.devices == ("GPU:0", "GPU:1")
-    assert order.place.peers == ()
-    assert order.place.xla
-    assert order.place.precision == "mixed_bfloat16"
+    (command,) = commands("tensorflow", Layout("split", (8, 8), knobs=("xla", "mixed")), gpu(0), gpu(1))
+    assert command.place.devices == ("GPU:0", "GPU:1")
+    assert command.place.peers == ()
+    assert command.place.xla
+    assert command.place.precision == "mixed_bfloat16"
 
 
 def test_a_pack_is_as_many_children_without_a_group() -> None:
     """Each alone on the same device."""
-    told = orders("torch", Layout("pack", (0, 8), 3), gpu(0), gpu(1))
-    assert len(told) == 3
-    assert {order.place.peers for order in told} == {()}
-    job, key = Job((gpu(0), gpu(1)), "some workload", "torch"), key_of(Layout("pack", (0, 8), 3))
-    stand = stand_of(job, key, [child_environment(group, "torch") for group in groups_of(job, key)], {})
-    assert stand.positions == (1, 1, 1)
+    found = commands("torch", Layout("pack", (0, 8), 3), gpu(0), gpu(1))
+    assert len(found) == 3
+    assert {command.place.peers for command in found} == {()}
+    resolved, key = resolved_for("torch", gpu(0), gpu(1)), key_of(Layout("pack", (0, 8), 3))
+    environments = [child_environment(group, "torch") for group in assign_devices(resolved, key)]
+    assert map_ranks(resolved, key, environments, {}).positions == (1, 1, 1)
 
 
 def test_layouts_that_need_other_children_have_other_keys() -> None:
@@ -104,12 +110,12 @@ def test_layouts_that_need_other_children_have_other_keys() -> None:
         key_of(Layout("split", (8, 4), knobs=("xla",))),
     }
     assert len(different) == 5
-    assert isinstance(next(iter(different)), Key)
+    assert isinstance(next(iter(different)), GroupKey)
 
 
 def test_ports_are_free_and_different() -> None:
     """All held open until the last is found."""
-    assert len(set(free_ports(8))) == 8
+    assert len(set(find_free_ports(8))) == 8
 
 
 @pytest.fixture
@@ -117,7 +123,7 @@ def crowd() -> Iterator[ChildProber]:
     """Two GPUs of 1000 MiB beside one context, whose trainings use 4 MiB a sample, and may hold 5.6."""
     settings: dict[str, Any] = {"memory_per_sample_mib": 4.0, "memory_base_mib": 0.0, "base_ms": 2.0}
     devices = tuple(gpu(i, memory_bytes=1000 * MIB + round(CONTEXT_BYTES / 0.92)) for i in range(2))
-    prober = ChildProber(Job(devices, "synthetic", "none", settings))
+    prober = child_prober(devices, **settings)
     yield prober
     prober.close()
 
@@ -135,7 +141,7 @@ def pids() -> set[int]:
     return {one.pid for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE}
 
 
-def test_idle_children_stay_where_all_fit_and_go_where_they_would_not(crowd: ChildProber) -> None:
+def test_idle_children_stay_where_all_fit_and_end_where_they_would_not(crowd: ChildProber) -> None:
     """What a coming probe may hold is bounded by what others held for as much or less."""
     measure(crowd, solo(2, 0, 20))
     measure(crowd, solo(2, 1, 20))
@@ -152,30 +158,29 @@ def test_idle_children_stay_where_all_fit_and_go_where_they_would_not(crowd: Chi
 
 def test_with_nothing_known_idle_children_go(crowd: ChildProber) -> None:
     """A first split over a device that never ran may need everything of it."""
-    room, split, alone = Room(crowd._job.devices), Probe(layout_of((1, 1)), "split", 0.1), key_of(solo(2, 0, 1))
-    room.learn(0, 1, 4 * MIB)
-    assert room.too_many((split,), {alone: {0: 4 * MIB}}) == []
+    budget, split, alone = MemoryBudget(crowd._devices), Probe(layout_of((1, 1)), "split", 0.1), key_of(solo(2, 0, 1))
+    budget.record_held(0, 1, 4 * MIB)
+    assert budget.groups_to_end((split,), {alone: {0: 4 * MIB}}) == []
     other = key_of(solo(2, 1, 1))
-    assert room.too_many((split,), {alone: {0: 4 * MIB}, other: {1: 4 * MIB}}) == [other]
+    assert budget.groups_to_end((split,), {alone: {0: 4 * MIB}, other: {1: 4 * MIB}}) == [other]
 
 
 def test_idle_children_go_where_others_hold_the_memory(crowd: ChildProber) -> None:
     """What would fit beside them on an empty device does not on one that is half taken."""
-    room, key = Room(crowd._job.devices), key_of(layout_of((1, 1)))
-    room.learn(0, 100, 400 * MIB)
+    budget, key = MemoryBudget(crowd._devices), key_of(layout_of((1, 1)))
+    budget.record_held(0, 100, 400 * MIB)
     probe, idle = Probe(solo(2, 0, 100), "solo", 0.1), {key: {0: 400 * MIB, 1: MIB}}
-    assert room.too_many((probe,), idle) == []
-    room.shrink(0, 500 * MIB)
-    assert room.too_many((probe,), idle) == [key]
+    assert budget.groups_to_end((probe,), idle) == []
+    budget.record_short(0, 500 * MIB)
+    assert budget.groups_to_end((probe,), idle) == [key]
 
 
 def test_a_slowed_rank_and_its_own_work_go_by_the_cores_that_its_step_kept_busy_alone() -> None:
-    """Known from its solo probe, else its threads; the order to build carries it."""
+    """By its solo probe, else its threads; the command to build carries it."""
     wide = Device("cpu-0-of-1", 0, "CPU", "cpu", None, tuple(range(4)), Limit(percent=50.0))
-    job, key = Job((wide, wide), "some workload", "none"), key_of(SPLIT)
-    groups = groups_of(job, key)
+    resolved, key = resolved_for("none", wide, wide), key_of(SPLIT)
     environments = [ChildEnvironment({}, threads=4)] * 2
-    stand = stand_of(job, key, environments, {1: 2.5})
-    assert stand.busy_cores == (4.0, 2.5)
-    told = orders_of(job, key, groups, environments, stand)
-    assert [(order.parallelism, order.compute) for order in told] == [(4.0, 0.5), (2.5, 0.5)]
+    ranks = map_ranks(resolved, key, environments, {1: 2.5})
+    assert ranks.busy_cores == (4.0, 2.5)
+    found = build_commands(resolved, key, assign_devices(resolved, key), environments, ranks)
+    assert [(command.parallelism, command.compute) for command in found] == [(4.0, 0.5), (2.5, 0.5)]

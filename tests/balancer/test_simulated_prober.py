@@ -25,9 +25,9 @@ SLOW = SimulatedDevice(
 MACHINE = Machine((FAST, SLOW), Sync(base_ms=5, per_device_ms=10))
 
 
-def observe(prober: SimulatedProber, *probes: Probe, beside: tuple[Probe, ...] = ()) -> dict[Probe, Observation]:
+def observe(prober: SimulatedProber, *probes: Probe, finished: tuple[Probe, ...] = ()) -> dict[Probe, Observation]:
     """All observations of one asking."""
-    seen = prober.measure(probes, lambda _: None, threading.Event(), beside)
+    seen = prober.measure(probes, lambda _: None, threading.Event(), finished)
     return {one.probe: one for one in seen}
 
 
@@ -102,7 +102,7 @@ def test_solo_probes_of_one_asking_run_together_and_a_resumed_one_is_not_alone()
     a, b = Probe(solo(2, 0, 64), "solo", 2.0), Probe(solo(2, 1, 64), "solo", 2.0)
     together = observe(SimulatedProber(MACHINE, 0), a, b)
     alone = observe(SimulatedProber(MACHINE, 0), b)
-    resumed = observe(SimulatedProber(MACHINE, 0), b, beside=(a,))
+    resumed = observe(SimulatedProber(MACHINE, 0), b, finished=(a,))
     assert resumed[b] == together[b]
     assert isinstance(together[b], Timed)
     assert isinstance(alone[b], Timed)

@@ -14,8 +14,8 @@ from evener.balancer.probes.block_timing import (
     MOST_BLOCKS,
     TIGHT,
     Block,
-    Measured,
-    Timing,
+    BlockTimer,
+    StepTiming,
 )
 
 
@@ -26,9 +26,9 @@ def timed(
     *,
     whole: bool = False,
     steps_asked: int = 0,
-) -> Measured:
+) -> StepTiming:
     """Run the rules on a clock of their own; `step(i)` and `cpu(i)` are those of the i-th block asked for."""
-    timing, i = Timing(seconds, whole, steps_asked), 0
+    timing, i = BlockTimer(seconds, whole, steps_asked), 0
     while steps := timing.next_steps():
         timing.add(Block(steps, steps * step(i), cpu(i), (0.5 * steps * step(i),)))
         i += 1
@@ -38,7 +38,7 @@ def timed(
     return measured
 
 
-def codes(measured: Measured) -> set[str]:
+def codes(measured: StepTiming) -> set[str]:
     """The doubts by name."""
     return {doubt.code for doubt in measured.warnings}
 
@@ -90,7 +90,7 @@ def test_a_clock_that_drops_midway_is_measured_again_and_still_said() -> None:
 
 def test_a_device_that_holds_itself_back_for_a_while_is_measured_again_and_still_said() -> None:
     """Throttled for a while only: the second round is of the full clock, and what was seen is said."""
-    timing, count = Timing(4.0), 0
+    timing, count = BlockTimer(4.0), 0
     while steps := timing.next_steps():
         held = 2 < count < 12
         timing.add(Block(steps, steps * (0.08 if held else 0.05), slowed=0.4 if held else 0.0))
@@ -128,7 +128,7 @@ def test_a_step_longer_than_the_time_is_still_timed_thrice() -> None:
 
 def test_nothing_timed_is_nothing_known() -> None:
     """Stopping in the warm-up leaves no figure."""
-    timing = Timing(1.0)
+    timing = BlockTimer(1.0)
     timing.add(Block(1, 0.5))
     assert timing.result() is None
     assert timing.interval() is None
@@ -151,7 +151,7 @@ def test_whatever_the_steps_the_rules_end_in_bounded_time(step: float, noise: fl
     assert measured.step.low <= measured.step.value <= measured.step.high
 
 
-def whole_run(timing: Timing, step: Callable[[], float], cpu: Callable[[], float | None]) -> list[Block]:
+def whole_run(timing: BlockTimer, step: Callable[[], float], cpu: Callable[[], float | None]) -> list[Block]:
     """The blocks that a whole run counted: those asked for once it measures."""
     counted: list[Block] = []
     while steps := timing.next_steps():
@@ -175,7 +175,7 @@ def test_a_whole_run_never_ends_before_its_time(
 ) -> None:
     """However sure, unsure, held back or disturbed it is, all its seconds are timed, each step counts, and it ends."""
     draw = random.Random(seed)
-    timing = Timing(seconds, whole=True)
+    timing = BlockTimer(seconds, whole=True)
     counted = whole_run(timing, lambda: step * max(0.05, draw.gauss(1, noise)), lambda: draw.choice(shares))
     assert sum(block.wall_seconds for block in counted) >= seconds
     assert sum(block.wall_seconds for block in counted[:-1]) < seconds or len(counted) == FEWEST_BLOCKS
@@ -191,7 +191,7 @@ def test_a_run_of_steps_never_ends_before_them_and_adds_none(
 ) -> None:
     """So many steps are timed, whatever the noise: not one less, and more only where three blocks need them."""
     draw = random.Random(seed)
-    timing = Timing(10.0, steps=asked)
+    timing = BlockTimer(10.0, steps=asked)
     counted = whole_run(timing, lambda: step * max(0.05, draw.gauss(1, noise)), lambda: draw.choice(shares))
     assert sum(block.steps for block in counted) == max(asked, FEWEST_BLOCKS)
     measured = timing.result()
@@ -210,7 +210,7 @@ def test_a_whole_run_that_drifts_is_not_begun_anew_and_the_drift_is_said() -> No
 
 def test_no_number_of_blocks_ends_a_whole_run_and_none_takes_long_for_what_was_done() -> None:
     """A day's run has a few thousand blocks; one is never more than a small part of the time before it."""
-    timing = Timing(86_400.0, whole=True)
+    timing = BlockTimer(86_400.0, whole=True)
     counted = whole_run(timing, lambda: 0.01, lambda: None)
     assert MOST_BLOCKS < len(counted) < 10 * MOST_BLOCKS
     done = 0.0

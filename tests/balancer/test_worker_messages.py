@@ -1,4 +1,4 @@
-"""What a child says is believed only if it can be true; anything else is nonsense, never a traceback."""
+"""A child's reply is accepted only if it can be true; anything else is an invalid reply, never a traceback."""
 
 from __future__ import annotations
 
@@ -8,37 +8,47 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.balancer.probes import protocol
-from evener.balancer.probes.child import Nonsense, reply_of
-from evener.balancer.probes.protocol import Begin, Build, Built, Prepare, Prepared, Ran, Ready, Run, Trouble
+from evener.balancer.probes.child import InvalidReply, parse_reply
+from evener.balancer.probes.protocol import (
+    Begin,
+    Build,
+    Built,
+    ChildError,
+    Prepare,
+    Prepared,
+    Ran,
+    Ready,
+    RunSteps,
+)
 from evener.workloads.protocol import Place
 
-ORDERS = [
+COMMANDS = [
     Begin(1, 2.5, (0, 1)),
     Build("synthetic", "none", {"base_ms": 1.0}, Place(("CPU:0",), (None,), 1, ("a:1", "b:2"))),
     Prepare((8, 0)),
-    Run(5),
+    RunSteps(5),
 ]
 REPLIES = [
     Ready(7),
     Built({"version": "2.21.0"}),
     Prepared(0.5),
     Ran(5, 0.1, 0.09, 0.0, (None, 5)),
-    Trouble(("ValueError",), "no\nway", "train.py:3"),
+    ChildError(("ValueError",), "no\nway", "train.py:3"),
 ]
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=lambda order: type(order).__name__)
-def test_orders_travel_whole(order: protocol.Order) -> None:
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: type(command).__name__)
+def test_commands_travel_whole(command: protocol.Command) -> None:
     """As one line."""
-    text = protocol.line(order)
+    text = protocol.encode_line(command)
     assert text.count(b"\n") == 1
-    assert protocol.orders.decode(text) == order
+    assert protocol.command_decoder.decode(text) == command
 
 
 @pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: type(reply).__name__)
 def test_replies_travel_whole(reply: protocol.Reply) -> None:
     """As one line, line breaks and all."""
-    assert reply_of(protocol.line(reply).rstrip(b"\n")) == reply
+    assert parse_reply(protocol.encode_line(reply).rstrip(b"\n")) == reply
 
 
 @pytest.mark.parametrize(
@@ -52,27 +62,27 @@ def test_replies_travel_whole(reply: protocol.Reply) -> None:
         {"type": "Ran", "steps": 5, "wall_seconds": 1, "cpu_seconds": 1, "spun_seconds": 0, "memory_bytes": [-4]},
         {"type": "Prepared", "first_step_seconds": -3},
         {"type": "Built", "facts": {"version": 3}},
-        {"type": "Run", "steps": 5},
+        {"type": "RunSteps", "steps": 5},
         {"type": "Nothing"},
         [],
     ],
 )
-def test_what_can_t_be_true_is_nonsense(impossible: object) -> None:
+def test_what_can_t_be_true_is_invalid(impossible: object) -> None:
     """Numbers that no clock gives, messages of the other side, unknown ones."""
-    assert isinstance(reply_of(msgspec.json.encode(impossible)), Nonsense)
+    assert isinstance(parse_reply(msgspec.json.encode(impossible)), InvalidReply)
 
 
 @given(st.one_of(st.binary(max_size=300), st.text(max_size=100).map(lambda text: text.encode(errors="replace"))))
-def test_any_bytes_are_a_reply_or_nonsense(text: bytes) -> None:
-    """And nonsense is kept short."""
-    said = reply_of(text)
-    assert not isinstance(said, Nonsense) or len(said.text) <= 80
+def test_any_bytes_are_a_reply_or_invalid(text: bytes) -> None:
+    """And an invalid one is kept short."""
+    reply = parse_reply(text)
+    assert not isinstance(reply, InvalidReply) or len(reply.text) <= 80
 
 
 @given(st.sampled_from(REPLIES), st.data())
-def test_damaged_replies_are_replies_or_nonsense(reply: protocol.Reply, data: st.DataObject) -> None:
+def test_damaged_replies_are_replies_or_invalid(reply: protocol.Reply, data: st.DataObject) -> None:
     """A byte changed, cut or put in."""
-    text = bytearray(protocol.line(reply))
+    text = bytearray(protocol.encode_line(reply))
     at = data.draw(st.integers(0, len(text) - 1))
     text[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
-    reply_of(bytes(text))
+    parse_reply(bytes(text))

@@ -44,7 +44,7 @@ COMPARISON = """
 import sys
 from evener.balancer import resolve_layouts
 from evener.tui.cli.main import run
-resolve_layouts._modes = lambda bench, mps, notes: ("mps",)  # as on a machine with GPUs
+resolve_layouts._pack_modes = lambda bench, mps, notes: ("mps",)  # as on a machine with GPUs
 quick = ["-w", "synthetic", "--set", "base_ms=2", "--set", "per_sample_ms=0.02", "--global-batch", "32"]
 sys.exit(run(["compare", "-d", "cpu/2", *quick, "--layouts", "solo,pack", "--budget", "10s", "--json"]))
 """

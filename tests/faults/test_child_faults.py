@@ -15,13 +15,13 @@ import pytest
 
 from evener.balancer.events import ProbeProgress
 from evener.balancer.probes.child_prober import ChildProber
-from evener.balancer.probes.launch_plan import Job
-from evener.balancer.probes.measurement import Limits
+from evener.balancer.probes.measurement import Timeouts
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed, layout_of, solo
 from evener.devices.cpu.slices import slices
 from evener.devices.types import Device, Limit
+from tests.support.probers import child_prober
 
-HASTY = Limits(start=20.0, build=20.0, prepare=2.0, block=1.0)
+HASTY = Timeouts(start=20.0, build=20.0, prepare=2.0, block=1.0)
 Make = Callable[..., ChildProber]
 
 
@@ -35,8 +35,8 @@ def make() -> Iterator[Make]:
     """Probers over two slices; no child may be left when they are closed."""
     made: list[ChildProber] = []
 
-    def new(limits: Limits | None = None, devices: tuple[Device, ...] = (), **settings: Any) -> ChildProber:
-        made.append(ChildProber(Job(devices or slices(2), "synthetic", "none", settings), limits))
+    def new(timeouts: Timeouts | None = None, devices: tuple[Device, ...] = (), **settings: Any) -> ChildProber:
+        made.append(child_prober(devices or slices(2), timeouts=timeouts, **settings))
         return made[-1]
 
     yield new
@@ -245,7 +245,7 @@ def test_a_whole_run_lasts_its_time_or_its_steps(make: Make) -> None:
 
 def test_a_run_of_slow_steps_is_not_taken_for_a_hung_one(make: Make) -> None:
     """Each step takes longer than the shortest time after which a block may count as hung, all together far more."""
-    seen = run_of(make(Limits(block=0.1), base_ms=200.0), 0.2, 8)
+    seen = run_of(make(Timeouts(block=0.1), base_ms=200.0), 0.2, 8)
     assert isinstance(seen, Timed)
     assert seen.steps == 8
     assert seen.step_seconds > 0.1

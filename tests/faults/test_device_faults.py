@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from evener.balancer.events import Event, Finished, Observed, ProbeProgress, ProbeStarted
-from evener.balancer.probes.child_prober import ChildProber, Job
-from evener.balancer.probes.interference import Guard
+from evener.balancer.probes.interference import InterferenceMonitor
 from evener.balancer.session import Request, Session
 from evener.balancer.types import Probe, Timed, layout_of
 from evener.devices.nvidia.source import NvmlSource
@@ -23,7 +22,8 @@ from evener.devices.sampler import Sampler
 from evener.devices.types import Snapshot, State
 from evener.errors import DeviceError
 from evener.tui.app.app import EvenerApp
-from evener.tui.runtime.snapshot_publisher import SampledFeed
+from evener.tui.runtime.snapshot_publisher import SourcePublisher
+from tests.support.probers import child_prober
 
 LOST = """
 import os, threading, time
@@ -77,7 +77,7 @@ def test_a_gpu_that_is_lost_midway_is_left_out_and_said(
     double.gpus[0].used_bytes = double.gpus[1].used_bytes = 0
     double.gpus[0].utilization = double.gpus[1].utilization = 0
     flag = tmp_path / "lost"
-    monkeypatch.setattr(Guard.__init__, "__defaults__", (0.5,))  # not 5 s: a quick race would be over
+    monkeypatch.setattr(InterferenceMonitor.__init__, "__defaults__", (0.5,))  # not 5 s: a quick race would be over
     if by == "SIGABRT":
         (tmp_path / "sitecustomize.py").write_text(LOST.format(flag=str(flag), gpu=double.gpus[1].uuid))
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -237,7 +237,7 @@ async def test_the_app_obeys_its_keys_while_the_driver_hangs_and_ends_in_time(fa
     """
     nvml = fake_nvml(2)
     source = NvmlSource(library=nvml)
-    app = EvenerApp(SampledFeed(source, 0.1), devices="gpu", known_devices=source.devices())
+    app = EvenerApp(SourcePublisher(source, 0.1), devices="gpu", trainable=source.devices())
     try:
         async with app.run_test(size=(120, 30)) as pilot:
             while app.snapshot is None:
@@ -306,7 +306,7 @@ def test_memory_that_another_process_takes_midway_is_measured_anew(
     assert taken_at
     assert finished.plan.search.out_of_memory >= 1
     assert max(finished.plan.layout.batches) * 2 < 400
-    prober = ChildProber(Job(session.discovery.devices, "synthetic", "none", settings))
+    prober = child_prober(session.resolved.devices, **settings)
     layout = layout_of(finished.plan.layout.batches)
     probe = Probe(layout, "solo" if layout.kind == "solo" else "split", 0.3)
     (again,) = prober.measure((probe,), lambda _: None, threading.Event())

@@ -13,13 +13,12 @@ import pynvml
 import pytest
 
 from evener.balancer.probes.block_timing import Block
-from evener.balancer.probes.child_prober import ChildProber
-from evener.balancer.probes.interference import LOOK_SECONDS, Guard, Lookout
-from evener.balancer.probes.launch_plan import Job
+from evener.balancer.probes.interference import READ_SECONDS, InterferenceMonitor, ProbeInterference
 from evener.balancer.result import explain
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed, layout_of, solo
 from evener.devices.discover import discover
 from evener.devices.nvidia.gpu_reader import HARDWARE_HEAT, POWER_CAP
+from tests.support.probers import child_prober
 
 MIB = 1 << 20
 COUNTERS = [f"field {field}" for field in (POWER_CAP, HARDWARE_HEAT, 269, 271)]
@@ -31,7 +30,7 @@ class Bench:
     def __init__(self, nvml: Any, **settings: Any) -> None:
         self.nvml = nvml
         self.devices = discover("gpu").devices
-        self.prober = ChildProber(Job(self.devices, "synthetic", "none", {"base_ms": 5.0, **settings}))
+        self.prober = child_prober(self.devices, **{"base_ms": 5.0, **settings})
         self._over = threading.Event()
         self._clock = threading.Thread(target=self._tick)
 
@@ -117,21 +116,21 @@ def test_a_power_limit_is_said_and_no_doubt(nvml: Any) -> None:
 
 def test_a_look_costs_no_more_than_a_block_can_bear_and_is_not_within_it(nvml: Any) -> None:
     """One batch of counters for each GPU between two blocks; a driver that hangs is waited for once, and briefly."""
-    guard = Guard(discover("gpu").devices)
-    guard.admit((0, 1), threading.Event())
-    lookout = Lookout(guard, (0, 1))
+    monitor = InterferenceMonitor(discover("gpu").devices)
+    monitor.wait_for_drivers((0, 1), threading.Event())
+    interference = ProbeInterference(monitor, (0, 1))
     before = nvml.calls.copy()
     for _ in range(100):
-        lookout.judged(Block(1, 0.01))
+        interference.annotate(Block(1, 0.01))
     asked = nvml.calls - before
     assert asked == {"nvmlDeviceGetFieldValues": 200}
     nvml.hang("nvmlDeviceGetFieldValues", 1)
     began = time.monotonic()
     for _ in range(60):
-        lookout.judged(Block(1, 0.01))
-    assert time.monotonic() - began < 60 * LOOK_SECONDS
+        interference.annotate(Block(1, 0.01))
+    assert time.monotonic() - began < 60 * READ_SECONDS
     nvml.release()
-    guard.close()
+    monitor.close()
 
 
 @pytest.mark.parametrize("how", ["lost", "unloaded"])
@@ -156,7 +155,7 @@ def test_a_gpu_that_the_driver_no_longer_has_fails_its_probe_and_is_named(nvml: 
 def test_a_driver_that_is_silent_fails_the_probe_of_its_gpu_alone(nvml: Any) -> None:
     """The other GPU is measured meanwhile, a stop is obeyed at once, and it is tried again once it answers."""
     with Bench(nvml) as bench:
-        bench.prober._guard = Guard(bench.devices, silent_seconds=2.5)
+        bench.prober._monitor = InterferenceMonitor(bench.devices, silent_seconds=2.5)
         assert isinstance(bench.probe(solo(2, 1, 8)), Timed)
         nvml.hang("nvmlDeviceGetFieldValues", 1)
         silent, other = bench.probe(solo(2, 1, 8)), bench.probe(solo(2, 0, 8))
@@ -167,7 +166,7 @@ def test_a_driver_that_is_silent_fails_the_probe_of_its_gpu_alone(nvml: Any) -> 
         nvml.release()
         assert isinstance(bench.probe(solo(2, 1, 8)), Timed)
         nvml.hang("nvmlDeviceGetFieldValues", 1)
-        bench.prober._guard = Guard(bench.devices, silent_seconds=60.0)
+        bench.prober._monitor = InterferenceMonitor(bench.devices, silent_seconds=60.0)
         stop = threading.Event()
         threading.Timer(0.2, stop.set).start()
         began = time.monotonic()

@@ -15,6 +15,7 @@ import pytest
 import evener
 from evener.balancer.session import Request, Session
 from evener.balancer.store import journal, runs
+from evener.balancer.store.folders import state_folder
 from evener.errors import EvenerError, RequestError
 from evener.live import Reporter, read_trainings
 from evener.live_files import file_name, prepare_folder, replace_file, start_ticks
@@ -75,7 +76,7 @@ def test_a_journal_of_somebody_else_is_not_believed(
 @pytest.mark.parametrize("spoil", DISTRUSTED)
 def test_a_state_folder_of_somebody_else_is_not_used(spoil: Callable[[Path], None]) -> None:
     """Neither for runs nor for locks."""
-    spoil(runs.state_folder())
+    spoil(state_folder())
     with pytest.raises(RequestError, match="not trusted"):
         Session(SIMULATED)
 
@@ -98,7 +99,7 @@ def test_a_live_file_of_somebody_else_is_passed_over(spoil: Callable[[Path], Non
 def test_a_lock_of_somebody_else_can_t_name_its_holder_at_will(capsys: pytest.CaptureFixture[str]) -> None:
     """What a lock's note says is shown only where it is a number and a run's name."""
     session = Session(Request(devices="cpu", workload="synthetic"))
-    for path in (runs.state_folder() / "locks").iterdir():
+    for path in (state_folder() / "locks").iterdir():
         path.write_text(json.dumps({"pid": "\x1b[2J1", "run": "\x1b]0;gotcha\x07", "more": "x" * 5000}))
     assert run(["balance", "--devices", "cpu", "--workload", "synthetic"]) == 3
     session.close()
@@ -160,7 +161,7 @@ def test_a_link_in_the_way_is_not_followed(place: str, tmp_path: Path, monkeypat
         assert read_trainings([live]) == ()
     else:
         world_writable(victim)
-        (runs.state_folder() / place).symlink_to(victim, target_is_directory=True)
+        (state_folder() / place).symlink_to(victim, target_is_directory=True)
         with pytest.raises(EvenerError, match="not trusted"):
             Session(Request(devices="cpu", workload="synthetic"))
     assert (victim / "kept.json").read_text() == "precious"
@@ -275,11 +276,11 @@ def test_foreign_code_runs_in_children_alone_and_the_help_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Naming `file.py:attr` parses the file in this process; its code is run only by a probe's child."""
-    from evener.balancer.resolve import understand
+    from evener.balancer.resolve import resolve_request
 
     source = tmp_path / "train.py"
     source.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef build():\n    return None\n")
-    understand(Request(devices="cpu", workload=f"{source}:build", framework="tensorflow"))
+    resolve_request(Request(devices="cpu", workload=f"{source}:build", framework="tensorflow"))
     assert not (tmp_path / "ran").exists()
     assert run(["balance", "--help"]) == 0
     words = " ".join(capsys.readouterr().out.replace("│", " ").split())

@@ -85,15 +85,15 @@ def test_a_lock_that_is_let_go_while_its_holder_is_looked_for_is_taken(
     path.touch()
     first, second = os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY)
     fcntl.flock(first, fcntl.LOCK_EX)
-    monkeypatch.setattr(locks, "holder", lambda _: 0)
-    assert locks.taken_by(second) == 0
+    monkeypatch.setattr(locks, "find_holder", lambda _: 0)
+    assert locks.try_lock(second) == 0
 
     def let_go(_: int) -> int:
         fcntl.flock(first, fcntl.LOCK_UN)
         return 0
 
-    monkeypatch.setattr(locks, "holder", let_go)
-    assert locks.taken_by(second) is None
+    monkeypatch.setattr(locks, "find_holder", let_go)
+    assert locks.try_lock(second) is None
     os.close(first)
     os.close(second)
 

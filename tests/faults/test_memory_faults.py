@@ -13,18 +13,18 @@ import msgspec
 import pytest
 
 from evener.balancer.events import Finished, Observed, ProbeStarted
-from evener.balancer.probes.child_prober import ChildProber
-from evener.balancer.probes.launch_plan import Job
+from evener.balancer.probes.prober import Prober
 from evener.balancer.session import Request, Session
 from evener.balancer.types import Observation, OutOfMemory, Probe, Timed, solo
 from evener.devices.cpu.slices import slices
 from evener.devices.types import Device, Limit
+from tests.support.probers import child_prober
 
 MIB = 1 << 20
 CGROUP = Path("/sys/fs/cgroup/memory")
 
 
-def observe(prober: ChildProber, batch: int, seconds: float = 0.2) -> Observation:
+def observe(prober: Prober, batch: int, seconds: float = 0.2) -> Observation:
     """One solo probe of the first device."""
     (seen,) = prober.measure((Probe(solo(1, 0, batch), "solo", seconds),), lambda _: None, threading.Event())
     return seen
@@ -41,7 +41,7 @@ def test_the_host_s_memory_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({400 * MIB}, {400 * MIB}))"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    prober = ChildProber(Job((one_slice(),), "synthetic", "none", {"memory_per_sample_mib": 1.0}))
+    prober = child_prober((one_slice(),), memory_per_sample_mib=1.0)
     seen = observe(prober, 1000)
     assert isinstance(seen, OutOfMemory)
     assert seen.devices == (0,)
@@ -66,7 +66,7 @@ def test_the_kernel_s_killer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gr
     """A child that the kernel kills for memory ran out of memory; a smaller batch then fits."""
     (tmp_path / "sitecustomize.py").write_text(f"open({str(group / 'cgroup.procs')!r}, 'w').write('0')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    prober = ChildProber(Job((one_slice(),), "synthetic", "none", {"memory_per_sample_mib": 1.0}))
+    prober = child_prober((one_slice(),), memory_per_sample_mib=1.0)
     seen = observe(prober, 400)
     fits = observe(prober, 10)
     prober.close()
@@ -147,7 +147,7 @@ def test_the_retreat_bisects_between_what_ran_and_what_did_not() -> None:
 def test_tensorflow_runs_out_of_its_slice_and_the_next_probe_fits() -> None:
     """A real ResourceExhaustedError from its allocator's cap; the child is replaced."""
     pytest.importorskip("tensorflow")
-    prober = ChildProber(Job((one_slice(300 * MIB),), "keras_mnist", "tensorflow"))
+    prober = child_prober((one_slice(300 * MIB),), "keras_mnist", "tensorflow")
     seen = observe(prober, 6_000)
     fits = observe(prober, 32)
     prober.close()
@@ -160,7 +160,7 @@ def test_tensorflow_runs_out_of_its_slice_and_the_next_probe_fits() -> None:
 def test_torch_runs_out_of_its_slice_and_the_next_probe_fits() -> None:
     """A real failed allocation of the default CPU allocator under its cap."""
     pytest.importorskip("torch")
-    prober = ChildProber(Job((one_slice(400 * MIB),), "torch_mnist", "torch"))
+    prober = child_prober((one_slice(400 * MIB),), "torch_mnist", "torch")
     seen = observe(prober, 6_000)
     fits = observe(prober, 32)
     prober.close()

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from evener.balancer.diagnostics import check_machine
-from evener.balancer.store.runs import DeviceLock, journal_path
+from evener.balancer.store.locks import DeviceLock
+from evener.balancer.store.runs import journal_path
 from evener.devices.discover import discover
 from evener.tui.cli.commands import probe
 from evener.tui.cli.main import run

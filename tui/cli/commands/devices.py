@@ -50,9 +50,9 @@ def _references(devices: Sequence[Device]) -> list[tuple[float | None, float | N
     units = [reference_units(device.name, device.memory_bytes) for device in devices]
     rates: Sequence[float | None] = [None] * len(units)
     if sum(unit is not None for unit in units) > 1:
-        from evener.balancer.store.history import rates_alone
+        from evener.balancer.store.runs import find_solo_rates
 
-        rates = rates_alone(devices)
+        rates = find_solo_rates(devices)
     return list(zip(units, over_expected(units, rates), strict=True))
 
 

@@ -1,0 +1,39 @@
+"""Where this user's runs and locks lie; nothing is read from a folder that somebody else may write."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from evener.errors import RequestError
+
+
+def state_folder() -> Path:
+    """This user's state folder (XDG_STATE_HOME is honoured), made for this user alone if it isn't there."""
+    import platformdirs
+
+    return trusted_folder(Path(platformdirs.user_state_path("evener")))
+
+
+def runs_folder() -> Path:
+    """The folder that has a folder for each run."""
+    return trusted_folder(state_folder() / "runs")
+
+
+def trusted_folder(folder: Path) -> Path:
+    """The folder, made for this user alone; RequestError if, links followed, somebody else owns it or may write it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        raise RequestError(
+            f"The folder {folder} can't be used: {error.strerror or error}.",
+            "Set XDG_STATE_HOME to a folder that you may write.",
+        ) from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise RequestError(
+            f"{folder} belongs to, or may be written by, somebody else, and is not trusted.",
+            "Set XDG_STATE_HOME to a folder of your own.",
+        )
+    return folder

@@ -1,0 +1,21 @@
+"""Probers over real children, for tests that need no whole session."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from evener.balancer.probes.child_prober import ChildProber
+from evener.balancer.probes.measurement import Timeouts
+from evener.balancer.request import Request, ResolvedRequest
+from evener.devices.types import Device
+
+
+def child_prober(
+    devices: tuple[Device, ...],
+    workload: str = "synthetic",
+    framework: str = "none",
+    timeouts: Timeouts | None = None,
+    **settings: Any,
+) -> ChildProber:
+    """A prober of the workload with these settings; its owner closes it."""
+    return ChildProber(ResolvedRequest(Request(settings=settings), devices, workload, framework), timeouts)
