@@ -13,21 +13,30 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from evener.devices.types import Device, Limit
 
 MIB = 1 << 20
 SMALLEST_STALL_MS = 1e-6  # below a nanosecond there are no stairs
-Points = tuple[tuple[int, float], ...]
+LARGEST = 1e12  # of any number in a machine file, so that no product of two overflows
+
+Amount = Annotated[float, Meta(ge=0, le=LARGEST)]
+Positive = Annotated[float, Meta(gt=0, le=LARGEST)]
+Point = tuple[Annotated[int, Meta(ge=1, le=int(LARGEST))], Positive]
+Points = tuple[Point, ...]
+Curve = Annotated[Points, Meta(min_length=2)]
 
 
 class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Exposed cost of keeping k replicas in step, once a step."""
 
-    base_ms: float = 0.0
-    per_device_ms: float = 0.0
+    base_ms: Amount = 0.0
+    per_device_ms: Amount = 0.0
 
     def seconds(self, devices: int) -> float:
         """Cost for so many devices with samples; one device has nobody to wait for."""
@@ -35,19 +44,28 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One device of a machine file, key for key; `evener.devices.simulated.machine_file` checks the numbers."""
+    """One device of a machine file, key for key; ValueError for curves that are none."""
 
     name: str
-    memory_mib: float  # what a training process can have
-    curve: Points  # (batch, step ms), as recorded: a larger batch may take less time
-    memory_base_mib: float = 0.0
-    memory_per_sample_mib: float = 0.0
-    memory_curve: Points = ()  # (batch, MiB): a bent line, in place of the two above
-    noise: float = 0.0  # relative standard deviation of one step
-    stall_ms: float = 0.0  # step time is rounded up to a multiple of it
-    contention: float = 0.0  # relative slow-down while other devices work too
+    memory_mib: Positive  # what a training process can have
+    curve: Curve  # (batch, step ms), as recorded: a larger batch may take less time
+    memory_base_mib: Amount = 0.0
+    memory_per_sample_mib: Amount = 0.0
+    memory_curve: Curve = ()  # (batch, MiB): a bent line, in place of the two above
+    noise: Annotated[float, Meta(ge=0, le=1)] = 0.0  # relative standard deviation of one step
+    stall_ms: Amount = 0.0  # step time is rounded up to a multiple of it
+    contention: Amount = 0.0  # relative slow-down while other devices work too
     pack_gain: Points = ()  # (trainings side by side, combined throughput / that of one); flat beyond the last
     source: str = ""  # where the figures come from
+
+    def __post_init__(self) -> None:
+        if not self.slug:
+            raise ValueError("`name` has no letter or digit")
+        for key in ("curve", "memory_curve", "pack_gain"):
+            check_rising(key, getattr(self, key))
+        for (batch0, mib0), (batch1, mib1) in pairwise(self.memory_curve):
+            if mib1 < mib0:
+                raise ValueError(f"`memory_curve` falls from batch {batch0} to {batch1}")
 
     @property
     def slug(self) -> str:
@@ -85,9 +103,12 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model's parts on several devices of a machine file, as one curve; it never runs out of memory."""
 
-    name: str
-    curve: Points  # (batch, step ms)
-    devices: int = 2  # how many of the first devices it takes
+    name: Annotated[str, Meta(min_length=1)]
+    curve: Curve  # (batch, step ms)
+    devices: Annotated[int, Meta(ge=2)] = 2  # how many of the first devices it takes
+
+    def __post_init__(self) -> None:
+        check_rising("curve", self.curve)
 
     def seconds(self, batch: int) -> float:
         """One step without noise."""
@@ -97,12 +118,16 @@ class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What befalls one device of a machine file for a time of the session's clock."""
 
-    at_seconds: float
-    device: int  # its place in the file, from 0
+    at_seconds: Amount
+    device: Annotated[int, Meta(ge=0)]  # its place in the file, from 0
     until_seconds: float = math.inf
-    memory_taken_mib: float = 0.0  # by somebody else's process
-    slowed: float = 0.0  # share of its speed that it holds back, as when hot; below 1
+    memory_taken_mib: Amount = 0.0  # by somebody else's process
+    slowed: Annotated[float, Meta(ge=0, le=0.99)] = 0.0  # share of its speed that it holds back, as when hot
     lost: bool = False  # nothing runs on it any more
+
+    def __post_init__(self) -> None:
+        if not self.until_seconds > self.at_seconds:
+            raise ValueError(f"it ends at {self.until_seconds} s, before it begins")
 
     def holds(self, position: int, at_seconds: float) -> bool:
         """Whether it befalls that device then."""
@@ -196,6 +221,13 @@ class Machine(msgspec.Struct, frozen=True):
             for position, share in enumerate(shares)
             if self.memory_bytes(position, share) > self.usable_memory_bytes(position)
         )
+
+
+def check_rising(key: str, points: Points) -> None:
+    """ValueError unless each size stands once, in rising order."""
+    for (size0, _), (size1, _) in pairwise(points):
+        if size1 <= size0:
+            raise ValueError(f"`{key}` {'repeats' if size1 == size0 else 'is not sorted at'} {size1}")
 
 
 def along(points: Points, batch: float) -> float:
