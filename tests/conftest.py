@@ -14,12 +14,19 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.support.children import end_with_this_process
 from tests.support.fake_nvml import FakeNvml
+
 
 NEED_TORCH = ["evener/test_torch_*.py", "workloads/test_torch_recipe.py"]  # they import it at the top
 collect_ignore_glob = [] if find_spec("torch") else NEED_TORCH
 settings.register_profile("evener", deadline=None)  # tests may be slow while the machine is busy
 settings.load_profile("evener")
+
+
+def pytest_configure() -> None:
+    """A killed test run leaves no training behind that would hold a GPU's memory."""
+    end_with_this_process()
 
 
 @pytest.fixture(autouse=True, scope="session")

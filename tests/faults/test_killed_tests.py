@@ -1,0 +1,50 @@
+"""Tests that are killed leave no process behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+REPO = Path(__file__).parents[2]
+TESTS = """
+import subprocess, sys, time
+from pathlib import Path
+
+def test_that_starts_a_training_which_starts_another() -> None:
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    other = "import subprocess, time, pathlib; p = subprocess.Popen(" + repr(sleep) + ", start_new_session=True);"
+    write = f"pathlib.Path({str(Path(__file__).parent / 'other')!r}).write_text(str(p.pid)); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", other + write], start_new_session=True)
+    Path(__file__).with_name("child").write_text(str(child.pid))
+    time.sleep(600)
+"""
+
+
+def read_pid(path: Path) -> int:
+    """The process id in a file, once it is there."""
+    deadline = time.monotonic() + 30
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline, "the test began nothing"
+        time.sleep(0.02)
+    return int(path.read_text())
+
+
+def test_what_a_killed_test_had_started_ends_with_it(tmp_path: Path) -> None:
+    """Its child, in a session of its own, and the child's own child."""
+    path = tmp_path / "test_that_is_killed.py"
+    path.write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", str(path)]
+    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.DEVNULL) as tests:
+        pids = [read_pid(tmp_path / "child"), read_pid(tmp_path / "other")]
+        processes = [psutil.Process(pid) for pid in pids]
+        tests.kill()
+    _, left = psutil.wait_procs(processes, timeout=5)
+    if left:
+        for process in left:
+            process.kill()
+        pytest.fail(f"{left} outlived the tests")

@@ -1,0 +1,58 @@
+"""Ends everything that the tests have started when their process ends, however it ends.
+
+Every process below the tests inherits a mark in its environment. A watcher that is no child of theirs waits for the end
+of the tests and then kills what carries the mark: also a training that was started in its own session, or by another.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+MARK = "EVENER_TESTS"
+ROUNDS, PAUSE_SECONDS = 100, 0.05  # a process may be starting another one while it is killed
+
+
+def end_with_this_process() -> None:
+    """Mark all processes that are started from here on, and have them killed when this one ends."""
+    mark = uuid.uuid4().hex
+    environment = {name: value for name, value in os.environ.items() if name != MARK}
+    command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark]
+    subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment, check=True)
+    os.environ[MARK] = ",".join([*filter(None, [os.environ.get(MARK)]), mark])
+
+
+def find_marked(mark: str) -> Iterator[int]:
+    """The processes whose environment has the mark; those that have ended have none."""
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError):
+            if folder.name.isdigit() and mark.encode() in (folder / "environ").read_bytes():
+                yield int(folder.name)
+
+
+def watch(pid: int, mark: str) -> None:
+    """Wait for the end of a process, then kill what carries the mark."""
+    with suppress(ProcessLookupError):
+        select.select([os.pidfd_open(pid)], [], [])
+    for _ in range(ROUNDS):
+        found = list(find_marked(mark))
+        if not found:
+            break
+        for each in found:
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+        time.sleep(PAUSE_SECONDS)
+
+
+if __name__ == "__main__":
+    if os.fork() == 0:  # whoever waits for this script goes on; the watcher is nobody's child
+        os.setsid()
+        watch(int(sys.argv[1]), sys.argv[2])
