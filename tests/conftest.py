@@ -17,7 +17,6 @@ from hypothesis import settings
 from tests.support.children import end_with_this_process
 from tests.support.fake_nvml import FakeNvml
 
-
 NEED_TORCH = ["evener/test_torch_*.py", "workloads/test_torch_recipe.py"]  # they import it at the top
 collect_ignore_glob = [] if find_spec("torch") else NEED_TORCH
 settings.register_profile("evener", deadline=None)  # tests may be slow while the machine is busy
