@@ -28,11 +28,11 @@ from evener.devices.simulated.machine_file import parse_machine
 from evener.errors import EvenerError
 from evener.live_files import file_name, read_trainings, start_ticks
 from evener.plan import Plan, parse_plan, to_json, to_toml
-from evener.tui.runtime.run_replay import events_of
-from evener.tui.cli.options import parse_indices, parse_settings
-from evener.tui.text.formatting import parse_duration, plain
+from evener.tui.runtime.run_replay import recorded_events
+from evener.tui.text.formatting import plain
+from evener.tui.text.parsing import parse_duration, parse_indices, parse_settings
 from evener.tui.text.plan_summary import summary_lines
-from evener.tui.text.progress import Progress
+from evener.tui.text.progress import Progress, observation_words
 from evener.tui.view.marks import UNICODE
 from evener.tui.view.plain import snapshot_text
 from evener.workloads import registry
@@ -84,7 +84,7 @@ REPLY = (
     protocol.Built({"framework": "none", "digest": "x"}),
     protocol.Prepared(0.5),
     protocol.Ran(3, 0.5, 0.4, 0.0, (1024, None)),
-    protocol.Trouble(("ValueError",), "bad", "file.py:3"),
+    protocol.ChildError(("ValueError",), "bad", "file.py:3"),
 )
 
 
@@ -130,7 +130,7 @@ def fuzz_journal(data: bytes) -> None:
     if len(record.entries) > REPLAYED_LINES:
         return
     progress = Progress()
-    for event in events_of(record):
+    for event in recorded_events(record):
         _draw(progress, event)
     replay.recover(record)
 
@@ -139,7 +139,7 @@ def _draw(progress: Progress, event: Event) -> None:
     progress.take(event)
     _show(*progress.screen())
     if isinstance(event, Observed):
-        _show(progress.observation_words(event.seen))
+        _show(observation_words(event.seen, progress.devices))
 
 
 def fuzz_live(data: bytes) -> None:
@@ -154,12 +154,12 @@ def fuzz_live(data: bytes) -> None:
 def fuzz_reply(data: bytes) -> None:
     """Whatever a child says is a reply or nonsense, and is shown in a line."""
     for text in data.split(b"\n"):
-        said = child.reply_of(text)
-        assert isinstance(said, protocol.Reply | child.Nonsense)
-        if isinstance(said, protocol.Trouble):
-            from evener.balancer.probes.child_group import _from_trouble
+        said = child.parse_reply(text)
+        assert isinstance(said, protocol.Reply | child.InvalidReply)
+        if isinstance(said, protocol.ChildError):
+            from evener.balancer.probes.child_group import error_failure
 
-            assert "\n" not in _from_trouble(0, said).detail
+            assert "\n" not in error_failure(0, said).detail
 
 
 def fuzz_recording(data: bytes) -> None:
@@ -249,7 +249,7 @@ def seeds(name: str) -> tuple[bytes, ...]:
             b'{"framework":"torch","workload":"w","samples_per_second":5.5,"step":3,"updated_at":1.7e9,'
             b'"devices":[{"id":"GPU-1","index":0,"batch":8,"samples_per_second":5.5}]}',
         ),
-        "reply": (b"".join(protocol.line(reply) for reply in REPLY),),
+        "reply": (b"".join(protocol.encode_line(reply) for reply in REPLY),),
         "recording": (_recorded(),),
         "devices": (b"auto", b"cpu/2:0,1@60%+8GiB", b"sim:gtx1080ti,gtx1080@50%", b"gpu:GPU-12", b"cpu@1GiB,cpu:1"),
         "limit": (b"60%+8GiB", b".5%", b"1.25TB"),
