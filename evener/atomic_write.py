@@ -1,4 +1,4 @@
-"""Writing a file in one step, so that a full disk, a kill or a missing right leaves the earlier one whole."""
+"""Writing a file in one step, so that a full disk, a kill or a missing permission leaves the old one intact."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evener.errors import RequestError
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` in one step; a new file is as readable as the umask says, an old one keeps its mode.
+    """Replace `path` by `content` in one step; a new file gets the umask's mode, an old one keeps its own.
 
     A link is followed; a pipe or a device such as /dev/stdout is written to. RequestError where that fails.
     """
@@ -25,7 +25,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     except (OSError, ValueError) as error:
         raise RequestError(
             f"{path} can't be written: {getattr(error, 'strerror', None) or error}.",
-            "Name a file in a folder that you may write.",
+            "Name a file in a folder that you may write to.",
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""What the control groups of a container leave to this process, memory and CPU time, in both of their versions."""
+"""The memory and CPU time that a container's control groups, version 1 or 2, leave to this process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 for none
 
 
 def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
-    """What the tightest memory limit leaves; None where none is set. Cached files count as free."""
+    """What the tightest memory limit leaves; None without a limit. Cached files count as free."""
 
-    def room(folder: Path, version: int) -> float:
+    def remaining(folder: Path, version: int) -> float:
         limit_name, used_name = _MEMORY_FILES[version]
         limit, used = int((folder / limit_name).read_text()), int((folder / used_name).read_text())
         if limit >= NO_LIMIT:
@@ -23,12 +23,12 @@ def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) 
         found = re.search(r"^(?:total_)?inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
         return max(0, limit - used + (int(found[1]) if found else 0))
 
-    least = _least("memory", room, root, membership)
+    least = _least("memory", remaining, root, membership)
     return None if least is None else int(least)
 
 
 def container_cpus(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
-    """CPU seconds per second that the tightest quota gives; None where none is set."""
+    """CPU seconds per second that the tightest quota gives; None without a quota."""
 
     def quota(folder: Path, version: int) -> float:
         if version == 2:
@@ -49,7 +49,7 @@ _MEMORY_FILES = {
 
 
 def _least(controller: str, read: Callable[[Path, int], float], root: Path, membership: Path) -> float | None:
-    """The least of what `read` finds in this process' group and those above; one that sets nothing is passed over."""
+    """The least that `read` finds in this process' group and those above; groups without a limit are skipped."""
     found: list[float] = []
     with suppress(OSError):
         for line in membership.read_text().splitlines():

@@ -1,7 +1,7 @@
-"""How the CPU is cut into slices, so that a training runs on the very cores where it was measured.
+"""How the CPU is cut into slices, so that a training runs on the same cores on which it was measured.
 
-Equal sets of cores, hardware threads of one core together while there are cores enough, from those that this process
-may use.
+Slices are equal sets of the cores that this process may use; hardware threads of a core stay together while there are
+enough cores.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def allowed_cpus() -> tuple[int, ...]:
-    """The logical CPUs that this process may run on, no more of them than its container gives time for."""
+    """The logical CPUs that this process may run on, no more than its container's CPU quota."""
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     quota = container_cpus()
     if quota is None or quota >= len(cpus):
@@ -32,7 +32,7 @@ def allowed_cpus() -> tuple[int, ...]:
 
 
 def core_groups(cpus: Iterable[int], topology: Path = TOPOLOGY) -> Groups:
-    """The CPUs by physical core; each alone where the topology is unknown."""
+    """The CPUs by physical core; each by itself where the topology is unknown."""
     wanted = sorted(set(cpus))
     groups: dict[tuple[int, ...], None] = {}
     for cpu in wanted:
@@ -45,7 +45,7 @@ def core_groups(cpus: Iterable[int], topology: Path = TOPOLOGY) -> Groups:
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """The kernel's way to write CPUs: `0-3,8` is 0, 1, 2, 3, 8; ValueError for anything else."""
+    """Parse the kernel's list of CPUs: `0-3,8` is 0, 1, 2, 3, 8; ValueError for anything else."""
     cpus: list[int] = []
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -54,7 +54,7 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def cut(groups: Groups, count: int) -> Groups:
-    """`count` equal core sets; hardware threads of one core stay together while there are cores enough.
+    """`count` equal core sets; hardware threads of one core stay together while there are enough cores.
 
     What doesn't divide is left out, from the end. RequestError if there are fewer CPUs than slices.
     """
@@ -74,7 +74,7 @@ def cut(groups: Groups, count: int) -> Groups:
 
 
 def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
-    """The CPUs of the slice with this id ("cpu-0-of-2"), of those allowed; empty for another device, or if too few."""
+    """The CPUs of the slice with this id ("cpu-0-of-2"), of those allowed; empty for other devices, or too few CPUs."""
     named = _SLICE.fullmatch(device)
     if named is None:
         return ()
@@ -86,5 +86,5 @@ def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
 
 
 def physical_cores(cpus: Iterable[int]) -> int:
-    """How many physical cores stand behind these logical CPUs."""
+    """The number of physical cores of these logical CPUs."""
     return len(core_groups(cpus))

@@ -1,6 +1,6 @@
-"""Faults that a person can act on: whose they are, what was seen, what to do.
+"""Errors that a person can act on: whose fault, what was seen, what to do.
 
-Only these reach the user as an error. Running out of memory or losing a child is an observation, not a fault.
+Only these reach the user as an error. Running out of memory or losing a child process is an observation.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import ClassVar
 
 
 class EvenerError(Exception):
-    """A fault with one sentence that names it and one that mends it; never raised itself."""
+    """An error with one sentence that says what is wrong and one that says what to do; only subclasses are raised."""
 
     kind: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 2
@@ -24,27 +24,27 @@ class EvenerError(Exception):
 
 
 class RequestError(EvenerError):
-    """What was asked for can't be done as asked: a name, number or file of the user's is wrong."""
+    """The request can't be done as it is: a name, number or file of the user's is wrong."""
 
     kind = "request"
     exit_code = 2
 
 
 class PlanError(RequestError):
-    """A plan that can't be read, or doesn't fit the training it is given to."""
+    """A plan that can't be read, or doesn't fit the training that uses it."""
 
     kind = "plan"
 
 
 class DeviceError(EvenerError):
-    """A device or its driver is missing or broke."""
+    """A device or its driver is missing or failed."""
 
     kind = "device"
     exit_code = 3
 
 
 class NoLayoutError(EvenerError):
-    """Nothing could be measured on the devices that were asked for."""
+    """Nothing could be measured on the requested devices."""
 
     kind = "no_layout"
     exit_code = 1

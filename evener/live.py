@@ -1,6 +1,6 @@
-"""A training process tells the monitor its samples/s: count on every step, write a small file at most twice a second.
+"""How a training reports its samples/s to the monitor: count each step, write a small file at most twice a second.
 
-Reporting never disturbs a training: it takes less than 0.1 % of its time, and a full disk or missing folder is silence.
+Reporting never disturbs a training: it takes less than 0.1 % of its time and ignores a full disk or missing folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from evener.errors import RequestError
 from evener.live_files import (
     MOST_DEVICES,
     LiveDevice,
-    Record,
+    LiveRecord,
     Training,
     clean,
     file_name,
@@ -45,16 +45,16 @@ Devices = Sequence[str | int | Share]
 
 
 class Reporter:
-    """Counts one training's samples and tells the monitor of them; safe in threads and across forks."""
+    """Counts one training's samples and reports them to the monitor; safe in threads and across forks."""
 
     _serials = iter(range(1 << 29))
 
     def __init__(self) -> None:
         self._serial = next(self._serials)
-        self._start_over()
+        self._reset()
         _reporters.add(self)
 
-    def _start_over(self) -> None:
+    def _reset(self) -> None:
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._ticks = start_ticks(self._pid)
@@ -93,11 +93,11 @@ class Reporter:
                 rate = self._rate(now)
                 if rate is not None and self._ticks is not None:
                     described = _describe(devices or (), batches, rate)
-                    self._write(Record(clean(framework), clean(workload), rate, self._step, time.time(), described))
-                    self._rest(time.monotonic() - now)
+                    self._write(LiveRecord(clean(framework), clean(workload), rate, self._step, time.time(), described))
+                    self._delay_next(time.monotonic() - now)
 
     def close(self) -> None:
-        """Remove this process's file; a later report begins anew."""
+        """Remove this process's file; a later report starts a new one."""
         with self._lock:
             if self._file is not None:
                 with contextlib.suppress(OSError):
@@ -118,8 +118,8 @@ class Reporter:
         then, before = points[0]
         return (self._samples - before) / (now - then) if now > then else None
 
-    def _write(self, record: Record) -> None:
-        """Put the record in place of the last one, in the first folder that takes it; `_file` is None if none does."""
+    def _write(self, record: LiveRecord) -> None:
+        """Replace the last record, in the first folder that can be written; `_file` is None if none can."""
         content = msgspec.json.encode(record)
         last, self._file = self._file, None
         for folder in [last.parent] if last else live_folders():
@@ -131,7 +131,7 @@ class Reporter:
                 self._file = target
                 return
 
-    def _rest(self, took_seconds: float) -> None:
+    def _delay_next(self, took_seconds: float) -> None:
         wait = took_seconds / COST_LIMIT if self._file else LONGEST_INTERVAL_SECONDS
         self._next_write += min(max(wait, INTERVAL_SECONDS), LONGEST_INTERVAL_SECONDS) - INTERVAL_SECONDS
 
@@ -148,10 +148,10 @@ def report(
     framework: str = "",
     batches: Sequence[int] | None = None,
 ) -> None:
-    """Tell the monitor that an optimizer step on `samples` samples is done; call it after each step.
+    """Report an optimizer step on `samples` samples to the monitor; call it after each step.
 
-    `devices` are UUIDs or slice names, indexes, or a plan's shares; `batches` their samples per step, equal unless
-    said (a plan's shares carry theirs). RequestError for samples that are no count.
+    `devices` are UUIDs or slice names, indexes, or a plan's shares; `batches` their samples per step, by default equal
+    (a plan's shares have their own). RequestError unless `samples` is a whole number, 0 or above.
     """
     global _own
     if _own is None:
@@ -190,14 +190,14 @@ def _whole(samples: object) -> int:
     except TypeError:
         number = -1
     if isinstance(samples, bool) or number < 0:
-        raise RequestError(f"A report of {samples!r} samples is no count.", "Give the step's samples, 0 or more.")
+        raise RequestError(f"A report of {samples!r} samples isn't a count.", "Give the step's samples, 0 or more.")
     return number
 
 
-def _forget() -> None:
-    """A forked child reports as itself, from nothing, and leaves its parent's file alone."""
+def _reset_all() -> None:
+    """A forked child reports as itself, from zero, and leaves its parent's file alone."""
     for reporter in list(_reporters):
-        reporter._start_over()
+        reporter._reset()
 
 
 def _close_all() -> None:
@@ -205,5 +205,5 @@ def _close_all() -> None:
         reporter.close()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_reset_all)
 atexit.register(_close_all)

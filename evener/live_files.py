@@ -1,7 +1,7 @@
-"""The files by which trainings report themselves: their form, their folders, and reading them without trust.
+"""The files in which trainings report their speed: their form, their folders, and reading them without trusting them.
 
-A file counts only if it is regular, small, well formed, in a folder and of a mode that its user alone can use, and if
-the process that its name tells of is alive. Anything else is passed over in silence; what the dead left is removed.
+A file counts only if it is regular, small and well formed, if only this user can use it and its folder, and if the
+process in its name is alive. Anything else is ignored; files of dead processes are removed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class LiveDevice(msgspec.Struct, frozen=True):
     samples_per_second: Rate
 
 
-class Record(msgspec.Struct, frozen=True):
-    """What a file holds; whose it is stands in its name."""
+class LiveRecord(msgspec.Struct, frozen=True):
+    """The content of a file; its name says which process wrote it."""
 
     framework: Text
     workload: Text
@@ -50,7 +50,7 @@ class Record(msgspec.Struct, frozen=True):
 
 
 class Training(msgspec.Struct, frozen=True):
-    """A training process that is alive and reports itself."""
+    """A training process that is alive and reports its speed."""
 
     pid: int
     start_time: float  # seconds since the epoch, as psutil's create_time has it
@@ -58,12 +58,12 @@ class Training(msgspec.Struct, frozen=True):
     workload: str
     samples_per_second: float  # over the last seconds of reporting, all its devices together
     step: int  # reports so far
-    updated_at: float  # seconds since the epoch; old: it validates, waits or hangs
-    devices: tuple[LiveDevice, ...]  # empty: it didn't say
+    updated_at: float  # seconds since the epoch; old where it validates, waits or hangs
+    devices: tuple[LiveDevice, ...]  # empty where it named none
 
 
 def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...]:
-    """Every training of this user that reports itself, by pid; files of dead processes are removed."""
+    """Every training of this user that reports its speed, by pid; files of dead processes are removed."""
     found: list[Training] = []
     for folder in live_folders() if folders is None else folders:
         with contextlib.suppress(OSError):
@@ -72,7 +72,7 @@ def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...
 
 
 def live_folders() -> tuple[Path, ...]:
-    """Where reports may lie, best first: EVENER_LIVE_DIR alone, else the runtime folder, then the state folder."""
+    """The folders for reports, best first: EVENER_LIVE_DIR alone, else the runtime folder, then the state folder."""
     if override := os.environ.get("EVENER_LIVE_DIR"):
         return (Path(override),)
     runtime = [os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}"]
@@ -83,12 +83,12 @@ def live_folders() -> tuple[Path, ...]:
 
 
 def file_name(pid: int, ticks: int, serial: int) -> str:
-    """The name of a reporter's file: a process is named for good by its pid and its start in clock ticks since boot."""
+    """The name of a reporter's file; pid and start in clock ticks since boot identify a process for good."""
     return f"{pid}.{ticks}.{serial}.json"
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the folder for this user alone and remove what the dead left; OSError where someone else has it."""
+    """Make the folder for this user alone and remove files of dead processes; OSError if another user owns it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
@@ -100,7 +100,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def replace_file(target: Path, content: bytes) -> None:
-    """Put `content` in place of the file in one step, readable by its user alone."""
+    """Replace the file by `content` in one step, readable by its user alone."""
     temporary = target.with_suffix(".tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(temporary, flags, 0o600), "wb") as stream:
@@ -125,7 +125,7 @@ def clean(text: object) -> str:
 def _read_folder(folder: Path) -> Iterator[Training]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if not _ours(os.fstat(descriptor)):
+        if not _is_ours(os.fstat(descriptor)):
             return
         for name in os.listdir(descriptor)[:MOST_FILES]:
             named = _NAME.fullmatch(name)
@@ -141,25 +141,25 @@ def _read_folder(folder: Path) -> Iterator[Training]:
         os.close(descriptor)
 
 
-def _read_record(name: str, folder: int) -> Record | None:
+def _read_record(name: str, folder: int) -> LiveRecord | None:
     """The record in a file, or None for one that isn't a private, small, well-formed file of this user."""
     try:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe must not hold the reader
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe must not block the reader
         with os.fdopen(os.open(name, flags, dir_fd=folder), "rb") as stream:
             status = os.fstat(stream.fileno())
-            if not stat.S_ISREG(status.st_mode) or not _ours(status):
+            if not stat.S_ISREG(status.st_mode) or not _is_ours(status):
                 return None
             content = stream.read(LARGEST_FILE_BYTES + 1)
         if len(content) > LARGEST_FILE_BYTES:
             return None
-        record = msgspec.json.decode(content, type=Record)
+        record = msgspec.json.decode(content, type=LiveRecord)
     except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
     texts = (record.framework, record.workload, *(device.id for device in record.devices))
     return record if all(text == clean(text) for text in texts) else None
 
 
-def _training(pid: int, ticks: int, record: Record) -> Training:
+def _training(pid: int, ticks: int, record: LiveRecord) -> Training:
     return Training(
         pid=pid,
         start_time=_boot_time() + ticks / os.sysconf("SC_CLK_TCK"),
@@ -172,13 +172,13 @@ def _training(pid: int, ticks: int, record: Record) -> Training:
     )
 
 
-def _ours(status: os.stat_result) -> bool:
+def _is_ours(status: os.stat_result) -> bool:
     return status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def _is_private(folder: str) -> bool:
     try:
-        return _ours(os.stat(folder))
+        return _is_ours(os.stat(folder))
     except OSError:
         return False
 

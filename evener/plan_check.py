@@ -1,4 +1,4 @@
-"""Does a plan fit the training that it is given to: its devices, its model, its processes, its batch?"""
+"""Whether a plan fits the training that uses it: its devices, model, processes and batch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def check_fit(
     global_batch: int | None = None,
     framework: str | None = None,
 ) -> tuple[str, ...]:
-    """Say how `plan` differs from what is here: a warning for each difference, PlanError where it can't train at all.
+    """A warning for each difference between `plan` and this training; PlanError where it can't train at all.
 
     `devices` are the ids that are present, `world` the processes that take part, `global_batch` the samples per step
-    if not the plan's own, `framework` what trains; None: unknown, unchecked. With `strict`, a warning is an error too.
+    if not the plan's own; None leaves a value unchecked. With `strict`, a warning is an error too.
     """
     _check_kind(plan)
     _check_world(plan, world)
@@ -40,7 +40,7 @@ def check_fit(
 
 
 def check_global_batch(global_batch: int, devices: int) -> int:
-    """The batch as an int, NumPy's whole numbers too; PlanError unless each device can have a sample of every one."""
+    """The batch as an int, NumPy's whole numbers too; PlanError unless it has a sample for each device."""
     whole = whole_number(global_batch)
     if whole is None or whole < devices:
         raise PlanError(
@@ -51,12 +51,12 @@ def check_global_batch(global_batch: int, devices: int) -> int:
 
 
 def describe(share: Share) -> str:
-    """A device for people: its product name and id."""
+    """A device's product name and id, for messages."""
     return f"{share.name} ({share.device})" if share.name and share.name != share.device else share.device
 
 
 def _check_kind(plan: Plan) -> None:
-    """A pack's plan is each training's own; one that places a model's parts says nothing of batches."""
+    """A plan that places a model's parts says nothing about batches; that of a pack is each training's own."""
     if plan.layout.kind == "place":
         raise PlanError(
             f"The plan places a model's parts ({plan.layout.placement}); it doesn't split a batch.",

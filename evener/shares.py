@@ -53,12 +53,12 @@ def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
     total = sum(parts)
     for i in active:
         sizes[i] = max(1, batch * parts[i] // total)
-    _settle(sizes, {i: batch * parts[i] for i in active}, total, batch)
+    _correct_sum(sizes, {i: batch * parts[i] for i in active}, total, batch)
     return tuple(sizes)
 
 
 def whole_number(value: object) -> int | None:
-    """An int of what counts as one, NumPy's and PyTorch's too; None for all else, True and False included."""
+    """The value as an int, NumPy's and PyTorch's integers too; None for anything else, bools included."""
     if isinstance(value, bool):
         return None
     try:
@@ -81,8 +81,8 @@ def _whole_parts(ratios: Sequence[float]) -> list[int]:
     return [above * (common // below) for above, below in pairs]
 
 
-def _settle(sizes: list[int], quotas: dict[int, int], unit: int, batch: int) -> None:
-    """Move single samples until they sum to `batch`, always where the quota, in 1 / unit samples, is missed most."""
+def _correct_sum(sizes: list[int], quotas: dict[int, int], unit: int, batch: int) -> None:
+    """Move single samples until they sum to `batch`, always where the quota, in 1 / unit samples, is missed by most."""
     while (missing := batch - sum(sizes)) != 0:
         if missing > 0:
             i = max(quotas, key=lambda k: (quotas[k] - sizes[k] * unit, -k))
@@ -114,6 +114,6 @@ def gradient_weight(sizes: Sequence[int], rank: int) -> float:
     total = sum(sizes)
     if total < 1 or min(sizes) < 0:
         raise RequestError(
-            f"Shares of {tuple(sizes)} samples are no batch.", "Give 0 or more to each, 1 or more in all."
+            f"Shares of {tuple(sizes)} samples don't make a batch.", "Give 0 or more to each, 1 or more in all."
         )
     return sizes[rank] / total

@@ -57,7 +57,7 @@ class FitHooks:
     ) -> None:
         self.engine = engine
         self.model = engine.model
-        self.group = getattr(engine, "group", None)
+        self.group: Any = getattr(engine, "group", None)
         self.devices = devices
         self.global_batch = global_batch
         self.batch: int | None = None
@@ -169,7 +169,8 @@ class FitHooks:
     def reduce(self) -> Any:
         """What copy.deepcopy and pickle ask for: a model that isn't split."""
         self._warn_of_copy()
-        return type(self.model).__reduce__(self.model)
+        kind: Any = type(self.model)
+        return kind.__reduce__(self.model)
 
     def _warn_of_copy(self) -> None:
         warn(f"A copy of {self.model.name} trains on one device: pass the copy to split.model() to split it too.")

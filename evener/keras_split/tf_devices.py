@@ -46,11 +46,11 @@ def check_present(names: Sequence[str]) -> None:
     present = [short_name(device.name) for device in tf.config.list_logical_devices()]
     missing = [name for name in names if name not in present]
     if missing:
-        cpus = sum(name.startswith("CPU:") for name in names)
+        cpus = [int(name[4:]) + 1 for name in missing if name.startswith("CPU:") and name[4:].isdecimal()]
         raise DeviceError(
             f"TensorFlow sees no {', '.join(missing)} here, only {', '.join(present)}.",
-            f"Call evener.keras_split.make_logical_cpus({cpus}) at the start of the script."
-            if all(name.startswith("CPU:") for name in missing)
+            f"Call evener.keras_split.make_logical_cpus({max(cpus)}) at the start of the script."
+            if len(cpus) == len(missing)
             else "Make a plan on this machine with evener balance, or run evener doctor.",
         )
 

@@ -120,7 +120,7 @@ def test_two_processes_learn_what_one_device_learns(proofs: Any, case: str) -> N
 def test_a_group_sums_each_tensor_whatever_was_summed_before(proofs: Any, size: int) -> None:
     """Two types, and lengths that come and go: each is settled between the processes once, under its own key."""
     for found in proofs(f"group of {size}"):
-        assert found["sums"]["told"] == found["sums"]["right"]
+        assert found["sums"]["found"] == found["sums"]["right"]
 
 
 @pytest.mark.parametrize("case", ["adam L2", "clipnorm"])
@@ -131,7 +131,7 @@ def test_three_processes_learn_what_one_device_learns(proofs: Any, case: str) ->
         assert found[case]["logs"] <= 1e-12
 
 
-def test_processes_shuffle_alike(proofs: Any) -> None:
+def test_processes_shuffle_in_the_same_order(proofs: Any) -> None:
     """A shuffling fit ends with the same loss, metrics and weights in every process."""
     first, second = (found["shuffled"] for found in proofs("group of 2"))
     assert first == second
@@ -196,6 +196,15 @@ def test_limits_that_a_training_does_not_have_are_said_once(proofs: Any) -> None
     assert said.count("60%") == 2
 
 
+@pytest.mark.parametrize("way", ["arrays", "dataset", "static"])
+def test_batches_that_are_not_the_plans_are_noted_once(proofs: Any, way: str) -> None:
+    """A batch_size, or a dataset's own batches; the plan's own aren't noted."""
+    found = proofs("towers")[0]["noted"]
+    (said,) = found[way]
+    assert "Batches of 20 samples are trained, not the plan's 24" in said
+    assert found["plan's"] == []
+
+
 def test_towers_draw_fresh_numbers(proofs: Any) -> None:
     """Dropout's state moves on in each step."""
     found = proofs("towers")[0]["dropout"]
@@ -211,9 +220,9 @@ def test_the_model_is_saved_as_the_users_own(proofs: Any) -> None:
     assert found["plain"] == 1
 
 
-def test_the_seeds_ratios_mean_what_they_meant(proofs: Any) -> None:
+def test_ratios_mean_what_they_meant(proofs: Any) -> None:
     """768:560 of 100 samples are 57 and 43, and the learning is that of one device."""
-    found = proofs("towers")[0]["seed form"]
+    found = proofs("towers")[0]["ratios form"]
     assert found["first"] == 57
     assert found["weights"] <= 1e-12
 

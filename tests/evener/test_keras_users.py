@@ -47,11 +47,41 @@ def found() -> Any:
 
 
 @pytest.mark.parametrize(
-    "case", ["own loss", "own test", "own predict", "added", "watched", "not told", "frozen", "sparse"]
+    "case", ["own loss", "own test", "own predict", "added", "watched", "without training", "frozen", "sparse"]
 )
 def test_towers_do_with_a_users_model_what_one_device_does(found: Any, case: str) -> None:
     """A compute_loss and steps of the user's own, losses and metrics inside layers, sparse rows, nothing to train."""
     assert found["towers"][case] <= 1e-12
+
+
+@pytest.mark.parametrize("case", ["instance", "single samples", "single vectors", "rebatched", "batched"])
+def test_what_users_give_is_taken_as_it_is_meant(found: Any, case: str) -> None:
+    """A model instead of a function; tf.data pipelines of single samples, or of batches of another size."""
+    assert found["towers"][case] <= 1e-12
+
+
+@pytest.mark.parametrize("process", ["mirrored", "chief", "worker"])
+def test_single_samples_are_batched_by_every_engine(found: Any, process: str) -> None:
+    """In fit, in its validation and in evaluate."""
+    assert found[process]["single samples"] <= 1e-12
+
+
+def test_fit_shows_keras_own_signature(found: Any) -> None:
+    """An editor completes its arguments."""
+    assert found["towers"]["signatures"]
+
+
+def test_fit_as_documented_warns_of_nothing(found: Any) -> None:
+    """Neither arrays nor split.data."""
+    assert found["towers"]["documented"] == []
+
+
+@pytest.mark.parametrize("way", ["clone_model", "clone_model functional", "deepcopy", "pickle"])
+def test_a_copy_that_is_not_split_is_warned_of(found: Any, way: str) -> None:
+    """Once, with the remedy; saving, after which everybody expects a plain model, warns of nothing."""
+    (said,) = found["towers"]["copies"][way]
+    assert "trains on one device: pass the copy to split.model()" in said
+    assert found["towers"]["copies"]["save"] == []
 
 
 def test_each_prediction_draws_fresh_numbers(found: Any) -> None:
@@ -61,7 +91,15 @@ def test_each_prediction_draws_fresh_numbers(found: Any) -> None:
 
 def test_a_report_counts_the_batch_that_is_fitted(found: Any) -> None:
     """Not the split's own, where fit is given another; and the CPU isn't taken for a GPU of that number."""
-    assert found["towers"]["reported"] == [12, ["cpu:0", "cpu:1", "cpu:2"]]
+    assert found["towers"]["reported"]["other batch"] == [12, ["cpu:0", "cpu:1", "cpu:2"]]
+
+
+def test_a_report_leaves_out_the_first_step_of_each_batch_size(found: Any) -> None:
+    """Also that of the short last batch, which is counted by its own size, and where nobody says its size."""
+    reported = found["towers"]["reported"]
+    assert reported["samples"] == [24, 24, 1] * 2
+    assert reported["timed arrays"] == [False, True, False, True, True, True]
+    assert reported["timed dataset"] == [False, True, False, True, True, True]
 
 
 def test_devices_go_by_any_name_that_tensorflow_has_for_them(found: Any) -> None:
@@ -79,6 +117,10 @@ def test_devices_go_by_any_name_that_tensorflow_has_for_them(found: Any) -> None
         ("towers", "numbers", "single numbers"),
         ("towers", "elsewhere", "Keras runs on jax"),
         ("towers", "no model", "not NoneType"),
+        ("towers", "no function", "not str"),
+        ("towers", "one cpu", "Call evener.keras_split.make_logical_cpus(2)"),
+        ("towers", "unclear", "batches or single samples"),
+        ("towers", "own order", "dataset.shuffle(...)"),
         ("towers", "no list", "devices='CPU:0' names no devices"),
         ("towers", "no devices", "names no devices"),
         ("towers", "words", "A ratio of '3'"),

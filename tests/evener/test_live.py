@@ -104,6 +104,16 @@ def test_the_first_step_only_starts_the_clock(reporter: Reporter, clock: Clock, 
     assert not folder.exists()
 
 
+def test_a_step_that_is_not_timed_is_left_out_of_the_figure(reporter: Reporter, clock: Clock) -> None:
+    """A slow step that compiles between steps of 100 samples/s; it counts as a step all the same."""
+    for seconds, timed in [(0.0, False), (1.0, True), (3.0, False), (1.0, True)]:
+        clock.now += seconds
+        reporter.report(100, timed=timed)
+    (training,) = read_trainings()
+    assert training.samples_per_second == pytest.approx(100)
+    assert training.step == 4
+
+
 def test_at_most_two_files_are_written_in_a_second(
     reporter: Reporter, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

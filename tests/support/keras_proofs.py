@@ -274,7 +274,7 @@ def reported(split: Split, folder: str) -> dict[str, Any]:
     """What the monitor reads of a training that reports itself, while it trains and when it has ended."""
     seen: list[Any] = []
 
-    class Look(keras.callbacks.Callback):
+    class Watch(keras.callbacks.Callback):
         """Slow enough to be seen twice."""
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -283,7 +283,7 @@ def reported(split: Split, folder: str) -> dict[str, Any]:
 
     os.environ["XDG_RUNTIME_DIR"] = folder
     model = split.build(rules()["sgd"])
-    model.fit(X, Y, epochs=1, verbose=0, callbacks=[Report(split, samples=ROWS), Look()])
+    model.fit(X, Y, epochs=1, verbose=0, callbacks=[Report(split, samples=ROWS), Watch()])
     last = seen[-1]
     return {
         "devices": [[device.id, device.batch] for device in last.devices],
@@ -293,7 +293,7 @@ def reported(split: Split, folder: str) -> dict[str, Any]:
     }
 
 
-def seed_form() -> dict[str, float]:
+def ratios_form() -> dict[str, float]:
     """gpus and ratios cut as `multi_gpu_model` did: floors, and the rest to the last."""
     split = Split(devices=["CPU:0", "CPU:1"], ratios=[768, 560])
     model = split.build(rules()["sgd"])
@@ -409,7 +409,7 @@ def main(engine: str, folder: str) -> dict[str, Any]:
     cases["batch normalization"] = lambda: batch_normalization(by["5:2:1"])
     cases["dropout"] = lambda: dropout(by["3:1"])
     cases["saved"] = lambda: saved(by["3:1"], folder)
-    cases["seed form"] = seed_form
+    cases["ratios form"] = ratios_form
     cases["evaluate"] = lambda: evaluated(by["5:2:1"])
     cases["dataset"] = lambda: from_dataset(by["5:2:1"])
     cases["reported"] = lambda: reported(by["5:0:1"], folder)
@@ -417,6 +417,7 @@ def main(engine: str, folder: str) -> dict[str, Any]:
     cases["half"] = lambda: half(by["3:1"])
     cases["orders"] = lambda: orders(by["3:1"])
     cases["limits"] = limits
+    cases["noted"] = lambda: noted(by["5:0:1"])
     found: dict[str, Any] = {name: case() for name, case in cases.items()}
     return found | {"refusals": refusals(by["3:1"]), "requests": requests()}
 
@@ -499,6 +500,26 @@ def limits() -> list[str]:
     return [str(each.message) for each in seen if each.category is SplitWarning]
 
 
+def noted(split: Split) -> dict[str, list[str]]:
+    """What is said of batches that aren't the plan's, by two fits of a model, and of batches that are."""
+    batches = tf.data.Dataset.from_tensor_slices((X, Y))
+    tried: dict[str, Callable[[Any], Any]] = {
+        "arrays": lambda model: model.fit(X, Y, batch_size=20, verbose=0),
+        "dataset": lambda model: model.fit(batches.batch(20).prefetch(1), verbose=0),
+        "static": lambda model: model.fit(batches.batch(20, drop_remainder=True), verbose=0),
+        "plan's": lambda model: (model.fit(X, Y, verbose=0), model.fit(batches, verbose=0)),
+    }
+    found = {}
+    for name, action in tried.items():
+        model = split.build(rules()["sgd"])
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                action(model)
+        found[name] = [str(each.message) for each in seen if each.category is SplitWarning]
+    return found
+
+
 def orders(split: Split) -> dict[str, Any]:
     """Rows that two epochs of a shuffled dataset give, twice over."""
     rows = np.arange(ROWS)
@@ -517,16 +538,16 @@ def orders(split: Split) -> dict[str, Any]:
 def sums(split: Split) -> dict[str, list[float]]:
     """What a group sums, of two types and of lengths that come and go, beside what the sum is."""
     group = split.required_group
-    told: list[float] = []
+    found: list[float] = []
     right: list[float] = []
     every = group.size * (group.size - 1) // 2  # the ranks' sum
     for turn in range(40):
         count = 1 + turn % 3
         own = [tf.fill([count], float(group.rank + turn)), tf.constant(group.rank * turn, tf.int64)]
         floats, number = group.sum_now([*own, tf.fill([2, count], 1.0)])[:2]
-        told += [*floats.numpy().tolist(), int(number)]
+        found += [*floats.numpy().tolist(), int(number)]
         right += [*[float(every + group.size * turn)] * count, every * turn]
-    return {"told": told, "right": right}
+    return {"found": found, "right": right}
 
 
 def group_cases() -> dict[str, Any]:

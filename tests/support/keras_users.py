@@ -6,9 +6,13 @@ a group, with TF_CONFIG set. Everything is float64.
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
 import os
+import pickle
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -99,8 +103,8 @@ class Added(layers.Layer):
         return x
 
 
-class NotTold(keras.Model):
-    """A call without `training`, which Keras never tells."""
+class WithoutTraining(keras.Model):
+    """A call without `training`, which Keras then never passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,9 +163,9 @@ def sparse() -> Model:
     return model
 
 
-def not_told() -> Model:
+def without_training() -> Model:
     """The model of that name."""
-    model = NotTold()
+    model = WithoutTraining()
     model.compile("sgd", "sparse_categorical_crossentropy")
     return model
 
@@ -224,10 +228,54 @@ def steps(model: Model) -> list[float]:
     return [*figures, float(np.sum(model.test_on_batch(X[:1], Y[:1]))), *np.ravel(model.predict_on_batch(X[:3]))]
 
 
-def apart(split: Split, make: Callable[[], Model], run: Callable[[Model], list[float]]) -> float:
-    """The largest difference of weights and figures between one device and the split."""
+def samples() -> Any:
+    """A tf.data pipeline of single samples."""
+    return tf.data.Dataset.from_tensor_slices((X, Y))
+
+
+def is_split(model: Model) -> bool:
+    """Whether fit is the split's."""
+    return hasattr(model.fit, "hooks")
+
+
+def fit_samples(model: Model) -> list[float]:
+    """Training and validation on single samples, which one device has to be given as batches."""
+    data = samples() if is_split(model) else samples().batch(BATCH)
+    history = model.fit(data, epochs=2, verbose=0, validation_data=data).history
+    return [*history["loss"], *history["val_loss"], *model.evaluate(data, verbose=0)]
+
+
+def fit_vectors(model: Model) -> list[float]:
+    """Training on single samples of which x and y are as long as each other, like batches of numbers."""
+    data = tf.data.Dataset.from_tensor_slices((X, X))
+    return list(model.fit(data if is_split(model) else data.batch(BATCH), epochs=2, verbose=0).history["loss"])
+
+
+def fit_other_batches(split: Split, batch: int) -> Callable[[Model], list[float]]:
+    """Training on batches of another size, or single samples, that the split makes whole again."""
+
+    def run(model: Model) -> list[float]:
+        data = samples().batch(BATCH)
+        if is_split(model):
+            data = split.data(samples().batch(batch) if batch else samples())
+        return list(model.fit(data, epochs=2, verbose=0).history["loss"])
+
+    return run
+
+
+def vectors() -> Model:
+    """As many outputs as inputs."""
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(6)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def apart(
+    split: Split, make: Callable[[], Model], run: Callable[[Model], list[float]], instance: bool = False
+) -> float:
+    """The largest difference of weights and figures between one device and the split, built from the model itself."""
     models = []
-    for maker in (make, lambda: split.build(make)):
+    for maker in (make, lambda: split.build(make() if instance else make)):
         keras.utils.set_random_seed(3)
         models.append(maker())
     first, second = (np.asarray(run(model)) for model in models)
@@ -237,11 +285,7 @@ def apart(split: Split, make: Callable[[], Model], run: Callable[[Model], list[f
 
 def refused(split: Split, make: Callable[[], Model], run: Callable[[Model], Any]) -> str:
     """What is said instead of training."""
-    try:
-        run(split.build(make))
-    except EvenerError as error:
-        return str(error)
-    return ""
+    return said(lambda: run(split.build(make)))
 
 
 def towers() -> dict[str, Any]:
@@ -250,13 +294,22 @@ def towers() -> dict[str, Any]:
     by_batch = fit(batch_size=np.int64(BATCH))
     noisy = split.build(lambda: network(Watched()))
     noise = [noisy.predict(X[:8], verbose=0) for _ in range(2)]
+    fresh = Split(devices=["CPU:0", "CPU:1"], global_batch=BATCH)
     return {
+        "instance": apart(split, network, by_batch, instance=True),
+        "single samples": apart(split, network, fit_samples),
+        "single vectors": apart(split, vectors, fit_vectors),
+        "rebatched": apart(split, network, fit_other_batches(split, 10)),
+        "batched": apart(split, network, fit_other_batches(split, 0)),
+        "signatures": str(inspect.signature(noisy.fit)) == str(inspect.signature(keras.Sequential().fit)),
+        "copies": copies(split),
+        "documented": documented(split),
         "own loss": apart(split, lambda: network(base=OwnLoss), by_batch),
         "own test": apart(split, lambda: network(base=OwnSteps, metrics=None), own_test),
         "own predict": apart(split, lambda: network(base=OwnSteps), lambda m: [m.predict(X, verbose=0).sum()]),
         "added": apart(split, added, lambda m: fit(y=None, batch_size=BATCH)(m)),
         "watched": apart(split, lambda: network(Watched()), watched),
-        "not told": apart(split, not_told, by_batch),
+        "without training": apart(split, without_training, by_batch),
         "frozen": apart(split, frozen, by_batch),
         "sparse": apart(split, sparse, sparse_batches),
         "fresh noise": float(np.abs(noise[0] - noise[1]).max()),
@@ -272,6 +325,10 @@ def towers() -> dict[str, Any]:
             "numbers": refused(split, network, lambda _: split.data(X, list(Y))),
             "elsewhere": elsewhere(),
             "no model": refused(split, lambda: None, by_batch),
+            "no function": refused(split, "model.keras", by_batch),  # type: ignore[arg-type]
+            "one cpu": one_cpu(),
+            "unclear": said(lambda: fresh.data(tf.data.Dataset.from_tensor_slices((X, X)))),
+            "own order": refused(split, network, lambda _: split.data(samples(), shuffle=True)),
             "no list": refused_split(devices="CPU:0"),
             "no devices": refused_split(devices=[]),
             "words": refused_split(devices=["CPU:0", "CPU:1"], ratios=["3", "1"]),
@@ -280,12 +337,60 @@ def towers() -> dict[str, Any]:
     }
 
 
-def reported(split: Split) -> list[Any]:
-    """What is told of a step where fit is given another batch size than the split's: samples, and devices."""
-    callback, told = Report(split), []
-    callback._reporter = Mock(report=lambda samples, **words: told.append([samples, words["devices"]]))
-    split.build(network).fit(X, Y, batch_size=12, verbose=0, callbacks=[callback])
-    return told[0]
+def reports(split: Split, x: Any, y: Any = None, **words: Any) -> list[dict[str, Any]]:
+    """What is reported of each step of two epochs."""
+    callback, calls = Report(split), []
+    callback._reporter = Mock(report=lambda samples, **labels: calls.append({"samples": samples, **labels}))
+    split.build(network).fit(x, y, epochs=2, verbose=0, callbacks=[callback], **words)
+    return calls
+
+
+def reported(split: Split) -> dict[str, Any]:
+    """What is reported where fit is given another batch size, and of whole and short batches."""
+    first = reports(split, X, Y, batch_size=12)[0]
+    arrays, dataset = reports(split, X, Y), reports(split, samples())
+    return {
+        "other batch": [first["samples"], first["devices"]],
+        "samples": [call["samples"] for call in arrays],
+        "timed arrays": [call["timed"] for call in arrays],
+        "timed dataset": [call["timed"] for call in dataset],
+    }
+
+
+def warned(action: Callable[[], Any]) -> list[str]:
+    """What users are warned of, by the split and by Keras."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        action()
+    return [str(each.message) for each in seen if issubclass(each.category, UserWarning)]
+
+
+def copies(split: Split) -> dict[str, list[str]]:
+    """What is said when a split model is copied, and when it is saved."""
+    model = split.build(network)
+    entry = keras.Input((6,))
+    functional = keras.Model(entry, layers.Dense(3)(entry))
+    functional.compile("sgd", "mse")
+    with tempfile.TemporaryDirectory() as folder:
+        return {
+            "clone_model": warned(lambda: keras.models.clone_model(model)),
+            "clone_model functional": warned(lambda: keras.models.clone_model(split.build(functional))),
+            "deepcopy": warned(lambda: copy.deepcopy(model)),
+            "pickle": warned(lambda: pickle.dumps(model)),
+            "save": warned(lambda: model.save(os.path.join(folder, "model.keras"))),
+        }
+
+
+def documented(split: Split) -> list[str]:
+    """What is warned of where fit is called as README and docs do."""
+    model = split.build(network)
+    return warned(lambda: (model.fit(X, Y, verbose=0), model.fit(split.data(X, Y, shuffle=True), verbose=0)))
+
+
+def one_cpu() -> str:
+    """What two logical CPUs are answered with where the script hasn't made them."""
+    with patch("tensorflow.config.list_logical_devices", return_value=tf.config.list_logical_devices("CPU")[:1]):
+        return refused_split(devices=["CPU:0", "CPU:1"])
 
 
 def elsewhere() -> str:
@@ -296,8 +401,13 @@ def elsewhere() -> str:
 
 def refused_split(**request: Any) -> str:
     """What a request is answered with."""
+    return said(lambda: Split(**request))
+
+
+def said(action: Callable[[], Any]) -> str:
+    """The refusal of an attempt."""
     try:
-        Split(**request)
+        action()
     except EvenerError as error:
         return str(error)
     return ""
@@ -310,6 +420,7 @@ def mirrored() -> dict[str, Any]:
     assigned = apart(split, lambda: network(layers.SpectralNormalization(layers.Dense(8))), steps)
     return {
         "steps": apart(split, network, steps),
+        "single samples": apart(split, network, fit_samples),
         "assigned": assigned,
         "frozen": apart(split, frozen, fit(batch_size=BATCH)),
         "validated": apart(split, network, fit(batch_size=BATCH, validation_data=Batches())),
@@ -323,7 +434,8 @@ def chief() -> dict[str, Any]:
     assigned = apart(split, lambda: network(layers.SpectralNormalization(layers.Dense(8)), metrics=None), steps)
     return {
         "rank": split.required_group.rank,
-        "steps": apart(split, not_told, steps),
+        "steps": apart(split, without_training, steps),
+        "single samples": apart(split, network, fit_samples),
         "assigned": assigned,
         "validated": apart(split, network, fit(batch_size=BATCH, validation_data=Batches())),
     }
