@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from evener.keras_split.compatibility import SplitWarning
-    from evener.keras_split.model_digest import model_digest
+    from evener.keras_split.digest import model_digest
     from evener.keras_split.report import Report
     from evener.keras_split.split import ENGINES, Split
     from evener.keras_split.tf_devices import make_logical_cpus
@@ -29,7 +29,7 @@ _MODULES = {
     "Split": "split",
     "SplitWarning": "compatibility",
     "make_logical_cpus": "tf_devices",
-    "model_digest": "model_digest",
+    "model_digest": "digest",
 }
 
 

@@ -15,12 +15,12 @@ from evener.keras_split import tf_devices
 from evener.keras_split.batch_bounds import Cut
 from evener.keras_split.compatibility import check_backend, check_model, warn
 from evener.keras_split.data import ArrayBatches, batch_rows, batch_samples, fold_weights, gives_batches, pack_arrays
+from evener.keras_split.digest import model_digest
 from evener.keras_split.engines.keras_step import SingleDevice
 from evener.keras_split.engines.mirrored import Mirrored, UnevenMirroredStrategy, distribute
 from evener.keras_split.engines.multiworker import Group, Workers, group_from_environment
 from evener.keras_split.engines.towers import Towers
 from evener.keras_split.fit_hooks import FitHooks
-from evener.keras_split.model_digest import model_digest
 from evener.plan import Plan, load_plan
 from evener.plan_check import check_fit, check_global_batch, describe
 from evener.shares import is_ratio

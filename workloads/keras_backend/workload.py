@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from evener.keras_split.model_digest import model_digest
+from evener.keras_split.digest import model_digest
 from evener.keras_split.tf_devices import make_logical_cpus
 from evener.workloads.keras_backend.batches import Rows, SampleBatch, Stream, as_arrays, pool
 from evener.workloads.keras_backend.kernel_limits import check_rows
