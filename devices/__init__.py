@@ -1,5 +1,4 @@
-"""The senses: what is in this machine and how it is doing.
+"""What is in this machine and how it is doing.
 
-Read `base` for the words, `discover` for what a request means, then its sources: `nvml`, `cpu_source`,
-`simulated_source`.
+Read `types` for the terms and `discover` for what a request means, then the sources: `nvidia`, `cpu`, `simulated`.
 """

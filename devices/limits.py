@@ -14,17 +14,8 @@ from decimal import Decimal
 from evener.devices.types import Limit
 from evener.errors import RequestError
 
-UNITS = {
-    "b": 1,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "tib": 1 << 40,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-}
+UNITS = {"b": 1} | {f"{sign}ib": 1 << 10 * i for i, sign in enumerate("kmgt", 1)}
+UNITS |= {f"{sign}b": 1000**i for i, sign in enumerate("kmgt", 1)}
 LARGEST_BYTES = 1 << 60
 REMEDY = "Write a limit as 60%, 8GiB or 60%+8GiB."
 _PART = re.compile(r"(\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})\s*(%|[a-zA-Z]{1,3})", re.ASCII)
@@ -51,10 +42,9 @@ def write_limit(limit: Limit) -> str:
     """The text that `parse_limit` reads back as the same limit; empty without one."""
     parts = [] if limit.percent is None else [f"{_plain(limit.percent)}%"]
     if limit.memory_bytes is not None:
-        unit = max(
-            (name for name in ("B", "KiB", "MiB", "GiB", "TiB") if _fits(limit.memory_bytes, name)), key=_size_of
-        )
-        parts.append(f"{limit.memory_bytes // _size_of(unit)}{unit}")
+        sizes = {unit: UNITS[unit.lower()] for unit in ("TiB", "GiB", "MiB", "KiB", "B")}
+        unit = next(unit for unit in sizes if limit.memory_bytes % sizes[unit] == 0)
+        parts.append(f"{limit.memory_bytes // sizes[unit]}{unit}")
     return "+".join(parts)
 
 
@@ -81,14 +71,6 @@ def _size(number: Decimal, unit: str, text: str) -> int:
     if not 1 <= size <= LARGEST_BYTES:
         raise RequestError(f"The limit {text!r} is not a size that a device can have.", REMEDY)
     return round(size)
-
-
-def _size_of(unit: str) -> int:
-    return UNITS[unit.lower()]
-
-
-def _fits(size: int, unit: str) -> bool:
-    return size % _size_of(unit) == 0
 
 
 def _plain(number: float) -> str:

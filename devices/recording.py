@@ -22,7 +22,7 @@ MOST_SNAPSHOTS = 10_000_000
 REMEDY = "Give a file that evener monitor --record wrote."
 
 
-class Header(msgspec.Struct, frozen=True):
+class RecordingHeader(msgspec.Struct, frozen=True):
     """The first line of a recording."""
 
     evener_monitor: int  # the version of the format
@@ -30,7 +30,7 @@ class Header(msgspec.Struct, frozen=True):
 
 
 _snapshots = msgspec.json.Decoder(Snapshot)
-_headers = msgspec.json.Decoder(Header)
+_headers = msgspec.json.Decoder(RecordingHeader)
 
 
 class Recorder:
@@ -47,7 +47,7 @@ class Recorder:
             raise RequestError(f"{path} is there already.", "Name a new file: a recording replaces nothing.") from None
         except OSError as error:
             raise _unwritable(path, error) from None
-        self._append(msgspec.json.encode(Header(VERSION, hostname)) + b"\n")
+        self._append(msgspec.json.encode(RecordingHeader(VERSION, hostname)) + b"\n")
 
     def write(self, snapshot: Snapshot) -> bool:
         """Append one snapshot; False once the file is as large as it may get."""
@@ -129,7 +129,7 @@ class Recording:
         """Let go of the file; it may be called twice."""
         self._stream.close()
 
-    def _read_header(self) -> Header:
+    def _read_header(self) -> RecordingHeader:
         row = self._stream.readline(LONGEST_LINE_BYTES)
         try:
             header = _headers.decode(row)

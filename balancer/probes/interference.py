@@ -46,7 +46,7 @@ class InterferenceMonitor:
         for watch in watches:
             watch.answer(max(0.0, until - time.monotonic()))
         until = time.monotonic() + PATIENCE * self._silent_seconds
-        while any(w.looks and w.silent_seconds < self._silent_seconds for w in watches) and time.monotonic() < until:
+        while any(w.pending and w.silent_seconds < self._silent_seconds for w in watches) and time.monotonic() < until:
             if stop.wait(READ_SECONDS):
                 raise StoppedError
         self._raise_if_gone(positions)

@@ -56,7 +56,7 @@ class EventWatch:
             self._thread = threading.Thread(target=self._run, name="evener-nvml-events", daemon=True)
             self._thread.start()
 
-    def of(self, handle: Handle) -> tuple[str, ...]:
+    def recent(self, handle: Handle) -> tuple[str, ...]:
         """What happened to this GPU, newest last."""
         return tuple(self._events.get(address(handle), ()))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import msgspec
@@ -50,62 +50,57 @@ class GpuVitals:
         self._nvml = load() if library is None else library
         self._reader: _Reader | None = None
         self._ever = False  # it has answered before: from then on silence is trouble
-        self._change = threading.Condition()
-        self._asked = self._answered = 0
-        self._began: float | None = None  # the look that goes on: when the thread came to it
-        self._full = self._closed = False
         self._last = Vitals()
-        self._thread = threading.Thread(target=self._run, name="evener-vitals", daemon=True)
-        self._thread.start()
+        self._began: float | None = None  # when the thread came to ask the driver
+        self._thread: threading.Thread | None = None  # one for each question
+        self._closed = False
 
     def ask(self, full: bool = False) -> bool:
-        """Have it look once more; False if it still looks since it was asked before."""
-        with self._change:
-            if self._asked > self._answered:
-                return False
-            self._asked, self._full = self._asked + 1, full
-            self._change.notify_all()
-            return True
+        """Ask the driver once more; False if it has not answered the question before."""
+        if self.pending or self._closed:
+            return False
+        self._start(self._answer, full)
+        return True
 
     def answer(self, wait_seconds: float) -> Vitals:
-        """What the last look told, once it has ended, or what one before it told if it takes longer."""
-        with self._change:
-            self._change.wait_for(lambda: self._answered >= self._asked or self._closed, wait_seconds)
-            return self._last
+        """The driver's last answer, or the one before it if the last takes longer than the wait."""
+        self.join(wait_seconds)
+        return self._last
 
     @property
-    def looks(self) -> bool:
-        """Whether it has not answered yet."""
-        with self._change:
-            return self._asked > self._answered
+    def pending(self) -> bool:
+        """Whether the driver has not answered yet."""
+        return self._thread is not None and self._thread.is_alive()
 
     @property
     def silent_seconds(self) -> float:
-        """How long the driver has had for the look that goes on; a thread that waits for a busy CPU is not silence."""
-        with self._change:
-            return 0.0 if self._began is None else time.monotonic() - self._began
+        """How long the driver has had for its answer; a thread that waits for a busy CPU is not silence."""
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
 
     def close(self) -> None:
         """End the watch; a thread that the driver holds ends when it lets go. It may be called twice."""
-        with self._change:
+        if not self._closed:
             self._closed = True
-            self._change.notify_all()
+            self._start(self._finish, self._thread)
 
     def join(self, seconds: float) -> None:
-        """Wait for the end of a closed watch, so long at most."""
-        self._thread.join(seconds)
+        """Wait for the driver, or for the end of a closed watch, so long at most."""
+        if self._thread is not None:
+            self._thread.join(seconds)
 
-    def _run(self) -> None:
-        while True:
-            with self._change:
-                self._change.wait_for(lambda: self._asked > self._answered or self._closed)
-                if self._closed:
-                    break
-                full, self._began = self._full, time.monotonic()
-            seen = self._look(full)
-            with self._change:
-                self._last, self._answered, self._began = seen, self._asked, None
-                self._change.notify_all()
+    def _start(self, target: Callable[..., None], argument: object) -> None:
+        self._thread = threading.Thread(target=target, args=(argument,), name="evener-vitals", daemon=True)
+        self._thread.start()
+
+    def _answer(self, full: bool) -> None:
+        self._began = time.monotonic()
+        self._last = self._look(full)
+        self._began = None
+
+    def _finish(self, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
         self._leave()
 
     def _look(self, full: bool) -> Vitals:

@@ -167,7 +167,7 @@ class NvmlSource:
         if slot.reader is None and self._is_open and now >= slot.retry_at:
             self._find_again(slot, now)
         if slot.reader is not None and slot.processes is not None:
-            slot.events = self._events.of(slot.reader.handle) if self._events else ()
+            slot.events = self._events.recent(slot.reader.handle) if self._events else ()
             try:
                 sample = slot.reader.sample(now)
                 processes = slot.processes.read(now)

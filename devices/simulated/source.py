@@ -26,19 +26,18 @@ POWER_LIMIT_WATTS, IDLE_POWER_SHARE = 250.0, 0.08
 IDLE_MHZ, FULL_MHZ = 210.0, 1900.0
 IDLE_MEMORY_BYTES = 12 * MIB
 BYTES_PER_SAMPLE = 28 * 28 * 4  # that the workload's host sends for one sample
-FULL_LINK_BYTES = 9e9  # per second, both directions alike, when steps follow each other without a pause
-MOST_BATCH = 1 << 20
+FULL_LINK_BYTES = 9e9  # per second, in both directions, when steps follow each other without a pause
 
 
-class Load(msgspec.Struct, frozen=True):
-    """What a simulated device is told to do."""
+class SimulatedLoad(msgspec.Struct, frozen=True):
+    """What a simulated device trains."""
 
     samples_per_second: float = 0.0
-    share: int | None = None  # samples of each step; None: unknown
+    share: int = 0  # samples of each step
 
 
 class _State(msgspec.Struct):
-    load: Load
+    load: SimulatedLoad
     celsius: float
     joules: float
     random: random.Random
@@ -61,17 +60,18 @@ class SimulatedSource:
         self._lock = threading.Lock()
         self._last = clock()
         self._states = [
-            _State(Load(), AMBIENT_CELSIUS + 3, 0.0, random.Random(f"{seed}/{device.id}")) for device in self._devices
+            _State(SimulatedLoad(), AMBIENT_CELSIUS + 3, 0.0, random.Random(f"{seed}/{device.id}"))
+            for device in self._devices
         ]
 
     def devices(self) -> tuple[Device, ...]:
         """The simulated devices, in order."""
         return self._devices
 
-    def set_load(self, position: int, samples_per_second: float, share: int | None = None) -> None:
-        """From now on the device trains so fast, at `share` samples a step if known; 0 samples/s: it idles."""
+    def set_load(self, position: int, samples_per_second: float, share: int) -> None:
+        """From now on the device trains so fast, at `share` samples a step; 0 samples/s: it idles."""
         with self._lock:
-            self._states[position].load = Load(max(0.0, samples_per_second), share)
+            self._states[position].load = SimulatedLoad(max(0.0, samples_per_second), share)
 
     def sample(self) -> Snapshot:
         """All devices now."""
@@ -103,7 +103,7 @@ class SimulatedSource:
         target = AMBIENT_CELSIUS + (FULL_LOAD_CELSIUS - AMBIENT_CELSIUS) * watts / POWER_LIMIT_WATTS
         state.celsius += (target - state.celsius) * (1 - math.exp(-interval / HEAT_LAG_SECONDS))
         state.joules += watts * interval
-        used = IDLE_MEMORY_BYTES + self._held_bytes(position, load)
+        used = IDLE_MEMORY_BYTES + self.machine.memory_bytes(position, load.share if load.samples_per_second else 0)
         moved = load.samples_per_second * BYTES_PER_SAMPLE
         return DeviceSample(
             device=device,
@@ -131,20 +131,12 @@ class SimulatedSource:
             samples_per_second=value(load.samples_per_second * (1 + 0.5 * jitter)),
         )
 
-    def _busy(self, position: int, load: Load) -> float:
+    def _busy(self, position: int, load: SimulatedLoad) -> float:
         """Share of time that the device computes: steps a second times seconds a step."""
-        if not load.samples_per_second:
+        if not load.samples_per_second or not load.share:
             return 0.0
-        if not load.share:
-            return min(1.0, 0.85 + 0.15 * load.samples_per_second / fastest(self.machine.devices[position]))
         steps_per_second = load.samples_per_second / load.share
         return min(1.0, steps_per_second * self.machine.device_seconds(position, load.share, False))
-
-    def _held_bytes(self, position: int, load: Load) -> int:
-        if not load.samples_per_second:
-            return 0
-        share = load.share or largest_batch(self.machine, position) // 2
-        return self.machine.memory_bytes(position, share)
 
     def _shared(self) -> float:
         """1 while two or more devices train together, else 0: one alone exchanges nothing."""
@@ -154,19 +146,6 @@ class SimulatedSource:
 def fastest(device: SimulatedDevice) -> float:
     """The most samples/s of a device alone, at any point of its curve."""
     return max(batch / seconds if (seconds := device.seconds(batch)) else math.inf for batch, _ in device.curve)
-
-
-def largest_batch(machine: Machine, position: int) -> int:
-    """The largest batch that fits into the device's memory; 0 if none does."""
-    fits, fails = 0, MOST_BATCH
-    room = machine.usable_memory_bytes(position)
-    while fails - fits > 1:
-        middle = (fits + fails) // 2
-        if machine.memory_bytes(position, middle) <= room:
-            fits = middle
-        else:
-            fails = middle
-    return fits
 
 
 def _noisy(share: float, jitter: float) -> float:

@@ -22,52 +22,52 @@ from evener.tui.runtime.messages import Sampled
 Post = Callable[[Message], object]
 
 
-class Load(NamedTuple):
+class ProbeLoad(NamedTuple):
     """What a running probe does to one device."""
 
     samples_per_second: float
     share: int  # samples of each step
 
 
-class Feed(Protocol):
-    """Where the app's snapshots come from."""
+class SnapshotPublisher(Protocol):
+    """Posts snapshots to the app."""
 
     interval_seconds: float
 
     @property
     def state(self) -> str:
-        """What is special about it, in a word or two; empty for live readings."""
+        """Where a recording is; empty for live readings."""
         ...
 
     def start(self, post: Post) -> None:
-        """Post `Sampled` messages from now on, from any thread."""
+        """Post `Sampled` messages until stopped, from any thread."""
         ...
 
     def stop(self) -> None:
-        """End; returns when no more messages come."""
+        """Stop; no message is posted after this returns."""
         ...
 
     def history(self, device_id: str, metric: str) -> tuple[float | None, ...]:
-        """A metric's newest values, a tick each, oldest first."""
+        """A metric's newest values, one per tick, oldest first."""
         ...
 
-    def follow(self, loads: Mapping[str, Load]) -> None:
-        """These devices, by id, run probes now; the others don't."""
+    def set_loads(self, loads: Mapping[str, ProbeLoad]) -> None:
+        """Which devices, by id, run probes now; the others run none."""
         ...
 
 
-class SampledFeed:
-    """A source, sampled on a thread of its own."""
+class SourcePublisher:
+    """Publishes a source, sampled on a thread of its own."""
 
     def __init__(self, source: Source, interval_seconds: float = 1.0) -> None:
         self._source = source
         self._sampler = Sampler(source, interval_seconds)
-        self._loads: Mapping[str, Load] = {}
+        self._loads: Mapping[str, ProbeLoad] = {}
         self._post: Post | None = None
 
     @property
     def interval_seconds(self) -> float:
-        """Between two snapshots."""
+        """Time between two snapshots."""
         return self._sampler.interval_seconds
 
     @interval_seconds.setter
@@ -83,31 +83,31 @@ class SampledFeed:
         return f"replay {source.position + 1}/{len(source.recording)}"
 
     def start(self, post: Post) -> None:
-        """Take the first sample now."""
+        """Take the first sample at once."""
         self._post = post
-        self._sampler.subscribe(self._tell)
+        self._sampler.subscribe(self._publish)
         self._sampler.start()
 
     def stop(self) -> None:
-        """End sampling and close the source; it may be called twice."""
+        """Stop sampling and close the source; may be called twice."""
         self._post = None
         with contextlib.suppress(RuntimeError):
             self._sampler.close()
 
     def history(self, device_id: str, metric: str) -> tuple[float | None, ...]:
-        """As the sampler keeps it."""
+        """The sampler's history."""
         return self._sampler.history(device_id, metric)
 
-    def follow(self, loads: Mapping[str, Load]) -> None:
-        """Simulated devices follow the load themselves; of real ones it is told beside what the driver says."""
+    def set_loads(self, loads: Mapping[str, ProbeLoad]) -> None:
+        """Simulated devices act on the load; real ones only get its samples/s added to what the driver reports."""
         self._loads = dict(loads)
         if isinstance(self._source, SimulatedSource):
             for position, device in enumerate(self._source.devices()):
                 load = loads.get(device.id)
-                speed, share = (load.samples_per_second, load.share) if load is not None else (0.0, None)
+                speed, share = (load.samples_per_second, load.share) if load is not None else (0.0, 0)
                 self._source.set_load(position, speed, share)
 
-    def _tell(self, snapshot: Snapshot) -> None:
+    def _publish(self, snapshot: Snapshot) -> None:
         post, loads = self._post, self._loads
         if post is None:
             return
@@ -117,26 +117,28 @@ class SampledFeed:
         post(Sampled(snapshot))
 
 
-def _with_load(sample: DeviceSample, load: Load | None) -> DeviceSample:
+def _with_load(sample: DeviceSample, load: ProbeLoad | None) -> DeviceSample:
     if load is None or sample.samples_per_second.state is State.VALUE:
         return sample
     return msgspec.structs.replace(sample, samples_per_second=value(load.samples_per_second))
 
 
-def open_feed(devices: str, replay: Path | None, interval_seconds: float) -> tuple[Feed, tuple[Device, ...]]:
-    """What `--devices` or a recording shows, and the devices that a search may take.
+def open_publisher(
+    devices: str, replay: Path | None, interval_seconds: float
+) -> tuple[SnapshotPublisher, tuple[Device, ...]]:
+    """The publisher for `--devices` or a recording, and the devices that a search may use.
 
-    RequestError and DeviceError say what is wrong with either.
+    RequestError and DeviceError say what is wrong with either one.
     """
     if replay is not None:
         recorded = ReplaySource(Recording(replay))
-        return SampledFeed(recorded, max(0.1, recorded.interval_seconds)), recorded.devices()
+        return SourcePublisher(recorded, max(0.1, recorded.interval_seconds)), recorded.devices()
     found = discover(devices, only_visible=False)
-    return SampledFeed(open_source(found), interval_seconds), _trainable(found.devices)
+    return SourcePublisher(open_source(found), interval_seconds), _trainable(found.devices)
 
 
 def _trainable(devices: tuple[Device, ...]) -> tuple[Device, ...]:
-    """A monitor shows every GPU; a search keeps to those that CUDA would."""
+    """A monitor shows every GPU; a search uses those that CUDA would."""
     if not devices or devices[0].kind != "gpu":
         return devices
     return visible_gpus(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
