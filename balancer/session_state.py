@@ -1,4 +1,4 @@
-"""A session as the Balance screen sees it: events folded into one frozen state, and the figures that follow from it."""
+"""A session's events folded into one frozen state, and the figures that follow from it: rivals, curves, time left."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ import msgspec
 
 from evener.balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
 from evener.balancer.types import Belief, Observation, OutOfMemory, Probe, Result, Timed
-from evener.plan import Throughput
+from evener.plan import BEST_SINGLE, EVEN_SPLIT, LARGER_BATCH, SOLO_PREFIX, Plan, Throughput
 
 KEPT_OBSERVATIONS = 2000
-EVEN = "even split"  # names in a plan's evidence
-BEST_SINGLE = "best single device"
-LARGER = "larger global batch"
-SOLO = "solo "  # and the device's label
+SUM = "sum of solos"
 
 
 class Running(msgspec.Struct, frozen=True):
-    """A measurement that goes on now."""
+    """A measurement in progress."""
 
     probe: Probe
     phase: str
@@ -28,13 +25,13 @@ class Running(msgspec.Struct, frozen=True):
 
 
 class Seen(NamedTuple):
-    """A measurement that ended, and when."""
+    """A measurement that has ended, and when."""
 
     observation: Observation
     at_seconds: float
 
 
-class BalanceState(msgspec.Struct, frozen=True):
+class SessionState(msgspec.Struct, frozen=True):
     """Everything that a session has reported so far."""
 
     run: str = ""
@@ -60,12 +57,12 @@ class BalanceState(msgspec.Struct, frozen=True):
 
     @property
     def active(self) -> bool:
-        """Whether a session is under way."""
+        """Whether a session is running."""
         return bool(self.run or self.devices or self.stopping) and not self.ended
 
 
-def advance(state: BalanceState, event: Event) -> BalanceState:
-    """The state after one more event; pure, so a journal replays to the same picture."""
+def advance(state: SessionState, event: Event) -> SessionState:
+    """The state after one more event; pure, so that a journal replays to the same state."""
     replace = msgspec.structs.replace
     at_seconds = max(state.at_seconds, getattr(event, "at_seconds", 0.0))
     if isinstance(event, Started):
@@ -90,11 +87,11 @@ def advance(state: BalanceState, event: Event) -> BalanceState:
     return replace(state, running=(), paused=False, finished=event, at_seconds=at_seconds)
 
 
-def _without(state: BalanceState, probe: Probe) -> tuple[Running, ...]:
+def _without(state: SessionState, probe: Probe) -> tuple[Running, ...]:
     return tuple(each for each in state.running if each.probe != probe)
 
 
-def _progressed(state: BalanceState, event: ProbeProgress) -> tuple[Running, ...]:
+def _progressed(state: SessionState, event: ProbeProgress) -> tuple[Running, ...]:
     before = next((each for each in state.running if each.probe == event.probe), None)
     since = before.since_seconds if before is not None else event.at_seconds
     now = Running(event.probe, event.phase, event.samples_per_second, event.relative_interval, since)
@@ -103,7 +100,7 @@ def _progressed(state: BalanceState, event: ProbeProgress) -> tuple[Running, ...
     return tuple(now if each is before else each for each in state.running)
 
 
-def _observed(state: BalanceState, event: Observed, at_seconds: float) -> BalanceState:
+def _observed(state: SessionState, event: Observed, at_seconds: float) -> SessionState:
     return msgspec.structs.replace(
         state,
         running=_without(state, event.seen.probe),
@@ -116,20 +113,18 @@ def _observed(state: BalanceState, event: Observed, at_seconds: float) -> Balanc
     )
 
 
-def timed(state: BalanceState) -> list[Timed]:
-    """Every measurement that ran, in the order in which they ended."""
+def timed(state: SessionState) -> list[Timed]:
+    """Every successful measurement, in the order in which they ended."""
     return [seen.observation for seen in state.seen if isinstance(seen.observation, Timed)]
 
 
-def best_solo(state: BalanceState, device: int) -> Timed | None:
+def best_solo(state: SessionState, device: int) -> Timed | None:
     """The fastest measurement of one device alone."""
-    alone = [
-        each for each in timed(state) if each.probe.layout.active == (device,) and each.probe.layout.kind == "solo"
-    ]
-    return max(alone, key=lambda each: each.samples_per_second, default=None)
+    layouts = ((each, each.probe.layout) for each in timed(state))
+    return _fastest([each for each, layout in layouts if layout.kind == "solo" and layout.active == (device,)])
 
 
-def memory_wall(state: BalanceState, device: int) -> int | None:
+def memory_wall(state: SessionState, device: int) -> int | None:
     """The smallest batch at which the device alone ran out of memory."""
     walls = [
         seen.observation.probe.layout.shares[device]
@@ -139,76 +134,85 @@ def memory_wall(state: BalanceState, device: int) -> int | None:
     return min(walls, default=None)
 
 
+def largest_run(state: SessionState, device: int) -> int:
+    """The largest share that ran on the device, alone or with others; 0 if none did."""
+    curves = state.belief.curves if state.belief is not None else ()
+    alone = [batch for curve in curves if curve.device == device for batch, _ in curve.measured]
+    return max([*alone, *(each.probe.layout.shares[device] for each in timed(state))], default=0)
+
+
 class Rival(NamedTuple):
-    """One way to train, by its measured samples/s."""
+    """One way to train, by its measured samples/s; `device` is its label if it is one device of several."""
 
     name: str
     samples_per_second: float
     low: float
     high: float
-    detail: str
+    batches: tuple[int, ...] = ()
+    device: str = ""
+
+    @property
+    def where(self) -> str:
+        """820+568, or GPU:0 at 1024."""
+        batches = "+".join(str(batch) for batch in self.batches if batch)
+        return f"{self.device} at {batches}" if self.device else batches
 
 
-def _even(shares: tuple[int, ...]) -> bool:
+def _rival(name: str, figure: Throughput, batches: tuple[int, ...], labels: tuple[str, ...]) -> Rival:
+    active = [label for label, batch in zip(labels, batches, strict=False) if batch]
+    device = active[0] if len(active) == 1 < len(labels) else ""
+    return Rival(name, figure.samples_per_second, figure.low, figure.high, batches, device)
+
+
+def rivals(state: SessionState) -> tuple[Rival, ...]:
+    """The best layout so far, or the plan, and what it is compared with; only what was measured."""
+    labels = state.devices
+    if state.finished is not None:
+        plan = state.finished.plan
+        compared = [rival for rival in plan_rivals(plan, labels) if rival.name != LARGER_BATCH]
+        return (_rival("the plan", plan.throughput, plan.layout.batches, labels), *compared)
+    found: list[Rival] = []
+    if state.best is not None:
+        best = state.best.throughput
+        figure = Throughput(best.value, best.low, best.high)
+        found.append(_rival("best so far", figure, state.best.layout.shares, labels))
+    evens = [each for each in timed(state) if _is_even(each.probe.layout.shares)]
+    solos = [each for device in range(len(labels)) if (each := best_solo(state, device)) is not None]
+    for name, each in ((EVEN_SPLIT, _fastest(evens)), (BEST_SINGLE, _fastest(solos))):
+        if each is not None:
+            found.append(_rival(name, _throughput(each), each.probe.layout.shares, labels))
+    complete = len(solos) == len(labels)
+    return (*found, *(_sum([_throughput(each) for each in solos]) if complete else ()))
+
+
+def plan_rivals(plan: Plan, labels: tuple[str, ...]) -> tuple[Rival, ...]:
+    """What a plan is compared with: even split, best single device, a larger batch, the sum of solos."""
+    found: list[Rival] = []
+    for name in (EVEN_SPLIT, BEST_SINGLE, LARGER_BATCH):
+        named = [each for each in plan.evidence if each.name == name]
+        found += [_rival(name, each.throughput, each.layout.batches, labels) for each in named[:1]]
+    return (*found, *_sum([each.throughput for each in plan.evidence if each.name.startswith(SOLO_PREFIX)]))
+
+
+def _is_even(shares: tuple[int, ...]) -> bool:
     return len(shares) > 1 and min(shares) > 0 and max(shares) - min(shares) <= 1
 
 
-def _rival(name: str, each: Timed) -> Rival:
+def _fastest(measurements: list[Timed]) -> Timed | None:
+    return max(measurements, key=lambda each: each.samples_per_second, default=None)
+
+
+def _throughput(each: Timed) -> Throughput:
     work = each.probe.layout.global_batch * each.probe.layout.processes
-    detail = "+".join(str(share) for share in each.probe.layout.shares if share)
-    return Rival(name, each.samples_per_second, work / each.high_seconds, work / each.low_seconds, detail)
+    return Throughput(each.samples_per_second, work / each.high_seconds, work / each.low_seconds)
 
 
-def rivals(state: BalanceState) -> tuple[Rival, ...]:
-    """The chosen layout so far, the even split, the best single device, the sum of solos: those that were measured."""
-    if state.finished is not None:
-        return _rivals_of_plan(state.finished, state.devices)
-    found: list[Rival] = []
-    if state.best is not None:
-        figure, layout = state.best.throughput, state.best.layout
-        shares = "+".join(str(share) for share in layout.shares if share)
-        alone = f"{state.devices[layout.active[0]]} at " if len(layout.active) == 1 and len(state.devices) > 1 else ""
-        found.append(Rival("best so far", figure.value, figure.low, figure.high, alone + shares))
-    evens = [each for each in timed(state) if _even(each.probe.layout.shares)]
-    if evens:
-        found.append(_rival(EVEN, max(evens, key=lambda each: each.samples_per_second)))
-    solos = [(device, best_solo(state, device)) for device in range(len(state.devices))]
-    known = [(device, each) for device, each in solos if each is not None]
-    if known:
-        device, fastest = max(known, key=lambda pair: pair[1].samples_per_second)
-        single = _rival(BEST_SINGLE, fastest)
-        found.append(single._replace(detail=f"{state.devices[device]} at {single.detail}"))
-    if len(known) == len(state.devices) > 1:
-        found.append(_sum([_rival("", each) for _, each in known]))
-    return tuple(found)
-
-
-def _sum(solos: list[Rival]) -> Rival:
-    return Rival(
-        "sum of solos",
-        sum(each.samples_per_second for each in solos),
-        sum(each.low for each in solos),
-        sum(each.high for each in solos),
-        "",
-    )
-
-
-def _rivals_of_plan(finished: Finished, labels: tuple[str, ...]) -> tuple[Rival, ...]:
-    plan = finished.plan
-
-    def rival(name: str, throughput: Throughput, batches: tuple[int, ...]) -> Rival:
-        detail = "+".join(str(batch) for batch in batches if batch)
-        active = [label for label, batch in zip(labels, batches, strict=False) if batch]
-        detail = f"{active[0]} at {detail}" if len(active) == 1 and len(labels) > 1 else detail
-        return Rival(name, throughput.samples_per_second, throughput.low, throughput.high, detail)
-
-    found = [rival("the plan", plan.throughput, plan.layout.batches)]
-    for name in (EVEN, BEST_SINGLE):
-        found += [rival(name, each.throughput, each.layout.batches) for each in plan.evidence if each.name == name][:1]
-    solos = [rival("", each.throughput, each.layout.batches) for each in plan.evidence if each.name.startswith(SOLO)]
-    if len(solos) > 1:
-        found.append(_sum(solos))
-    return tuple(found)
+def _sum(solos: list[Throughput]) -> tuple[Rival, ...]:
+    """All devices' solos added up; nothing for fewer than two."""
+    if len(solos) < 2:
+        return ()
+    total = sum(each.samples_per_second for each in solos)
+    return (Rival(SUM, total, sum(each.low for each in solos), sum(each.high for each in solos)),)
 
 
 class CurvePoints(NamedTuple):
@@ -219,9 +223,14 @@ class CurvePoints(NamedTuple):
     measured: tuple[tuple[int, float], ...]
     wall: int | None  # the smallest batch that ran out of memory
 
+    @property
+    def largest_measured(self) -> int:
+        """The largest measured batch; beyond it the curve is a prediction."""
+        return max((batch for batch, _ in self.measured), default=0)
 
-def curves(state: BalanceState) -> tuple[CurvePoints, ...]:
-    """Each device's curve as throughput; devices of which nothing is known are left out."""
+
+def curves(state: SessionState) -> tuple[CurvePoints, ...]:
+    """Each device's curve as throughput; devices without any data are left out."""
     sketches = {sketch.device: sketch for sketch in state.belief.curves} if state.belief is not None else {}
     found = []
     for device in range(len(state.devices)):
@@ -240,14 +249,14 @@ def _speeds(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], .
     return tuple((batch, batch / seconds) for batch, seconds in points if seconds > 0 and batch > 0)
 
 
-def seconds_left(state: BalanceState) -> float | None:
-    """Of the budget; None without one, 0 when it is used up."""
+def seconds_left(state: SessionState) -> float | None:
+    """What is left of the budget; None without one, 0 when it is used up."""
     if state.budget_seconds is None or state.finished is not None or state.ended:
         return None
     return max(0.0, state.budget_seconds - state.at_seconds)
 
 
 def own_speed(running: Running, device: int) -> float:
-    """One device's part of a running measurement's samples/s."""
+    """One device's part of the samples/s of a running measurement."""
     layout = running.probe.layout
     return (running.samples_per_second or 0.0) * layout.shares[device] / max(1, layout.global_batch)

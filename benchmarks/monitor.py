@@ -1,4 +1,4 @@
-"""What the monitor costs: CPU of the whole process, first paint, memory, `monitor --once`; beside an empty Textual app.
+"""The cost of the monitor: CPU, first paint, memory and `monitor --once`, compared with an empty Textual app.
 
 `python -m benchmarks.monitor` starts each on a pseudo-terminal of 160 x 48 and writes docs/benchmarks/monitor.md. CPU
 is user plus system time of the process, from /proc, over a window that begins after it has come up.
@@ -47,7 +47,7 @@ def loaded(self, post):
     for place, _ in enumerate(self._source.devices()):
         self._source.set_load(place, 1100.0 - 40 * place, 600)
     begin(self, post)
-begin, feed.SampledFeed.start = feed.SampledFeed.start, loaded
+begin, feed.SourcePublisher.start = feed.SourcePublisher.start, loaded
 sys.exit(app.run_app({DEVICES!r}))
 """
 NVITOP = "from nvitop.cli import main; main()"
@@ -55,7 +55,7 @@ ONCE = ("evener.__main__", ["monitor", "--once", "--devices", DEVICES])
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """What one program took."""
+    """What one program used."""
 
     name: str
     cpu_percent: float  # of one core
@@ -177,7 +177,7 @@ def nvml_works() -> bool:
 
 
 def report(costs: list[Cost], paint: float, once: float, seconds: float, load: float, with_nvitop: bool) -> str:
-    """The page, with the targets beside the figures."""
+    """The page, with figures and targets."""
     rows = [
         f"| {cost.name} | {cost.cpu_percent:.2f} % | {cost.memory_mib:.0f} MiB"
         f" | {cost.written_kib_per_second:.1f} KiB/s |"
@@ -185,9 +185,9 @@ def report(costs: list[Cost], paint: float, once: float, seconds: float, load: f
     ]
     app = costs[1]
     missing = "" if with_nvitop else "nvitop was not measured: there is no NVIDIA driver on this machine.\n"
-    return f"""# What the monitor costs
+    return f"""# The cost of the monitor
 
-Made by `python -m benchmarks.monitor` on {platform.processor() or platform.machine()}, {os.cpu_count()} cores,
+Written by `python -m benchmarks.monitor` on {platform.processor() or platform.machine()}, {os.cpu_count()} cores,
 Python {platform.python_version()}; load average at the start {load:.1f}. Eight simulated devices, one reading a second,
 a terminal of {COLUMNS} x {ROWS}, {seconds:.0f} s each after {SETTLE_SECONDS:.0f} s to settle. CPU is user plus system
 time of the whole process, as a share of one core.
@@ -203,13 +203,13 @@ time of the whole process, as a share of one core.
 | `evener monitor --once`, median | {once:.2f} s | at most 0.3 s |
 | memory | {app.memory_mib:.0f} MiB | at most 70 MiB |
 
-{missing}Devices that work change every figure of their rows at each reading; idle ones change few.
+{missing}A working device changes every figure of its row at each reading, an idle one few.
 """
 
 
 def main() -> None:
     """Measure everything and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--output", type=Path, default=REPORT)
@@ -219,7 +219,7 @@ def main() -> None:
         os.environ["XDG_STATE_HOME"] = state
         costs = [
             measure("an empty Textual app", EMPTY, b"READY", given.seconds),
-            measure("evener, 8 devices that work", LOADED, b"SIM:7", given.seconds),
+            measure("evener, 8 working devices", LOADED, b"SIM:7", given.seconds),
             measure("evener, 8 idle devices", EVENER, b"SIM:7", given.seconds),
         ]
         with_nvitop = nvml_works()

@@ -41,7 +41,7 @@ from evener.devices.simulated.source import SimulatedSource
 from evener.live import Reporter
 from evener.tui.app.app import EvenerApp
 from evener.tui.runtime.messages import Sampled
-from evener.tui.runtime.snapshot_publisher import Load, Post
+from evener.tui.runtime.snapshot_publisher import Post, ProbeLoad
 
 HALF_HOUR = 1800  # ticks
 LOOK_TICKS = 150  # two rounds of all keys at all sizes, so that each look finds the app as the one before did
@@ -98,7 +98,7 @@ class TickFeed:
         """As the sampler keeps it."""
         return self._history.values(device_id, metric)
 
-    def follow(self, loads: Mapping[str, Load]) -> None:
+    def set_loads(self, loads: Mapping[str, ProbeLoad]) -> None:
         """No search is run here."""
 
     def tick(self) -> None:
@@ -118,7 +118,7 @@ class TickFeed:
 def run_app(devices: str, ticks: int, output: str) -> int:
     """The app on this terminal for so many ticks, with a line for each look in the file `output`."""
     feed = TickFeed(devices)
-    app = EvenerApp(feed, devices=devices, known_devices=feed.source.devices())
+    app = EvenerApp(feed, devices=devices, trainable=feed.source.devices())
     threading.Thread(target=_drive, args=(app, feed, ticks, Path(output)), daemon=True).start()
     app.run()
     return app.return_code or 0

@@ -22,7 +22,7 @@ from evener.devices.discover import discover
 from evener.devices.sampler import History
 from evener.devices.simulated.machine import Machine
 from evener.devices.simulated.source import SimulatedSource
-from evener.devices.types import Device, HostSample, ProcessSample, Snapshot, value
+from evener.devices.types import HostSample, ProcessSample, Snapshot, value
 from evener.tui.app.app import EvenerApp
 from evener.tui.runtime.messages import Sampled
 from evener.tui.runtime.snapshot_publisher import Post
@@ -37,7 +37,7 @@ HOST = HostSample(
 )
 
 
-class PictureFeed:
+class PicturePublisher:
     """Simulated devices on a clock that the picture sets, with trainings that the picture names."""
 
     def __init__(self, machine: Machine, speeds: Sequence[tuple[float, int]]) -> None:
@@ -103,7 +103,7 @@ class PictureFeed:
         """As a sampler keeps it."""
         return self._history.values(device_id, metric)
 
-    def follow(self, loads: object) -> None:
+    def set_loads(self, loads: object) -> None:
         """The picture's own loads stay."""
 
 
@@ -111,7 +111,7 @@ def _app(spec: str, theme: str) -> EvenerApp:
     found = discover(spec)
     assert found.machine is not None
     speeds = [(1240.0, 820) if "Ti" in device.name else (866.0, 568) for device in found.devices]
-    return EvenerApp(PictureFeed(found.machine, speeds), devices=spec, known_devices=found.devices, theme=theme)
+    return EvenerApp(PicturePublisher(found.machine, speeds), devices=spec, trainable=found.devices, theme=theme)
 
 
 async def _settle(pilot: Pilot[int], seconds: float = 0.6) -> None:
@@ -134,15 +134,11 @@ async def _balance(pilot: Pilot[int]) -> None:
     """A whole search, at its verdict."""
     app = pilot.app
     assert isinstance(app, EvenerApp)
-    app.start_session(Request(devices=PAIR, pace=0.0), _known(app))
+    app.start_session(Request(devices=PAIR, pace=0.0), app.trainable)
     await pilot.press("2")
     await _wait(pilot, lambda: app.balance.ended)
     app.balance = msgspec.structs.replace(app.balance, run="20260922-093000-a1b2")
     await _settle(pilot)
-
-
-def _known(app: EvenerApp) -> tuple[Device, ...]:
-    return app.known_devices
 
 
 async def _setup(pilot: Pilot[int]) -> None:

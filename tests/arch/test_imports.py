@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import glob
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import evener
 
 FRAMEWORKS = {"tensorflow", "keras", "torch"}
 SCREEN = {"textual", "textual_plotext", "plotext"}
@@ -75,3 +79,49 @@ def test_evener_is_the_only_name_that_an_install_offers(tmp_path: Path) -> None:
         check=True,
     )
     assert answer.stdout.strip() == "['evener']"
+
+
+def imports_by_module(package: Path) -> dict[str, set[str]]:
+    """Each module's own imports within the package, those for types alone and those inside functions included."""
+    paths = [Path(path) for path in glob.iglob(f"{package}/**/*.py", recursive=True)]  # which follows links
+    dotted = {path: ".".join(path.relative_to(package.parent).with_suffix("").parts) for path in paths}
+    names = {name.removesuffix(".__init__"): path for path, name in dotted.items()}
+    found: dict[str, set[str]] = {}
+    for name, path in names.items():
+        wanted: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                wanted |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                modules = {f"{node.module}.{alias.name}" for alias in node.names} & names.keys()
+                wanted |= modules if len(modules) == len(node.names) else {*modules, node.module}
+        found[name] = (wanted & names.keys()) - {name}
+    return found
+
+
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that reach each other; whatever imports nothing that is left is taken away, then the reverse."""
+    left = {name: set(wanted) for name, wanted in imports.items()}
+    while True:
+        imported = set().union(*left.values()) if left else set()
+        ends = [name for name, wanted in left.items() if not wanted or name not in imported]
+        if not ends:
+            break
+        for name in ends:
+            del left[name]
+        left = {name: wanted & left.keys() for name, wanted in left.items()}
+    return [sorted(left)] if left else []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """A circle can't be read, tested or moved piece by piece; imports for types alone count too."""
+    package = Path(evener.__file__).parent
+    imports = imports_by_module(package)
+    assert {"evener.plan", "evener.tui.app.app", "evener.balancer.session"} <= imports.keys(), "every package is read"
+    assert circles(imports) == []
+
+
+def test_a_circle_would_be_found() -> None:
+    """The check itself: two modules that import each other, beside others that don't."""
+    imports = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
+    assert circles(imports) == [["b", "c"]]

@@ -29,7 +29,7 @@ from evener.devices.sampler import History
 from evener.devices.types import Device, DeviceSample, HostSample, ProcessSample, Snapshot, value
 from evener.tui.app.app import EvenerApp
 from evener.tui.runtime.messages import Sampled
-from evener.tui.runtime.snapshot_publisher import Load
+from evener.tui.runtime.snapshot_publisher import ProbeLoad
 
 GIB = 1024**3
 AT_SECONDS = 1_790_000_000.0  # a fixed moment, so that pictures don't change
@@ -105,14 +105,14 @@ class Script:
         return msgspec.structs.replace(full, **changed)
 
 
-class ScriptedFeed:
+class ScriptedPublisher:
     """A feed whose snapshots are pushed by the test."""
 
     def __init__(self, *snapshots: Snapshot) -> None:
         self.interval_seconds = 1.0
         self.state = ""
         self.stopped = False
-        self.loads: list[Mapping[str, Load]] = []
+        self.loads: list[Mapping[str, ProbeLoad]] = []
         self._snapshots = snapshots
         self._history = History(600)
         self._post: Callable[[Message], object] | None = None
@@ -133,7 +133,7 @@ class ScriptedFeed:
     def history(self, device_id: str, metric: str) -> tuple[float | None, ...]:
         return self._history.values(device_id, metric)
 
-    def follow(self, loads: Mapping[str, Load]) -> None:
+    def set_loads(self, loads: Mapping[str, ProbeLoad]) -> None:
         self.loads.append(dict(loads))
 
 
@@ -273,9 +273,9 @@ def plan() -> plans.Plan:
 
 
 @pytest.fixture
-def feed_of() -> type[ScriptedFeed]:
+def publisher_of() -> type[ScriptedPublisher]:
     """Makes a feed of the snapshots it is given."""
-    return ScriptedFeed
+    return ScriptedPublisher
 
 
 @pytest.fixture
@@ -291,7 +291,7 @@ def app_of(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Even
     monkeypatch.delenv("NO_COLOR", raising=False)
 
     def make(*snapshots: Snapshot, **options: Any) -> EvenerApp:
-        feed = ScriptedFeed(*(snapshots or (Script.snapshot(),)))
-        return EvenerApp(feed, known_devices=(Script.device(0), Script.device(1)), devices="gpu:0,1", **options)
+        feed = ScriptedPublisher(*(snapshots or (Script.snapshot(),)))
+        return EvenerApp(feed, trainable=(Script.device(0), Script.device(1)), devices="gpu:0,1", **options)
 
     return make

@@ -15,11 +15,9 @@ from textual.widgets import Input
 from evener.devices.types import LOST, value
 from evener.plan import load_plan
 from evener.tui.runtime.messages import Sampled
-from evener.tui.runtime.session_thread import ReplayThread
-from evener.tui.screens.details import DetailsDialog
-from evener.tui.screens.dialogs import ConfirmDialog
+from evener.tui.runtime.run_replay import RunReplay
+from evener.tui.screens.dialogs import ConfirmDialog, DetailsDialog
 from evener.tui.screens.export import ExportDialog
-from evener.tui.screens.help import HelpDialog
 from evener.tui.screens.signals import SignalDialog
 from evener.tui.widgets.devices import DevicePanel
 from evener.tui.widgets.processes import ProcessPanel
@@ -39,7 +37,7 @@ async def test_the_monitor_shows_host_devices_graphs_and_processes(app_of: Any) 
         assert "115 932" in text(app, "#devices")
         assert "throughput 115 932 samples/s" in text(app, "#graphs")
         assert "python train.py --rank 1" in text(app, "#processes")
-    assert app.feed.stopped
+    assert app.publisher.stopped
 
 
 async def test_keys_move_open_and_close_details(app_of: Any) -> None:
@@ -133,7 +131,7 @@ async def test_pause_holds_the_picture_while_sampling_goes_on(app_of: Any, scrip
         await _ready(pilot)
         await pilot.press("space")
         before = text(app, "#devices")
-        app.feed.push(script.snapshot(1))
+        app.publisher.push(script.snapshot(1))
         await until(pilot, lambda: len(app.snapshot.devices) == 1, "the tick")
         assert text(app, "#devices") == before
         assert "paused" in text(app, "#host")
@@ -147,7 +145,7 @@ async def test_help_tells_keys_marks_and_notes(app_of: Any, script: Any) -> None
         await _ready(pilot)
         assert "No driver" in text(app, "#notes")
         await pilot.press("question_mark")
-        await until(pilot, lambda: isinstance(app.screen, HelpDialog), "help")
+        await until(pilot, lambda: isinstance(app.screen, DetailsDialog), "help")
         page = app.screen.query_one("Text").text
         assert "send a signal" in page
         assert "it could, but not to this user" in page
@@ -183,9 +181,9 @@ async def test_the_interval_changes_in_steps(app_of: Any) -> None:
     async with app.run_test(size=(100, 30)) as pilot:
         await _ready(pilot)
         await pilot.press("minus")
-        assert app.feed.interval_seconds == 2.0
+        assert app.publisher.interval_seconds == 2.0
         await pilot.press("plus", "plus")
-        assert app.feed.interval_seconds == 0.5
+        assert app.publisher.interval_seconds == 0.5
 
 
 async def test_a_search_from_form_to_exported_plan(app_of: Any, events: Any, session_of: Any, tmp_path: Path) -> None:
@@ -248,7 +246,7 @@ async def test_leaving_the_app_ends_a_running_search(app_of: Any, events: Any, s
         await pilot.press("y")
     assert "stop" in session.calls
     assert session.calls[-1] == "close"
-    assert app.feed.stopped
+    assert app.publisher.stopped
 
 
 async def test_probes_load_the_simulated_devices(app_of: Any, events: Any, session_of: Any) -> None:
@@ -257,9 +255,9 @@ async def test_probes_load_the_simulated_devices(app_of: Any, events: Any, sessi
         await _ready(pilot)
         await pilot.press("2", "ctrl+s")
         await until(pilot, lambda: app.balance.ended, "the end")
-        loads = [load for load in app.feed.loads if load]
+        loads = [load for load in app.publisher.loads if load]
         assert loads[0]["gpu-0"].samples_per_second == 683.0
-        assert app.feed.loads[-1] == {}
+        assert app.publisher.loads[-1] == {}
 
 
 async def test_a_wrong_form_says_what_is_wrong_and_starts_nothing(app_of: Any) -> None:
@@ -281,7 +279,7 @@ async def test_real_simulated_runs_are_listed_compared_replayed_exported_and_del
     app_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = app_of()
-    monkeypatch.setattr("evener.tui.screens.replay.ReplayThread", functools.partial(ReplayThread, speed=1e6))
+    monkeypatch.setattr("evener.tui.screens.replay.RunReplay", functools.partial(RunReplay, speed=1e6))
     await asyncio.to_thread(_make_runs, 2)
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
@@ -322,10 +320,10 @@ async def test_a_lost_device_and_no_driver_are_said_and_come_back(app_of: Any, s
     async with app.run_test(size=(80, 24)) as pilot:
         await _ready(pilot)
         assert "GPU is lost: XID 79." in text(app, "#devices")
-        app.feed.push(script.snapshot(devices=(), processes=(), notes=("The driver went away.",)))
+        app.publisher.push(script.snapshot(devices=(), processes=(), notes=("The driver went away.",)))
         await until(pilot, lambda: "The driver went away." in text(app, "#notes"), "the note")
         await pilot.press("down", "enter", "K")
-        app.feed.push(script.snapshot())
+        app.publisher.push(script.snapshot())
         await until(pilot, lambda: "116k" in text(app, "#devices"), "the driver is back")
 
 
@@ -338,7 +336,7 @@ async def test_any_size_of_terminal_is_borne(app_of: Any, script: Any, mode: str
         await pilot.press(mode)
         for size in ((1, 1), (200, 60), (2, 50), (300, 3), (40, 10), (120, 40)):
             await pilot.resize_terminal(*size)
-            app.feed.push(script.snapshot(16))
+            app.publisher.push(script.snapshot(16))
         await pilot.press("1")
         await until(pilot, lambda: "GPU:15" in text(app, "#devices"), "every device again")
 
@@ -363,7 +361,7 @@ async def test_a_search_shows_how_its_devices_are(app_of: Any, events: Any, sess
         await pilot.press("2", "ctrl+s")
         await until(pilot, lambda: "61°C" in text(app, "#lanes"), "the devices' readings")
         hot = script.sample(0, temperature_celsius=value(83), utilization_percent=value(7))
-        app.feed.push(script.snapshot(devices=(hot, script.sample(1))))
+        app.publisher.push(script.snapshot(devices=(hot, script.sample(1))))
         await until(pilot, lambda: "83°C" in text(app, "#lanes"), "the next tick")
         assert "7 %" in text(app, "#lanes")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from evener.balancer.result.explain import ORDER
+from evener.balancer.result.explain_measurements import ORDER
 from evener.devices.simulated.machine_file import catalogue
 from evener.plan import load_plan, to_json, to_toml
 from evener.tui.cli.main import run
@@ -179,7 +179,7 @@ def test_resuming_with_another_request_is_refused(
     assert run(["balance", "--devices", PAIR]) == 0
     capsys.readouterr()
     assert run(["balance", "--resume", "last", *arguments]) == 2
-    assert f"{option} is not as it was then" in capsys.readouterr().err
+    assert f"{option} differs from it" in capsys.readouterr().err
     same = ["--devices", PAIR, "--workload", "keras_maxer", "--budget", "5m"]
     assert run(["balance", "--resume", "last", *same]) == 0
 

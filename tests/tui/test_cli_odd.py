@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from evener.balancer.diagnostics import check_machine
+from evener.balancer.probes import manual_run
 from evener.balancer.store.locks import DeviceLock
 from evener.balancer.store.runs import journal_path
 from evener.devices.discover import discover
-from evener.tui.cli.commands import probe
 from evener.tui.cli.main import run
 
 PAIR = "sim:gtx1080ti,gtx1080"
@@ -85,7 +85,7 @@ def test_a_run_without_a_plan_is_not_said_to_have_measured_nothing(capsys: pytes
     assert run(["runs", "show", name]) == 0
     shown = capsys.readouterr().out
     assert "solo  SIM:0[64]" in shown
-    assert shown.endswith("no plan came of it\n")
+    assert shown.endswith("this run has no plan\n")
     assert run(["export", name]) == 2
     told = capsys.readouterr().err
     assert "has no plan" in told
@@ -138,14 +138,14 @@ def test_a_probe_that_is_interrupted_still_answers(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With --json every outcome is one object: here the runs that were done."""
-    measured = probe._measured
+    runs = manual_run._runs
 
     def interrupted(*arguments: Any) -> Any:
-        for turn in measured(*arguments):
+        for turn in runs(*arguments):
             yield turn
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(probe, "_measured", interrupted)
+    monkeypatch.setattr(manual_run, "_runs", interrupted)
     assert run(["probe", "--devices", PAIR, "--batches", "64", "64", "--json"]) == 130
     answer = json.loads(capsys.readouterr().out)
     assert answer["interrupted"] is True

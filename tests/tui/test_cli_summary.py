@@ -8,7 +8,7 @@ from evener.balancer.events import Observed, ProbeProgress, ProbeStarted, Starte
 from evener.balancer.types import Belief, Failed, Interval, Layout, OutOfMemory, Probe, Result, Timed, layout_of, solo
 from evener.plan import Evidence, Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
 from evener.tui.text.plan_summary import summary_lines
-from evener.tui.text.progress import Progress
+from evener.tui.text.progress import Progress, observation_words
 
 SHARES = (Share("GPU-aa", 0, "GTX 1080 Ti", 0, 0.0), Share("GPU-bb", 1, "GTX 1080", 0, 0.0, "60%"))
 LABELS = ("GPU:0", "GPU:1")
@@ -112,11 +112,9 @@ def test_progress_follows_a_session() -> None:
 
 def test_what_did_not_run_is_said_in_words() -> None:
     """Out of memory names the device; a failure shows its one line, harmless."""
-    progress = Progress()
-    progress.take(Started("r1", LABELS, "w", None, 3))
     probe = Probe(layout_of((1024, 710)), "split", 5.0)
-    words = progress.observation_words(OutOfMemory(probe, (1,), "ResourceExhausted", 3.0))
+    words = observation_words(OutOfMemory(probe, (1,), "ResourceExhausted", 3.0), LABELS)
     assert words == "split GPU:0[1024] GPU:1[710]: out of memory on GPU:1"
-    failed = progress.observation_words(Failed(probe, "signal", "killed by \x1b[31mSIGKILL", (1,), 3.0))
+    failed = observation_words(Failed(probe, "signal", "killed by \x1b[31mSIGKILL", (1,), 3.0), LABELS)
     assert "\x1b" not in failed
     assert "SIGKILL" in failed

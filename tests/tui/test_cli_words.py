@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.errors import RequestError
-from evener.tui.cli.options import parse_indices, parse_settings, spread_lists
-from evener.tui.text.formatting import duration, parse_duration, plain, rate, size
+from evener.tui.cli.options import spread_lists
+from evener.tui.text.formatting import duration, plain, rate, size
+from evener.tui.text.parsing import parse_duration, parse_indices, parse_settings
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from textual.color import Color
 from textual.dom import DOMNode
 
-from evener.tui.widgets.keys import forget_drawn, forget_found
+from evener.tui.widgets.bars import forget_drawn, forget_found
 
 
 def test_the_cache_holds_nothing_afterwards() -> None:
@@ -46,7 +46,7 @@ async def test_screens_keep_no_answers_of_before(app_of: Any, script: Any) -> No
             for key, mode in (("1", "monitor"), ("2", "balance"), ("3", "runs")):
                 await pilot.press(key)
                 assert app.current_mode == mode
-                app.feed.push(script.snapshot())
+                app.publisher.push(script.snapshot())
                 await pilot.press("question_mark")
                 await pilot.press("escape")
                 await pilot.pause()

@@ -20,8 +20,9 @@ from evener.devices.process_signals import send_signal
 from evener.devices.types import UNSUPPORTED
 from evener.errors import NoLayoutError, RequestError
 from evener.tui.runtime.messages import Sampled, SessionEnded, SessionReported
-from evener.tui.runtime.session_thread import ReplayThread, SessionThread
-from evener.tui.runtime.snapshot_publisher import Load, SampledFeed
+from evener.tui.runtime.run_replay import RunReplay
+from evener.tui.runtime.session_thread import SessionThread
+from evener.tui.runtime.snapshot_publisher import ProbeLoad, SourcePublisher
 
 
 def _wait(condition: Callable[[], object], seconds: float = 10.0) -> None:
@@ -48,18 +49,18 @@ def test_only_progress_of_the_same_probe_is_replaced(events: Any) -> None:
 
 def test_simulated_devices_follow_the_load_of_probes() -> None:
     """Memory and power rise with a probe's load and fall with its end."""
-    feed = SampledFeed(open_source(discover("sim:gtx1080ti")), 0.1)
+    feed = SourcePublisher(open_source(discover("sim:gtx1080ti")), 0.1)
     messages: list[Any] = []
     feed.start(messages.append)
     try:
         _wait(lambda: messages)
         idle = messages[-1].snapshot.devices[0]
-        feed.follow({idle.device.id: Load(1200.0, 800)})
+        feed.set_loads({idle.device.id: ProbeLoad(1200.0, 800)})
         _wait(lambda: (messages[-1].snapshot.devices[0].samples_per_second.current or 0) > 1000)
         busy = messages[-1].snapshot.devices[0]
         assert busy.power_watts.current > idle.power_watts.current + 50
         assert busy.memory_used_bytes.current > idle.memory_used_bytes.current
-        feed.follow({})
+        feed.set_loads({})
         _wait(lambda: messages[-1].snapshot.devices[0].samples_per_second.current == 0)
         assert feed.history(idle.device.id, "power_watts")
     finally:
@@ -80,9 +81,9 @@ def test_real_devices_show_the_speed_of_running_probes_beside_the_driver(script:
         def close(self) -> None:
             pass
 
-    feed = SampledFeed(Source(), 0.1)
+    feed = SourcePublisher(Source(), 0.1)
     messages: list[Any] = []
-    feed.follow({"gpu-0": Load(500.0, 64)})
+    feed.set_loads({"gpu-0": ProbeLoad(500.0, 64)})
     feed.start(messages.append)
     try:
         _wait(lambda: messages)
@@ -145,17 +146,18 @@ def test_a_bug_in_a_session_ends_as_a_sentence_and_a_log(tmp_path: Any, monkeypa
 
 def test_a_replay_keeps_order_and_can_be_held_and_ended(events: Any) -> None:
     messages: list[Any] = []
-    thread = ReplayThread(events, messages.append, speed=1e6)
-    thread.pause(True)
-    thread.start()
+    replay = RunReplay(events, speed=1e6)
+    replay.pause()
+    SessionThread(lambda: replay, messages.append).start()
     time.sleep(0.1)
     assert not messages
-    thread.pause(False)
+    replay.unpause()
     _wait(lambda: messages and isinstance(messages[-1], SessionEnded))
     assert [message.event for message in messages[:-1]] == events
-    slow = ReplayThread(events, messages.append, speed=0.001, longest_gap_seconds=60.0)
+    slow = SessionThread(lambda: RunReplay(events, speed=0.001, longest_gap_seconds=60.0), messages.append)
     slow.start()
     slow.close()
+    assert isinstance(messages[-1], SessionEnded)
 
 
 def _sleeper() -> subprocess.Popen[bytes]:

@@ -10,7 +10,7 @@ import pytest
 
 from evener.balancer.events import Paused, ProbeStarted
 from evener.balancer.session_state import (
-    BalanceState,
+    SessionState,
     advance,
     best_solo,
     curves,
@@ -28,8 +28,8 @@ from evener.tui.view.marks import ASCII, UNICODE, Marks
 GAINS = ("+18.1 %", "+58.0 %", "94 % of it")  # of the scripted plan over what else was measured
 
 
-def _after(events: Any, count: int | None = None) -> BalanceState:
-    state = BalanceState()
+def _after(events: Any, count: int | None = None) -> SessionState:
+    state = SessionState()
     for event in events[:count]:
         state = advance(state, event)
     return state
@@ -135,7 +135,7 @@ def test_a_tried_split_over_many_devices_is_told_by_its_sum(events: Any) -> None
     devices = tuple(f"SIM:{place}" for place in range(16))
     best = Result(layout_of((700,) * 16), Interval(100.0, 99.0, 101.0), 1)
     trying = advance(
-        BalanceState(devices=devices, best=best), ProbeStarted(Probe(layout_of((694,) * 16), "race", 1.0), 1.0)
+        SessionState(devices=devices, best=best), ProbeStarted(Probe(layout_of((694,) * 16), "race", 1.0), 1.0)
     )
     assert "now 11104 over 16 devices" in _text(share_lines(trying, 60, 9, UNICODE))
     assert "694 + 694 = 11104" in _text(share_lines(trying, 200, 9, UNICODE))
@@ -145,7 +145,7 @@ def test_of_many_devices_as_many_are_named_as_leave_room_for_the_figure(events: 
     devices = tuple(f"SIM:{place}" for place in range(16))
     wide = Probe(layout_of((1000,) * 16), "split", 1.0)
     seen = msgspec.structs.replace(events[3].seen, probe=wide, step_seconds=16_000 / 28_488)
-    state = advance(BalanceState(devices=devices, names=devices), msgspec.structs.replace(events[3], seen=seen))
+    state = advance(SessionState(devices=devices, names=devices), msgspec.structs.replace(events[3], seen=seen))
     for width, named in ((64, 1), (80, 2), (120, 5), (200, 5)):
         row = next(line.text for line in search_lines(state, width, 8, UNICODE) if "] and" in line.text)
         assert f" and {16 - named} more: 28 488 samples/s" in row
@@ -181,7 +181,7 @@ def test_the_verdict_on_many_devices_is_told_whole(events: Any) -> None:
 @pytest.mark.parametrize("width", [1, 20, 60, 100, 220])
 @pytest.mark.parametrize("height", [0, 4, 30])
 def test_every_panel_keeps_to_its_width(events: Any, width: int, height: int) -> None:
-    for state in accumulate(events, advance, initial=BalanceState()):
+    for state in accumulate(events, advance, initial=SessionState()):
         for lines in (
             rival_lines(state, width, height, UNICODE),
             search_lines(state, width, height, UNICODE),

@@ -16,6 +16,7 @@ from evener.tui.view.devices import DEVICE_COLUMNS, DeviceRow, device_lines, dev
 from evener.tui.view.marks import ASCII, UNICODE, Marks
 from evener.tui.view.monitor import arrange, graph_lines, host_line, note_line
 from evener.tui.view.plain import snapshot_text
+from evener.tui.view.table import Position
 
 READINGS = [field.name for field in msgspec.structs.fields(DeviceSample) if isinstance(field.default, Reading)]
 STATES = st.one_of(
@@ -35,14 +36,14 @@ def _device(index: int = 0) -> Device:
 @given(st.fixed_dictionaries(dict.fromkeys(READINGS, STATES)), st.integers(1, 260), st.sampled_from([UNICODE, ASCII]))
 def test_any_readings_fill_the_columns_exactly(readings: dict[str, Reading], width: int, marks: Marks) -> None:
     sample = DeviceSample(device=_device(), throttle_reasons=("power cap", "thermal"), **readings)
-    lines, _ = device_lines([DeviceRow(sample)], width, 5, marks, 0, 0)
+    lines, _ = device_lines([DeviceRow(sample)], width, 5, marks, Position())
     assert span_cells(lines[0].spans) <= max(width, 80)
     assert [span_cells(line.spans) for line in lines] == [span_cells(lines[0].spans)] * len(lines)
 
 
 def test_no_metric_is_missing_in_eighty_columns(script: Any) -> None:
     """Narrower columns, not missing ones: each figure of the row is found in it."""
-    lines, _ = device_lines([DeviceRow(script.sample(1), (1.0, 2.0), ())], 80, 5, UNICODE, 0, 0)
+    lines, _ = device_lines([DeviceRow(script.sample(1), (1.0, 2.0), ())], 80, 5, UNICODE, Position())
     assert [line.text for line in lines] == [
         " device name   util  SM  TC  DR  memory  °C power/W  MHz thr% link smp/s history",
         "▸ GPU:1 H200     92  86  84  14  63/140  62 631/700 1980 12P   13G  109k      ▅█",
@@ -55,14 +56,14 @@ def test_sixteen_devices_keep_every_column(script: Any, width: int) -> None:
     assert set(widths) == {column.key for column in DEVICE_COLUMNS}
     assert sum(widths.values()) + len(widths) <= width
     rows = [DeviceRow(script.sample(index)) for index in range(16)]
-    lines, _ = device_lines(rows, width, 17, UNICODE, 15, 0)
+    lines, _ = device_lines(rows, width, 17, UNICODE, Position(15))
     assert len(lines) == 17
     assert "GPU:15" in lines[-1].text
 
 
 def test_rows_scroll_with_the_cursor(script: Any) -> None:
     rows = [DeviceRow(script.sample(index)) for index in range(16)]
-    lines, top = device_lines(rows, 80, 5, UNICODE, 9, 0)
+    lines, top = device_lines(rows, 80, 5, UNICODE, Position(9))
     assert top == 6
     assert [line.text.split()[0] for line in lines[1:]] == ["GPU:6", "GPU:7", "GPU:8", "▸"]
 
@@ -75,20 +76,20 @@ def test_what_is_not_known_is_never_a_zero() -> None:
         "utilization_percent": Reading(State.STALE, 62.0, 9.0),
     }
     sample = DeviceSample(device=_device(), **readings)
-    row = device_lines([DeviceRow(sample)], 120, 3, UNICODE, -1, 0)[0][1].text
+    row = device_lines([DeviceRow(sample)], 120, 3, UNICODE)[0][1].text
     assert "0" not in row.replace("GPU:0", "").replace("1080", "")
     assert "denied" in row
     assert "lost" in row
     assert "~62" in row
     details = "\n".join(line.text for line in device_details(sample, 70))
-    assert "not told by this device" in details
+    assert "not reported by this device" in details
     assert "denied to this user" in details
     assert "62 % (stale: 9.0 s old)" in details
 
 
 def test_a_stale_figure_that_does_not_fit_keeps_its_mark_not_its_digits() -> None:
     sample = DeviceSample(device=_device(), sm_percent=Reading(State.STALE, 100.0, 9.0))
-    row = device_lines([DeviceRow(sample)], 80, 3, UNICODE, -1, 0)[0][1].text
+    row = device_lines([DeviceRow(sample)], 80, 3, UNICODE)[0][1].text
     assert "~" in row
     assert "100" not in row
 
@@ -96,20 +97,20 @@ def test_a_stale_figure_that_does_not_fit_keeps_its_mark_not_its_digits() -> Non
 def test_a_lost_device_tells_what_happened_in_place_of_figures(script: Any) -> None:
     lost = dict.fromkeys(READINGS, LOST)
     sample = DeviceSample(device=script.device(3), note="GPU is lost: XID 79; reset it.", **lost)
-    row = device_lines([DeviceRow(sample)], 80, 3, UNICODE, -1, 0)[0][1]
+    row = device_lines([DeviceRow(sample)], 80, 3, UNICODE)[0][1]
     assert row.text.startswith(" !GPU:3 H200")
     assert "GPU is lost: XID 79; reset it." in row.text
     assert any(span.tone == "bad" for span in row.spans)
 
 
 def test_an_event_shows_in_the_row(script: Any) -> None:
-    row = device_lines([DeviceRow(script.sample(events=("XID 31",)))], 80, 3, UNICODE, -1, 0)[0][1].text
+    row = device_lines([DeviceRow(script.sample(events=("XID 31",)))], 80, 3, UNICODE)[0][1].text
     assert "!GPU:0" in row
 
 
 def test_history_is_samples_per_second_or_else_utilisation(script: Any) -> None:
-    fast = device_lines([DeviceRow(script.sample(), (50.0, 100.0), (1.0, 1.0))], 80, 3, UNICODE, -1, 0)[0][1]
-    idle = device_lines([DeviceRow(script.sample(), (None, None), (50.0, 100.0))], 80, 3, UNICODE, -1, 0)[0][1]
+    fast = device_lines([DeviceRow(script.sample(), (50.0, 100.0), (1.0, 1.0))], 80, 3, UNICODE)[0][1]
+    idle = device_lines([DeviceRow(script.sample(), (None, None), (50.0, 100.0))], 80, 3, UNICODE)[0][1]
     assert (fast.spans[-1].tone, fast.text[-2:]) == ("speed", "▅█")
     assert (idle.spans[-1].tone, idle.text[-2:]) == ("accent", "▅█")
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from evener.balancer.events import ProbeProgress
-from evener.balancer.session_state import BalanceState, Seen, advance
+from evener.balancer.session_state import Seen, SessionState, advance
 from evener.balancer.types import Belief, CurveSketch, OutOfMemory, Probe, solo
 from evener.devices.types import UNSUPPORTED
 from evener.tui.view.cells import span_cells
@@ -17,15 +17,15 @@ from evener.tui.view.lanes import lane_lines
 from evener.tui.view.marks import ASCII, UNICODE
 
 
-def _rows(state: BalanceState, width: int, samples: Any = (), marks: Any = UNICODE) -> list[str]:
+def _rows(state: SessionState, width: int, samples: Any = (), marks: Any = UNICODE) -> list[str]:
     lines, _ = lane_lines(state, width, 9, marks, samples=samples)
     assert all(span_cells(line.spans) <= width for line in lines)
     return [line.text for line in lines]
 
 
-def _full(events: Any) -> BalanceState:
+def _full(events: Any) -> SessionState:
     """Two fast devices with walls at large batches, both measured."""
-    state = BalanceState()
+    state = SessionState()
     for event in events[:4]:
         state = advance(state, event)
     probe = Probe(solo(2, 0, 20480), "solo", 1.0)

@@ -10,6 +10,7 @@ from evener.tui.view.details import process_details
 from evener.tui.view.marks import UNICODE
 from evener.tui.view.processes import (
     SORT_KEYS,
+    Order,
     arrange,
     descending_first,
     identity,
@@ -17,21 +18,11 @@ from evener.tui.view.processes import (
     nothing_there,
     process_lines,
 )
+from evener.tui.view.table import Position
 
 
 def _shown(rows: Any, width: int = 80) -> list[str]:
-    lines, _ = process_lines(
-        rows,
-        width,
-        20,
-        UNICODE,
-        cursor=0,
-        top=0,
-        active=True,
-        sort_key="memory",
-        descending=True,
-        action="screen.sort('{}')",
-    )
+    lines, _ = process_lines(rows, width, 20, UNICODE, Position(), Order(action="screen.sort('{}')"))
     return [line.text for line in lines]
 
 
@@ -42,7 +33,7 @@ def test_every_column_sorts_and_unknown_figures_come_last(script: Any) -> None:
         script.process(2, memory_bytes=DENIED, cpu_percent=value(7), user="ada"),
     ]
     order = {
-        key: [row.pid for row in arrange(rows, sort_key=key, descending=descending_first(key), words="")]
+        key: [row.pid for row in arrange(rows, Order(key, descending_first(key)))]
         for key in SORT_KEYS
     }
     assert order["pid"] == [1, 2, 3]
@@ -71,18 +62,7 @@ def test_eighty_columns_hold_every_figure(script: Any) -> None:
 
 
 def test_titles_can_be_clicked(script: Any) -> None:
-    lines, _ = process_lines(
-        [script.process()],
-        80,
-        5,
-        UNICODE,
-        cursor=0,
-        top=0,
-        active=True,
-        sort_key="pid",
-        descending=False,
-        action="screen.sort('{}')",
-    )
+    lines, _ = process_lines([script.process()], 80, 5, UNICODE, Position(), Order("pid", False, "screen.sort('{}')"))
     actions = {span.action for span in lines[0].spans if span.action}
     assert actions == {f"screen.sort('{key}')" for key in SORT_KEYS}
 
@@ -100,9 +80,7 @@ def test_no_process_is_said(script: Any) -> None:
     slice_ = script.sample(0, device=script.device(0, "AMD EPYC", "cpu"))
     for devices, said in (((gpu,), "No process is on these"), ((slice_,), "reports itself"), ((gpu, slice_), "is on")):
         nothing = nothing_there(devices)
-        lines, _ = process_lines(
-            [], 79, 5, UNICODE, cursor=0, top=0, active=True, sort_key="pid", descending=True, nothing=nothing
-        )
+        lines, _ = process_lines([], 79, 5, UNICODE, Position(), Order("pid"), nothing)
         assert said in lines[1].text
         assert all(span_cells(line.spans) <= 79 for line in lines)
 

@@ -12,6 +12,7 @@ from evener.balancer.store.runs import Run, RunSummary
 from evener.tui.view.cells import span_cells
 from evener.tui.view.marks import UNICODE
 from evener.tui.view.runs import brief_devices, plan_lines, run_lines
+from evener.tui.view.table import Position
 
 RUN = RunSummary(
     "20261121-145431-fb1d",
@@ -28,7 +29,7 @@ RUN = RunSummary(
 @pytest.mark.parametrize("width", [80, 100, 118, 200])
 def test_a_run_is_told_whole(width: int) -> None:
     """Its id, which is what other commands want, its devices, throughput and ratios."""
-    lines, _ = run_lines((RUN,), "", width, 5, UNICODE, 0, 0)
+    lines, _ = run_lines((RUN,), "", width, 5, UNICODE, Position())
     row = lines[1].text
     assert len(row) <= width
     for text in ("20261121-145431-fb1d", "keras_maxer", "finished", "158 012"):

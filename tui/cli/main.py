@@ -1,7 +1,6 @@
 """The command line: arguments to calls, faults to exit codes.
 
-Every command lives in a module under `evener.tui.cli.commands` and is imported when it runs, so that no headless
-command pays for a screen, and none for a framework.
+The code of each command is imported when it runs, so that no headless command pays for a screen or a framework.
 """
 
 from __future__ import annotations
@@ -12,52 +11,53 @@ from typing import Annotated
 
 import typer
 
+from evener.balancer.request import Request
 from evener.errors import EvenerError, RequestError
 from evener.tui.cli.options import (
-    BudgetOption,
+    SEARCH,
+    TRAINING,
+    AsciiOption,
     DevicesOption,
-    EngineOption,
     ExportOption,
-    FrameworkOption,
-    GlobalBatchOption,
-    InputOption,
     JsonOption,
-    MaxGlobalBatchOption,
-    MultipleOption,
-    ObjectiveOption,
-    PaceOption,
-    PrecisionOption,
-    ResumeOption,
-    SeedOption,
-    SetOption,
-    ShareOption,
-    ToleranceOption,
-    WorkloadOption,
-    XlaOption,
+    ReadonlyOption,
+    ReplayOption,
+    spread_lists,
+    takes_request,
 )
 from evener.tui.cli.run_commands import export, report, runs_app
-from evener.tui.cli.streams import OutputError, ReaderGoneError, draws_screens, guard_streams
+from evener.tui.cli.streams import (
+    OutputError,
+    ReaderGoneError,
+    draws_screens,
+    guard_streams,
+    report_fault,
+    usage_fault,
+)
 
-READER_GONE_EXIT_CODE = 141  # what a shell says of a process that a closed pipe ended
+READER_GONE_EXIT_CODE = 141  # what a shell reports for a process that a closed pipe ended
 
 app = typer.Typer(
     name="evener",
-    help="Find the fastest way to train one model on GPUs that aren't equal. Without a command: the full-screen app.",
+    help="Find the fastest way to train one model on unequal GPUs. Without a command: open the full-screen app.",
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+app.command("export")(export)
+app.command("report")(report)
+app.add_typer(runs_app, name="runs")
 
 
 @app.callback()
 def start(
     context: typer.Context,
     devices: DevicesOption = "auto",
-    version: Annotated[bool, typer.Option("--version", "-V", help="Print the version and stop.")] = False,
-    readonly: Annotated[bool, typer.Option("--readonly", help="The app sends no signals to processes.")] = False,
-    ascii_only: Annotated[bool, typer.Option("--ascii", help="Draw with plain ASCII characters.")] = False,
+    version: Annotated[bool, typer.Option("--version", "-V", help="Print the version and exit.")] = False,
+    readonly: ReadonlyOption = False,
+    ascii_only: AsciiOption = False,
     theme: Annotated[str | None, typer.Option("--theme", help="dark or light.")] = None,
-    replay: Annotated[Path | None, typer.Option("--replay", help="Show what `monitor --record` wrote.")] = None,
+    replay: ReplayOption = None,
 ) -> None:
     """Open the app on a terminal; elsewhere print the devices once."""
     if version:
@@ -79,172 +79,75 @@ def start(
 
 
 def _refuse_misplaced(given: tuple[bool, ...], command: str) -> None:
-    """RequestError if an option of the app stands before a command, which would take no notice of it."""
+    """RequestError if an option of the app precedes a command, which would ignore it."""
     for option, is_given in zip(("--devices", "--readonly", "--ascii", "--theme", "--replay"), given, strict=True):
         if is_given:
             raise RequestError(
-                f"{option} before {command} is the app's own and changes nothing there.",
-                f"Write it behind, as in evener {command} {option} ..., if evener {command} --help has it.",
+                f"{option} before {command} is an option of the app and has no effect there.",
+                f"Put it after the command, as in evener {command} {option} ..., if evener {command} --help lists it.",
             )
 
 
 @app.command()
+@takes_request(*TRAINING, *SEARCH, "objective")
 def balance(
-    devices: DevicesOption = "auto",
-    workload: WorkloadOption = None,
-    framework: FrameworkOption = "tensorflow",
-    global_batch: GlobalBatchOption = None,
-    max_global_batch: MaxGlobalBatchOption = None,
-    multiple_of: MultipleOption = 1,
-    objective: ObjectiveOption = "throughput",
-    budget: BudgetOption = "120s",
-    tolerance: ToleranceOption = 0.02,
-    seed: SeedOption = 0,
+    request: Request,
     export: ExportOption = None,
-    resume: ResumeOption = None,
-    settings: SetOption = None,
-    precision: PrecisionOption = "float32",
-    xla: XlaOption = False,
-    inputs: InputOption = "host",
-    engine: EngineOption = "auto",
-    pace: PaceOption = 0.0,
-    share: ShareOption = False,
+    resume: Annotated[str | None, typer.Option("--resume", help="Resume a run: its id, or `last`.")] = None,
     as_json: JsonOption = False,
-) -> None:
-    """Find the fastest split of the batch over the devices, by real training steps, and write it as a plan."""
+) -> int:
+    """Measure real training steps, find the fastest split of the batch over the devices, and write it as a plan."""
     from evener.tui.cli.commands.balance import run_balance
-    from evener.tui.cli.options import make_request
 
-    request = make_request(
-        devices=devices,
-        workload=workload,
-        framework=framework,
-        settings=settings or [],
-        global_batch=global_batch,
-        max_global_batch=max_global_batch,
-        multiple_of=multiple_of,
-        objective=objective,
-        budget=budget,
-        tolerance=tolerance,
-        seed=seed,
-        precision=precision,
-        xla=xla,
-        inputs=inputs,
-        engine=engine,
-        pace=pace,
-        share=share,
-    )
-    raise typer.Exit(run_balance(request, resume=resume, export=export, as_json=as_json))
+    return run_balance(request, resume=resume, export=export, as_json=as_json)
 
 
 @app.command()
+@takes_request(*TRAINING, *SEARCH)
 def compare(
-    devices: DevicesOption = "auto",
-    workload: WorkloadOption = None,
-    framework: Annotated[str | None, typer.Option("--framework", help="tensorflow or torch.")] = None,
+    request: Request,
     layouts: Annotated[
-        str | None, typer.Option("--layouts", help="Some of solo,even,split,pack,place; without: all that can be had.")
+        str | None,
+        typer.Option("--layouts", help="Some of solo,even,split,pack,place. Default: all possible."),
     ] = None,
-    mps: Annotated[bool, typer.Option("--mps", help="Pack under an MPS daemon of its own too.")] = False,
+    mps: Annotated[bool, typer.Option("--mps", help="Also pack under an MPS daemon, which evener starts.")] = False,
     knobs: Annotated[
-        str | None, typer.Option("--try", help="xla,mixed: measure the winner with XLA, with mixed precision.")
+        str | None, typer.Option("--try", help="xla,mixed: also measure the winner with XLA, with mixed precision.")
     ] = None,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Then show what moves between devices, and how long.")
-    ] = False,
-    global_batch: GlobalBatchOption = None,
-    max_global_batch: MaxGlobalBatchOption = None,
-    multiple_of: MultipleOption = 1,
-    budget: BudgetOption = "120s",
-    tolerance: ToleranceOption = 0.02,
-    seed: SeedOption = 0,
+    profile: Annotated[bool, typer.Option("--profile", help="Also profile the transfers between devices.")] = False,
     export: ExportOption = None,
-    settings: SetOption = None,
-    precision: PrecisionOption = "float32",
-    xla: XlaOption = False,
-    inputs: InputOption = "host",
-    engine: EngineOption = "auto",
-    pace: PaceOption = 0.0,
-    share: ShareOption = False,
     as_json: JsonOption = False,
-) -> None:
-    """Rank every way to lay the job on the devices: one, even, split, packed, placed; the winner becomes the plan."""
+) -> int:
+    """Compare single-device, even, split, packed and placed layouts; the fastest becomes the plan."""
     from evener.tui.cli.commands.compare import run_compare
-    from evener.tui.cli.options import framework_of, make_request
 
-    request = make_request(
-        devices=devices,
-        workload=workload,
-        framework=framework_of(workload, framework),
-        settings=settings or [],
-        global_batch=global_batch,
-        max_global_batch=max_global_batch,
-        multiple_of=multiple_of,
-        budget=budget,
-        tolerance=tolerance,
-        seed=seed,
-        precision=precision,
-        xla=xla,
-        inputs=inputs,
-        engine=engine,
-        pace=pace,
-        share=share,
-    )
-    code = run_compare(request, layouts=layouts, mps=mps, knobs=knobs, profile=profile, export=export, as_json=as_json)
-    raise typer.Exit(code)
+    return run_compare(request, layouts=layouts, mps=mps, knobs=knobs, profile=profile, export=export, as_json=as_json)
 
 
 @app.command()
+@takes_request(*TRAINING)
 def probe(
-    batches: Annotated[list[int], typer.Option("--batches", help="Samples for each device.")],
-    gpus: Annotated[list[str] | None, typer.Option("--gpus", help="Indices; without: the first devices.")] = None,
-    devices: DevicesOption = "auto",
-    workload: WorkloadOption = None,
-    framework: FrameworkOption = "tensorflow",
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Training runs to time.")] = 3,
+    request: Request,
+    batches: Annotated[list[int], typer.Option("--batches", help="Samples per step for each device.")],
+    gpus: Annotated[list[str] | None, typer.Option("--gpus", help="Device indices. Default: the first ones.")] = None,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Number of training runs to time.")] = 3,
     seconds: Annotated[
-        str | None, typer.Option("--seconds", help="How long each run lasts, warm-up not counted; 10s unless said.")
+        str | None, typer.Option("--seconds", help="Length of each run without warm-up. Default: 10s.")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option("--steps", min=1, help="Each run lasts at least so many optimizer steps instead.")
+        int | None, typer.Option("--steps", min=1, help="Length of each run in optimizer steps, instead of --seconds.")
     ] = None,
-    settings: SetOption = None,
-    seed: SeedOption = 0,
-    precision: PrecisionOption = "float32",
-    xla: XlaOption = False,
-    inputs: InputOption = "host",
-    engine: EngineOption = "auto",
-    share: ShareOption = False,
     as_json: JsonOption = False,
-) -> None:
+) -> int:
     """Time training at batch sizes that you choose: `evener probe --gpus 0 1 --batches 820 568`."""
-    from evener.tui.cli.commands.probe import length_of, run_probe
-    from evener.tui.cli.options import make_request
+    from evener.tui.cli.commands.probe import parse_length, run_probe
 
-    request = make_request(
-        devices=devices,
-        workload=workload,
-        framework=framework,
-        settings=settings or [],
-        seed=seed,
-        precision=precision,
-        xla=xla,
-        inputs=inputs,
-        engine=engine,
-        share=share,
-    )
-    length = length_of(seconds, steps)
-    raise typer.Exit(run_probe(request, gpus, tuple(batches), repeat=repeat, length=length, as_json=as_json))
-
-
-app.command("export")(export)
-app.command("report")(report)
-app.add_typer(runs_app, name="runs")
+    return run_probe(request, gpus, tuple(batches), repeat=repeat, length=parse_length(seconds, steps), as_json=as_json)
 
 
 @app.command("devices")
 def list_devices(devices: DevicesOption = "auto", as_json: JsonOption = False) -> None:
-    """List what `--devices` means on this machine."""
+    """List the devices that --devices selects on this machine."""
     from evener.tui.cli.commands.devices import run_devices
 
     raise typer.Exit(run_devices(devices, as_json))
@@ -252,7 +155,7 @@ def list_devices(devices: DevicesOption = "auto", as_json: JsonOption = False) -
 
 @app.command()
 def doctor(as_json: JsonOption = False) -> None:
-    """Check Python, driver, frameworks, folders; exit 0: well, 1: something to know, 2: balance can't run."""
+    """Check Python, driver, frameworks and folders. Exit code 0: all well, 1: notes, 2: balance can't run."""
     from evener.tui.cli.commands.doctor import run_doctor
 
     raise typer.Exit(run_doctor(as_json))
@@ -261,21 +164,20 @@ def doctor(as_json: JsonOption = False) -> None:
 @app.command()
 def monitor(
     devices: DevicesOption = "auto",
-    once: Annotated[bool, typer.Option("--once", "-1", help="Print one reading and stop.")] = False,
+    once: Annotated[bool, typer.Option("--once", "-1", help="Print one reading and exit.")] = False,
     as_json: JsonOption = False,
     interval: Annotated[
         str | None, typer.Option("-i", "--interval", help="Time between readings, like 0.5 (seconds) or 2s.")
     ] = None,
     only: Annotated[str | None, typer.Option("-o", "--only", help="Device indices, like 0,2.")] = None,
-    only_visible: Annotated[bool, typer.Option("--only-visible", help="Those in CUDA_VISIBLE_DEVICES.")] = False,
+    only_visible: Annotated[bool, typer.Option("--only-visible", help="Only devices in CUDA_VISIBLE_DEVICES.")] = False,
     record: Annotated[Path | None, typer.Option("--record", help="Write every reading to this file.")] = None,
-    replay: Annotated[Path | None, typer.Option("--replay", help="Read from such a file instead.")] = None,
-    readonly: Annotated[bool, typer.Option("--readonly", help="The app sends no signals to processes.")] = False,
-    ascii_only: Annotated[bool, typer.Option("--ascii", help="Draw with plain ASCII characters.")] = False,
+    replay: ReplayOption = None,
+    readonly: ReadonlyOption = False,
+    ascii_only: AsciiOption = False,
 ) -> None:
-    """Show the devices: the app on a terminal, plain lines or JSON elsewhere."""
-    from evener.tui.cli.options import parse_indices
-    from evener.tui.text.formatting import parse_duration
+    """Show the devices: in the app on a terminal, as lines or JSON elsewhere."""
+    from evener.tui.text.parsing import parse_duration, parse_indices
 
     chosen = parse_indices(only)
     if not (once or as_json or interval or record) and draws_screens():
@@ -284,19 +186,18 @@ def monitor(
         raise typer.Exit(run_app(devices, readonly=readonly, ascii=ascii_only, replay=replay))
     from evener.tui.cli.commands.monitor import run_monitor
 
-    raise typer.Exit(
-        run_monitor(
-            devices,
-            once=once,
-            json=as_json,
-            interval_seconds=None if interval is None else parse_duration(interval, "-i"),
-            only=chosen,
-            only_visible=only_visible,
-            record=record,
-            replay=replay,
-            ascii=ascii_only,
-        )
+    code = run_monitor(
+        devices,
+        once=once,
+        json=as_json,
+        interval_seconds=None if interval is None else parse_duration(interval, "-i"),
+        only=chosen,
+        only_visible=only_visible,
+        record=record,
+        replay=replay,
+        ascii=ascii_only,
     )
+    raise typer.Exit(code)
 
 
 def main(arguments: list[str]) -> int:
@@ -306,10 +207,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and return its exit code; every fault ends in one sentence, never in a traceback."""
-    from evener.tui.cli.fault_output import report_fault, usage_fault
-    from evener.tui.cli.options import spread_lists
-
+    """Run one command and return its exit code; a fault becomes one sentence, never a traceback."""
     as_json = "--json" in arguments
     try:
         result = app(args=spread_lists(arguments), standalone_mode=False, prog_name="evener")
@@ -321,7 +219,7 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except ReaderGoneError:
-        return READER_GONE_EXIT_CODE  # what was measured is in the journal
+        return READER_GONE_EXIT_CODE  # the journal has what was measured
     except Exception as error:
         misuse = usage_fault(error)
         if misuse is None:

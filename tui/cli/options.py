@@ -1,106 +1,70 @@
-"""The options that several commands share, and their text turned into a request."""
+"""Options of commands: those of a request, declared once, and those that several commands share."""
 
 from __future__ import annotations
 
-import json
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import msgspec
 import typer
 
-from evener.errors import RequestError
-from evener.tui.text.formatting import parse_duration
+from evener.balancer.request import Request
+from evener.tui.text.parsing import REQUEST_HELP, make_request
 
-if TYPE_CHECKING:
-    from evener.balancer.session import Request
+TRAINING = ("devices", "workload", "framework", "settings", "precision", "xla", "inputs", "engine", "share", "seed")
+SEARCH = ("global_batch", "max_global_batch", "multiple_of", "budget", "tolerance", "pace")
+_FLAGS = {
+    "devices": ("--devices", "-d"),
+    "workload": ("--workload", "-w"),
+    "settings": ("--set",),
+    "inputs": ("--input",),
+}
+_TYPED: dict[str, tuple[Any, Any]] = {  # options whose text `make_request` parses, with their defaults
+    "framework": (str | None, None),
+    "settings": (list[str] | None, None),
+    "inputs": (str, "host"),
+    "budget": (str, "120s"),
+}
 
-DevicesOption = Annotated[
-    str,
-    typer.Option(
-        "--devices", "-d", help="auto | gpu | gpu:0,2 | cpu | cpu/N | sim:gtx1080ti,gtx1080; @60%+8GiB limits."
-    ),
-]
-WorkloadOption = Annotated[
-    str | None, typer.Option("--workload", "-w", help="A name, or file.py:build for your own (its code is run).")
-]
-FrameworkOption = Annotated[str, typer.Option("--framework", help="tensorflow or torch.")]
-GlobalBatchOption = Annotated[int | None, typer.Option("--global-batch", help="Fixed samples per step.")]
-MaxGlobalBatchOption = Annotated[int | None, typer.Option("--max-global-batch", help="At most so many samples.")]
-MultipleOption = Annotated[int, typer.Option("--multiple-of", help="Every share is a multiple of it.")]
-ObjectiveOption = Annotated[str, typer.Option("--objective", help="throughput: samples/s.")]
-BudgetOption = Annotated[str, typer.Option("--budget", help="Time for probing, like 120s, 5m; none: until sure.")]
-ToleranceOption = Annotated[
-    float, typer.Option("--tolerance", help="Within it of the best, the smallest global batch wins.")
-]
-SeedOption = Annotated[int, typer.Option("--seed", help="The same seed makes the same choices.")]
+
+def _request_option(name: str) -> Any:
+    flags = _FLAGS.get(name, (f"--{name.replace('_', '-')}",))
+    return typer.Option(*flags, help=REQUEST_HELP[name])
+
+
+DevicesOption = Annotated[str, _request_option("devices")]
 ExportOption = Annotated[Path | None, typer.Option("--export", "-e", help="Write the plan here (.toml or .json).")]
-ResumeOption = Annotated[str | None, typer.Option("--resume", help="Go on with a run: its id, or `last`.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a workload's parameter: key=value.")]
-PrecisionOption = Annotated[str, typer.Option("--precision", help="float32, mixed_bfloat16 or mixed_float16.")]
-XlaOption = Annotated[bool, typer.Option("--xla", help="Compile the step with XLA.")]
-InputOption = Annotated[str, typer.Option("--input", help="host: batches come from host memory; device: they don't.")]
-EngineOption = Annotated[
-    str, typer.Option("--engine", help="How TensorFlow keeps a split in step: auto, towers, mirrored or multiworker.")
-]
-PaceOption = Annotated[float, typer.Option("--pace", help="Simulated devices: 1 runs in real time.")]
-ShareOption = Annotated[bool, typer.Option("--share", help="Run though another evener holds the devices.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
-
-_FRAMEWORKS = ("tensorflow", "torch")
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+ReadonlyOption = Annotated[bool, typer.Option("--readonly", help="The app can't send signals to processes.")]
+AsciiOption = Annotated[bool, typer.Option("--ascii", help="Draw with plain ASCII characters.")]
+ReplayOption = Annotated[Path | None, typer.Option("--replay", help="Show a file that `monitor --record` wrote.")]
 
 
-def make_request(*, settings: list[str], budget: str = "120s", inputs: str = "host", **fields: Any) -> Request:
-    """The request that the options spell; RequestError names the option that is wrong."""
-    from evener.balancer.session import Request
+def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., None]]:
+    """Gives a command these options of a request; the command gets the request first, and returns its exit code."""
+    fields = inspect.signature(Request).parameters
+    types = inspect.get_annotations(Request, eval_str=True)
 
-    framework = fields.get("framework", _FRAMEWORKS[0])
-    if framework not in _FRAMEWORKS:
-        raise RequestError(f"--framework {framework!r} is not known.", f"Choose {' or '.join(_FRAMEWORKS)}.")
-    seconds = None if budget == "none" else parse_duration(budget, "--budget")
-    return Request(settings=parse_settings(settings), budget_seconds=seconds, input=inputs, **fields)
+    def parameter(name: str) -> inspect.Parameter:
+        kind, default = _TYPED[name] if name in _TYPED else (types[name], fields[name].default)
+        annotation: Any = Annotated[kind, _request_option(name)]
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
+    def decorate(command: Callable[..., int]) -> Callable[..., None]:
+        _, *own = inspect.signature(command, eval_str=True).parameters.values()
 
-def framework_of(workload: str | None, given: str | None) -> str:
-    """The framework that was given, else that of the named workload, else tensorflow."""
-    if given is not None or workload is None or ":" in workload:
-        return given or "tensorflow"
-    from evener.workloads import registry
+        def run(**given: Any) -> None:
+            request = make_request(**{name: given.pop(name) for name in names})
+            raise typer.Exit(command(request, **given))
 
-    own = registry.find(workload).framework
-    return "tensorflow" if own == "none" else own
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
+        run.__signature__ = inspect.Signature([*keywords, *map(parameter, names)])  # type: ignore[attr-defined]
+        run.__annotations__ = {}
+        return run
 
-
-def parse_settings(pairs: list[str]) -> dict[str, Any]:
-    """`key=value` pairs; a value is a JSON scalar where it reads as one, else text."""
-    settings: dict[str, Any] = {}
-    for pair in pairs:
-        key, separator, text = pair.partition("=")
-        if not separator or not key:
-            raise RequestError(f"--set {pair!r} is not key=value.", "Write it like --set layers=4.")
-        settings[key] = _value(text)
-        try:
-            msgspec.json.encode({key: settings[key]})
-        except (ValueError, OverflowError, RecursionError):
-            raise RequestError(f"--set {pair[:80]!r} can't be kept as text.", "Write it in UTF-8.") from None
-    return settings
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-
-
-def parse_indices(text: str | None) -> tuple[int, ...] | None:
-    """`0,2` as numbers; None if not given."""
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise RequestError(f"-o {text!r} is not a list of device indices.", "Write it like -o 0,2.") from None
+    return decorate
 
 
 def spread_lists(arguments: list[str]) -> list[str]:

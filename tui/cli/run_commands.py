@@ -29,7 +29,7 @@ def report(
     output: Annotated[Path, typer.Option("-o", "--output", help="report.html, .png or .svg.")],
 ) -> None:
     """Write a run as one page with pictures, or as one picture."""
-    from evener.tui.cli.commands.report import run_report
+    from evener.tui.cli.commands.runs import run_report
 
     raise typer.Exit(run_report(run_id, output))
 

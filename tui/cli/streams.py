@@ -1,7 +1,7 @@
-"""Standard streams that a command can lose: a pipe without a reader, a terminal that was closed, no stream at all.
+"""Standard streams that may be lost (a closed pipe, terminal or descriptor), and faults reported on them.
 
-What is said about the work (standard error) never ends it; when nobody reads the answer (standard output), the command
-ends by `ReaderGoneError`, once, wherever it was; when its file can't take the answer, by `OutputError`.
+A lost standard error never ends a command. A lost standard output does: `ReaderGoneError` if nobody reads it,
+`OutputError` if its file can't be written.
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ import shutil
 import sys
 from typing import TextIO
 
-from evener.errors import RequestError
+from evener.errors import EvenerError, RequestError
+from evener.tui.text.formatting import plain
+from evener.tui.text.safe_documents import json_text
 from evener.tui.view.marks import to_ascii
 
 
 class ReaderGoneError(Exception):
-    """Nobody reads standard output any more. No OSError, as argument parsers take those for their own affair."""
+    """Nobody reads standard output any more. Not an OSError, since argument parsers handle those themselves."""
 
 
 class OutputError(RequestError):
-    """Standard output is a file that can't be written, as on a full disk; to be said on standard error."""
+    """Standard output is a file that can't be written, as on a full disk; reported on standard error."""
 
 
-class _Outlasting(io.FileIO):
-    """A descriptor that is written to for as long as somebody takes it."""
+class _GuardedFile(io.FileIO):
+    """A descriptor that is written to as long as it can be."""
 
     def __init__(self, descriptor: int, raises: bool) -> None:
         super().__init__(descriptor, "w", closefd=False)
         self._raises = raises
-        self._is_terminal = os.isatty(descriptor)  # one that hung up no longer tells
+        self._is_terminal = os.isatty(descriptor)  # can't be asked after a hang-up
 
     def write(self, data: object) -> int:
-        """The bytes taken; what nobody takes counts as written."""
+        """The number of bytes written; those that were lost are counted too."""
         size = memoryview(data).nbytes  # type: ignore[arg-type]  # a buffer, as everywhere in io
         try:
             return super().write(data) or 0  # type: ignore[arg-type]
@@ -49,43 +51,67 @@ class _Outlasting(io.FileIO):
         if self._is_terminal or error.errno == errno.EPIPE:
             return ReaderGoneError()
         reason = error.strerror or str(error)
-        return OutputError(f"Standard output can't be written: {reason}.", "Make room, or send it elsewhere.")
+        return OutputError(f"Standard output can't be written: {reason}.", "Free some space, or redirect it elsewhere.")
 
 
 def terminal_columns() -> int | None:
-    """The width of the terminal that standard output is; None if it is none."""
+    """The width of standard output's terminal; None if it isn't one."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def draws_screens() -> bool:
-    """Whether the full-screen app can be shown: on a terminal, both ways, that understands where to draw."""
+    """Whether the full-screen app can run: input and output are a terminal that can position the cursor."""
     return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def guard_streams() -> None:
-    """Put such streams in the place of this process' own; one that is closed leads nowhere from now on.
+    """Replace this process' streams by guarded ones; a closed one is opened on /dev/null.
 
-    A closed descriptor would be given to the next file that is opened, such as a journal, and written into.
+    Otherwise the next file that is opened, such as a journal, would get its descriptor and its output.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: this one
     sys.stdin = sys.stdin or io.TextIOWrapper(io.FileIO(0, "r", closefd=False))
-    sys.stdout = _outlasting(1, sys.stdout)
-    sys.stderr = _outlasting(2, sys.stderr)
+    sys.stdout = _guarded(1, sys.stdout)
+    sys.stderr = _guarded(2, sys.stderr)
 
 
-def _near(error: UnicodeError) -> tuple[str, int]:
-    """A sign that the stream's encoding has, near the one that it lacks: a terminal may know ASCII alone."""
+def _similar(error: UnicodeError) -> tuple[str, int]:
+    """A similar character for one that the stream's encoding lacks, as in an ASCII terminal."""
     assert isinstance(error, UnicodeEncodeError)
     return to_ascii(error.object[error.start : error.end].replace("±", "+-")), error.end
 
 
-def _outlasting(descriptor: int, before: TextIO | None) -> io.TextIOWrapper:
-    raw = _Outlasting(descriptor, raises=descriptor == 1)
+def _guarded(descriptor: int, before: TextIO | None) -> io.TextIOWrapper:
+    raw = _GuardedFile(descriptor, raises=descriptor == 1)
     encoding = before.encoding if before is not None else "utf-8"
-    codecs.register_error("evener.near", _near)
-    errors = "evener.near" if descriptor == 2 or before is None or before.errors == "strict" else before.errors
+    codecs.register_error("evener.similar", _similar)
+    errors = "evener.similar" if descriptor == 2 or before is None or before.errors == "strict" else before.errors
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=descriptor == 2 or raw.isatty())
+
+
+def report_fault(fault: EvenerError, as_json: bool) -> int:
+    """Print the fault on stderr (as JSON: on stdout) and return its exit code."""
+    if as_json:
+        error = {"kind": fault.kind, "message": fault.message, "remedy": fault.remedy}
+        print(json_text({"error": error}), flush=True)
+    else:
+        print(f"evener: {plain(str(fault), 2000)}", file=sys.stderr, flush=True)
+    return fault.exit_code
+
+
+def usage_fault(error: Exception) -> EvenerError | None:
+    """The fault behind an argument parser's exception, or None for any other.
+
+    The parser's exception classes are private to typer, so they are recognised by their method.
+    """
+    describe = getattr(error, "format_message", None)
+    if describe is None:
+        return None
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "evener"
+    message = str(describe()).strip()
+    return RequestError(message if message.endswith((".", "?")) else f"{message}.", f"See {command} --help.")

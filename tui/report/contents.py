@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.balancer.session_state import SOLO
 from evener.balancer.store import journal, runs
 from evener.balancer.store.journal import Record
 from evener.balancer.types import OutOfMemory, Timed
 from evener.errors import RequestError
-from evener.plan import Layout, Plan, Throughput
+from evener.plan import SOLO_PREFIX, Plan, PlanLayout, Throughput
 from evener.tui.text.formatting import plain
 
 
@@ -102,12 +101,12 @@ def _curve(record: Record, position: int) -> DeviceCurve:
 def _ranking(plan: Plan, labels: Sequence[str]) -> tuple[Bar, ...]:
     """The plan and its rivals; each device alone is in the curves."""
     bars = [_bar("the plan", plan.layout, plan.throughput, labels)]
-    rivals = [rival for rival in plan.evidence if not rival.name.startswith(SOLO)]
+    rivals = [rival for rival in plan.evidence if not rival.name.startswith(SOLO_PREFIX)]
     bars += [_bar(plain(rival.name, 40), rival.layout, rival.throughput, labels) for rival in rivals]
     return tuple(sorted(bars, key=lambda bar: bar.throughput.samples_per_second, reverse=True))
 
 
-def _bar(name: str, layout: Layout, throughput: Throughput, labels: Sequence[str]) -> Bar:
+def _bar(name: str, layout: PlanLayout, throughput: Throughput, labels: Sequence[str]) -> Bar:
     parts = zip(labels, layout.share, strict=True)
     where = " + ".join(f"{label}[{share.batch}]" for label, share in parts if share.batch)
     many = layout.processes

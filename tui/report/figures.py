@@ -114,7 +114,7 @@ PICTURES: tuple[tuple[str, Draw], ...] = (
 )
 
 
-def svg_of(report: Report, draw: Draw) -> str:
+def draw_svg(report: Report, draw: Draw) -> str:
     """One picture as an SVG element whose ink is `currentColor` and whose lines are `var(--lines)`."""
     figure = figure_module().Figure(figsize=(7.2, _height(report, draw)), layout="constrained")
     _draw(report, draw, figure.subplots())

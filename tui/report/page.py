@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from evener.tui.report.contents import Report
-from evener.tui.report.figures import PICTURES, draw_ranking, svg_of
+from evener.tui.report.figures import PICTURES, draw_ranking, draw_svg
 from evener.tui.text.formatting import duration, rate
 
 RANKING = [draw for _, draw in PICTURES].index(draw_ranking)
@@ -26,7 +26,7 @@ td.number, th.number { text-align: right; white-space: nowrap; font-variant-nume
 """
 
 
-def page_of(report: Report) -> str:
+def html_page(report: Report) -> str:
     """The whole page."""
     title = f"evener run {report.run}"
     parts = [
@@ -45,7 +45,7 @@ def page_of(report: Report) -> str:
 
 def _figure(report: Report, number: int) -> str:
     title, draw = PICTURES[number]
-    svg = svg_of(report, draw).replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
+    svg = draw_svg(report, draw).replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
     return f"<h2>{escape(title)}</h2><figure>{_own_names(svg, number)}</figure>"
 
 

@@ -1,8 +1,9 @@
-"""A run's journal as the events that its session reported, for a screen to show again."""
+"""A run's journal as the events that its session reported, replayed at a higher speed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 
 from evener.balancer.events import Event, Finished, Observed, ProbeStarted, Started
 from evener.balancer.store import journal, replay, runs
@@ -15,13 +16,13 @@ def read_run(name: str) -> Record:
     return journal.read(runs.journal_path(runs.find(name)))
 
 
-def events_of(record: Record) -> Iterator[Event]:
-    """What the session told, from its journal alone: the same observations told to a fresh search."""
+def recorded_events(record: Record) -> Iterator[Event]:
+    """The session's events from its journal alone: a new search gets the same observations."""
     header = record.header
     request = header.request
     labels = tuple(device.label for device in header.devices)
     yield Started(header.run, labels, header.workload, request.budget_seconds, 0)
-    search = replay.search_of(header, ())
+    search = replay.make_search(header, ())
     probes = out_of_memory = 0
     for entry in record.entries:
         if isinstance(entry, Asked):
@@ -34,3 +35,43 @@ def events_of(record: Record) -> Iterator[Event]:
             yield Observed(entry.seen, search.belief(), search.best(), probes, out_of_memory, entry.at_seconds)
         elif isinstance(entry, Ended) and entry is record.ended:
             yield Finished(header.run, entry.plan, entry.results, entry.verdict, entry.interrupted, entry.at_seconds)
+
+
+class RunReplay:
+    """Recorded events as a session: `speed` times as fast as they were, no gap longer than `longest_gap_seconds`."""
+
+    def __init__(self, events: Iterable[Event], *, speed: float = 8.0, longest_gap_seconds: float = 0.7) -> None:
+        self._events = events
+        self._speed = speed
+        self._longest_gap_seconds = longest_gap_seconds
+        self._stopping = threading.Event()
+        self._going = threading.Event()
+        self._going.set()
+
+    def events(self) -> Iterator[Event]:
+        """Each event when it is due."""
+        before = 0.0
+        for event in self._events:
+            at_seconds = float(getattr(event, "at_seconds", before))
+            gap = min(self._longest_gap_seconds, max(0.0, at_seconds - before) / self._speed)
+            before = at_seconds
+            if self._stopping.wait(gap):
+                return
+            self._going.wait()
+            yield event
+
+    def stop(self) -> None:
+        """End now."""
+        self._stopping.set()
+        self._going.set()
+
+    def pause(self) -> None:
+        """Hold the next event back."""
+        self._going.clear()
+
+    def unpause(self) -> None:
+        """Resume."""
+        self._going.set()
+
+    def close(self) -> None:
+        """Nothing to release."""

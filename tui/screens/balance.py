@@ -1,16 +1,15 @@
-"""The Balance screen: a form, then the search as it goes, then its verdict and the plan."""
+"""The Balance screen: a form, then the running search, then its verdict and the plan."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import ClassVar
 
-import msgspec
 from textual.binding import Binding, BindingType
 from textual.widget import Widget
 from textual.widgets import ContentSwitcher
 
-from evener.balancer.session_state import BalanceState
+from evener.balancer.session_state import SessionState
 from evener.tui.screens.base import PanelScreen
 from evener.tui.screens.dialogs import ConfirmDialog
 from evener.tui.screens.export import ExportDialog
@@ -20,7 +19,7 @@ from evener.tui.widgets.choices import Ticks
 
 
 class BalanceScreen(PanelScreen):
-    """Shows the app's session; leaving the screen leaves it running."""
+    """Shows the app's session, which continues when another screen is opened."""
 
     NAME = "balance"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -39,12 +38,12 @@ class BalanceScreen(PanelScreen):
     def on_mount(self) -> None:
         """Follow the session."""
         self.watch(self.app, "balance", self._followed)
-        self.watch(self.app, "snapshot", self._sensed, init=False)
-        if self.evener.balance == BalanceState():
+        self.watch(self.app, "snapshot", self._sampled, init=False)
+        if self.evener.balance == SessionState():
             self.query_one("#pick-devices", Ticks).focus()
 
-    def _followed(self, state: BalanceState) -> None:
-        shows_search = state != BalanceState()
+    def _followed(self, state: SessionState) -> None:
+        shows_search = state != SessionState()
         switch = self.query_one("#switch", ContentSwitcher)
         wanted = "balance" if shows_search else "setup"
         if switch.current != wanted:
@@ -52,29 +51,29 @@ class BalanceScreen(PanelScreen):
             self.refresh_bindings()
             if shows_search:
                 self.query_one(LanePanel).focus()
-                self._sensed()
+                self._sampled()
         if shows_search and self.is_current:
             self.query_one(BalanceView).take(state)
         self.refresh_bindings()
 
-    def _sensed(self) -> None:
-        """What the devices tell goes into their rows, and nothing else is drawn again."""
-        if self.is_current and self.evener.balance != BalanceState():
-            self.query_one(LanePanel).sense(self.evener.session_samples())
+    def _sampled(self) -> None:
+        """Update the device rows, and nothing else."""
+        if self.is_current and self.evener.balance != SessionState():
+            self.query_one(LanePanel).take_samples(self.evener.session_samples())
 
     def redraw(self) -> None:
-        """Draw the session as it is now."""
+        """Draw the current state of the session."""
         self.settle_frames()
-        self._sensed()
+        self._sampled()
         self.query_one(BalanceView).take(self.evener.balance)
         self.query_one(Setup).redraw()
 
     def on_resize(self) -> None:
-        """Frames come and go with the size."""
+        """Add or remove frames, by the new size."""
         self.redraw()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Keys that mean nothing now are not offered."""
+        """Offer only the keys that have an effect now."""
         state = self.evener.balance
         if action in ("pause", "stop"):
             return state.active and state.finished is None
@@ -84,12 +83,12 @@ class BalanceScreen(PanelScreen):
             return state.ended
         return True
 
-    def on_setup_wanted(self, event: Setup.Wanted) -> None:
+    def on_setup_submitted(self, event: Setup.Submitted) -> None:
         """Start the search."""
         self.evener.start_session(event.request, event.devices)
 
     def action_pause(self) -> None:
-        """Hold the search, or let it go on."""
+        """Pause the search, or resume it."""
         self.evener.pause_session(not self.evener.balance.paused)
 
     def action_stop(self) -> None:
@@ -108,6 +107,6 @@ class BalanceScreen(PanelScreen):
             self.app.push_screen(ExportDialog(finished.plan))
 
     def action_new(self) -> None:
-        """Back to the form."""
-        self.evener.balance = msgspec.structs.replace(BalanceState())
+        """Return to the form."""
+        self.evener.balance = SessionState()
         self.query_one("#pick-devices", Ticks).focus()

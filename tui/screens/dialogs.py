@@ -1,22 +1,20 @@
-"""Dialogs over a screen: the frame that they share, and the one that asks before something can't be undone."""
+"""Dialogs over a screen: their frame, a page of text, and a question before something that can't be undone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar, cast
+from collections.abc import Callable, Iterable
+from typing import ClassVar, Generic, TypeVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, Vertical
+from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Button
 
+from evener.tui.runtime.base_app import UsesApp
 from evener.tui.view.cells import Line, Span, clean, line, wrap
 from evener.tui.widgets.lines import Lines
-
-if TYPE_CHECKING:
-    from evener.tui.app.app import EvenerApp
 
 AnswerT = TypeVar("AnswerT")
 
@@ -31,21 +29,24 @@ class Text(Lines):
         super().show(kept)
 
 
-class Dialog(ModalScreen[AnswerT], Generic[AnswerT]):
-    """A box over the screen; Escape leaves it without an answer."""
+class Dialog(UsesApp, ModalScreen[AnswerT], Generic[AnswerT]):
+    """A box over the screen; Escape closes it without an answer."""
 
-    TITLE_TEXT = ""
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "leave", "Close")]
 
+    def __init__(self, title: str) -> None:
+        super().__init__()
+        self._box_title = title
+
     def compose(self) -> ComposeResult:
-        """The frame and what is in it."""
+        """The frame and its content."""
         with Vertical(classes="box") as box:
-            box.border_title = self.TITLE_TEXT
+            box.border_title = self._box_title
             box.border_subtitle = "esc close"
             yield from self.content()
 
     def content(self) -> Iterable[Widget]:
-        """What stands in the frame."""
+        """What is inside the frame."""
         raise NotImplementedError
 
     def action_leave(self) -> None:
@@ -53,19 +54,34 @@ class Dialog(ModalScreen[AnswerT], Generic[AnswerT]):
         self.dismiss(None)
 
     @property
-    def evener(self) -> EvenerApp:
-        """The app, by its own type."""
-        return cast("EvenerApp", self.app)
-
-    @property
     def text_width(self) -> int:
         """Cells for text inside the frame."""
         return max(1, min(72, self.app.size.width - 4))
 
-    @property
-    def scrolled_width(self) -> int:
-        """Cells for text that a scroll bar may stand beside."""
-        return max(1, self.text_width - 1)
+
+class DetailsDialog(Dialog[None]):
+    """A page of text, scrolled where it doesn't fit; `draw(width)` gives its lines, again at each new snapshot."""
+
+    def __init__(self, title: str, draw: Callable[[int], tuple[Line, ...]]) -> None:
+        super().__init__(title)
+        self._draw = draw
+
+    def content(self) -> Iterable[Widget]:
+        """The page."""
+        with VerticalScroll(id="scroll"):
+            yield Text()
+
+    def on_mount(self) -> None:
+        """Follow the newest snapshot."""
+        self.watch(self.app, "snapshot", self.redraw)
+
+    def on_resize(self) -> None:
+        """Wrap the text again."""
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Rebuild the page, leaving a column for the scroll bar."""
+        self.query_one(Text).show(self._draw(max(1, self.text_width - 1)))
 
 
 class ConfirmDialog(Dialog[bool]):
@@ -78,26 +94,25 @@ class ConfirmDialog(Dialog[bool]):
     ]
 
     def __init__(self, title: str, question: str, yes: str) -> None:
-        super().__init__()
-        self.TITLE_TEXT = title
+        super().__init__(title)
         self._question = question
         self._yes = yes
 
     def content(self) -> Iterable[Widget]:
-        """The question and two buttons; the harmless one has the focus."""
+        """The question and two buttons."""
         yield Text(id="question")
         with Horizontal():
             yield Button("No", id="no", compact=True)
             yield Button(self._yes, id="yes", variant="error", compact=True)
 
     def on_mount(self) -> None:
-        """Ask."""
+        """Show the question, and focus the harmless button."""
         rows = wrap(clean(self._question), self.text_width, 8)
         self.query_one(Text).show([*(line(Span(row)) for row in rows), line()])
         self.query_one("#no").focus()
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
-        """Answer."""
+        """Answer by button."""
         self.dismiss(event.button.id == "yes")
 
     def action_answer(self, yes: bool) -> None:

@@ -12,7 +12,7 @@ from textual.widgets import Input
 
 from evener.devices.types import DeviceSample, ProcessSample, Snapshot
 from evener.tui.screens.base import PanelScreen
-from evener.tui.screens.details import DetailsDialog
+from evener.tui.screens.dialogs import DetailsDialog
 from evener.tui.screens.signals import SignalDialog
 from evener.tui.view.cells import Line, Span, line
 from evener.tui.view.details import device_details, process_details
@@ -34,9 +34,9 @@ class MonitorScreen(PanelScreen):
         Binding("slash", "filter", "Filter", key_display="/"),
         Binding("K,f9", "signal", "Signal"),
         Binding("space", "pause", "Pause"),
-        Binding("plus", "pace(-1)", "More often", show=False),
-        Binding("minus", "pace(1)", "Less often", show=False),
-        Binding("r,f5", "refresh", "Draw again", show=False),
+        Binding("plus", "change_interval(-1)", "More often", show=False),
+        Binding("minus", "change_interval(1)", "Less often", show=False),
+        Binding("r,f5", "refresh", "Redraw", show=False),
         Binding("escape", "end_filter", "End the filter", show=False),
     ]
 
@@ -100,7 +100,7 @@ class MonitorScreen(PanelScreen):
 
     def _draw_bars(self, snapshot: Snapshot) -> None:
         app, width = self.evener, self.app.size.width
-        state = "paused" if self._paused_at is not None else app.feed.state
+        state = "paused" if self._paused_at is not None else app.publisher.state
         self.query_one("#host", Lines).show((host_line(snapshot, width, app.marks, state),))
         self.query_one("#notes", Lines).show((note_line(snapshot.notes, width, app.marks),))
 
@@ -109,7 +109,7 @@ class MonitorScreen(PanelScreen):
         self.query_one(GraphPanel).take(self.query_one(DevicePanel).chosen)
 
     def on_list_panel_opened(self, event: ListPanel.Opened) -> None:
-        """Show everything about the row."""
+        """Show all details of the row."""
         panel = event.panel
         if isinstance(panel, DevicePanel) and panel.chosen is not None:
             self._open_device(panel.chosen)
@@ -117,11 +117,12 @@ class MonitorScreen(PanelScreen):
             self._open_process(panel.chosen)
 
     def _open_device(self, chosen: DeviceSample) -> None:
-        identity = chosen.device.id
+        device_id = chosen.device.id
 
-        def draw(snapshot: Snapshot, width: int) -> tuple[Line, ...]:
-            sample = next((each for each in snapshot.devices if each.device.id == identity), chosen)
-            return device_details(sample, width)
+        def draw(width: int) -> tuple[Line, ...]:
+            snapshot = self.evener.snapshot
+            devices = snapshot.devices if snapshot is not None else ()
+            return device_details(next((each for each in devices if each.device.id == device_id), chosen), width)
 
         self.app.push_screen(DetailsDialog(chosen.device.label, draw))
 
@@ -129,15 +130,17 @@ class MonitorScreen(PanelScreen):
         key = identity(chosen)
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(chosen.start_time))
 
-        def draw(snapshot: Snapshot, width: int) -> tuple[Line, ...]:
-            sample = next((each for each in snapshot.processes if identity(each) == key), None)
+        def draw(width: int) -> tuple[Line, ...]:
+            snapshot = self.evener.snapshot
+            processes = snapshot.processes if snapshot is not None else ()
+            sample = next((each for each in processes if identity(each) == key), None)
             ended = () if sample is not None else (line(Span(" This process is no longer on the device.", "warn")),)
             return (*ended, *process_details(sample or chosen, started, width))
 
         self.app.push_screen(DetailsDialog(f"Process {chosen.pid}", draw))
 
     def action_sort(self, key: str) -> None:
-        """Sort the processes by a column: the action of its title."""
+        """Sort the processes by a column; the action of its title."""
         self.query_one(ProcessPanel).sort_by(key)
 
     def action_filter(self) -> None:
@@ -152,11 +155,11 @@ class MonitorScreen(PanelScreen):
         self.query_one(ProcessPanel).filter_by(event.value)
 
     def on_input_submitted(self) -> None:
-        """Keep the filter and go to what it found."""
+        """Keep the filter and go to the processes."""
         self._close_filter()
 
     def action_end_filter(self) -> None:
-        """Show every process again."""
+        """Remove the filter."""
         self.query_one("#filter", Input).value = ""
         self._close_filter()
 
@@ -166,7 +169,7 @@ class MonitorScreen(PanelScreen):
         self.redraw()
 
     def action_signal(self) -> None:
-        """Ask which signal the process under the cursor gets."""
+        """Choose a signal for the process under the cursor."""
         if self.evener.readonly:
             self.evener.say("Started with --readonly: signals are off.", severity="warning")
             return
@@ -177,17 +180,17 @@ class MonitorScreen(PanelScreen):
         self.app.push_screen(SignalDialog(chosen))
 
     def action_pause(self) -> None:
-        """Hold the picture, or let it go on; sampling goes on either way."""
+        """Freeze the picture, or resume; sampling continues either way."""
         self._paused_at = self.evener.snapshot if self._paused_at is None else None
         self.redraw()
 
     def action_refresh(self) -> None:
-        """Go on, and draw everything again."""
+        """Resume, and redraw everything."""
         self._paused_at = None
         self.redraw()
         self.refresh(layout=True)
 
-    def action_pace(self, direction: int) -> None:
+    def action_change_interval(self, direction: int) -> None:
         """Sample more or less often."""
         self.evener.change_interval(direction)
         self.redraw()

@@ -1,4 +1,4 @@
-"""A past run, shown again as it went."""
+"""The replay of a past run."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
 from evener.balancer.events import Event
-from evener.balancer.session_state import BalanceState, advance
+from evener.balancer.session_state import SessionState, advance
 from evener.balancer.store.journal import Header
 from evener.tui.runtime.messages import SessionEnded, SessionReported
-from evener.tui.runtime.session_thread import ReplayThread
+from evener.tui.runtime.run_replay import RunReplay
+from evener.tui.runtime.session_thread import SessionThread
 from evener.tui.screens.base import PanelScreen
 from evener.tui.widgets.balance import BalanceView
 
 
 class ReplayScreen(PanelScreen):
-    """Plays events on a thread of its own, faster than they were; it ends with the screen."""
+    """Plays a run's events on a thread of its own, faster than they were; closing the screen ends it."""
 
     NAME = "runs"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -30,20 +31,20 @@ class ReplayScreen(PanelScreen):
 
     def __init__(self, name: str, header: Header, events: Iterable[Event]) -> None:
         super().__init__()
-        self.state = BalanceState(
+        self.state = SessionState(
             run=name,
             devices=tuple(device.label for device in header.devices),
             names=tuple(device.name for device in header.devices),
             workload=header.workload,
         )
-        self._thread = ReplayThread(events, self.post_message)
+        self._thread = SessionThread(lambda: RunReplay(events), self.post_message)
 
     def panels(self) -> Iterable[Widget]:
-        """As on the Balance screen."""
+        """The same panels as on the Balance screen."""
         yield BalanceView()
 
     def on_mount(self) -> None:
-        """Begin."""
+        """Start the replay."""
         self._thread.start()
 
     async def on_unmount(self) -> None:
@@ -51,29 +52,29 @@ class ReplayScreen(PanelScreen):
         await asyncio.to_thread(self._thread.close)
 
     def redraw(self) -> None:
-        """Draw the state as it is now."""
+        """Draw the current state."""
         self.settle_frames()
         self.query_one(BalanceView).take(self.state)
 
     def on_session_reported(self, message: SessionReported) -> None:
-        """Go on to the next event."""
+        """Apply the next event."""
         message.stop()
         self.state = advance(self.state, message.event)
         self._follow()
 
     def on_session_ended(self, message: SessionEnded) -> None:
-        """The journal is at its end."""
+        """The journal has ended."""
         message.stop()
         self.state = msgspec.structs.replace(self.state, ended=True, running=())
         self._follow()
 
     def _follow(self) -> None:
-        """Draw the state if another screen isn't in front; this one is drawn anew when it is back."""
+        """Draw the state unless another screen is in front; coming back redraws this one."""
         if self.is_current:
             self.redraw()
 
     def action_pause(self) -> None:
-        """Hold the replay, or let it go on."""
+        """Pause the replay, or resume it."""
         self.state = msgspec.structs.replace(self.state, paused=not self.state.paused)
         self._thread.pause(self.state.paused)
         self.redraw()

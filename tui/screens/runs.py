@@ -1,4 +1,4 @@
-"""The Runs screen: past runs, the plan of one beside that of another, export, replay, deletion."""
+"""The Runs screen: past runs, their plans side by side, export, replay, deletion."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from textual.widget import Widget
 from evener.balancer.store import runs
 from evener.balancer.store.runs import Run, RunSummary
 from evener.errors import EvenerError
-from evener.tui.runtime.run_replay import events_of, read_run
+from evener.tui.runtime.run_replay import read_run, recorded_events
 from evener.tui.screens.base import PanelScreen
 from evener.tui.screens.dialogs import ConfirmDialog
 from evener.tui.screens.export import ExportDialog
 from evener.tui.screens.replay import ReplayScreen
 from evener.tui.view.cells import Line, Span, clean, line, wrap
 from evener.tui.view.runs import plan_lines, run_lines
+from evener.tui.view.table import Position
 from evener.tui.widgets.lines import Lines
 from evener.tui.widgets.lists import ListPanel
 
 
 class RunPanel(ListPanel):
-    """One row a run, the newest first."""
+    """One row per run, the newest first."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "open", "Replay", show=False)]
 
     def __init__(self) -> None:
-        super().__init__(id="runs")
-        self.border_title = "Runs"
+        super().__init__("Runs", id="runs")
         self.runs: tuple[RunSummary, ...] = ()
         self.taken = ""
 
@@ -55,15 +55,15 @@ class RunPanel(ListPanel):
         self.redraw()
 
     def redraw(self) -> None:
-        """Work the rows out again."""
-        width, height = self.size
-        lines, self.top = run_lines(self.runs, self.taken, width, height, self.evener.marks, self.cursor, self.top)
+        """Rebuild the rows."""
+        position = Position(self.cursor, self.top)
+        lines, self.top = run_lines(self.runs, self.taken, *self.size, self.evener.marks, position)
         self.entitle(subtitle=str(self.count))
         self.show(lines)
 
 
 class RunsScreen(PanelScreen):
-    """Reads the journals when it is opened and when it is asked to."""
+    """Reads the journals when it is opened, and on F5."""
 
     NAME = "runs"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -71,7 +71,7 @@ class RunsScreen(PanelScreen):
         Binding("e", "export", "Export"),
         Binding("r", "replay", "Replay"),
         Binding("d,delete", "delete", "Delete"),
-        Binding("f5", "reload", "Look again", show=False),
+        Binding("f5", "reload", "Reload", show=False),
     ]
 
     def __init__(self) -> None:
@@ -86,11 +86,11 @@ class RunsScreen(PanelScreen):
             yield Lines(id="right", classes="panel")
 
     def on_mount(self) -> None:
-        """Begin at the list."""
+        """Focus the list."""
         self.query_one(RunPanel).focus()
 
     async def on_screen_resume(self) -> None:
-        """Runs may have come since the last look."""
+        """Reload the list, as there may be new runs."""
         await self.action_reload()
 
     async def action_reload(self) -> None:
@@ -150,13 +150,13 @@ class RunsScreen(PanelScreen):
         return self._plans[name]
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Keys that need a run are not offered without one."""
+        """Offer keys that need a run only if there is one."""
         if action in ("take", "export", "replay", "delete"):
             return bool(self.query(RunPanel)) and bool(self.query_one(RunPanel).count)
         return True
 
     def action_take(self) -> None:
-        """Take the run under the cursor to compare it with others, or let it go."""
+        """Mark the run under the cursor for comparison with others, or remove the mark."""
         panel = self.query_one(RunPanel)
         panel.taken = "" if panel.taken == panel.chosen else panel.chosen
         panel.redraw()
@@ -174,7 +174,7 @@ class RunsScreen(PanelScreen):
             self.app.push_screen(ExportDialog(found.plan))
 
     def action_replay(self) -> None:
-        """Show again how the run under the cursor went."""
+        """Replay the run under the cursor."""
         name = self.query_one(RunPanel).chosen
         if not name:
             return
@@ -183,7 +183,7 @@ class RunsScreen(PanelScreen):
         except EvenerError as fault:
             self.evener.say(str(fault), severity="error")
             return
-        self.app.push_screen(ReplayScreen(name, record.header, events_of(record)))
+        self.app.push_screen(ReplayScreen(name, record.header, recorded_events(record)))
 
     def action_delete(self) -> None:
         """Delete the run under the cursor, after asking."""

@@ -1,9 +1,9 @@
-"""The form that starts a search: devices, workload, objective and bounds."""
+"""The form that starts a search: devices, workload, objective and limits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -14,8 +14,11 @@ from textual.widget import Widget
 from textual.widgets import Button, Input, Static
 
 from evener.balancer.request import ENGINES, INPUTS, OBJECTIVES, PRECISIONS, Request
+from evener.devices.types import Device
 from evener.errors import EvenerError, RequestError
+from evener.tui.runtime.base_app import UsesApp
 from evener.tui.text.formatting import size
+from evener.tui.text.parsing import REQUEST_HELP, make_request
 from evener.tui.view.cells import Span, clean, cut, line
 from evener.tui.view.devices import short_name
 from evener.tui.view.setup import request_fields, subset
@@ -23,54 +26,36 @@ from evener.tui.widgets.choices import OneOf, Ticks
 from evener.tui.widgets.lines import Lines
 from evener.workloads import registry
 
-if TYPE_CHECKING:
-    from evener.devices.types import Device
-    from evener.tui.app.app import EvenerApp
-
 _OWN = "your own"
 _CHOICES = {"objective": OBJECTIVES, "precision": PRECISIONS, "input": INPUTS}
 _ENGINE = {"engine": ENGINES}
 _FRAMEWORKS = tuple(name for name in registry.FRAMEWORKS if name != "none")
-_TOLD = {
-    "objective": "what the search makes as large as it can",
-    "precision": "what the training computes in",
-    "input": "host: batches come from host memory, as in training; device: they don't",
-    "engine": "how TensorFlow keeps a split in step; auto: one process for free GPUs, else one for each device",
-    "own": "measured in place of a workload of the list: what is typed here ticks the last one there",
-    "framework": "what your own function builds its model in",
+_FIELDS = {"budget": "120s", "global_batch": "", "max_global_batch": "", "tolerance": "0.02", "settings": ""}
+_PACE = {"pace": "0.2"}  # simulated devices
+_HINTS = REQUEST_HELP | {
+    "input": REQUEST_HELP["inputs"],
+    "engine": f"{REQUEST_HELP['engine'][:-1]}; auto: one process for idle GPUs, else one per device.",
+    "own": "Your own workload, file.py:build; typing here ticks the last entry of the list.",
+    "framework": "The framework of your own workload.",
+    "settings": "Parameters of the workload: key=value key=value.",
 }
-_FIELDS = {
-    "budget": ("120s", "time for probing, like 120s or 5m; none: until sure"),
-    "global_batch": ("", "fixed samples per step; empty: free"),
-    "max_global_batch": ("", "at most so many samples"),
-    "tolerance": ("0.02", "within it of the best, the smallest global batch wins"),
-    "settings": ("", "the workload's parameters: key=value key=value"),
-}
-_PACE = {"pace": ("0.2", "simulated devices: 1 takes real time, 0 none")}
-
-
 _BUTTON_CELLS = 12
 
 
-class Setup(VerticalScroll):
-    """Posts `Wanted` when the form is sent; a wrong field is said and nothing starts."""
+class Setup(UsesApp, VerticalScroll):
+    """Posts `Submitted` when the form is sent; for a wrong field it shows what is wrong instead."""
 
     can_focus = False
     _complaint = ""
     BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+s", "send", "Start", key_display="^s")]
 
-    class Wanted(Message):
-        """This search is to be started."""
+    class Submitted(Message):
+        """The form was sent: start this search."""
 
         def __init__(self, request: Request, devices: tuple[Device, ...]) -> None:
             super().__init__()
             self.request = request
             self.devices = devices
-
-    @property
-    def evener(self) -> EvenerApp:
-        """The app, by its own type."""
-        return cast("EvenerApp", self.app)
 
     def compose(self) -> ComposeResult:
         """Devices and workloads above, options below."""
@@ -89,9 +74,8 @@ class Setup(VerticalScroll):
             yield self._row(name, OneOf(words, id=name))
         own = Input(self._own_workload(), "file.py:build", id="own", compact=True)
         yield self._row("own", own, *(() if self._simulated else (OneOf(_FRAMEWORKS, id="framework"),)))
-        fields = _FIELDS | _PACE if self._simulated else _FIELDS
-        for name, (default, hint) in fields.items():
-            yield self._row(name, Input(default, hint, id=name, compact=True))
+        for name, default in (_FIELDS | _PACE if self._simulated else _FIELDS).items():
+            yield self._row(name, Input(default, _HINTS[name], id=name, compact=True))
 
     def _row(self, name: str, *fields: Widget) -> Widget:
         words = f"{_OWN} workload" if name == "own" else name.replace("_", " ")
@@ -99,7 +83,7 @@ class Setup(VerticalScroll):
 
     @property
     def _simulated(self) -> bool:
-        devices = self.evener.known_devices
+        devices = self.evener.trainable
         return bool(devices) and devices[0].kind == "sim"
 
     def _own_workload(self) -> str:
@@ -107,8 +91,8 @@ class Setup(VerticalScroll):
         return given if ":" in given else ""
 
     def on_mount(self) -> None:
-        """Offer what this machine and the registry have."""
-        devices = self.evener.known_devices
+        """List the devices of this machine and the workloads of the registry."""
+        devices = self.evener.trainable
         rows = [(each.label, f"{_memory(each)}  {short_name(each.name)}".lstrip()) for each in devices]
         self.query_one("#pick-devices", Ticks).offer(rows, frozenset(range(len(rows))))
         entries = [registry.find(name) for name in registry.names()]
@@ -122,8 +106,8 @@ class Setup(VerticalScroll):
         )
 
     def redraw(self) -> None:
-        """Fill a new size."""
-        height = max(len(self.evener.known_devices), len(registry.names()) + 1)
+        """Fill the current size."""
+        height = max(len(self.evener.trainable), len(registry.names()) + 1)
         bare = self.screen.has_class("-bare")
         frame = 0 if bare else 2
         others = len(self.query(".field")) + frame + 1
@@ -141,7 +125,7 @@ class Setup(VerticalScroll):
         self.action_send()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """A workload of one's own that is named is the one that is meant."""
+        """Tick the user's own workload when its name is typed."""
         if event.input.id == "own" and event.value.strip():
             workloads = self.query_one("#pick-workload", Ticks)
             workloads.tick_only(workloads.count - 1)
@@ -158,35 +142,32 @@ class Setup(VerticalScroll):
             self.complain(f"{fault.message} {fault.remedy}")
             return
         self.complain("")
-        self.post_message(self.Wanted(request, devices))
+        self.post_message(self.Submitted(request, devices))
 
     def complain(self, text: str) -> None:
-        """Say what is wrong with the form, until it is sent again."""
+        """Show what is wrong with the form, until it is sent again."""
         self._complaint = text
         self.query_one("#problem", Lines).show([line(Span(f" {text}", "bad"))] if text else [])
 
     def on_descendant_focus(self, event: DescendantFocus) -> None:
-        """Say what the field is for."""
+        """Explain the field."""
         self._hint(event.widget)
 
     def on_list_panel_moved(self) -> None:
-        """Say what the row stands for, whole."""
+        """Explain the row."""
         self._hint(self.screen.focused)
 
     def _hint(self, field: Widget | None) -> None:
-        """What this field or the row under its cursor means, unless there is something to complain about."""
-        told = {**_TOLD, **{name: hint for name, (_, hint) in (_FIELDS | _PACE).items()}}
-        text = field.note if isinstance(field, Ticks) else told.get(getattr(field, "id", None) or "", "")
+        """Explain this field or the row under its cursor, unless a complaint is shown."""
+        text = field.note if isinstance(field, Ticks) else _HINTS.get(getattr(field, "id", None) or "", "")
         problem = self.query_one("#problem", Lines)
         if not self._complaint:
-            room = problem.size.width or self.app.size.width - _BUTTON_CELLS  # none before it is laid out
+            room = problem.size.width or self.app.size.width - _BUTTON_CELLS  # 0 before the first layout
             shown = cut(clean(text), max(1, room - 2), self.evener.marks.ellipsis)
             problem.show([line(Span(f" {shown}", "dim"))])
 
     def _read(self) -> tuple[Request, tuple[Device, ...]]:
-        from evener.tui.cli.options import make_request
-
-        known = self.evener.known_devices
+        known = self.evener.trainable
         chosen = sorted(self.query_one("#pick-devices", Ticks).ticked)
         spec = subset(self.evener.devices, known, chosen)
         names = registry.names()
@@ -196,13 +177,13 @@ class Setup(VerticalScroll):
         return make_request(**fields), tuple(known[position] for position in chosen)  # type: ignore[arg-type]
 
     def _workload(self, name: str) -> tuple[str, str]:
-        """What is measured, and its framework; without the name of a known workload the person's own."""
+        """The workload and its framework; without a name, the user's own."""
         if name:
             framework = registry.find(name).framework
             return name, framework if framework != "none" else "tensorflow"
         own = self.query_one("#own", Input).value.strip()
         if not own:
-            raise RequestError("No workload of your own is named.", "Write it like train.py:build, or tick another.")
+            raise RequestError("No workload of your own is named.", "Write train.py:build, or tick another one.")
         return own, "tensorflow" if self._simulated else self.query_one("#framework", OneOf).value
 
     def _typed(self) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""Choose a signal for one process, and confirm it: two steps, the harmless answer first."""
+"""The dialog that sends a signal to one process: choose it, then confirm it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from evener.tui.screens.dialogs import ConfirmDialog, Dialog, Text
 from evener.tui.view.cells import Span, clean, cut, line
 
 _MEANINGS = {
-    "INT": "as Ctrl-C does: most trainings save and stop",
+    "INT": "like Ctrl-C: most trainings save and stop",
     "TERM": "asks the process to end",
     "KILL": "ends it at once; nothing is saved",
 }
 
 
 class SignalDialog(Dialog[None]):
-    """Which signal goes to the process."""
+    """Asks which signal to send."""
 
-    TITLE_TEXT = "Send a signal"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("i", "choose('INT')", "Interrupt"),
         Binding("t", "choose('TERM')", "Terminate"),
@@ -36,7 +35,7 @@ class SignalDialog(Dialog[None]):
     ]
 
     def __init__(self, chosen: ProcessSample) -> None:
-        super().__init__()
+        super().__init__("Send a signal")
         self._chosen = chosen
 
     def content(self) -> Iterable[Widget]:
@@ -48,32 +47,26 @@ class SignalDialog(Dialog[None]):
                 yield Button(name, id=name, compact=True)
 
     def on_mount(self) -> None:
-        """Say which process it is."""
+        """Show which process it is."""
         row = self._chosen
         what = cut(clean(row.command), max(1, self.text_width - 2))
-        self.query_one(Text).show(
-            [
-                line(Span(f"{row.pid} ", "strong"), Span(f"of {clean(row.user)} on {clean(row.device_label)}")),
-                line(Span(what, "dim")),
-                line(),
-                *(
-                    line(Span(f"{name[0].lower()} ", "key"), Span(f"{name:<6}"), Span(text, "dim"))
-                    for name, text in _MEANINGS.items()
-                ),
-                line(),
-            ]
-        )
+        head = line(Span(f"{row.pid} ", "strong"), Span(f"of {clean(row.user)} on {clean(row.device_label)}"))
+        signals = [
+            line(Span(f"{name[0].lower()} ", "key"), Span(f"{name:<6}"), Span(text, "dim"))
+            for name, text in _MEANINGS.items()
+        ]
+        self.query_one(Text).show([head, line(Span(what, "dim")), line(), *signals, line()])
         self.query_one("#cancel").focus()
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
-        """Go on with the chosen signal."""
+        """Continue with the chosen signal."""
         if event.button.id in _MEANINGS:
             self.action_choose(event.button.id)
         else:
             self.dismiss(None)
 
     def action_choose(self, name: str) -> None:
-        """Ask whether it is meant."""
+        """Ask for confirmation."""
         row = self._chosen
         question = f"Send SIG{name} to process {row.pid} ({cut(clean(row.command), 120)}) of {clean(row.user)}?"
         self.app.push_screen(

@@ -1,4 +1,4 @@
-"""Figures and times as people read and write them; knows no screen."""
+"""Figures, times and sentences as people read them. Knows no screen."""
 
 from __future__ import annotations
 
@@ -8,27 +8,13 @@ import unicodedata
 
 from evener.balancer.result.number_format import percent as percent
 from evener.balancer.result.number_format import rate as rate
-from evener.errors import RequestError
 
-_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_PART = re.compile(r"(?<![\d.])(\d++(?:\.\d++)?+) *+(ms|s|min|m|h)(?![a-z]) *")  # no digit is looked at twice
 NO_BREAK = "\u00a0"
 _WITHIN_FIGURE = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)|(?<=±) (?=\d)")
 
 
-def parse_duration(text: str, name: str) -> float:
-    """Seconds in "120s", "2m", "1h30m", "3 min 20 s" or "90" (seconds); RequestError names the option."""
-    given = text.strip()
-    if re.fullmatch(r"\d+(\.\d+)?", given):
-        given += "s"
-    parts = _PART.findall(given)
-    if not parts or _PART.sub("", given):
-        raise RequestError(f"{name} {text!r} is not a time.", "Write it like 90s, 2m or 1h.")
-    return sum(float(number) * _UNITS[unit] for number, unit in parts)
-
-
 def duration(seconds: float) -> str:
-    """A time as short as it can be read: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
+    """A time in short: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -51,12 +37,12 @@ def size(count: float) -> str:
 
 
 def unbroken(text: str) -> str:
-    """`text` with no-break blanks within its figures (2 165, 0.7 %, ± 0.7 %), for whoever breaks it into lines."""
+    """`text` with no-break spaces within its figures (2 165, 0.7 %, ± 0.7 %), to be broken into lines."""
     return _WITHIN_FIGURE.sub(NO_BREAK, text)
 
 
 def folded(text: str, width: int | None, indent: str = "") -> list[str]:
-    """A sentence in lines of at most `width` signs, broken between words; whole without a width."""
+    """A sentence in lines of at most `width` characters, broken between words; whole without a width."""
     if width is None:
         return [text]
     lines = textwrap.wrap(
@@ -66,7 +52,7 @@ def folded(text: str, width: int | None, indent: str = "") -> list[str]:
 
 
 def plain(text: str, limit: int = 500) -> str:
-    """Text from elsewhere with every control and format character replaced, so that it can't steer a terminal."""
+    """Foreign text with every control and format character replaced, so that it can't control a terminal."""
     clean = "".join(" " if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp") else char for char in text)
     clean = "".join("?" if unicodedata.category(char) == "Cs" else char for char in clean)
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"

@@ -1,18 +1,18 @@
-"""A plan as a person reads it: the table of shares, the comparison with its rivals. Knows no screen."""
+"""A plan as text: the table of shares, and the comparison with its rivals. Knows no screen."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.balancer.session_state import BEST_SINGLE, EVEN, LARGER, SOLO
-from evener.plan import Evidence, Layout, Plan, Throughput
+from evener.balancer.session_state import SUM, plan_rivals
+from evener.plan import SOLO_PREFIX, Evidence, Plan, Throughput
 from evener.tui.text.formatting import folded, percent, plain, rate
 
 
 def summary_lines(plan: Plan, labels: Sequence[str], verdict: str = "", width: int | None = None) -> list[str]:
     """The table, the rivals and the verdict; `labels` are the devices' short names, in the plan's order.
 
-    With `width`, a terminal's, sentences are broken between words.
+    With `width`, that of a terminal, sentences are broken between words.
     """
     lines = [*share_table(plan, labels), "", *rival_lines(plan, labels)]
     for warning in plan.warnings:
@@ -21,8 +21,10 @@ def summary_lines(plan: Plan, labels: Sequence[str], verdict: str = "", width: i
 
 
 def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
-    """One row a device: its share, its ratio, its samples/s within the layout and alone."""
-    alone = {rival.name.removeprefix(SOLO): rival for rival in plan.evidence if rival.name.startswith(SOLO)}
+    """One row per device: its share, its ratio, its samples/s within the layout and alone."""
+    alone = {
+        rival.name.removeprefix(SOLO_PREFIX): rival for rival in plan.evidence if rival.name.startswith(SOLO_PREFIX)
+    }
     rows = [("device", "name", "share", "ratio", "samples/s", "alone")]
     combined = plan.throughput.samples_per_second
     for share, label in zip(plan.layout.share, labels, strict=True):
@@ -49,40 +51,23 @@ def _alone(solo: Evidence | None) -> str:
 
 
 def interval(throughput: Throughput) -> str:
-    """Half the width of the 95 % interval, as a part of the figure."""
+    """Half the width of the 95 % interval, relative to the figure."""
     half = (throughput.high - throughput.low) / 2
     return f"± {percent(half / throughput.samples_per_second, 1)}" if throughput.samples_per_second else ""
 
 
 def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
     """What the plan gains over the even split and the best single device, and its part of the sum of solos."""
-    lines = []
-    for name in (EVEN, BEST_SINGLE, LARGER):
-        rival = next((rival for rival in plan.evidence if rival.name == name), None)
-        if rival is not None and rival.layout.batches != plan.layout.batches:
-            gain = plan.throughput.samples_per_second / rival.throughput.samples_per_second - 1
-            lines.append(
-                f"{name}: {rate(rival.throughput.samples_per_second)} samples/s {_where(rival.layout, labels)}"
-                f"; the plan {'gains' if gain >= 0 else 'loses'} {percent(abs(gain), 1)}"
-            )
-    solos = [rival for rival in plan.evidence if rival.name.startswith(SOLO)]
-    if len(solos) > 1:
-        total = sum(rival.throughput.samples_per_second for rival in solos)
-        part = plan.throughput.samples_per_second / total
-        lines.append(f"sum of solos: {rate(total)} samples/s; the plan reaches {percent(part, 1)} of it")
+    lines, own = [], plan.throughput.samples_per_second
+    for rival in plan_rivals(plan, tuple(labels)):
+        figure = f"{rival.name}: {rate(rival.samples_per_second)} samples/s"
+        if rival.name == SUM:
+            lines.append(f"{figure}; the plan reaches {percent(own / rival.samples_per_second, 1)} of it")
+        elif rival.batches != plan.layout.batches:
+            gain = own / rival.samples_per_second - 1
+            where = f"{'on' if rival.device else 'at'} {rival.where}"
+            lines.append(f"{figure} {where}; the plan {'gains' if gain >= 0 else 'loses'} {percent(abs(gain), 1)}")
     return lines
-
-
-def _where(layout: Layout, labels: Sequence[str]) -> str:
-    """The shares, or the one device of several that computes, with its batch."""
-    active = [label for label, batch in zip(labels, layout.batches, strict=True) if batch]
-    who = f"on {active[0]} " if len(active) == 1 < len(labels) else ""
-    return f"{who}at {batches_words(layout)}"
-
-
-def batches_words(layout: Layout) -> str:
-    """820+568, or the one device's batch."""
-    return "+".join(str(batch) for batch in layout.batches if batch)
 
 
 def align(rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:

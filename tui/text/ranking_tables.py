@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.balancer.result.explain_ranking import MODES, moved_share, names
-from evener.balancer.search.comparison import Comparison
+from evener.balancer.result.explain import PACK_MODES, name_all, waiting_share
 from evener.balancer.search.ranking import Standing
+from evener.balancer.search.search import Search, is_even
 from evener.balancer.types import Failed, Observation, OutOfMemory, Timed
 from evener.tui.text.formatting import percent, plain, rate, size
 from evener.tui.text.plan_summary import align
@@ -14,13 +14,13 @@ from evener.tui.text.plan_summary import align
 SCALING_STEPS = 1000  # of the seconds in the tables: a training of so many iterations
 
 
-def ranking_lines(found: Comparison, labels: Sequence[str]) -> list[str]:
+def ranking_lines(found: Search, labels: Sequence[str]) -> list[str]:
     """One row a layout, the winner first: throughput, the step's time (latency), and the difference from the winner."""
     rows = [("layout", "where", "samples/s", "±", "step ms", "moved", "against the winner", "turns")]
-    standings = found.standings()
-    titles = names([one.candidate for one in standings], len(labels))
+    standings = found.ranking()
+    titles = name_all([one.candidate for one in standings], len(labels))
     for title, one in zip(titles, standings, strict=True):
-        moved = moved_share(found.timed(one.candidate.layout)) if len(one.candidate.layout.active) > 1 else None
+        moved = waiting_share(found.turns(one.candidate.layout)) if len(one.candidate.layout.active) > 1 else None
         rows.append(
             (
                 title,
@@ -54,14 +54,14 @@ def against(one: Standing) -> str:
     return f"{tie}{100 * one.against.value:+.1f} % ({low} to {high})"
 
 
-def packing_lines(found: Comparison) -> list[str]:
+def packing_lines(found: Search) -> list[str]:
     """Combined throughput and the time of each training, by number of trainings side by side."""
     lines: list[str] = []
     for mode, seen in found.packs().items():
         rows = [("trainings", "batch", "samples/s together", f"s per {SCALING_STEPS} steps", "memory")]
         rows += [_pack_row(one) for one in seen]
         if len(rows) > 1:
-            lines += [f"packing{MODES[mode]}:", *align(rows, numbers_from=0), ""]
+            lines += [f"packing{PACK_MODES[mode]}:", *align(rows, numbers_from=0), ""]
     return lines
 
 
@@ -77,13 +77,11 @@ def _pack_row(one: Observation) -> tuple[str, str, str, str, str]:
     return (*head, rate(one.samples_per_second), seconds, "-" if held is None else size(held))
 
 
-def scaling_lines(found: Comparison) -> list[str]:
+def scaling_lines(found: Search) -> list[str]:
     """Seconds for a fixed number of steps with 1, 2, 4, ... devices, evenly split."""
-    plain_ones = [one for one in found.standings() if not one.candidate.layout.knobs]
+    plain_ones = [one for one in found.ranking() if not one.candidate.layout.knobs]
     single = next((one for one in plain_ones if one.candidate.family == "solo"), None)
-    evens = [
-        one for one in plain_ones if one.candidate.layout.kind == "split" and _is_even(one.candidate.layout.shares)
-    ]
+    evens = [one for one in plain_ones if one.candidate.layout.kind == "split" and is_even(one.candidate.layout)]
     if single is None or not evens:
         return []
     rows = [("devices", "global batch", f"s per {SCALING_STEPS} steps", "samples/s", "times one")]
@@ -96,15 +94,10 @@ def scaling_lines(found: Comparison) -> list[str]:
     return ["evenly over 1, 2, ... devices:", *align(rows, numbers_from=0), ""]
 
 
-def _is_even(shares: Sequence[int]) -> bool:
-    used = [share for share in shares if share]
-    return max(used) - min(used) <= 1
-
-
-def ranking_json(found: Comparison, labels: Sequence[str]) -> dict[str, object]:
+def ranking_json(found: Search, labels: Sequence[str]) -> dict[str, object]:
     """The same as data; units stand in the keys' names."""
-    standings = found.standings()
-    titles = names([one.candidate for one in standings], len(labels))
+    standings = found.ranking()
+    titles = name_all([one.candidate for one in standings], len(labels))
     return {
         "layouts": [
             {"name": title, **_standing_json(found, one)} for title, one in zip(titles, standings, strict=True)
@@ -116,7 +109,7 @@ def ranking_json(found: Comparison, labels: Sequence[str]) -> dict[str, object]:
     }
 
 
-def _standing_json(found: Comparison, one: Standing) -> dict[str, object]:
+def _standing_json(found: Search, one: Standing) -> dict[str, object]:
     layout, difference = one.candidate.layout, one.against
     interval = None if difference is None else [difference.low, difference.high]
     return {
@@ -128,7 +121,7 @@ def _standing_json(found: Comparison, one: Standing) -> dict[str, object]:
         "samples_per_second": one.throughput.value,
         "samples_per_second_interval": [one.throughput.low, one.throughput.high],
         "step_milliseconds": one.step.value * 1000,
-        "moved_share": moved_share(found.timed(layout)) if len(layout.active) > 1 else None,
+        "moved_share": waiting_share(found.turns(layout)) if len(layout.active) > 1 else None,
         "against_winner": None if difference is None else difference.value,
         "against_winner_interval": interval,
         "tie": one.tie,

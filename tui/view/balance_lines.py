@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.balancer.session_state import BalanceState, Rival, rivals, seconds_left
-from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Timed
+from evener.balancer.session_state import SUM, Rival, SessionState, rivals, seconds_left
+from evener.balancer.types import Observation, OutOfMemory, Timed
 from evener.shares import apportion
 from evener.tui.text.formatting import duration, percent, rate
+from evener.tui.text.progress import layout_words, outcome_words
 from evener.tui.view.cells import Line, Span, Tone, clean, cut, device_tone, line, pad, span_cells, wrap
 from evener.tui.view.charts import bar
 from evener.tui.view.marks import Marks
 
-DETAILED_SHARES = 8  # devices; with more the legend tells samples alone
-MOST_NAMED = 6  # devices of a layout; of more the last ones are counted
+DETAILED_SHARES = 8  # devices; with more the legend has samples but no percentages
+MOST_NAMED = 6  # devices of a layout; the others are counted
 
 
-def share_lines(state: BalanceState, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
-    """The best layout's shares as one bar, each device in its colour and filling, and a legend under it.
+def share_lines(state: SessionState, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
+    """The best layout's shares as one bar, each device with its colour and pattern, and a legend below.
 
-    While another split is measured, its shares are told too: as a second bar where a row is left for it.
+    While another split is measured, its shares are shown too, as a second bar if there is a row for it.
     """
     shares = chosen_shares(state)
     if shares is None or not sum(shares) or width < 4:
@@ -46,8 +47,8 @@ def _shares_bar(shares: Sequence[int], width: int, marks: Marks) -> Line:
     return Line((Span(" "), *spans))
 
 
-def _legend(state: BalanceState, shares: Sequence[int], width: int, marks: Marks) -> list[Line]:
-    """What each device computes; of many devices those that are left out are only counted."""
+def _legend(state: SessionState, shares: Sequence[int], width: int, marks: Marks) -> list[Line]:
+    """What each device computes; where there are many, those that are left out are only counted."""
     detailed = len(shares) <= DETAILED_SHARES
     items = [_share_item(state, shares, device, marks) for device, share in enumerate(shares) if share or detailed]
     if not detailed and 0 in shares:
@@ -62,7 +63,7 @@ def _legend(state: BalanceState, shares: Sequence[int], width: int, marks: Marks
     return [*legend, Line(row)]
 
 
-def _share_item(state: BalanceState, shares: Sequence[int], device: int, marks: Marks) -> tuple[Span, ...]:
+def _share_item(state: SessionState, shares: Sequence[int], device: int, marks: Marks) -> tuple[Span, ...]:
     share = shares[device]
     part = f" ({percent(share / sum(shares), 0)})" if len(shares) <= DETAILED_SHARES else ""
     return (
@@ -72,23 +73,23 @@ def _share_item(state: BalanceState, shares: Sequence[int], device: int, marks: 
     )
 
 
-def tried_shares(state: BalanceState) -> tuple[int, ...] | None:
-    """Of the split that is measured now, if it is another than the one that is shown."""
+def tried_shares(state: SessionState) -> tuple[int, ...] | None:
+    """The shares of the split that is measured now, unless they are the chosen ones."""
     splits = (each.probe.layout.shares for each in state.running if len(each.probe.layout.active) > 1)
     return next((shares for shares in splits if shares != chosen_shares(state)), None)
 
 
-def chosen_shares(state: BalanceState) -> tuple[int, ...] | None:
-    """Of the plan, or of the best layout so far."""
+def chosen_shares(state: SessionState) -> tuple[int, ...] | None:
+    """The shares of the plan, or of the best layout so far."""
     if state.finished is not None:
         return state.finished.plan.batches
     return state.best.layout.shares if state.best is not None else None
 
 
-def rival_lines(state: BalanceState, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
-    """Bars of samples/s: the best so far against what else was measured, each with what it gains.
+def rival_lines(state: SessionState, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
+    """Bars of samples/s: the best so far, and what it gains over each rival.
 
-    The bar stands in the row where it fits, under it where there are rows to spare.
+    A bar is in the rival's row if it fits, else below it if `height` allows.
     """
     found = rivals(state)
     if not found:
@@ -106,9 +107,9 @@ def rival_lines(state: BalanceState, width: int, height: int, marks: Marks) -> t
     return tuple(lines)
 
 
-_RIVAL_CELLS = 68  # of a row without its bar
-_WHOLE_CELLS = 47  # below them a row has the best one's interval, or what it gains on another, and no more
-_BRIEF_CELLS = 21  # of such a row without its name
+_RIVAL_CELLS = 68  # a row without its bar
+_WHOLE_CELLS = 47  # a narrower row has an interval or a gain, and nothing else
+_BRIEF_CELLS = 21  # such a row without its name
 
 
 def _rival_line(each: Rival, best: Rival, width: int, marks: Marks, drawn: tuple[Span, ...], *, first: bool) -> Line:
@@ -128,13 +129,13 @@ def _rival_line(each: Rival, best: Rival, width: int, marks: Marks, drawn: tuple
         Span(f" {error:<7}", "dim"),
         *drawn,
         Span(f" {versus:<7} ", _versus_tone(versus)),
-        Span(cut(each.detail, max(1, min(22, width - 45)), marks.ellipsis), "dim"),
+        Span(cut(each.where, max(1, min(22, width - 45)), marks.ellipsis), "dim"),
     )
     return Line(pad(spans, width))
 
 
 def _versus(best: float, each: Rival) -> str:
-    if each.name == "sum of solos":
+    if each.name == SUM:
         return f"{percent(best / each.samples_per_second)} of it" if each.samples_per_second else ""
     gain = best / each.samples_per_second - 1 if each.samples_per_second else 0.0
     return f"{gain * 100:+.{0 if abs(gain) >= 1 else 1}f} %"
@@ -144,10 +145,10 @@ def _versus_tone(text: str) -> Tone:
     return "good" if text.startswith("+") and not text.startswith("+0.0") else "dim"
 
 
-def search_lines(state: BalanceState, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
-    """What the search does and why, how far it is, and the newest measurements.
+def search_lines(state: SessionState, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
+    """What the search does and why, how far it is, and the latest measurements.
 
-    While it runs, at least the two newest measurements stand before any warning.
+    While it runs, warnings leave room for at least two measurements.
     """
     said = state.finished.plan.warnings if state.finished is not None else state.notes
     head = [*_doing_lines(state, width), *_progress_lines(state, width, marks)]
@@ -159,7 +160,7 @@ def search_lines(state: BalanceState, width: int, height: int, marks: Marks) -> 
     return (*head, *rows)
 
 
-def _doing_lines(state: BalanceState, width: int) -> list[Line]:
+def _doing_lines(state: SessionState, width: int) -> list[Line]:
     if state.fault:
         text, tone = f"{state.fault} {state.remedy}", "bad"
     elif state.finished is not None:
@@ -167,16 +168,16 @@ def _doing_lines(state: BalanceState, width: int) -> list[Line]:
     elif state.stopping:
         text, tone = "Stopping: the best plan so far is kept.", "warn"
     elif state.paused:
-        text, tone = "Paused: no new probe starts until it goes on.", "warn"
+        text, tone = "Paused: no new probe starts until you resume.", "warn"
     else:
         text, tone = (state.belief.doing if state.belief is not None else "The first probes are starting."), "text"
     tones: dict[str, Tone] = {"bad": "bad", "good": "good", "warn": "warn", "text": "text"}
-    most = 6 if state.fault or state.finished is not None else 3  # what it came to is told whole, for many devices too
+    most = 6 if state.fault or state.finished is not None else 3  # a verdict is shown whole, for many devices too
     return [line(Span(f" {row}", tones[tone])) for row in wrap(clean(text), max(4, width - 2), most)]
 
 
-def _progress_lines(state: BalanceState, width: int, marks: Marks) -> list[Line]:
-    """How much was measured, and the budget that is left; at the end, why it ended."""
+def _progress_lines(state: SessionState, width: int, marks: Marks) -> list[Line]:
+    """How much was measured and the budget that is left; at the end, why it ended."""
     left = seconds_left(state)
     facts = f"{state.probes} probes, {state.out_of_memory} out of memory, {duration(state.at_seconds)}"
     if state.finished is not None:
@@ -189,42 +190,26 @@ def _progress_lines(state: BalanceState, width: int, marks: Marks) -> list[Line]
     return [Line(pad(spans, width))]
 
 
-def layout_text(state: BalanceState, layout: Layout, most: int = MOST_NAMED) -> str:
-    """The devices that compute, with their shares; of more than `most` some are only counted."""
-    words = [f"{state.devices[device]}[{layout.shares[device]}]" for device in layout.active]
-    named = most - 1
-    return " ".join(words if len(words) <= most else [*words[:named], f"and {len(words) - named} more"])
-
-
-def _seen_line(state: BalanceState, seen: Observation, at_seconds: float, width: int, marks: Marks) -> Line:
-    mark, tone, what = _outcome(state, seen, marks)
+def _seen_line(state: SessionState, seen: Observation, at_seconds: float, width: int, marks: Marks) -> Line:
+    mark, tone = _mark(seen, marks)
+    what = clean(outcome_words(seen, state.devices, marks.plus_minus))
     head = (Span(f" {duration(at_seconds):>10} ", "dim"), Span(f"{mark} ", tone), Span(f"{seen.probe.stage:<6}"))
     room = width - span_cells(head) - 2
-    texts = [layout_text(state, seen.probe.layout, most) for most in range(MOST_NAMED, 1, -1)]
+    texts = [layout_words(seen.probe.layout, state.devices, most) for most in range(MOST_NAMED, 1, -1)]
     where = next((text for text in texts if len(text) + len(what) <= room), texts[-1])
     spans = (*head, Span(f"{where}: "))
     room = width - span_cells(spans)
     return Line(pad((*spans, Span(cut(what, room, marks.ellipsis) if room > 0 else "", tone)), width))
 
 
-def _outcome(state: BalanceState, seen: Observation, marks: Marks) -> tuple[str, Tone, str]:
+def _mark(seen: Observation, marks: Marks) -> tuple[str, Tone]:
     if isinstance(seen, Timed):
-        half = (seen.high_seconds - seen.low_seconds) / 2 / seen.step_seconds
-        doubts = "".join(f", {warning.code.replace('_', ' ')}" for warning in seen.warnings)
-        return (
-            marks.done,
-            "text",
-            f"{rate(seen.samples_per_second)} samples/s {marks.plus_minus}{percent(half, 1)}{doubts}",
-        )
-    if isinstance(seen, OutOfMemory):
-        who = ", ".join(state.devices[device] for device in seen.devices)
-        return marks.wall, "warn", "out of memory" + (f" on {who}" if who else "")
-    assert isinstance(seen, Failed)
-    return marks.failed, "bad", f"failed: {clean(seen.detail, 200)}"
+        return marks.done, "text"
+    return (marks.wall, "warn") if isinstance(seen, OutOfMemory) else (marks.failed, "bad")
 
 
 def warning_lines(warnings: Sequence[str], width: int, marks: Marks, most: int | None = None) -> tuple[Line, ...]:
-    """A plan's warnings, each wrapped; where more than `most` rows would be, the last one shown says so."""
+    """A plan's warnings, each wrapped, in at most `most` rows; the last row shows if something is missing."""
     rows = [
         (marks.alarm if not place else " ", row)
         for warning in warnings

@@ -1,4 +1,4 @@
-"""Everything that is known of one device or one process, a line for each fact."""
+"""All facts about one device or one process, one per line."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from evener.tui.view.devices import memory_tone
 from evener.tui.view.figures import (
     STATE_WORDS,
     celsius,
+    fraction,
     percents,
     samples_rate,
-    share_of,
     temperature_tone,
     throttle_tone,
     watts,
@@ -44,8 +44,8 @@ def _reading(
     return _fact(label, draw(number), tone(number) if callable(tone) else tone)
 
 
-def _of(text: Callable[[float], str], whole: Reading) -> Callable[[float], str]:
-    """A figure with its limit behind it, where the limit is known."""
+def _limited(text: Callable[[float], str], whole: Reading) -> Callable[[float], str]:
+    """A figure followed by its limit, where there is one."""
     return lambda number: f"{text(number)} of {text(whole.value)}" if whole.value else text(number)
 
 
@@ -62,7 +62,7 @@ def _energy(joules: float) -> str:
 
 
 def device_details(sample: DeviceSample, width: int) -> tuple[Line, ...]:
-    """Every metric of a device with its unit, and in words why one is missing."""
+    """Every metric of a device with its unit, or why it is missing."""
     device = sample.device
     facts = [
         _fact("name", clean(device.name)),
@@ -72,12 +72,12 @@ def device_details(sample: DeviceSample, width: int) -> tuple[Line, ...]:
         _reading("SM occupancy", sample.occupancy_percent, percents),
         _reading("tensor cores", sample.tensor_percent, percents),
         _reading("DRAM bandwidth", sample.dram_percent, percents),
-        _reading("memory", sample.memory_used_bytes, _of(size, sample.memory_total_bytes), _memory_tone(sample)),
+        _reading("memory", sample.memory_used_bytes, _limited(size, sample.memory_total_bytes), _memory_tone(sample)),
         _reading("temperature", sample.temperature_celsius, celsius, temperature_tone(sample)),
         _reading("slows down at", sample.temperature_limit_celsius, celsius),
-        _reading("power", sample.power_watts, _of(watts, sample.power_limit_watts), "power"),
+        _reading("power", sample.power_watts, _limited(watts, sample.power_limit_watts), "power"),
         _reading("energy", sample.energy_joules, _energy),
-        _reading("clock", sample.clock_mhz, _of(_mhz, sample.clock_max_mhz)),
+        _reading("clock", sample.clock_mhz, _limited(_mhz, sample.clock_max_mhz)),
         _reading("throttled", sample.throttled_percent, lambda number: f"{number:.1f} % of the time", throttle_tone),
         _fact("why", clean(", ".join(sample.throttle_reasons)) or "no reason given", "text"),
         _reading("PCIe received", sample.pcie_receive_bytes_per_second, _per_second),
@@ -96,7 +96,7 @@ def device_details(sample: DeviceSample, width: int) -> tuple[Line, ...]:
 
 
 def _memory_tone(sample: DeviceSample) -> Tone:
-    return memory_tone(share_of(sample.memory_used_bytes, sample.memory_total_bytes))
+    return memory_tone(fraction(sample.memory_used_bytes, sample.memory_total_bytes))
 
 
 def _errors_tone(number: float) -> Tone:
@@ -104,7 +104,7 @@ def _errors_tone(number: float) -> Tone:
 
 
 def process_details(row: ProcessSample, started: str, width: int) -> tuple[Line, ...]:
-    """Everything that is known of a process; `started` is its start as people read a time."""
+    """All facts about a process; `started` is its start as readable text."""
     facts = [
         _fact("pid", str(row.pid), "strong"),
         _fact("user", clean(row.user)),

@@ -1,9 +1,9 @@
-"""The device table: one row a device, every metric at every width, and the reason where a metric has no value."""
+"""The device table: one row per device, every metric at every width, and the reason where one has no value."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 
@@ -15,9 +15,9 @@ from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, pad
 from evener.tui.view.charts import bar, nice_ceiling, spark
 from evener.tui.view.figures import (
     figure,
+    fraction,
     gib,
     reading_text,
-    share_of,
     short,
     short_bytes,
     temperature_tone,
@@ -26,13 +26,13 @@ from evener.tui.view.figures import (
     whole,
 )
 from evener.tui.view.marks import Marks
-from evener.tui.view.table import Column, column_widths, heading, table_row, window
+from evener.tui.view.table import NO_CURSOR, Column, Position, column_widths, heading, scrolled, table_row
 
 _MAKERS = re.compile(r"^(NVIDIA|AMD|Intel)\s+|\b(GeForce|Tesla|Corporation)\s+")
 
 
 class DeviceRow(msgspec.Struct, frozen=True):
-    """What one row needs: the newest sample and the history that it draws."""
+    """What one row needs: the newest sample and its history."""
 
     sample: DeviceSample
     speeds: tuple[float | None, ...] = ()  # samples/s, oldest first
@@ -74,27 +74,19 @@ def _percent(reading: Reading, width: int, marks: Marks, tone: Tone = "text") ->
     return figure(reading, width - 2, marks, whole, tone), Span(" %", "dim")
 
 
-def _sm(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
-    return _percent(row.sample.sm_percent, width, marks)
-
-
-def _tensor(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
-    return _percent(row.sample.tensor_percent, width, marks)
-
-
-def _dram(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
-    return _percent(row.sample.dram_percent, width, marks)
+def _percent_cell(reading: Callable[[DeviceSample], Reading]) -> Callable[[DeviceRow, int, Marks], tuple[Span, ...]]:
+    return lambda row, width, marks: _percent(reading(row.sample), width, marks)
 
 
 def memory_tone(share: float | None) -> Tone:
-    """Full memory is what a training dies of."""
+    """A warning from 98 % on."""
     return "warn" if share is not None and share >= 0.98 else "memory"
 
 
 def _memory(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
     used, total = row.sample.memory_used_bytes, row.sample.memory_total_bytes
     text, current = reading_text(used, gib, marks, width)
-    share = share_of(used, total)
+    share = fraction(used, total)
     if not current and used.state is not State.STALE:
         return (figure(used, width, marks, gib),)
     if total.value:
@@ -127,7 +119,7 @@ def _power(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
     if width < 9:
         return Span(text, tone), Span(of, "dim")
     figures = (Span(text.rjust(7 - len(of)), tone), Span(f"{of} W", "dim"))
-    share = share_of(used, limit)
+    share = fraction(used, limit)
     return figures if width < 15 or share is None else (*bar(share, width - 10, marks, tone), Span(" "), *figures)
 
 
@@ -141,7 +133,7 @@ _REASON_LETTERS = {"power": "P", "thermal": "T", "brake": "B", "sync": "S", "har
 
 
 def reason_letters(reasons: Sequence[str], room: int) -> str:
-    """The reasons for throttling as letters, the first that fits: P power, T thermal, B brake, S sync, H hardware."""
+    """The reasons for throttling as letters, as many as fit: P power, T thermal, B brake, S sync, H hardware."""
     letters = []
     for reason in reasons:
         word = next((word for word in _REASON_LETTERS if word in reason.lower()), "")
@@ -194,9 +186,9 @@ DEVICE_COLUMNS: tuple[Column[DeviceRow], ...] = (
     Column("id", ("device", "id"), 3, _id),
     Column("name", ("name",), 6, _name, "left"),
     Column("util", ("utilisation", "util", "use"), 4, _utilization),
-    Column("sm", ("SM",), 3, _sm),
-    Column("tensor", ("tensor", "tens", "TC"), 3, _tensor),
-    Column("dram", ("DRAM", "DR"), 3, _dram),
+    Column("sm", ("SM",), 3, _percent_cell(lambda sample: sample.sm_percent)),
+    Column("tensor", ("tensor", "tens", "TC"), 3, _percent_cell(lambda sample: sample.tensor_percent)),
+    Column("dram", ("DRAM", "DR"), 3, _percent_cell(lambda sample: sample.dram_percent)),
     Column("memory", ("memory", "mem"), 7, _memory),
     Column("temperature", ("temp", "°C"), 3, _temperature),
     Column("power", ("power of limit", "power/W", "power"), 7, _power),
@@ -242,12 +234,12 @@ def device_heading(width: int, marks: Marks) -> Line:
 
 @lru_cache(maxsize=16)
 def device_widths(width: int) -> Mapping[str, int]:
-    """Cells for each column of the device table in `width` cells, the cursor's sign in front left out."""
+    """Cells for each column of the device table in `width` cells, without the cursor's sign in front."""
     return MappingProxyType(column_widths(DEVICE_COLUMNS, DEVICE_GROWTH, DEVICE_FLEXIBLE, width - 1))
 
 
 def device_line(row: DeviceRow, width: int, marks: Marks, *, cursor: bool = False) -> Line:
-    """One device; a lost one tells what happened in place of its figures."""
+    """One device; a lost one shows what happened instead of its figures."""
     widths = device_widths(width)
     sample = row.sample
     if sample.note and sample.utilization_percent.state is State.LOST:
@@ -259,11 +251,11 @@ def device_line(row: DeviceRow, width: int, marks: Marks, *, cursor: bool = Fals
 
 
 def device_lines(
-    rows: Sequence[DeviceRow], width: int, height: int, marks: Marks, cursor: int, top: int
+    rows: Sequence[DeviceRow], width: int, height: int, marks: Marks, position: Position = NO_CURSOR
 ) -> tuple[tuple[Line, ...], int]:
-    """The heading and as many rows as fit in `height`, and the first row shown; they scroll with the cursor."""
-    room = max(0, height - 1)
-    first = window(len(rows), cursor, room, top)
-    shown = rows[first : first + room]
-    lines = tuple(device_line(row, width, marks, cursor=first + offset == cursor) for offset, row in enumerate(shown))
-    return (device_heading(width, marks), *lines), first
+    """The heading and as many rows as fit in `height`, and the first row shown."""
+
+    def draw(row: DeviceRow, here: bool) -> Line:
+        return device_line(row, width, marks, cursor=here)
+
+    return scrolled(device_heading(width, marks), rows, draw, height, position)

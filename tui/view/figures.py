@@ -11,7 +11,7 @@ from evener.tui.view.marks import Marks
 
 GIB = 1024.0**3
 STATE_WORDS = {
-    State.UNSUPPORTED: "not told by this device",
+    State.UNSUPPORTED: "not reported by this device",
     State.DENIED: "denied to this user",
     State.LOST: "lost",
     State.STALE: "stale",
@@ -24,7 +24,7 @@ def whole(number: float) -> str:
 
 
 def percents(number: float) -> str:
-    """A metric that is told in per cent already: 62 is "62 %"."""
+    """A metric that is in per cent already: 62 is "62 %"."""
     return f"{number:.0f} %"
 
 
@@ -44,7 +44,7 @@ def samples_rate(number: float) -> str:
 
 
 def short(number: float) -> str:
-    """At most four signs: 0.5, 12.3, 684, 2123, 12k, 158k, 2.1M."""
+    """At most four characters: 0.5, 12.3, 684, 2123, 12k, 158k, 2.1M."""
     if number < 0:
         return f"-{short(-number)}"
     for below, scale, unit in ((9999.5, 1.0, ""), (999_500.0, 1e3, "k"), (999.5e6, 1e6, "M"), (999.5e9, 1e9, "G")):
@@ -60,7 +60,7 @@ def _digits(number: float) -> str:
 
 
 def short_bytes(count: float) -> str:
-    """Bytes in at most four signs, binary: 0, 12K, 340M, 1.2G."""
+    """Bytes in at most four characters, binary: 0, 12K, 340M, 1.2G."""
     if count < 999.5:
         return f"{count:.0f}B" if count >= 0.5 else "0"
     for unit in "KMG":
@@ -71,7 +71,7 @@ def short_bytes(count: float) -> str:
 
 
 def gib(count: float) -> str:
-    """GiB in few signs: 0.1, 7.2, 62, 140."""
+    """GiB in few characters: 0.1, 7.2, 62, 140."""
     number = count / GIB
     return f"{number:.1f}" if number < 9.95 else f"{number:.0f}"
 
@@ -79,7 +79,7 @@ def gib(count: float) -> str:
 def reading_text(reading: Reading, draw: Callable[[float], str], marks: Marks, width: int) -> tuple[str, bool]:
     """A reading in at most `width` cells, and whether it is a current value.
 
-    A stale value keeps its mark; where both don't fit, the mark alone says that there is no current value.
+    A stale value keeps its mark; where both don't fit, the mark stands alone.
     """
     if reading.state is State.UNSUPPORTED:
         return marks.none, False
@@ -122,24 +122,21 @@ def temperature_tone(sample: DeviceSample) -> Callable[[float], Tone]:
 
 
 def throttle_tone(number: float) -> Tone:
-    """Any throttling is worth a look; a fifth of the time costs a fifth of the speed."""
+    """A warning for any throttling, bad from a fifth of the time on."""
     if number >= 20:
         return "bad"
     return "warn" if number >= 0.5 else "dim"
 
 
-def share_of(part: Reading, whole_reading: Reading) -> float | None:
-    """part / whole where both are known, stale ones too; else None."""
+def fraction(part: Reading, whole_reading: Reading) -> float | None:
+    """part / whole where both have values, stale ones included; else None."""
     if part.value is None or not whole_reading.value:
         return None
     return part.value / whole_reading.value
 
 
 def traffic(sample: DeviceSample) -> Reading:
-    """Everything that went over the device's links, both ways, PCIe and NVLink together, in bytes/s.
-
-    Without a single value, the reason that the first of them gives.
-    """
+    """All traffic of the device, PCIe and NVLink, both ways, in bytes/s; without any value, the first reason."""
     parts = (
         sample.link_receive_bytes_per_second,
         sample.link_send_bytes_per_second,

@@ -1,4 +1,4 @@
-"""The Monitor screen around its tables: the lines above, the graphs of the chosen device, and who gets which rows."""
+"""The Monitor screen around its tables: the lines above, the graphs of one device, the height of each panel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ History = Callable[[str, str], tuple[float | None, ...]]  # device id, metric ->
 
 
 class Arrangement(msgspec.Struct, frozen=True):
-    """Rows of the terminal for each panel, borders counted; 0 hides it."""
+    """Rows for each panel, borders included; 0 hides it."""
 
     devices: int
     graphs: int
@@ -29,7 +29,7 @@ class Arrangement(msgspec.Struct, frozen=True):
 
 
 def arrange(width: int, height: int, devices: int) -> Arrangement:
-    """Share out `height` rows: first every device, then some processes, then graphs, then more processes."""
+    """Distribute `height` rows: first every device, then some processes, then graphs, then more processes."""
     framed = height >= 30 and width >= 100
     frame = 2 if framed else 0
     wanted = max(1, devices) + 1 + frame
@@ -42,7 +42,7 @@ def arrange(width: int, height: int, devices: int) -> Arrangement:
 
 
 def device_rows(snapshot: Snapshot, history: History, newest: int = 32) -> tuple[DeviceRow, ...]:
-    """A table row for each device of the snapshot, with its newest ticks."""
+    """A table row for each device of the snapshot, with its last ticks."""
     return tuple(
         DeviceRow(
             sample,
@@ -54,7 +54,7 @@ def device_rows(snapshot: Snapshot, history: History, newest: int = 32) -> tuple
 
 
 def top_line(screens: Mapping[str, str], shown: str, right: str, width: int) -> Line:
-    """The product's name, the screens with their keys, and what stands at the right; each screen can be clicked."""
+    """The product's name, the screens with their keys, and a text on the right; each screen can be clicked."""
     left = [Span(" evener ", "strong")]
     for number, (name, title) in enumerate(screens.items(), start=1):
         action = f"app.show('{name}')"
@@ -64,14 +64,14 @@ def top_line(screens: Mapping[str, str], shown: str, right: str, width: int) -> 
 
 
 def status_text(snapshot: Snapshot, clock: str, marks: Marks) -> str:
-    """Where and when this was seen: host, driver, time."""
+    """Where and when the snapshot was taken: host, driver, time."""
     driver = f"NVIDIA {clean(snapshot.driver, 20)}" if snapshot.driver else ""
     parts = (clean(snapshot.host.hostname, 30), driver, clock)
     return f" {marks.dot} ".join(part for part in parts if part)
 
 
 def host_line(snapshot: Snapshot, width: int, marks: Marks, state: str = "") -> Line:
-    """CPU, load and memory of the machine; `state` ("paused", "replay 3/20") stands at the right."""
+    """CPU, load and memory of the machine; `state` ("paused", "replay 3/20") is on the right."""
     host = snapshot.host
     share = host.memory_used_bytes / host.memory_total_bytes if host.memory_total_bytes else 0.0
     size = 6 if width < 100 else 14
@@ -91,7 +91,7 @@ def host_line(snapshot: Snapshot, width: int, marks: Marks, state: str = "") -> 
 
 
 def note_line(notes: Sequence[str], width: int, marks: Marks) -> Line:
-    """The first note of the machine; the others are counted."""
+    """The first note about the machine, and how many others there are."""
     if not notes:
         return Line()
     more = f" (+{len(notes) - 1}: see help)" if len(notes) > 1 else ""
@@ -102,7 +102,7 @@ def note_line(notes: Sequence[str], width: int, marks: Marks) -> Line:
 
 
 class Graph(NamedTuple):
-    """One graph: its caption, newest figure, values oldest first, the top of its axis as number and text, its tone."""
+    """One graph: caption, newest figure, values oldest first, the top of its axis as number and text, tone."""
 
     caption: str
     newest: str
@@ -113,48 +113,43 @@ class Graph(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was ever told."""
+        """Whether it has no value at all."""
         return all(value is None for value in self.values)
 
 
 def graph_lines(sample: DeviceSample, history: History, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
-    """Graphs of one device, side by side, as many as there is room for; none of what was never told."""
+    """Graphs of one device, side by side, as many as fit; metrics without any value are left out."""
     every = _graphs(sample, history)
-    told = [one for one in every if not one.is_empty]
-    graphs = (told or every)[: 2 if width < 90 else 3 if width < 150 else 4]
+    graphs = ([one for one in every if not one.is_empty] or list(every))[: 2 if width < 90 else 3 if width < 150 else 4]
     each = (width - 2 * (len(graphs) - 1)) // len(graphs)
     columns = [_graph_column(one, each, height, marks) for one in graphs]
-    rows = []
-    for row in range(height):
-        spans: tuple[Span, ...] = columns[0][row]
-        for column in columns[1:]:
-            spans = (*spans, Span("  "), *column[row])
-        rows.append(Line(spans))
-    return tuple(rows)
+    gap = Span("  ")
+    rows = (tuple(span for column in columns for span in (gap, *column[row])) for row in range(height))
+    return tuple(Line(spans[1:]) for spans in rows)
 
 
 def _graphs(sample: DeviceSample, history: History) -> tuple[Graph, ...]:
-    def told(
+    def metric(
+        caption: str,
         name: str,
-        metric: str,
         draw: Callable[[float], str],
         top: float | None,
         label: Callable[[float], str],
         tone: Tone,
     ) -> Graph:
-        """A metric's newest value and its past, up to `top` or else to a round number above what it was."""
-        past = history(sample.device.id, metric)
+        """A metric's newest value and its history, up to `top` or else to a round number above its maximum."""
+        past = history(sample.device.id, name)
         highest = top or nice_ceiling(_most(past))
-        return Graph(name, reading_words(getattr(sample, metric), draw), past, highest, label(highest), tone)
+        return Graph(caption, reading_words(getattr(sample, name), draw), past, highest, label(highest), tone)
 
     limit, total = sample.power_limit_watts.value, sample.memory_total_bytes.value
     hottest = sample.temperature_limit_celsius.value or 100.0
     return (
-        told("throughput", "samples_per_second", samples_rate, None, short, "speed"),
-        told("utilisation", "utilization_percent", percents, 100.0, percents, "accent"),
-        told("memory", "memory_used_bytes", size, total, lambda top: f"{gib(top)} GiB", "memory"),
-        told("power", "power_watts", watts, limit, watts, "power"),
-        told("temperature", "temperature_celsius", celsius, hottest, celsius, "warn"),
+        metric("throughput", "samples_per_second", samples_rate, None, short, "speed"),
+        metric("utilisation", "utilization_percent", percents, 100.0, percents, "accent"),
+        metric("memory", "memory_used_bytes", size, total, lambda top: f"{gib(top)} GiB", "memory"),
+        metric("power", "power_watts", watts, limit, watts, "power"),
+        metric("temperature", "temperature_celsius", celsius, hottest, celsius, "warn"),
     )
 
 
@@ -162,14 +157,14 @@ def _most(values: Sequence[float | None]) -> float:
     return max((number for number in values if number is not None), default=1.0)
 
 
-def _graph_column(graph_of: Graph, width: int, height: int, marks: Marks) -> list[tuple[Span, ...]]:
-    caption = (Span(f"{graph_of.caption} ", "title"), Span(graph_of.newest, graph_of.tone))
-    room = width - len(graph_of.axis) - 1
+def _graph_column(one: Graph, width: int, height: int, marks: Marks) -> list[tuple[Span, ...]]:
+    caption = (Span(f"{one.caption} ", "title"), Span(one.newest, one.tone))
+    room = width - len(one.axis) - 1
     head = pad(caption, width)
-    if span_cells(caption) <= room and not graph_of.is_empty:
-        head = (*pad(caption, room), Span(f" {graph_of.axis}", "dim"))
-    rows = graph(graph_of.values, width, height - 1, marks, graph_of.highest)
-    return [head, *((Span(row, graph_of.tone),) for row in rows)]
+    if span_cells(caption) <= room and not one.is_empty:
+        head = (*pad(caption, room), Span(f" {one.axis}", "dim"))
+    rows = graph(one.values, width, height - 1, marks, one.highest)
+    return [head, *((Span(row, one.tone),) for row in rows)]
 
 
 def device_caption(sample: DeviceSample) -> str:

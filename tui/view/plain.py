@@ -1,15 +1,13 @@
-"""A snapshot as text for a pipe or a terminal without the app, in colour only where it is asked for."""
+"""A snapshot as text for a pipe or a terminal without the app, in colour where it is asked for."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 from evener.devices.types import Snapshot
 from evener.tui.view.cells import Line, Tone, clean
 from evener.tui.view.devices import DeviceRow, device_lines
-from evener.tui.view.marks import ASCII, Marks, to_ascii
+from evener.tui.view.marks import Marks, to_ascii
 from evener.tui.view.monitor import host_line
-from evener.tui.view.processes import arrange, nothing_there, process_lines
+from evener.tui.view.processes import Order, arrange, nothing_there, process_lines
 
 _CODES: dict[Tone, str] = {
     "dim": "2",
@@ -29,38 +27,28 @@ _CODES: dict[Tone, str] = {
 def snapshot_text(snapshot: Snapshot, width: int, marks: Marks, *, colour: bool) -> str:
     """Host, notes, devices and processes, every line at most `width` cells."""
     rows = [DeviceRow(sample) for sample in snapshot.devices]
-    shown = arrange(snapshot.processes, sort_key="memory", descending=True, words="")
-    devices, _ = device_lines(rows, width, len(rows) + 1, marks, -1, 0)
-    processes, _ = process_lines(
-        shown,
-        width,
-        len(shown) + 1,
-        marks,
-        cursor=-1,
-        top=0,
-        active=False,
-        sort_key="",
-        descending=True,
-        nothing=nothing_there(snapshot.devices),
-    )
+    shown = arrange(snapshot.processes, Order())
+    devices, _ = device_lines(rows, width, len(rows) + 1, marks)
+    nothing = nothing_there(snapshot.devices)
+    processes, _ = process_lines(shown, width, len(shown) + 1, marks, nothing=nothing)
     notes = [f"{marks.alarm} {clean(note)}" for note in snapshot.notes]
     if snapshot.driver:
         notes.insert(0, f"{clean(snapshot.host.hostname)}, NVIDIA driver {clean(snapshot.driver)}")
     parts = [host_line(snapshot, width, marks), *devices, Line(), *processes]
-    return "\n".join((*_plain(notes, marks), *(_drawn(each, marks, colour) for each in parts))) + "\n"
+    lines = (*(_signs(note, marks) for note in notes), *(_drawn(each, marks, colour) for each in parts))
+    return "\n".join(lines) + "\n"
 
 
-def _plain(notes: Iterable[str], marks: Marks) -> list[str]:
-    return [to_ascii(note) if marks is ASCII else note for note in notes]
+def _signs(text: str, marks: Marks) -> str:
+    return to_ascii(text) if marks.plain else text
 
 
 def _drawn(line: Line, marks: Marks, colour: bool) -> str:
     if not colour:
-        text = line.text.rstrip()
-        return to_ascii(text) if marks is ASCII else text
+        return _signs(line.text.rstrip(), marks)
     drawn = []
     for text, tone, _ in line.spans:
-        shown = to_ascii(text) if marks is ASCII else text
+        shown = _signs(text, marks)
         code = _CODES.get(tone)
         drawn.append(f"\x1b[{code}m{shown}\x1b[0m" if code and shown.strip() else shown)
     return "".join(drawn)

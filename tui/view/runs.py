@@ -1,23 +1,23 @@
-"""Past runs as rows, and a run's plan as lines, narrow enough to stand beside another's."""
+"""Past runs as rows, and a run's plan as lines, narrow enough to be shown next to another one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from evener.balancer.events import Finished
-from evener.balancer.session_state import BalanceState
+from evener.balancer.session_state import SessionState
 from evener.balancer.store.runs import Run, RunSummary
 from evener.tui.text.formatting import duration, rate
 from evener.tui.view.balance_lines import rival_lines, share_lines, warning_lines
 from evener.tui.view.cells import Line, Span, Tone, clean, cut, line, wrap
 from evener.tui.view.marks import Marks
-from evener.tui.view.table import Column, column_widths, heading, table_row, window
+from evener.tui.view.table import NO_CURSOR, Column, Position, column_widths, heading, scrolled, table_row, text_cell
 
 _STATE_TONES: dict[str, Tone] = {"finished": "good", "interrupted": "warn", "unfinished": "dim", "unreadable": "bad"}
 
 
 class _RunRow:
-    """A run in the list, and whether it was taken to compare."""
+    """A run in the list, and whether it is marked for comparison."""
 
     def __init__(self, summary: RunSummary, taken: bool) -> None:
         self.summary = summary
@@ -28,12 +28,8 @@ def _taken(row: _RunRow, _width: int, marks: Marks) -> tuple[Span, ...]:
     return (Span(marks.tagged if row.taken else "", "speed"),)
 
 
-def _run(row: _RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
-    return (Span(cut(clean(row.summary.run), width, marks.ellipsis), "strong"),)
-
-
-def _created(row: _RunRow, width: int, _marks: Marks) -> tuple[Span, ...]:
-    return (Span(clean(row.summary.created.replace("T", " ").removesuffix("Z"))[:width], "dim"),)
+def _created(row: _RunRow) -> str:
+    return row.summary.created.replace("T", " ").removesuffix("Z")
 
 
 def _devices(row: _RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
@@ -42,7 +38,7 @@ def _devices(row: _RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
 
 
 def brief_devices(labels: Sequence[str]) -> str:
-    """Labels of one kind with the kind told once: GPU:0, GPU:1 is GPU:0,1."""
+    """Labels of one kind in short: GPU:0, GPU:1 is GPU:0,1."""
     kinds = {label.partition(":")[0] for label in labels}
     if len(kinds) != 1 or not all(":" in label for label in labels):
         return clean(", ".join(labels))
@@ -56,10 +52,6 @@ def _workload(row: _RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
 
 def _state(row: _RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
     return (Span(cut(row.summary.state, width, marks.ellipsis), _STATE_TONES[row.summary.state]),)
-
-
-def _probes(row: _RunRow, _width: int, _marks: Marks) -> tuple[Span, ...]:
-    return (Span(str(row.summary.probes)),)
 
 
 def _speed(row: _RunRow, _width: int, marks: Marks) -> tuple[Span, ...]:
@@ -76,17 +68,17 @@ def _ratios(row: _RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
 
 _RUN_COLUMNS: tuple[Column[_RunRow], ...] = (
     Column("taken", ("",), 1, _taken, "left"),
-    Column("run", ("run",), 20, _run, "left"),
-    Column("created", ("created, UTC",), 19, _created, "left"),
+    Column("run", ("run",), 20, text_cell(lambda row: row.summary.run, "strong"), "left"),
+    Column("created", ("created, UTC",), 19, text_cell(_created, "dim"), "left"),
     Column("devices", ("devices",), 8, _devices, "left"),
     Column("workload", ("workload",), 11, _workload, "left"),
     Column("state", ("state",), 10, _state, "left"),
-    Column("probes", ("probes", "n"), 3, _probes),
+    Column("probes", ("probes", "n"), 3, text_cell(lambda row: str(row.summary.probes))),
     Column("speed", ("samples/s", "smp/s"), 7, _speed),
     Column("ratios", ("ratios",), 9, _ratios, "left"),
 )
 _GROWTH = (("ratios", 13), ("devices", 12), ("state", 11), ("speed", 9), ("probes", 6), ("workload", 16))
-_DATED = 110  # columns, from which the date stands beside the run, whose id begins with it
+_DATED = 110  # columns, from which the date has its own column; a run's id begins with it
 
 
 def _columns(width: int) -> tuple[Column[_RunRow], ...]:
@@ -94,7 +86,7 @@ def _columns(width: int) -> tuple[Column[_RunRow], ...]:
 
 
 def run_lines(
-    runs: Sequence[RunSummary], taken: str, width: int, height: int, marks: Marks, cursor: int, top: int
+    runs: Sequence[RunSummary], taken: str, width: int, height: int, marks: Marks, position: Position = NO_CURSOR
 ) -> tuple[tuple[Line, ...], int]:
     """The heading and as many runs as fit in `height`, and the first one shown."""
     columns = _columns(width)
@@ -102,35 +94,35 @@ def run_lines(
     head = heading(columns, widths, marks)
     if not runs:
         return (head, line(Span(" No runs yet: make one on the Balance screen, key 2.", "dim"))), 0
-    room = max(0, height - 1)
-    first = window(len(runs), cursor, room, top)
-    rows = tuple(
-        table_row(columns, widths, _RunRow(each, each.run == taken), marks, cursor=first + place == cursor)
-        for place, each in enumerate(runs[first : first + room])
-    )
-    return (head, *rows), first
+
+    def draw(each: RunSummary, here: bool) -> Line:
+        return table_row(columns, widths, _RunRow(each, each.run == taken), marks, cursor=here)
+
+    return scrolled(head, runs, draw, height, position)
 
 
-def state_of(run: Run) -> BalanceState:
-    """The end of a run as the Balance screen has it."""
-    devices = tuple(device.label for device in run.header.devices)
-    names = tuple(device.name for device in run.header.devices)
-    state = BalanceState(run=run.header.run, devices=devices, names=names, workload=run.header.workload, ended=True)
-    if run.plan is None:
-        return state
-    finished = Finished(run.header.run, run.plan, (), run.verdict, run.interrupted, run.plan.search.seconds)
-    return BalanceState(
-        run=run.header.run, devices=devices, names=names, workload=run.header.workload, finished=finished, ended=True
+def _end_state(run: Run) -> SessionState:
+    """A run's end as the Balance screen shows it."""
+    finished = None
+    if run.plan is not None:
+        finished = Finished(run.header.run, run.plan, (), run.verdict, run.interrupted, run.plan.search.seconds)
+    return SessionState(
+        run=run.header.run,
+        devices=tuple(device.label for device in run.header.devices),
+        names=tuple(device.name for device in run.header.devices),
+        workload=run.header.workload,
+        finished=finished,
+        ended=True,
     )
 
 
 def plan_lines(run: Run, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
-    """A run's plan: shares, rivals with bars where `height` has room for them, the search behind it, its warnings."""
+    """A run's plan: shares, rivals (with bars if `height` allows), verdict and warnings."""
     head = line(Span(f" {clean(run.header.run)} ", "strong"), Span(clean(run.header.workload), "dim"))
     if run.plan is None:
         text = f"No plan yet, after {len(run.observations)} measurement{'s' * (len(run.observations) != 1)}."
         return (head, *(line(Span(f" {row}", "warn")) for row in wrap(text, max(4, width - 2), 2)))
-    plan, state = run.plan, state_of(run)
+    plan, state = run.plan, _end_state(run)
     facts = f"{plan.framework}, {plan.precision}{', XLA' if plan.xla else ''}"
     search = plan.search
     effort = f"{search.probes} probes, {search.out_of_memory} out of memory, {duration(search.seconds)}"

@@ -1,24 +1,29 @@
-"""Tables whose columns grow with the terminal: at the narrowest every column is there, only narrower."""
+"""Tables whose columns grow with the terminal; a narrow one has all of them, only narrower."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from evener.tui.view.cells import Line, Span, cut, fit, pad
+from evener.tui.view.cells import Line, Span, Tone, clean, cut, fit, pad
 from evener.tui.view.marks import Marks
 
 RowT = TypeVar("RowT")
 
 
 class Column(NamedTuple, Generic[RowT]):
-    """One column; `draw` gives its cell for a row in a width, and may use less than all of it."""
+    """One column; `draw` gives its cell for a row, in at most the given width."""
 
     key: str
     titles: tuple[str, ...]  # the widest that fits is shown
     least: int  # cells at the narrowest
     draw: Callable[[RowT, int, Marks], tuple[Span, ...]]
     align: Literal["left", "right"] = "right"
+
+
+def text_cell(text: Callable[[RowT], str], tone: Tone = "text") -> Callable[[RowT, int, Marks], tuple[Span, ...]]:
+    """A column's `draw` for plain text, cut to the width."""
+    return lambda row, width, marks: (Span(cut(clean(text(row)), width, marks.ellipsis), tone),)
 
 
 def column_widths(
@@ -29,8 +34,8 @@ def column_widths(
 ) -> dict[str, int]:
     """Cells for each column in `total`, one blank between two.
 
-    From the least widths, each step of `growth` (a column, its next width) is taken where it still fits, in order;
-    then the flexible columns share what is left, up to their own limits.
+    Columns start at their least widths. Each step of `growth` (a column, its next width) is taken in order where it
+    fits; then the flexible columns share the rest, up to their limits.
     """
     widths = {column.key: column.least for column in columns}
     left = total - sum(widths.values()) - (len(widths) - 1)
@@ -55,7 +60,7 @@ def heading(
     descending: bool = True,
     action: str = "",
 ) -> Line:
-    """The titles; with `action` ("sort('{}')" or the like) each can be clicked."""
+    """The titles; with `action`, such as "sort('{}')", each can be clicked."""
     spans: list[Span] = []
     for column in columns:
         width = widths[column.key]
@@ -73,7 +78,7 @@ def heading(
 def table_row(
     columns: Sequence[Column[RowT]], widths: Mapping[str, int], row: RowT, marks: Marks, *, cursor: bool = False
 ) -> Line:
-    """One row; the cursor shows as a sign in front, so that it is seen without colour too."""
+    """One row; a sign in front marks the cursor, so that it is visible without colour."""
     spans: list[Span] = [Span(marks.cursor if cursor else " ", "strong")]
     for column in columns:
         width = widths[column.key]
@@ -83,8 +88,32 @@ def table_row(
 
 
 def window(count: int, cursor: int, height: int, top: int) -> int:
-    """The first row to show of `count` so that the cursor is among `height` rows, moving as little as needed."""
+    """The first of `count` rows to show so that the cursor is visible in `height` rows; moves as little as needed."""
     if height <= 0 or count <= height:
         return 0
     top = min(max(top, cursor - height + 1), cursor)
     return max(0, min(top, count - height))
+
+
+class Position(NamedTuple):
+    """Where a list is: the row under the cursor, the first row shown, and whether the cursor is drawn."""
+
+    cursor: int = 0
+    top: int = 0
+    active: bool = True
+
+
+NO_CURSOR = Position(active=False)
+
+
+def scrolled(
+    head: Line, rows: Sequence[RowT], draw: Callable[[RowT, bool], Line], height: int, position: Position
+) -> tuple[tuple[Line, ...], int]:
+    """The heading and the rows that fit below it in `height`, scrolled to the cursor, and the first row shown.
+
+    `draw` gets a row, and whether the cursor is on it.
+    """
+    room = max(0, height - 1)
+    first = window(len(rows), position.cursor, room, position.top)
+    shown = enumerate(rows[first : first + room], first)
+    return (head, *(draw(row, position.active and place == position.cursor) for place, row in shown)), first

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Sequence
 
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widget import Widget
 
-from evener.balancer.session_state import BalanceState, curves
+from evener.balancer.session_state import SessionState, curves
+from evener.devices.types import DeviceSample
+from evener.tui.runtime.base_app import UsesApp
 from evener.tui.view.balance_lines import DETAILED_SHARES, rival_lines, search_lines, share_lines
 from evener.tui.view.cells import clean
 from evener.tui.view.lanes import lane_lines
@@ -17,12 +18,8 @@ from evener.tui.widgets.curves import CurvePlot
 from evener.tui.widgets.lines import Lines
 from evener.tui.widgets.lists import ListPanel
 
-if TYPE_CHECKING:
-    from evener.devices.types import DeviceSample
-    from evener.tui.app.app import EvenerApp
-
-LEAST_CHART = 7  # rows, in which a curve can still be read
-LEAST_SEARCH = 5  # rows beside it: what the search does, how far it is, the newest measurements
+LEAST_CHART = 7  # rows that a readable curve needs
+LEAST_SEARCH = 5  # rows for the search: what it does, how far it is, the latest measurements
 
 
 def _panel(name: str, title: str) -> Lines:
@@ -32,11 +29,11 @@ def _panel(name: str, title: str) -> Lines:
 
 
 class LanePanel(ListPanel):
-    """One row a device; they scroll where they don't fit."""
+    """One row per device; they scroll where they don't fit."""
 
     def __init__(self) -> None:
         super().__init__(id="lanes")
-        self.state = BalanceState()
+        self.state = SessionState()
         self.samples: tuple[DeviceSample | None, ...] = ()
 
     @property
@@ -44,29 +41,20 @@ class LanePanel(ListPanel):
         """How many devices there are."""
         return len(self.state.devices)
 
-    def take(self, state: BalanceState) -> None:
+    def take(self, state: SessionState) -> None:
         """Show this state."""
         self.state = state
         self.redraw()
 
-    def sense(self, samples: Sequence[DeviceSample | None]) -> None:
+    def take_samples(self, samples: Sequence[DeviceSample | None]) -> None:
         """Show these readings, one for each device."""
         self.samples = tuple(samples)
         self.redraw()
 
     def redraw(self) -> None:
-        """Work the rows out again."""
+        """Rebuild the rows."""
         state, (width, height) = self.state, self.size
-        lines, self.top = lane_lines(
-            state,
-            width,
-            height,
-            self.evener.marks,
-            samples=self.samples,
-            cursor=self.cursor,
-            top=self.top,
-            active=self.has_focus,
-        )
+        lines, self.top = lane_lines(state, width, height, self.evener.marks, self.position, self.samples)
         self.entitle(clean(state.workload, 60) or "Devices", f"run {clean(state.run)}" if state.run else "")
         self.show(lines)
 
@@ -75,49 +63,43 @@ class LanePanel(ListPanel):
         return action != "open"
 
 
-class BalanceView(Widget):
-    """Draws one state; where rows are few, the chart goes before the words do."""
+class BalanceView(UsesApp, Widget):
+    """Draws one state; on a small terminal the chart is dropped before the text."""
 
     def __init__(self) -> None:
         super().__init__(id="balance")
-        self.state = BalanceState()
+        self.state = SessionState()
 
     def compose(self) -> ComposeResult:
-        """Devices over chart and shares over search."""
+        """Devices, below them chart and shares, below those the search."""
         yield LanePanel()
         with Horizontal(id="middle"):
             yield CurvePlot()
             with Vertical(id="side"):
-                yield from self._side()
+                yield _panel("shares", "Shares")
+                yield _panel("rivals", "Throughput")
         yield _panel("search", "Search")
 
-    def _side(self) -> Iterable[Widget]:
-        yield _panel("shares", "Shares")
-        yield _panel("rivals", "Throughput")
-
-    def take(self, state: BalanceState) -> None:
+    def take(self, state: SessionState) -> None:
         """Draw this state."""
         self.state = state
         self.redraw()
 
     def redraw(self) -> None:
-        """Work every panel out again."""
+        """Rebuild every panel."""
         if not self.is_mounted or not self.size.height:
             return
-        state, marks = self.state, cast("EvenerApp", self.app).marks
+        state, marks = self.state, self.evener.marks
         with self.app.batch_update():
             self._place_panels()
             self.query_one(LanePanel).take(state)
-            shares = self.query_one("#shares", Lines)
-            shares.show(share_lines(state, *shares.size, marks))
-            rivals = self.query_one("#rivals", Lines)
-            rivals.show(rival_lines(state, *rivals.size, marks))
-            search = self.query_one("#search", Lines)
-            search.show(search_lines(state, *search.size, marks))
+            for name, draw in (("shares", share_lines), ("rivals", rival_lines), ("search", search_lines)):
+                panel = self.query_one(f"#{name}", Lines)
+                panel.show(draw(state, *panel.size, marks))
             self.query_one(CurvePlot).take(curves(state))
 
     def _place_panels(self) -> None:
-        """Rows for each part: every device, then the figures, then the chart, then the search."""
+        """Distribute the rows: every device, then the figures, then the chart, then the search."""
         width, height = self.size
         frame = 0 if self.screen.has_class("-bare") else 2
         narrow = self.screen.has_class("-narrow")
@@ -140,7 +122,7 @@ class BalanceView(Widget):
         self.query_one("#search").styles.height = max(0, height - lanes - middle)
 
     def _share_rows(self, width: int, narrow: bool) -> int:
-        """The bar, the global batch, a legend that is as long as it has to be, and what is tried where it is wide."""
+        """The bar, the global batch and the legend; in a wide terminal one more, for a split that is being measured."""
         each = 26 if len(self.state.devices) <= DETAILED_SHARES else 15
         room = width if narrow else width // 2 - 2
         legend = max(1, -(-len(self.state.devices) // max(1, room // each)))
@@ -152,5 +134,5 @@ class BalanceView(Widget):
         self.call_after_refresh(self.redraw)
 
     def on_resize(self) -> None:
-        """Share the rows out anew."""
+        """Distribute the rows again."""
         self.redraw()

@@ -1,15 +1,16 @@
-"""The line on top of every screen: the product, its screens, and where we are."""
+"""The bars above and below every screen: the product with its screens, and the keys."""
 
 from __future__ import annotations
 
+import importlib
 import time
-from typing import TYPE_CHECKING, cast
+from contextlib import suppress
+
+from textual.dom import DOMNode
+from textual.widgets import Footer
 
 from evener.tui.view.monitor import status_text, top_line
 from evener.tui.widgets.lines import Lines
-
-if TYPE_CHECKING:
-    from evener.tui.app.app import EvenerApp
 
 SCREENS = {"monitor": "Monitor", "balance": "Balance", "runs": "Runs"}
 
@@ -22,7 +23,7 @@ class TopBar(Lines):
         self.shown = shown
 
     def on_mount(self) -> None:
-        """Follow the app's newest snapshot, which carries the clock and the host."""
+        """Follow the newest snapshot, which has the clock and the host."""
         self.watch(self.app, "snapshot", self.redraw, init=False)
 
     def on_resize(self) -> None:
@@ -30,10 +31,45 @@ class TopBar(Lines):
         self.redraw()
 
     def redraw(self) -> None:
-        """Work the line out again."""
-        app = cast("EvenerApp", self.app)
-        right = ""
+        """Rebuild the line."""
+        app, right = self.evener, ""
         if app.snapshot is not None:
             clock = time.strftime("%H:%M:%S", time.localtime(app.snapshot.at_seconds))
             right = status_text(app.snapshot, clock, app.marks)
         self.show((top_line(SCREENS, self.shown, right, self.size.width),))
+
+
+class KeysBar(Footer):
+    """Textual's footer, without its references to every key it ever showed."""
+
+    def __init__(self) -> None:
+        super().__init__(compact=True, show_command_palette=False)
+
+    async def recompose(self) -> None:
+        """Show the current keys, and release the previous ones.
+
+        Each key watches whether the footer is compact, and closed ones are released only when that changes.
+        """
+        await super().recompose()
+        self.mutate_reactive(Footer.compact)
+        forget_drawn()
+        for node in self.ancestors:
+            forget_found(node)
+
+
+def forget_drawn() -> None:
+    """Clear a private cache of Textual's that keeps a thousand lines of closed widgets alive.
+
+    There is no public call for it; a Textual without the cache needs none.
+    """
+    with suppress(ImportError, AttributeError):
+        importlib.import_module("textual._styles_cache").StylesCache.get_inner_outer.cache_clear()
+
+
+def forget_found(node: DOMNode) -> None:
+    """Clear the last 1024 answers of `node.query_one`, which Textual keeps; a private cache too.
+
+    A new key bar makes them all outdated, in every node above it.
+    """
+    with suppress(AttributeError):
+        node._query_one_cache.clear()

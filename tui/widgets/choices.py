@@ -1,4 +1,4 @@
-"""Choices in a form: a list with ticks, and one word out of a few."""
+"""Choices in a form: a list with ticks, and one of a few words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
-from textual.message import Message
 
 from evener.tui.view.cells import Line, Span, clean, cut, line, pad, span_cells
 from evener.tui.view.table import window
@@ -15,21 +14,13 @@ from evener.tui.widgets.lists import ListPanel
 
 
 class Ticks(ListPanel):
-    """A list of which several entries, or exactly one, are ticked."""
+    """A list in which several entries, or exactly one, are ticked."""
 
     HEADING_ROWS = 0
     BINDINGS: ClassVar[list[BindingType]] = [Binding("space", "tick", "Tick"), Binding("enter", "tick", show=False)]
 
-    class Changed(Message):
-        """Another entry is ticked."""
-
-        def __init__(self, panel: Ticks) -> None:
-            super().__init__()
-            self.panel = panel
-
     def __init__(self, *, id: str, title: str, single: bool = False) -> None:  # noqa: A002 - Textual's name
-        super().__init__(id=id)
-        self.border_title = title
+        super().__init__(title, id=id)
         self._single = single
         self.entries: tuple[tuple[str, str], ...] = ()
         self.ticked: frozenset[int] = frozenset()
@@ -41,17 +32,17 @@ class Ticks(ListPanel):
 
     @property
     def note(self) -> str:
-        """Of the entry under the cursor."""
+        """The note of the entry under the cursor."""
         return self.entries[self.cursor][1] if self.entries else ""
 
     def offer(self, entries: Sequence[tuple[str, str]], ticked: frozenset[int]) -> None:
-        """Name and note of each entry, and which are ticked at first."""
+        """Set the name and note of each entry, and which ones are ticked."""
         self.entries, self.ticked = tuple(entries), ticked
         self.cursor = min(ticked, default=0) if self._single else 0
         self.redraw()
 
     def redraw(self) -> None:
-        """Work the rows out again; the first and the last one tell how many more there are beyond them."""
+        """Rebuild the rows; the first and the last one say how many more are hidden."""
         width, height = self.size
         self.top = window(self.count, self.cursor, height, self.top)
         shown = range(self.top, min(self.count, self.top + height))
@@ -84,16 +75,15 @@ class Ticks(ListPanel):
         return max((len(name) for name, _ in self.entries), default=0)
 
     def action_tick(self) -> None:
-        """Tick the entry under the cursor; where several may be, again unticks it."""
+        """Tick the entry under the cursor, or untick it where several may be ticked."""
         if not self.count:
             return
         here = frozenset({self.cursor})
         self.ticked = here if self._single else self.ticked ^ here
         self.redraw()
-        self.post_message(self.Changed(self))
 
     def tick_only(self, place: int) -> None:
-        """Tick this entry and no other, unless it is so already."""
+        """Tick this entry and no other."""
         if 0 <= place < self.count and self.ticked != frozenset({place}):
             self.ticked = frozenset({place})
             self.cursor = place
@@ -109,11 +99,11 @@ class Ticks(ListPanel):
 
 
 class OneOf(Lines):
-    """One word out of a few; left, right, Space or a click take the next."""
+    """One of a few words; left, right, Space or a click changes it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("right,space,enter", "turn(1)", "Next", show=False),
-        Binding("left", "turn(-1)", "Before", show=False),
+        Binding("right,space,enter", "change(1)", "Next", show=False),
+        Binding("left", "change(-1)", "Previous", show=False),
     ]
 
     def __init__(self, words: Sequence[str], *, id: str) -> None:  # noqa: A002 - Textual's name
@@ -122,32 +112,30 @@ class OneOf(Lines):
         self.value = self._words[0]
 
     def on_mount(self) -> None:
-        """Show the first."""
+        """Show the first word."""
         self.redraw()
 
     def on_focus(self) -> None:
-        """Show that keys turn it."""
+        """Highlight the word."""
         self.redraw()
 
     def on_blur(self) -> None:
-        """Show that they don't."""
+        """Remove the highlight."""
         self.redraw()
 
     def redraw(self) -> None:
-        """Show the word between arrows, where there are others."""
-        more = len(self._words) > 1
-        around = ("< ", " >") if more else ("", "")
-        self.show(
-            [line(Span(around[0], "key"), Span(self.value, "strong"), Span(around[1], "key"), cursor=self.has_focus)]
-        )
+        """Show the word, between arrows where there are others."""
+        before, after = ("< ", " >") if len(self._words) > 1 else ("", "")
+        spans = Span(before, "key"), Span(self.value, "strong"), Span(after, "key")
+        self.show([line(*spans, cursor=self.has_focus)])
 
-    def action_turn(self, steps: int) -> None:
-        """Take another word."""
+    def action_change(self, steps: int) -> None:
+        """Go on by so many words."""
         place = self._words.index(self.value)
         self.value = self._words[(place + steps) % len(self._words)]
         self.redraw()
 
     def on_lines_row_clicked(self, event: Lines.RowClicked) -> None:
-        """A click takes the next word."""
+        """A click goes to the next word."""
         event.stop()
-        self.action_turn(1)
+        self.action_change(1)

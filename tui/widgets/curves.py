@@ -1,52 +1,45 @@
-"""The chart of samples/s against batch: believed curves, measured points, the walls where memory ran out."""
+"""The chart of samples/s against batch: curves, measured points, and where memory ran out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from rich.text import Text
 from textual_plotext import PlotextPlot
 
 from evener.balancer.session_state import CurvePoints
+from evener.tui.runtime.base_app import UsesApp
 from evener.tui.view.cells import DEVICE_TONES
 from evener.tui.view.charts import axis_ticks
 from evener.tui.view.figures import short
 from evener.tui.view.marks import to_ascii
 
-if TYPE_CHECKING:
-    from evener.tui.app.app import EvenerApp
-
 TICKS = 5
 FRAMED = 10  # rows, below which only the two axes are drawn
 
 
-class CurvePlot(PlotextPlot):  # type: ignore[misc] # the library has no types
-    """Each device in its colour; its measured points carry its number, so that they are told apart without colour."""
+class CurvePlot(PlotextPlot, UsesApp):  # type: ignore[misc] # the library has no types
+    """Each device in its colour, its measured points marked by its number; predictions are dotted."""
 
     TITLE = "Samples/s against batch"
     can_focus = False
 
     def __init__(self) -> None:
-        super().__init__(id="curves", classes="panel")
+        super().__init__(id="curves", classes="panel")  # type: ignore[call-arg] # mypy takes it for UsesApp's
         self.border_title = self.TITLE
         self._curves: tuple[CurvePoints, ...] = ()
 
-    @property
-    def evener(self) -> EvenerApp:
-        """The app, by its own type."""
-        return cast("EvenerApp", self.app)
-
     def take(self, curves: Sequence[CurvePoints]) -> None:
-        """Draw these curves, if they are others than before."""
+        """Draw these curves, if they have changed."""
         if tuple(curves) != self._curves:
             self._curves = tuple(curves)
             self.refresh()
 
     def render(self) -> Text:
-        """The plot in the size and colours of now."""
+        """The plot in the current size and colours."""
         if not self._curves or self.size.width < 20 or self.size.height < 5:
-            return Text(" Curves show once the first probes have ended." if self.size.width >= 20 else "", "dim")
+            return Text(" Curves appear when the first probes have ended." if self.size.width >= 20 else "", "dim")
         self._draw()
         text = cast(Text, super().render())
         if not self.evener.marks.plain:
@@ -63,8 +56,12 @@ class CurvePlot(PlotextPlot):  # type: ignore[misc] # the library has no types
         colours = self._colours()
         for curve in self._curves:
             colour = colours[curve.device % len(colours)]
-            if len(curve.believed) > 1:
-                plt.plot(*zip(*curve.believed, strict=True), color=colour, marker=self.evener.marks.curve)
+            known = [point for point in curve.believed if point[0] <= curve.largest_measured]
+            predicted = [point for point in curve.believed if point[0] > curve.largest_measured]
+            if len(known) > 1:
+                plt.plot(*zip(*known, strict=True), color=colour, marker=self.evener.marks.curve)
+            if predicted:
+                plt.scatter(*zip(*predicted, strict=True), color=colour, marker=self.evener.marks.dot)
             if curve.wall is not None:
                 plt.vline(curve.wall, color=colour)
         for curve in self._curves:

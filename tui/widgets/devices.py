@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
-
 from evener.devices.types import DeviceSample, Snapshot
 from evener.tui.view.devices import device_lines
 from evener.tui.view.monitor import device_caption, device_rows, graph_lines
+from evener.tui.view.table import Position
 from evener.tui.widgets.lines import Lines
 from evener.tui.widgets.lists import ListPanel
 
-if TYPE_CHECKING:
-    from evener.tui.app.app import EvenerApp
-
 
 class DevicePanel(ListPanel):
-    """One row a device."""
+    """One row per device."""
 
     def __init__(self) -> None:
-        super().__init__(id="devices")
-        self.border_title = "Devices"
+        super().__init__("Devices", id="devices")
         self.snapshot: Snapshot | None = None
 
     @property
@@ -39,18 +34,18 @@ class DevicePanel(ListPanel):
         self.redraw()
 
     def redraw(self) -> None:
-        """Work the rows out again."""
+        """Rebuild the rows."""
         if self.snapshot is None:
             return
         app = self.evener
-        rows = device_rows(self.snapshot, app.feed.history)
-        lines, self.top = device_lines(rows, self.size.width, self.size.height, app.marks, self.cursor, self.top)
-        self.entitle(subtitle=f"every {app.feed.interval_seconds:g} s")
+        rows = device_rows(self.snapshot, app.publisher.history)
+        lines, self.top = device_lines(rows, *self.size, app.marks, Position(self.cursor, self.top))
+        self.entitle(subtitle=f"every {app.publisher.interval_seconds:g} s")
         self.show(lines)
 
 
 class GraphPanel(Lines):
-    """The newest minutes of one device."""
+    """The last minutes of one device."""
 
     def __init__(self) -> None:
         super().__init__(id="graphs", classes="panel")
@@ -59,6 +54,6 @@ class GraphPanel(Lines):
         """Show this device."""
         if sample is None or not self.display:
             return
-        app = cast("EvenerApp", self.app)
         self.entitle(device_caption(sample))
-        self.show(graph_lines(sample, app.feed.history, self.size.width, self.size.height, app.marks))
+        history, marks = self.evener.publisher.history, self.evener.marks
+        self.show(graph_lines(sample, history, *self.size, marks))

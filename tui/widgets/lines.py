@@ -1,4 +1,4 @@
-"""A widget that draws lines: one for each panel, since a table of cells and sparklines costs five times as much CPU."""
+"""A widget that draws lines, one per panel: Textual's table of cells and sparklines costs five times as much CPU."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
+from evener.tui.runtime.base_app import UsesApp
 from evener.tui.view.cells import BLANK, TONES, Line
 from evener.tui.view.marks import to_ascii
 
 
-class Lines(Widget):
-    """Draws the lines it is given; only those that changed are drawn again."""
+class Lines(UsesApp, Widget):
+    """Draws the lines it is given; only changed lines are redrawn."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"tone--{tone}" for tone in TONES} | {"tone--cursor"}
 
     class Resized(Message):
-        """The widget has another size: whoever fills it works its lines out again."""
+        """The widget has another size; whoever fills it must rebuild its lines."""
 
     class RowClicked(Message):
-        """A row was clicked, outside of anything with an action of its own; `row` counts from the first line."""
+        """A row was clicked, outside any span with its own action; `row` counts from the first line."""
 
         def __init__(self, widget: Lines, row: int, clicks: int) -> None:
             super().__init__()
@@ -36,7 +37,7 @@ class Lines(Widget):
             self.clicks = clicks
 
     class Scrolled(Message):
-        """The wheel turned over the widget, by `rows` downwards."""
+        """The wheel moved over the widget, `rows` downwards."""
 
         def __init__(self, widget: Lines, rows: int) -> None:
             super().__init__()
@@ -71,20 +72,22 @@ class Lines(Widget):
             self.refresh(*(Region(0, y, width, 1) for y in changed))
 
     def entitle(self, title: str | None = None, subtitle: str | None = None) -> None:
-        """Write on the frame, as plain text; only a change is drawn."""
+        """Set the frame's texts, as plain text; only changes are redrawn."""
         if title is not None and title != self._title:
             self._title = title
-            self.border_title = Content(to_ascii(title) if self.app.has_class("-ascii") else title)
+            self.border_title = Content(self._shown(title))
         if subtitle is not None and subtitle != self._subtitle:
             self._subtitle = subtitle
-            self.border_subtitle = Content(to_ascii(subtitle) if self.app.has_class("-ascii") else subtitle)
+            self.border_subtitle = Content(self._shown(subtitle))
+
+    def _shown(self, text: str) -> str:
+        return to_ascii(text) if self.evener.marks.plain else text
 
     def render_line(self, y: int) -> Strip:
-        """One row of the content, cut or filled to the width."""
+        """One row of the content, cut or padded to the width."""
         line = _at(self._lines, y)
         width = self.size.width
         base = self._tone("text", line.cursor)
-        plain_only = self.app.has_class("-ascii")
         segments = []
         for text, tone, action in line.spans:
             if not text:
@@ -92,7 +95,7 @@ class Lines(Widget):
             style = self._tone(tone, line.cursor)
             if action:
                 style += Style.from_meta({"@click": action})
-            segments.append(Segment(to_ascii(text) if plain_only else text, style))
+            segments.append(Segment(self._shown(text), style))
         return Strip(segments).adjust_cell_length(width, base)
 
     def _tone(self, tone: str, on_cursor: bool) -> Style:
@@ -106,7 +109,7 @@ class Lines(Widget):
         return known
 
     def notify_style_update(self) -> None:
-        """Forget the styles of the theme before."""
+        """Drop the styles of the previous theme."""
         super().notify_style_update()
         self._styles_by_tone = {}
 
@@ -115,7 +118,7 @@ class Lines(Widget):
         self.post_message(self.Resized())
 
     def on_click(self, event: Click) -> None:
-        """Tell which row was clicked."""
+        """Report which row was clicked."""
         if "@click" in event.style.meta:
             return
         offset = event.get_content_offset(self)

@@ -1,16 +1,14 @@
-"""A panel of rows with a cursor: keys, wheel and clicks move it."""
+"""A panel of rows with a cursor, moved by keys, wheel and clicks."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
+from evener.tui.view.table import Position
 from evener.tui.widgets.lines import Lines
-
-if TYPE_CHECKING:
-    from evener.tui.app.app import EvenerApp
 
 
 class ListPanel(Lines):
@@ -31,21 +29,22 @@ class ListPanel(Lines):
         """The cursor is on another row."""
 
     class Opened(Message):
-        """The row under the cursor is to be shown whole."""
+        """The user wants to see the row under the cursor in full."""
 
         def __init__(self, panel: ListPanel) -> None:
             super().__init__()
             self.panel = panel
 
-    def __init__(self, *, id: str) -> None:  # noqa: A002 - Textual's name
+    def __init__(self, title: str = "", *, id: str) -> None:  # noqa: A002 - Textual's name
         super().__init__(id=id, classes="panel", focusable=True)
+        self.border_title = title
         self.cursor = 0
         self.top = 0
 
     @property
-    def evener(self) -> EvenerApp:
-        """The app, by its own type."""
-        return cast("EvenerApp", self.app)
+    def position(self) -> Position:
+        """The cursor, drawn while the panel has the focus."""
+        return Position(self.cursor, self.top, self.has_focus)
 
     @property
     def count(self) -> int:
@@ -53,11 +52,11 @@ class ListPanel(Lines):
         raise NotImplementedError
 
     def redraw(self) -> None:
-        """Work the lines out again."""
+        """Rebuild the lines."""
         raise NotImplementedError
 
     def action_move(self, rows: int) -> None:
-        """Move the cursor by so many rows, as far as there are any."""
+        """Move the cursor by so many rows, within the list."""
         moved = max(0, min(self.cursor + rows, self.count - 1))
         if moved != self.cursor:
             self.cursor = moved
@@ -69,11 +68,11 @@ class ListPanel(Lines):
         """Note what is under the cursor now."""
 
     def action_page(self, pages: int) -> None:
-        """Move by the rows that are seen at once."""
+        """Move by as many rows as are visible."""
         self.action_move(pages * max(1, self.size.height - self.HEADING_ROWS))
 
     def action_open(self) -> None:
-        """Show the row under the cursor whole."""
+        """Show the row under the cursor in full."""
         if self.count:
             self.post_message(self.Opened(self))
 
@@ -93,9 +92,9 @@ class ListPanel(Lines):
         self.action_move(event.rows)
 
     def on_focus(self) -> None:
-        """The cursor shows where the keys go."""
+        """Show the cursor."""
         self.redraw()
 
     def on_blur(self) -> None:
-        """The keys go elsewhere."""
+        """Hide the cursor."""
         self.redraw()

@@ -1,4 +1,4 @@
-"""The panel of processes: sorted, filtered, with the cursor on one process whichever way the rows move."""
+"""The panel of processes: sorted, filtered, with a cursor that stays on its process as rows move."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from evener.devices.types import ProcessSample, Snapshot
-from evener.tui.view.processes import SORT_KEYS, arrange, descending_first, identity, nothing_there, process_lines
+from evener.tui.view.processes import (
+    SORT_KEYS,
+    Order,
+    arrange,
+    descending_first,
+    identity,
+    nothing_there,
+    process_lines,
+)
 from evener.tui.widgets.lists import ListPanel
 
 
 class ProcessPanel(ListPanel):
-    """One row for each process on a device."""
+    """One row per process on a device."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("s,f6", "next_sort", "Sort"),
@@ -20,8 +28,7 @@ class ProcessPanel(ListPanel):
     ]
 
     def __init__(self) -> None:
-        super().__init__(id="processes")
-        self.border_title = "Processes"
+        super().__init__("Processes", id="processes")
         self.snapshot: Snapshot | None = None
         self.rows: tuple[ProcessSample, ...] = ()
         self.sort_key = "memory"
@@ -45,26 +52,15 @@ class ProcessPanel(ListPanel):
         self.redraw()
 
     def redraw(self) -> None:
-        """Sort, filter, and work the rows out again."""
+        """Sort, filter, and rebuild the rows."""
         if self.snapshot is None:
             return
-        self.rows = arrange(
-            self.snapshot.processes, sort_key=self.sort_key, descending=self.descending, words=self.words
-        )
+        order = Order(self.sort_key, self.descending, "screen.sort('{}')")
+        self.rows = arrange(self.snapshot.processes, order, self.words)
         self._follow_process()
-        lines, self.top = process_lines(
-            self.rows,
-            self.size.width,
-            self.size.height,
-            self.evener.marks,
-            cursor=self.cursor,
-            top=self.top,
-            active=self.has_focus,
-            sort_key=self.sort_key,
-            descending=self.descending,
-            action="screen.sort('{}')",
-            nothing="No process matches the filter." if self.words else nothing_there(self.snapshot.devices),
-        )
+        nothing = "No process matches the filter." if self.words else nothing_there(self.snapshot.devices)
+        marks, position = self.evener.marks, self.position
+        lines, self.top = process_lines(self.rows, *self.size, marks, position, order, nothing)
         total = len(self.snapshot.processes)
         self.entitle(subtitle=f"{self.count} of {total} match: {self.words}" if self.words else f"{total}")
         self.show(lines)
@@ -88,12 +84,12 @@ class ProcessPanel(ListPanel):
         self.sort_by(SORT_KEYS[(place + 1) % len(SORT_KEYS)])
 
     def action_reverse(self) -> None:
-        """Turn the order round."""
+        """Reverse the order."""
         self.descending = not self.descending
         self.redraw()
 
     def sort_by(self, key: str) -> None:
-        """Sort by a column; again by the same turns the order round."""
+        """Sort by a column; the same column again reverses the order."""
         self.descending = not self.descending if key == self.sort_key else descending_first(key)
         self.sort_key = key
         self.redraw()

@@ -19,8 +19,7 @@ from evener.balancer.events import Finished
 from evener.balancer.session import Request, Session
 from evener.balancer.store import runs
 from evener.errors import NoLayoutError, RequestError
-from evener.tui.cli.fault_output import report_fault
-from evener.tui.cli.streams import ReaderGoneError, terminal_columns
+from evener.tui.cli.streams import ReaderGoneError, report_fault, terminal_columns
 from evener.tui.text.formatting import plain
 from evener.tui.text.plan_summary import summary_lines
 from evener.tui.text.progress import Progress
@@ -29,13 +28,13 @@ from evener.tui.text.safe_documents import json_text
 if TYPE_CHECKING:
     from rich.live import Live
 
-_GIVEN_ANEW = ("budget_seconds", "pace", "share", "compare")  # they change nothing that was measured
+_CHANGEABLE = ("budget_seconds", "pace", "share", "compare")  # without effect on earlier measurements
 _OPTIONS = {"settings": "--set"}
 _STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
 def run_balance(request: Request, *, resume: str | None, export: Path | None, as_json: bool) -> int:
-    """Run a session to its plan; the exit code says whether it was interrupted, and how."""
+    """Run a session; the exit code is 0, or that of the signal that interrupted it."""
     if export is not None:
         check_target(export)
     if resume is not None:
@@ -48,33 +47,33 @@ def run_balance(request: Request, *, resume: str | None, export: Path | None, as
             finished.plan.save(export)
         _print_result(finished, progress, export, as_json)
 
-    return see_through(session, progress, conclude, "stopping; the best plan so far is kept", as_json)
+    return run_to_end(session, progress, conclude, "stopping; the best plan so far is kept", as_json)
 
 
 def _check_resumed(request: Request, resume: str) -> None:
-    """RequestError if an option asks for something else than the run did: its measurements would not fit."""
+    """RequestError if an option differs from the run's own, whose measurements would not apply."""
     header, unsaid = runs.load_run(resume).header, Request()
     kept = msgspec.structs.replace(header.request, workload=header.workload)
     for field in Request.__struct_fields__:
         given = getattr(request, field)
-        if field not in _GIVEN_ANEW and given not in (getattr(kept, field), getattr(unsaid, field)):
+        if field not in _CHANGEABLE and given not in (getattr(kept, field), getattr(unsaid, field)):
             option = _OPTIONS.get(field, f"--{field.replace('_', '-')}")
             raise RequestError(
-                f"--resume goes on with the run's own request, and {option} is not as it was then.",
-                f"Leave {option} out, or begin a new run.",
+                f"--resume continues the run's own request, and {option} differs from it.",
+                f"Leave {option} out, or start a new run.",
             )
 
 
-def see_through(
+def run_to_end(
     session: Session, progress: Progress, conclude: Callable[[Finished], None], stopping: str, as_json: bool
 ) -> int:
-    """Follow a session to its end and `conclude` with what it came to; the exit code, a signal's own if one ended it.
+    """Run a session to its end and pass the result to `conclude`; returns the exit code.
 
     Signals are caught until everything is written, so that none leaves half a file.
     """
     with stopped_by_signals(session.stop, stopping) as caught:
         try:
-            finished = follow(session, progress, as_json)
+            finished = show_progress(session, progress, as_json)
         except NoLayoutError as fault:
             if not caught:
                 raise
@@ -105,15 +104,15 @@ def check_target(path: Path) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise RequestError(
-            f"--export {path} can't be written: {reason}.", "Name a file in a folder of yours."
+            f"--export {path} can't be written: {reason}.", "Choose a folder that you may write to."
         ) from None
 
 
 @contextlib.contextmanager
 def stopped_by_signals(stop: Callable[[], None], words: str) -> Iterator[list[int]]:
-    """Within it, Ctrl-C, SIGTERM and SIGHUP call `stop`; a second Ctrl-C ends at once. Yields the exit codes caught.
+    """Make Ctrl-C, SIGTERM and SIGHUP call `stop`; a second one ends at once. Yields the exit codes of those caught.
 
-    A hang-up that whoever started it has ignored, as `nohup` does, stays ignored.
+    An ignored SIGHUP, as under `nohup`, stays ignored.
     """
     caught: list[int] = []
 
@@ -125,9 +124,9 @@ def stopped_by_signals(stop: Callable[[], None], words: str) -> Iterator[list[in
             os.write(2, f"\nevener: {words}\n".encode())
         stop()
 
-    outlasting = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    heard = [number for number in _STOPS if not (outlasting and number == signal.SIGHUP)]
-    earlier: dict[int, Any] = {number: signal.signal(number, handle) for number in heard}
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = [number for number in _STOPS if not (ignored and number == signal.SIGHUP)]
+    earlier: dict[int, Any] = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield caught
     finally:
@@ -135,8 +134,8 @@ def stopped_by_signals(stop: Callable[[], None], words: str) -> Iterator[list[in
             signal.signal(number, action)
 
 
-def follow(session: Session, progress: Progress, as_json: bool) -> Finished:
-    """Show events until the last one."""
+def show_progress(session: Session, progress: Progress, as_json: bool) -> Finished:
+    """Show the session's progress; returns its result."""
     finished: Finished | None = None
     on_terminal = sys.stderr.isatty() and not as_json
     with _live_lines(progress) if on_terminal else contextlib.nullcontext() as live:
@@ -166,7 +165,7 @@ def _live_lines(progress: Progress) -> Live:
 
 
 def _say(line: str, live: Live | None) -> None:
-    """A line that stays."""
+    """Print a line above the live ones."""
     if live is not None:
         live.console.print(plain(line), markup=False, highlight=False, soft_wrap=True)
     else:
@@ -175,12 +174,19 @@ def _say(line: str, live: Live | None) -> None:
 
 def _print_result(finished: Finished, progress: Progress, export: Path | None, as_json: bool) -> None:
     if as_json:
-        plan = msgspec.to_builtins(finished.plan)
-        answer = {"run": finished.run, "verdict": finished.verdict, "interrupted": finished.interrupted, **plan}
-        print(json_text(answer), flush=True)
+        print(json_text(result_json(finished)), flush=True)
         return
     print("\n".join(summary_lines(finished.plan, progress.devices, finished.verdict, terminal_columns())), flush=True)
-    if export is not None:
-        print(f"evener: plan written to {plain(str(export))}", file=sys.stderr)
-    else:
-        print(f"evener: to write the plan: evener export {finished.run} -o plan.toml", file=sys.stderr)
+    print_next_step(finished, export)
+
+
+def result_json(finished: Finished, **more: object) -> dict[str, object]:
+    """The result as data: the run, `more`, and the plan."""
+    head = {"run": finished.run, "verdict": finished.verdict, "interrupted": finished.interrupted}
+    return {**head, **more, **msgspec.to_builtins(finished.plan)}
+
+
+def print_next_step(finished: Finished, export: Path | None) -> None:
+    """Print where the plan is, or how to write it."""
+    written = f"plan written to {plain(str(export))}" if export is not None else ""
+    print(f"evener: {written or f'to write the plan: evener export {finished.run} -o plan.toml'}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`evener runs` and `evener export`: what was measured before, and its plans."""
+"""`evener runs`, `evener export`, `evener report`: past runs and their plans."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import msgspec
 
+from evener.atomic_write import write_atomically
 from evener.balancer.store import runs
 from evener.balancer.store.runs import Run, RunSummary
 from evener.errors import RequestError
@@ -15,14 +16,15 @@ from evener.plan import Format, Plan, to_json, to_toml
 from evener.tui.cli.streams import terminal_columns
 from evener.tui.text.formatting import plain, rate
 from evener.tui.text.plan_summary import align, summary_lines
-from evener.tui.text.progress import Progress
+from evener.tui.text.progress import observation_words
 from evener.tui.text.safe_documents import harmless_json, json_text, toml_text
 
 FORMATS = ("toml", "json")
+REPORT_FORMATS = (".html", ".png", ".svg")
 
 
 def run_list(as_json: bool) -> int:
-    """Every run, the newest first."""
+    """List every run, the newest first."""
     listed = runs.list_runs()
     if as_json:
         print(json_text({"runs": listed}))
@@ -48,19 +50,17 @@ def _row(summary: RunSummary) -> tuple[str, str, str, str, str, str, str]:
 
 
 def run_show(name: str, as_json: bool) -> int:
-    """What a run measured, and its plan if it has one."""
+    """Print what a run measured, and its plan if it has one."""
     run = runs.load_run(name)
     if as_json:
         print(json_text(_as_json(run)))
         return 0
     labels = tuple(device.label for device in run.header.devices)
-    progress = Progress()
-    progress.devices = labels
     print(plain(f"run {run.header.run}: {run.header.workload} on {', '.join(labels)}, {run.header.created}"))
     for seen in run.observations:
-        print(f"  {progress.observation_words(seen)}")
+        print(f"  {observation_words(seen, labels)}")
     if run.plan is None:
-        print("no plan came of it")
+        print("this run has no plan")
         return 0
     print("\n".join(["", *summary_lines(run.plan, labels, run.verdict, terminal_columns())]))
     return 0
@@ -79,11 +79,11 @@ def _as_json(run: Run) -> dict[str, Any]:
 
 
 def run_delete(names: list[str], yes: bool) -> int:
-    """Delete runs; asks first on a terminal, and refuses to guess elsewhere."""
+    """Delete runs; asks first on a terminal, and needs --yes elsewhere."""
     found = list(dict.fromkeys(runs.find(name) for name in names))
     if not yes:
         if not sys.stdin.isatty():
-            raise RequestError("Deleting runs needs a yes.", "Say --yes, or answer on a terminal.")
+            raise RequestError("Deleting runs needs a confirmation.", "Add --yes, or answer on a terminal.")
         answer = input(f"Delete {', '.join(found)}? [y/N] ")
         if answer.strip().lower() not in ("y", "yes"):
             print("evener: nothing deleted", file=sys.stderr)
@@ -98,18 +98,15 @@ def run_export(name: str, form: str | None, output: Path | None) -> int:
     """Write a run's plan to a file, or to standard output."""
     if form is not None and form not in FORMATS:
         raise RequestError(f"--format {form!r} is not known.", "Choose toml or json.")
-    if (
-        output is not None
-        and form not in (None, output.suffix.removeprefix("."))
-        and output.suffix in (".toml", ".json")
-    ):
-        raise RequestError(f"--format {form} and -o {output} differ.", "Give one of them; the name's ending is enough.")
+    ending = output.suffix.removeprefix(".") if output is not None else ""
+    if form is not None and ending in FORMATS and form != ending:
+        raise RequestError(
+            f"--format {form} and -o {output} differ.", "Give one of them; the file name's ending is enough."
+        )
     run = runs.load_run(name)
     if run.plan is None:
-        raise RequestError(
-            f"The run {run.header.run} has no plan.",
-            f"Go on with evener balance --resume {run.header.run}.",
-        )
+        remedy = f"Resume it with evener balance --resume {run.header.run}."
+        raise RequestError(f"The run {run.header.run} has no plan.", remedy)
     if output is None:
         _print_plan(run.plan, form or "toml")
         return 0
@@ -121,3 +118,19 @@ def run_export(name: str, form: str | None, output: Path | None) -> int:
 def _print_plan(plan: Plan, form: str) -> None:
     text = toml_text(to_toml(plan)) if form == "toml" else harmless_json(to_json(plan))
     print(text, end="", flush=True)
+
+
+def run_report(name: str, output: Path) -> int:
+    """Write the report of a run, in the format that the file's ending names."""
+    if output.suffix not in REPORT_FORMATS:
+        raise RequestError(f"-o {output} ends neither in .html, .png nor .svg.", "Name it report.html.")
+    from evener.tui.report.contents import read_report
+    from evener.tui.report.figures import figure_module, save_sheet
+    from evener.tui.report.page import html_page
+
+    figure_module()
+    report = read_report(name)
+    content = html_page(report).encode() if output.suffix == ".html" else save_sheet(report, output.suffix[1:])
+    write_atomically(output, content)
+    print(f"evener: report written to {output}", file=sys.stderr)
+    return 0

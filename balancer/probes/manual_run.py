@@ -1,0 +1,124 @@
+"""Training runs at batch sizes that a person chooses, timed one after another.
+
+Per-device figures come from the step itself where a device's own part of it can be told from waiting (CPU slices,
+simulated devices); elsewhere each device is timed alone at its share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from evener.balancer.probes.prober import Prober
+from evener.balancer.request import ResolvedRequest
+from evener.balancer.resolve import make_prober
+from evener.balancer.store.locks import lock_devices
+from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Stage, Timed, Warned, layout_of, solo
+from evener.devices.types import Device
+from evener.errors import NoLayoutError, RequestError
+
+DEFAULT_SECONDS = 10.0  # of a run; one with a number of steps may warm up for half of it
+ALONE_SECONDS = 3.0  # of each device by itself
+
+
+class RunLength(msgspec.Struct, frozen=True):
+    """How long each run lasts without warm-up: seconds, or that many optimizer steps if not 0."""
+
+    seconds: float = DEFAULT_SECONDS
+    steps: int = 0
+
+
+class TimedRun(msgspec.Struct, frozen=True):
+    """One run: samples and samples/s so far over all runs, and each device's own samples/s, None where unknown."""
+
+    samples: int
+    samples_per_second: float
+    own: tuple[float | None, ...]
+    alone: bool  # `own` was measured with each device by itself
+    steps: int  # timed in this run
+    memory_bytes: tuple[int | None, ...]  # peak of each device in this run; None: unknown, or left out
+    warnings: tuple[Warned, ...]  # doubts about this run
+
+
+def choose_layout(devices: int, positions: Sequence[int] | None, batches: Sequence[int]) -> Layout:
+    """One batch for each position, or for the first devices; RequestError if they don't fit together."""
+    if any(batch < 1 for batch in batches):
+        raise RequestError(f"A batch of {min(batches)} can't be trained.", "Give 1 or more for each device.")
+    if positions is None:
+        positions = range(len(batches))
+        if len(batches) > devices:
+            message = f"--batches gives {len(batches)} batches for {devices} device{'' if devices == 1 else 's'}."
+            raise RequestError(message, "Give at most one for each device, or more --devices.")
+    if len(positions) != len(batches):
+        raise RequestError(f"{len(positions)} GPUs have {len(batches)} batches.", "Give one batch for each GPU.")
+    if max(positions) >= devices:
+        there = f"There are {devices} devices, from 0 to {devices - 1}." if devices > 1 else "There is one device, 0."
+        raise RequestError(f"--gpus names {max(positions)}.", there)
+    shares = dict(zip(positions, batches, strict=True))
+    return layout_of(tuple(shares.get(i, 0) for i in range(devices)))
+
+
+@contextlib.contextmanager
+def timed_runs(
+    resolved: ResolvedRequest, layout: Layout, repeat: int, length: RunLength, stop: threading.Event
+) -> Iterator[Iterator[TimedRun]]:
+    """Lock the devices, unless the request shares them, and yield `repeat` runs, each as it ends.
+
+    NoLayoutError if the batch doesn't fit or the training fails, DeviceError if another session has a device.
+    """
+    with lock_devices("", [] if resolved.request.share else [resolved.devices[i] for i in layout.active]):
+        prober = make_prober(resolved)
+        try:
+            yield _runs(prober, layout, resolved.devices, repeat, length, stop)
+        finally:
+            prober.close()
+
+
+def _runs(
+    prober: Prober, layout: Layout, devices: Sequence[Device], repeat: int, length: RunLength, stop: threading.Event
+) -> Iterator[TimedRun]:
+    samples, spent = 0, 0.0
+    stage: Stage = "split" if layout.kind == "split" else "solo"
+    alone: tuple[float | None, ...] = ()
+    for turn in range(repeat):
+        probe = Probe(layout, stage, length.seconds, turn, True, length.steps)
+        seen = _require_timed(_measure(prober, probe, stop), devices)
+        if seen is None:
+            return
+        samples += seen.steps * layout.global_batch
+        spent += seen.steps * seen.step_seconds
+        own: tuple[float | None, ...] = tuple(
+            share / part if share and part else None
+            for share, part in zip(layout.shares, seen.device_seconds, strict=True)
+        )
+        if layout.kind == "split" and not any(own):
+            alone = own = alone or _measure_alone(prober, layout, min(length.seconds, ALONE_SECONDS), stop)
+        yield TimedRun(samples, samples / spent, own, bool(alone), seen.steps, seen.memory_bytes, seen.warnings)
+
+
+def _measure(prober: Prober, probe: Probe, stop: threading.Event) -> Observation | None:
+    """One measurement; None if it was stopped."""
+    return next(iter(prober.measure((probe,), lambda _: None, stop)), None)
+
+
+def _require_timed(seen: Observation | None, devices: Sequence[Device]) -> Timed | None:
+    """The timing, None if it was stopped; NoLayoutError if the batch doesn't fit or the training failed."""
+    if isinstance(seen, OutOfMemory):
+        where = f" on {', '.join(devices[i].label for i in seen.devices)}" if seen.devices else ""
+        raise NoLayoutError(f"Out of memory{where}: {seen.detail[:200]}.", "Use smaller batches.")
+    if isinstance(seen, Failed):
+        raise NoLayoutError(f"The training failed: {seen.detail[:300]}.", "Fix that and try again.")
+    return seen
+
+
+def _measure_alone(prober: Prober, layout: Layout, seconds: float, stop: threading.Event) -> tuple[float | None, ...]:
+    """Each device by itself at its share."""
+    figures: list[float | None] = []
+    for position, share in enumerate(layout.shares):
+        probe = Probe(solo(len(layout.shares), position, share), "solo", seconds)
+        seen = _measure(prober, probe, stop) if share and not stop.is_set() else None
+        figures.append(seen.samples_per_second if isinstance(seen, Timed) else None)
+    return tuple(figures)

@@ -1,0 +1,149 @@
+"""The app as its screens see it: the newest snapshot, at most one session, and messages to the user.
+
+Screens and widgets import this class and never the full app, which imports them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, cast
+
+import msgspec
+from textual.app import App
+from textual.message_pump import MessagePump
+from textual.reactive import var
+
+from evener.balancer.request import Request
+from evener.balancer.session_state import SessionState, advance, own_speed
+from evener.devices.types import Device, DeviceSample, Snapshot
+from evener.tui.runtime.messages import Sampled, SessionEnded, SessionReported
+from evener.tui.runtime.session_thread import Live, SessionThread
+from evener.tui.runtime.snapshot_publisher import ProbeLoad, SnapshotPublisher
+from evener.tui.text.formatting import plain
+from evener.tui.view.marks import ASCII, UNICODE, Marks
+
+INTERVALS_SECONDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+def make_session(request: Request) -> Live:
+    """A session of this request, on this machine."""
+    from evener.balancer.session import Session
+
+    return Session(request)
+
+
+class BaseApp(App[int]):
+    """Holds what the threads report; knows no screen."""
+
+    # not `reactive`: that would redraw the whole screen at each tick
+    snapshot: var[Snapshot | None] = var(None, always_update=True)
+    balance: var[SessionState] = var(SessionState())
+
+    def __init__(
+        self,
+        publisher: SnapshotPublisher,
+        *,
+        devices: str = "auto",
+        trainable: tuple[Device, ...] = (),
+        workload: str | None = None,
+        readonly: bool = False,
+        ascii: bool = False,  # noqa: A002 - the option's name
+        session_maker: Callable[[Request], Live] = make_session,
+    ) -> None:
+        super().__init__()
+        self.publisher = publisher
+        self.devices = devices
+        self.trainable = trainable
+        self.workload = workload
+        self.readonly = readonly
+        self.marks: Marks = ASCII if ascii else UNICODE
+        self._session_maker = session_maker
+        self._session: SessionThread | None = None
+        self._session_devices: tuple[Device, ...] = ()
+        self.set_class(ascii, "-ascii")
+
+    def close_threads(self) -> None:
+        """Stop the session and the sampling, and wait for them; no probe child outlives this."""
+        if self._session is not None:
+            self._session.close()
+        self.publisher.stop()
+
+    def on_sampled(self, message: Sampled) -> None:
+        """Keep the newest snapshot; screens watch it."""
+        self.snapshot = message.snapshot
+
+    def start_session(self, request: Request, devices: tuple[Device, ...]) -> None:
+        """Begin a search, unless one is running."""
+        if self.balance.active:
+            return
+        self._session_devices = devices
+        self._session = SessionThread(lambda: self._session_maker(request), self.post_message)
+        names = tuple(device.name for device in devices)
+        labels = tuple(device.label for device in devices)
+        self.balance = SessionState(devices=labels, names=names, workload=request.workload or "")
+        self._session.start()
+
+    def pause_session(self, paused: bool) -> None:
+        """Pause the search, or resume it."""
+        if self._session is not None and self.balance.active:
+            self._session.pause(paused)
+            self.balance = msgspec.structs.replace(self.balance, paused=paused)
+
+    def stop_session(self) -> None:
+        """End the search with the best plan so far."""
+        if self._session is not None and self.balance.active:
+            self.balance = msgspec.structs.replace(self.balance, stopping=True, paused=False)
+            self._session.stop()
+
+    def on_session_reported(self, message: SessionReported) -> None:
+        """Apply an event of the session."""
+        if self._session is not None and message.source == self._session.source:
+            self.balance = advance(self.balance, message.event)
+            self._publish_loads()
+
+    def on_session_ended(self, message: SessionEnded) -> None:
+        """Note that the session is over, and why."""
+        if self._session is None or message.source != self._session.source:
+            return
+        self.balance = msgspec.structs.replace(
+            self.balance, running=(), ended=True, stopping=False, fault=message.fault, remedy=message.remedy
+        )
+        self._publish_loads()
+        if message.fault:
+            self.say(f"{message.fault} {message.remedy}", severity="error")
+        elif self.balance.finished is not None and self.current_mode != "balance":
+            self.say(f"The search ended. {self.balance.finished.verdict}")
+
+    def _publish_loads(self) -> None:
+        """Tell the publisher how fast the running probes train on each device."""
+        loads: dict[str, ProbeLoad] = {}
+        for running in self.balance.running:
+            for position in running.probe.layout.active:
+                if running.samples_per_second is not None and position < len(self._session_devices):
+                    share = running.probe.layout.shares[position]
+                    loads[self._session_devices[position].id] = ProbeLoad(own_speed(running, position), share)
+        self.publisher.set_loads(loads)
+
+    def session_samples(self) -> tuple[DeviceSample | None, ...]:
+        """The newest sample of each device of the session, None where the monitor doesn't see it."""
+        seen = {sample.device.id: sample for sample in self.snapshot.devices} if self.snapshot is not None else {}
+        return tuple(seen.get(device.id) for device in self._session_devices)
+
+    def change_interval(self, direction: int) -> None:
+        """Sample more (-1) or less (1) often, in steps."""
+        steps = sorted({*INTERVALS_SECONDS, self.publisher.interval_seconds})
+        place = steps.index(self.publisher.interval_seconds) + direction
+        self.publisher.interval_seconds = steps[max(0, min(place, len(steps) - 1))]
+
+    def say(self, text: str, *, severity: Literal["information", "warning", "error"] = "information") -> None:
+        """Show a message that disappears after a while; markup in the text is not interpreted."""
+        self.notify(plain(text), severity=severity, markup=False)
+
+
+class UsesApp(MessagePump):
+    """A screen or widget that uses the app by its own type."""
+
+    @property
+    def evener(self) -> BaseApp:
+        """The app."""
+        return cast(BaseApp, self.app)

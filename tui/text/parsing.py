@@ -1,0 +1,120 @@
+"""What a person types on the command line or in the form, as values."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import msgspec
+
+from evener.balancer.request import Request
+from evener.errors import RequestError
+
+REQUEST_HELP = {
+    "devices": "auto, gpu, gpu:0,2, cpu, cpu/N or sim:gtx1080ti,gtx1080; limits follow @, as in gpu:0@60%+8GiB.",
+    "workload": "A built-in workload, or file.py:build for your own (its code is run).",
+    "framework": "tensorflow or torch. Default: the workload's own, or tensorflow.",
+    "settings": "Set a parameter of the workload: key=value.",
+    "precision": "float32, mixed_bfloat16 or mixed_float16.",
+    "xla": "Compile the training step with XLA.",
+    "inputs": "Where batches come from: host memory, as in training, or the device itself.",
+    "engine": "How TensorFlow synchronises a split: auto, towers, mirrored or multiworker.",
+    "share": "Run even if another session is using the devices.",
+    "seed": "The same seed makes the same choices.",
+    "global_batch": "Fixed number of samples per step.",
+    "max_global_batch": "Upper limit for the global batch, in samples.",
+    "multiple_of": "Make every share a multiple of this number.",
+    "objective": "What to maximise; throughput is samples/s.",
+    "budget": "Time for measuring, like 120s or 5m; none: until the result is certain.",
+    "tolerance": "Take the smallest global batch that is within this fraction of the fastest.",
+    "pace": "Simulated devices: 1 runs in real time, 0 doesn't wait.",
+}
+_FRAMEWORKS = ("tensorflow", "torch")
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_PART = re.compile(r"(?<![\d.])(\d++(?:\.\d++)?+) *+(ms|s|min|m|h)(?![a-z]) *")  # linear: no digit is read twice
+
+
+def make_request(
+    *,
+    workload: str | None = None,
+    framework: str | None = None,
+    settings: list[str] | None = None,
+    budget: str = "120s",
+    inputs: str = "host",
+    **fields: Any,
+) -> Request:
+    """The request for these options; RequestError names the one that is wrong."""
+    if framework not in (None, *_FRAMEWORKS):
+        raise RequestError(f"--framework {framework!r} is not known.", f"Choose {' or '.join(_FRAMEWORKS)}.")
+    return Request(
+        workload=workload,
+        framework=framework or _default_framework(workload),
+        settings=parse_settings(settings or []),
+        budget_seconds=None if budget == "none" else parse_duration(budget, "--budget"),
+        input=inputs,
+        **fields,
+    )
+
+
+def _default_framework(workload: str | None) -> str:
+    """The framework of a built-in workload; tensorflow for one that has none, and for the user's own."""
+    if workload is None or ":" in workload:
+        return _FRAMEWORKS[0]
+    from evener.workloads import registry
+
+    own = registry.find(workload).framework
+    return _FRAMEWORKS[0] if own == "none" else own
+
+
+def parse_settings(pairs: list[str]) -> dict[str, Any]:
+    """`key=value` pairs; a value is a JSON scalar where it reads as one, else text."""
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        key, separator, text = pair.partition("=")
+        if not separator or not key:
+            raise RequestError(f"--set {pair!r} is not key=value.", "Write it like --set layers=4.")
+        settings[key] = _parse_value(text)
+        try:
+            msgspec.json.encode({key: settings[key]})
+        except (ValueError, OverflowError, RecursionError):
+            raise RequestError(f"--set {pair[:80]!r} can't be stored as text.", "Write it in UTF-8.") from None
+    return settings
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def parse_indices(text: str | None) -> tuple[int, ...] | None:
+    """`0,2` as numbers; None if not given."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise RequestError(f"-o {text!r} is not a list of device indices.", "Write it like -o 0,2.") from None
+
+
+def parse_words(text: str | None) -> list[str] | None:
+    """`solo,even` as words; RequestError for an empty one; None if not given."""
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise RequestError(f"{text!r} is not a list of words.", "Write it like solo,even,pack.")
+    return words
+
+
+def parse_duration(text: str, name: str) -> float:
+    """Seconds in "120s", "2m", "1h30m", "3 min 20 s" or "90" (seconds); RequestError names the option."""
+    given = text.strip()
+    if re.fullmatch(r"\d+(\.\d+)?", given):
+        given += "s"
+    parts = _PART.findall(given)
+    if not parts or _PART.sub("", given):
+        raise RequestError(f"{name} {text!r} is not a time.", "Write it like 90s, 2m or 1h.")
+    return sum(float(number) * _UNITS[unit] for number, unit in parts)
