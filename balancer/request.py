@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from evener.balancer.search.layouts import Wanted
+from evener.balancer.search.layouts import LayoutOptions
 from evener.devices.simulated.machine import Machine
 from evener.devices.types import Device
 from evener.errors import RequestError
@@ -39,7 +39,7 @@ class Request(msgspec.Struct, frozen=True):
     engine: str = "auto"  # how TensorFlow keeps a split in step
     pace: float = 0.0  # simulated devices: 1 takes real time
     share: bool = False  # run even if another session is using the devices
-    compare: Wanted | None = None  # which layouts to compare; None: find the best split
+    compare: LayoutOptions | None = None  # which layouts to compare; None: find the best split
 
 
 class ResolvedRequest(msgspec.Struct, frozen=True):

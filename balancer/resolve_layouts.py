@@ -9,7 +9,7 @@ import msgspec
 
 from evener.balancer.request import Request, ResolvedRequest
 from evener.balancer.resolve import resolve_request
-from evener.balancer.search.layouts import FAMILIES, Family, Knob, PackMode, Placement, Wanted
+from evener.balancer.search.layouts import FAMILIES, Family, Knob, LayoutOptions, PackMode, Placement
 from evener.devices.child_environment import mps_runs
 from evener.devices.nvidia.mps import PROGRAM, find_program
 from evener.errors import RequestError
@@ -44,7 +44,7 @@ def resolve_comparison(
     if resolved.machine is not None and knobs:
         notes.append("Simulated devices have neither XLA nor other precisions; --try was left out.")
         knobs = []
-    wanted = Wanted(
+    wanted = LayoutOptions(
         families=tuple(cast(list[Family], possible)),
         placements=placements if "place" in possible else (),
         pack_modes=modes,

@@ -19,9 +19,9 @@ from evener.balancer import resolve
 from evener.balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
 from evener.balancer.probes.prober import Facts, Prober
 from evener.balancer.request import Request, ResolvedRequest
-from evener.balancer.result.explain_failure import no_plan
-from evener.balancer.search.comparison import Comparison
-from evener.balancer.search.search import Search
+from evener.balancer.result.explain_failure import explain_no_plan
+from evener.balancer.result.outcome import build_outcome
+from evener.balancer.search.search import Search, Stop
 from evener.balancer.store import journal, replay, runs
 from evener.balancer.store.journal import Asked, Ended, Header, Journal, Known, Record, Seen
 from evener.balancer.store.locks import RunLock, lock_devices
@@ -59,8 +59,8 @@ class Session:
         self._header = self._record.header
         self._facts = self._record.facts
         errors = runs.run_folder(self._header.run) / ERRORS
-        self._prober: Prober = resolve.make_prober(self._resolved, replay.clock_of(self._record), errors)
-        self._search: Search | Comparison = replay.search_of(self._header, (entry.seen for entry in self._record.seen))
+        self._prober: Prober = resolve.make_prober(self._resolved, replay.read_clock(self._record), errors)
+        self._search: Search = replay.make_search(self._header, (entry.seen for entry in self._record.seen))
 
     @property
     def run_id(self) -> str:
@@ -68,7 +68,7 @@ class Session:
         return self._header.run
 
     @property
-    def search(self) -> Search | Comparison:
+    def search(self) -> Search:
         """What decides on probes, for who shows more of it than the events; to be read once the session has ended."""
         return self._search
 
@@ -120,7 +120,7 @@ class Session:
             run, created, request, found.devices, found.workload, found.framework, __version__, found.largest_share,
             found.notes,
         )  # fmt: skip
-        replay.search_of(header, ())  # a request that no search can meet leaves no run behind
+        replay.make_search(header, ())  # a request that no search can meet leaves no run behind
         try:
             self._locks.enter_context(RunLock(run))
             self._journal = journal.create(runs.journal_path(run), header)
@@ -180,7 +180,7 @@ class Session:
         )
 
     def _loop(self) -> None:
-        left = replay.pending(self._record)
+        left = replay.find_pending(self._record)
         if left is not None:
             asked, missing = left
             self._measure(missing, tuple(probe for probe in asked.probes if probe not in missing))
@@ -257,9 +257,9 @@ class Session:
     def _finish(self) -> Finished:
         """The best plan so far, journalled; NoLayoutError if there is none."""
         seen, at = tuple(self._seen), self._prober.now()
-        found = replay.outcome(self._header, self._search, seen, self._facts, self._why_stopped(), self._seconds())
+        found = build_outcome(self._header, self._search, seen, self._facts, self._why_stopped(), self._seconds())
         if found is None:
-            raise no_plan(self._header, seen, self._search.belief(), self._why_stopped(), self._interrupted)
+            raise explain_no_plan(self._header, seen, self._search.belief(), self._why_stopped(), self._interrupted)
         interrupted = self._interrupted and self._search.why_stopped() is None
         results = self._search.results()
         ended = Ended(found.plan, results, found.verdict, interrupted, at)
@@ -270,14 +270,14 @@ class Session:
     def _seconds(self) -> float:
         """What the search took, pauses not counted; a replayed run that is complete keeps its own."""
         if len(self._seen) == len(self._record.seen):
-            return replay.clock_of(self._record)
+            return replay.read_clock(self._record)
         return max(0.0, self._prober.now() - self._paused_seconds)
 
     def _why_stopped(self) -> str:
         done = self._search.why_stopped()
         if done is not None:
             return done
-        return "the budget was spent" if self._late and not self._interrupted else "interrupted"
+        return (Stop.LATE if self._late and not self._interrupted else Stop.INTERRUPTED).value
 
     def _write(self, entry: journal.Entry) -> None:
         assert self._journal is not None

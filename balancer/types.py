@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 Kind = Literal["solo", "split", "pack", "place"]
-Stage = Literal["solo", "split", "pack", "race"]
+Stage = Literal["solo", "rest", "split", "pack", "race", "knobs"]  # rest: one device alone, the others at rest
 Cause = Literal[
     "signal", "exit", "timeout", "protocol", "raised", "unsupported", "device"
 ]  # device: it or its driver has gone
@@ -109,6 +109,22 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="outcome"):
 
 
 Observation = Timed | OutOfMemory | Failed
+KNOBS_BEGAN_AT = 1000  # journals up to 0.1: turns of the race from here on were about knobs
+
+
+def upgrade_probe(probe: Probe) -> Probe:
+    """A probe of a journal up to 0.1 in today's stages: "rest" was part of "split", "knobs" of "race"."""
+    if probe.stage == "split" and probe.layout.kind == "solo":
+        return msgspec.structs.replace(probe, stage="rest")
+    if probe.stage == "race" and probe.turn >= KNOBS_BEGAN_AT:
+        return msgspec.structs.replace(probe, stage="knobs", turn=probe.turn - KNOBS_BEGAN_AT)
+    return probe
+
+
+def upgrade_observation(seen: Observation) -> Observation:
+    """An observation of a journal up to 0.1 in today's stages."""
+    probe = upgrade_probe(seen.probe)
+    return seen if probe is seen.probe else msgspec.structs.replace(seen, probe=probe)
 
 
 class Interval(msgspec.Struct, frozen=True):

@@ -10,16 +10,14 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from evener.balancer.result.explain_ranking import names
-from evener.balancer.search.comparison import Comparison
+from evener.balancer.result.explain import name_all
 from evener.balancer.search.model.memory import Memory
-from evener.balancer.search.model.points import Point
-from evener.balancer.search.model.step_time import fit
-from evener.balancer.search.observations import Ledger, relative_error
+from evener.balancer.search.model.step_time import Point, fit_curve
+from evener.balancer.search.observations import Observations, relative_error
 from evener.balancer.search.statistics import relative_half_width
 from evener.balancer.store import journal, replay
 from evener.balancer.types import OutOfMemory, Timed
-from evener.plan import Plan
+from evener.plan import BEST_SINGLE, EVEN_SPLIT, Plan
 
 RECORDED = Path(__file__).resolve().parent.parent / "tests" / "recorded"
 HEADS = ("run", "devices", "global batch", "chosen shares", "samples/s", "even split", "best alone", "of the solos",
@@ -53,14 +51,16 @@ def _searched(path: Path) -> Iterator[list[str]]:
 def _compared(path: Path) -> Iterator[list[str]]:
     """Each layout of a comparison, the fastest first, against the best of one device."""
     record = journal.read(path)
-    found = replay.search_of(record.header, (entry.seen for entry in record.seen))
-    if not isinstance(found, Comparison):
+    if record.header.request.compare is None:
         return
-    standings = found.standings()
+    found = replay.make_search(record.header, (entry.seen for entry in record.seen))
+    standings = found.ranking()
     alone = [
         one.throughput.value for one in standings if one.candidate.family == "solo" and not one.candidate.layout.knobs
     ]
-    for one, words in zip(standings, names([each.candidate for each in standings], found.problem.devices), strict=True):
+    for one, words in zip(
+        standings, name_all([each.candidate for each in standings], found.problem.devices), strict=True
+    ):
         rate = one.throughput.value
         against = f"{rate / max(alone):.2f}" if alone else ""
         batch = str(one.candidate.layout.global_batch)
@@ -81,8 +81,8 @@ def _row(path: Path) -> list[str]:
         str(request.global_batch or "free"),
         " + ".join(str(batch) for batch in plan.batches),
         f"{rate:,.0f}",
-        _gain(plan, "even split"),
-        _gain(plan, "best single device"),
+        _gain(plan, EVEN_SPLIT),
+        _gain(plan, BEST_SINGLE),
         f"{rate / solos:.2f}" if solos else "",
         str(len(record.seen)),
         str(sum(isinstance(seen.seen, OutOfMemory) for seen in record.seen)),
@@ -93,20 +93,20 @@ def _row(path: Path) -> list[str]:
 def _memory_rows(path: Path) -> Iterator[list[str]]:
     """Each batch that was new to a device whose line was known: predicted before it ran, and measured."""
     record = journal.read(path)
-    ledger = Ledger(replay.problem_of(record.header))
+    seen = Observations(replay.make_problem(record.header))
     for entry in record.seen:
         if isinstance(entry.seen, Timed):
             for position in entry.seen.probe.layout.active:
-                row = _predicted(ledger.device(position).memory, entry.seen, position)
+                row = _predicted(seen.device(position).memory, entry.seen, position)
                 if row:
                     yield [path.stem, entry.seen.probe.stage, str(position), *row]
-        ledger.add(entry.seen)
+        seen.add(entry.seen)
 
 
 def _predicted(memory: Memory, seen: Timed, position: int) -> list[str]:
     """What the line said of a batch; empty without one, or if the batch had run already."""
     share, peak = seen.probe.layout.shares[position], seen.memory_bytes[position]
-    if memory.line is None or peak is None or share in dict((*memory.points, *memory.beside)):
+    if memory.line is None or peak is None or share in dict((*memory.points, *memory.in_splits)):
         return []
     exchanged = memory.exchanged_bytes if seen.probe.layout.kind == "split" else 0
     predicted = memory.line[0] + memory.line[1] * share + exchanged
@@ -125,7 +125,7 @@ def _alone_at_shares(record: journal.Record, plan: Plan) -> float | None:
             for seen in record.seen
             if isinstance(seen.seen, Timed) and seen.seen.probe.layout.active == (position,)
         ]
-        curve = fit(Point(one.probe.layout.global_batch, one.step_seconds, relative_error(one)) for one in alone)
+        curve = fit_curve(Point(one.probe.layout.global_batch, one.step_seconds, relative_error(one)) for one in alone)
         if share and curve is not None:
             total += share / curve.seconds(share)
     return total

@@ -10,7 +10,6 @@ import msgspec
 
 from benchmarks.search_rivals import RIVALS
 from evener.balancer.search.budget import BASE_SECONDS
-from evener.balancer.search.drive import simple
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, OutOfMemory, Probe, Problem, Stage, Timed
 from evener.devices.simulated.machine import Machine
@@ -65,7 +64,7 @@ def run(job: Job) -> Outcome:
     search = Search(problem)
     course: list[float] = []
     cpu = time.process_time()
-    simple(search, watched.measure)
+    search.run(watched.measure)
     cpu = time.process_time() - cpu
     replay = Search(problem)
     for seen in watched.seen:

@@ -18,8 +18,12 @@ from evener.errors import PlanError
 from evener.shares import apportion
 
 SCHEMA = 1
-LARGEST_FILE_BYTES = 4 << 20  # a plan is a few kB; anything larger is not one
+LARGEST_FILE_BYTES = 4 << 20  # a plan takes a few kB
 RATIO_TOLERANCE = 1e-6
+EVEN_SPLIT = "even split"  # names in a plan's evidence
+BEST_SINGLE = "best single device"
+LARGER_BATCH = "larger global batch"
+SOLO_PREFIX = "solo "  # and the device's label
 
 Kind = Literal["solo", "split", "pack", "place"]
 Format = Literal["toml", "json"]
@@ -36,14 +40,14 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limit: str = ""  # as given behind `@`: "60%+8GiB"
 
 
-class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the workload lies on the devices of the request, in their order."""
 
     kind: Kind
     global_batch: int  # samples per optimizer step, over all devices (pack: per process)
     share: tuple[Share, ...]
     engine: str = ""  # towers | mirrored | multiworker | ddp; empty where there is no choice
-    processes: int = 1  # pack: trainings side by side on the device
+    processes: int = 1  # pack: trainings that run on the device at the same time
     placement: str = ""  # place: the workload's name for it
 
     @property
@@ -71,15 +75,15 @@ class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A layout that was measured beside the chosen one."""
+    """A layout that was measured for comparison."""
 
     name: str  # "even split", "best single device", "solo GPU:0", ...
-    layout: Layout
+    layout: PlanLayout
     throughput: Throughput
 
 
 class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What finding the plan took."""
+    """What the search for the plan took."""
 
     probes: int
     out_of_memory: int
@@ -105,7 +109,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     framework: str
     precision: str
     xla: bool
-    layout: Layout
+    layout: PlanLayout
     throughput: Throughput
     evidence: tuple[Evidence, ...]
     search: SearchSummary
@@ -129,7 +133,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return self.batches
         return apportion(global_batch, self.ratios)
 
-    def save(self, path: str | os.PathLike[str], format: Format | None = None) -> None:  # noqa: A002 - the public word
+    def save(self, path: str | os.PathLike[str], format: Format | None = None) -> None:  # noqa: A002 - the public name
         """Write atomically; TOML unless the name ends in .json or `format` says otherwise."""
         target = Path(path)
         chosen = format or ("json" if target.suffix == ".json" else "toml")
@@ -144,14 +148,14 @@ def make_layout(
     engine: str = "",
     processes: int = 1,
     placement: str = "",
-) -> Layout:
+) -> PlanLayout:
     """A layout from template shares (their batch and ratio are replaced) and samples per device."""
     total = sum(batches)
     shares = tuple(
         msgspec.structs.replace(device, batch=batch, ratio=batch / total if total else 0.0)
         for device, batch in zip(devices, batches, strict=True)
     )
-    return Layout(kind, total, shares, engine, processes, placement)
+    return PlanLayout(kind, total, shares, engine, processes, placement)
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
@@ -173,13 +177,13 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
     """Read a plan from its bytes; `source` names them in errors."""
     data = _decode(text, source)
     if not isinstance(data, dict):
-        raise PlanError(f"{source} is not a plan: it holds no keys.", "Give the file that --export wrote.")
+        raise PlanError(f"{source} is not a plan: it has no keys.", "Give the file that --export wrote.")
     _check_schema(data, source)
     try:
         plan = msgspec.convert(data, Plan, strict=True)
     except (msgspec.ValidationError, RecursionError) as error:
         raise PlanError(
-            f"{source}: {error}.", "Mend that key, or make the plan again with evener balance --export."
+            f"{source}: {error}.", "Correct that key, or make the plan again with evener balance --export."
         ) from None
     _check_numbers(plan, source)
     return plan
@@ -205,7 +209,7 @@ def _ordered(plan: Plan) -> dict[str, Any]:
 
 
 def _as_unicode(data: Any) -> Any:
-    """The same data; the bytes of a file name that are no text become question marks, as no file format holds them."""
+    """The same data; bytes of a file name that aren't text become question marks, as no file format holds them."""
     if isinstance(data, str):
         return data.encode("utf-8", "replace").decode()
     if isinstance(data, dict):
@@ -225,14 +229,14 @@ def _decode(text: bytes, source: str) -> Any:
 def _check_schema(data: dict[Any, Any], source: str) -> None:
     schema = data.get("schema")
     if isinstance(schema, bool) or not isinstance(schema, int):
-        raise PlanError(f"{source} has no whole number at `schema`.", "Make it again with evener balance --export.")
+        raise PlanError(f"{source} has no whole number as `schema`.", "Make it again with evener balance --export.")
     if schema > SCHEMA:
         raise PlanError(
             f"{source} has schema {schema}; this evener reads up to {SCHEMA}.",
             "Update evener on this machine.",
         )
     if schema < 1:
-        raise PlanError(f"{source} has schema {schema}, which never was.", f"The first schema is {SCHEMA}.")
+        raise PlanError(f"{source} has unsupported schema {schema}.", f"The first schema is {SCHEMA}.")
 
 
 def _check_numbers(plan: Plan, source: str) -> None:
@@ -250,7 +254,7 @@ def _check_numbers(plan: Plan, source: str) -> None:
         _check_throughput(rival.throughput, f"{source}: evidence[{position}].throughput")
 
 
-def _check_layout(layout: Layout, where: str) -> None:
+def _check_layout(layout: PlanLayout, where: str) -> None:
     if any(share.batch < 0 for share in layout.share):
         raise PlanError(f"{where}.share has a batch below 0.", "A device that is left out has batch 0.")
     if not layout.active:
@@ -266,7 +270,7 @@ def _check_layout(layout: Layout, where: str) -> None:
     if total != layout.global_batch:
         raise PlanError(
             f"{where}.global_batch is {layout.global_batch}, but the shares sum to {total}.",
-            "Change the one that is wrong.",
+            "Correct the one that is wrong.",
         )
     for position, share in enumerate(layout.share):
         expected = share.batch / total
@@ -281,7 +285,7 @@ def _check_search(search: SearchSummary, where: str) -> None:
     if min(search.probes, search.out_of_memory) < 0 or not 0 <= search.seconds < math.inf:
         raise PlanError(
             f"{where} has {search.probes} probes, {search.out_of_memory} out of memory, in {search.seconds} s.",
-            "These are counts and seconds, from 0.",
+            "Counts and seconds start from 0.",
         )
 
 

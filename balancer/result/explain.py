@@ -1,78 +1,210 @@
-"""Results in words: one sentence of what to do and why, a sentence for each doubt, and what failed if nothing ran."""
+"""The verdict: one sentence of what to do and why, with what each layout is called."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from evener.balancer.result.number_format import percent, rate
-from evener.balancer.types import Failed, Interval, Layout, Observation, Result, Timed, Warned
-from evener.devices.types import Device
+from evener.balancer.result.number_format import join_words, percent, rate
+from evener.balancer.search.layouts import Candidate
+from evener.balancer.search.ranking import Standing
+from evener.balancer.search.search import is_even
+from evener.balancer.types import Interval, Layout, Result, Timed
 
-GIB = 1 << 30
-ORDER = ("disturbed", "throttled", "capped", "drift", "noisy", "slow_start", "stalled", "too_short")
-MOSTLY = 0.5  # of a rival's blocks, from which other work is said to have slowed the chosen layout too
+PACK_MODES = {"": "", "logical": " with equal parts of the memory", "mps": " under MPS"}
+KNOBS = {"xla": "XLA", "mixed": "mixed precision"}
+MOST_TIES = 3  # named in the sentence
 
 
-class Rivals(msgspec.Struct, frozen=True):
-    """What the chosen layout is held against, where it was measured."""
+class Rival(msgspec.Struct, frozen=True):
+    """Another layout that ran. `gain`: the chosen layout's samples/s over this one's, less 1."""
 
-    even: Result | None = None
-    single: Result | None = None  # the best device alone
-    split: Result | None = None  # the fastest split
+    candidate: Candidate
+    throughput: Interval
+    gain: float
+    tie: bool
+    unclear: bool
+
+    @property
+    def family(self) -> str:
+        """Of layouts without other knobs; "knobs" for the others."""
+        return "knobs" if self.candidate.layout.knobs else self.candidate.family
+
+
+class Costs(msgspec.Struct, frozen=True):
+    """What takes a split's time, where it is measured."""
+
     sync_seconds: float | None = None  # the exposed cost of keeping replicas in step
-    apart_seconds: float | None = None  # the longest that a device alone takes for its share of the fastest split
-    larger: Result | None = None  # faster, but with more samples than the tolerance allows for
+    apart_seconds: Callable[[Layout], float | None] = lambda _: (
+        None
+    )  # the longest that a device takes alone for its share
 
 
-def verdict(chosen: Result, rivals: Rivals, devices: Sequence[Device]) -> str:
-    """What to do and why, with the figures; a difference within the error is called a tie."""
-    begin = f"{_advice(chosen, devices)}: {_rate(chosen)}"
-    if chosen.layout.kind == "split":
-        reasons = []
-        if rivals.even is not None and rivals.even.layout != chosen.layout:
-            reasons.append(_against("the even split", chosen, rivals.even))
-        if rivals.single is not None:
-            reasons.append(_against(f"{_names(rivals.single.layout, devices)} alone", chosen, rivals.single))
-        return f"{begin}{_reasons(reasons)}{_more(chosen, rivals.larger)}."
-    if len(devices) == 1:
-        return f"{begin}."
-    if rivals.split is None:
-        return f"{begin}; no split over several devices was measured."
-    return f"{begin}; {_why_not(chosen, rivals.split, rivals, devices)}."
+def list_rivals(chosen: Result, ranking: Sequence[Standing]) -> tuple[Rival, ...]:
+    """Everything in the ranking but the chosen layout: compared turn by turn with the winner, else by throughput."""
+    found = []
+    for one in ranking:
+        if one.candidate.layout == chosen.layout:
+            continue
+        if ranking[0].candidate.layout == chosen.layout and one.against is not None:
+            gain, tie, unclear = 1 / (1 + one.against.value) - 1, one.tie, one.unclear
+        else:
+            gain = chosen.throughput.value / one.throughput.value - 1
+            tie, unclear = _overlap(chosen.throughput, one.throughput), False
+        found.append(Rival(one.candidate, one.throughput, gain, tie, unclear))
+    return tuple(found)
 
 
-def is_even(layout: Layout) -> bool:
-    """Whether all devices of the request have the same share, as far as whole samples go."""
-    return layout.kind == "split" and min(layout.shares) > 0 and max(layout.shares) - min(layout.shares) <= 1
+def explain(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str], costs: Costs | None = None) -> str:
+    """What to do and why, with the figures; `labels` are the devices' short names."""
+    begin = f"{_advice(chosen, labels)}: {rate(chosen.throughput.value)} samples/s{_error(chosen.throughput)}"
+    gains = _gains(chosen, rivals, labels)
+    clauses = [*_losses(chosen, rivals, labels, costs or Costs()), *_larger(chosen, rivals)]
+    clauses += [*_knobs(chosen, rivals), *_ties(chosen, rivals, len(labels))]
+    return "; ".join([begin + (f", {' and '.join(gains)}" if gains else ""), *clauses]) + "."
 
 
-def _more(chosen: Result, larger: Result | None) -> str:
-    """What a larger global batch would add, within the tolerance."""
-    if larger is None or ties(chosen, larger):
-        return ""
-    gain = larger.throughput.value / chosen.throughput.value - 1
-    return f"; {larger.layout.global_batch} samples a step would add {percent(gain, 1)}"
+def name_candidate(one: Candidate, devices: int) -> str:
+    """The layout's name in tables and in the plan's evidence."""
+    layout = one.layout
+    name = {
+        "solo": "best single device",
+        "even": "even split" if len(layout.active) == devices else f"even over {len(layout.active)}",
+        "split": "best split",
+        "pack": f"pack of {layout.processes}{PACK_MODES.get(layout.placement, '')}",
+        "place": f"place {layout.placement}",
+    }[one.family]
+    return name + "".join(f", {KNOBS.get(knob, knob)}" for knob in layout.knobs)
 
 
-def _why_not(chosen: Result, split: Result, rivals: Rivals, devices: Sequence[Device]) -> str:
-    """Why the fastest split that was measured is not worth it."""
-    over = f"a split over {_names(split.layout, devices)}"
-    if ties(chosen, split):
+def name_all(found: Sequence[Candidate], devices: int) -> tuple[str, ...]:
+    """A name for each, the fastest first, none of them twice: of two of one kind the slower one is `another`."""
+    names: list[str] = []
+    for one in found:
+        name = name_candidate(one, devices)
+        if name in names:
+            name = f"another {name.removeprefix('best ')}"
+        if name in names:
+            name = f"{name}, {list_samples(one.layout)}"
+        names.append(name)
+    return tuple(names)
+
+
+def name_rivals(chosen: Result, rivals: Sequence[Rival], devices: int) -> tuple[str, ...]:
+    """A name for each, beside the chosen layout's own."""
+    layout = chosen.layout
+    family = layout.kind if layout.kind != "split" else "even" if is_even(layout) else "split"
+    return name_all([Candidate(family, layout), *(one.candidate for one in rivals)], devices)[1:]
+
+
+def list_samples(layout: Layout) -> str:
+    """The samples of each device: 150 + 106."""
+    return " + ".join(str(layout.shares[i]) for i in layout.active)
+
+
+def waiting_share(seen: Sequence[Timed]) -> float | None:
+    """The part of a step in which the busiest device waits for others or for data; None where that isn't measured."""
+    parts = []
+    for one in seen:
+        own = [one.device_seconds[i] for i in one.probe.layout.active]
+        computing = [seconds for seconds in own if seconds is not None]
+        if len(computing) < len(own) or one.step_seconds <= 0:
+            return None
+        parts.append(max(0.0, 1 - max(computing) / one.step_seconds))
+    return sum(parts) / len(parts) if parts else None
+
+
+def _advice(chosen: Result, labels: Sequence[str]) -> str:
+    layout = chosen.layout
+    names = join_words([labels[i] for i in layout.active])
+    match layout.kind:
+        case "split" if is_even(layout):
+            advice = f"Split evenly over {names} ({list_samples(layout)} samples)"
+        case "split":
+            ratios = ":".join(f"{layout.shares[i] / layout.global_batch:.3f}" for i in layout.active)
+            advice = f"Split {ratios} over {names} ({list_samples(layout)} samples)"
+        case "pack":
+            mode = PACK_MODES.get(layout.placement, "")
+            advice = (
+                f"Run {layout.processes} trainings side by side on {names}{mode}, {layout.global_batch} samples each"
+            )
+        case "place":
+            advice = f"Place the model's parts as {layout.placement} over {names}, {layout.global_batch} samples"
+        case _:
+            advice = f"Use {names}{' alone' if len(labels) > 1 else ''}, {layout.global_batch} samples a step"
+    return advice + "".join(f", with {KNOBS.get(knob, knob)}" for knob in layout.knobs)
+
+
+def _gains(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str]) -> list[str]:
+    """What a layout over several devices, or of several trainings, gains over an even split and one device alone."""
+    layout = chosen.layout
+    reasons = []
+    if layout.kind == "split" and not is_even(layout):
+        even = _first(rivals, "even", devices=len(layout.active))
+        reasons += [_compare("the even split", even)] if even else []
+    single = _first(rivals, "solo")
+    if layout.kind != "solo" and single is not None:
+        (position,) = single.candidate.layout.active
+        reason = _compare(f"{labels[position]} alone", single)
+        if layout.kind == "pack":
+            own = layout.global_batch * layout.processes / chosen.throughput.value
+            times = own / (single.candidate.layout.global_batch / single.throughput.value)
+            reason += f", though each training takes {times:.1f} times as long"
+        reasons.append(reason)
+    return reasons
+
+
+def _compare(name: str, rival: Rival) -> str:
+    if rival.tie:
+        return f"as fast as {name} within the error"
+    if rival.gain < 0:
+        return f"{percent(-rival.gain)} slower than {name}"
+    return f"{percent(rival.gain, 0 if rival.gain >= 0.01 else 1)} faster than {name}"
+
+
+def _losses(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str], costs: Costs) -> list[str]:
+    """What the best of the other kinds loses."""
+    clauses = []
+    if chosen.layout.kind != "split" and len(labels) > 1:
+        split = next((one for one in rivals if one.family in ("even", "split")), None)
+        clauses += [_split_loses(chosen, split, labels, costs)] if split else _no_split(chosen)
+    for family, verb in (("pack", "lose"), ("place", "loses")):
+        rival = _first(rivals, family)
+        if chosen.layout.kind == family or rival is None or rival.tie:
+            continue
+        layout = rival.candidate.layout
+        who = f"{layout.processes} trainings side by side" if family == "pack" else f"the placement {layout.placement}"
+        clauses.append(f"{who} {verb} {_loss(rival)}")
+    return clauses
+
+
+def _no_split(chosen: Result) -> list[str]:
+    return ["no split over several devices was measured"] if chosen.layout.kind == "solo" else []
+
+
+def _split_loses(chosen: Result, split: Rival, labels: Sequence[str], costs: Costs) -> str:
+    over = f"a split over {join_words([labels[i] for i in split.candidate.layout.active])}"
+    if split.tie:
         return f"{over} is no faster within the error ({rate(split.throughput.value)} samples/s)"
-    loss = 1 - split.throughput.value / chosen.throughput.value
-    return f"{over} loses {percent(loss)}{_cause(chosen, split.layout, rivals)}"
+    return f"{over} loses {_loss(split)}{_cause(chosen, split.candidate.layout, costs)}"
 
 
-def _cause(chosen: Result, split: Layout, rivals: Rivals) -> str:
+def _loss(rival: Rival) -> str:
+    loss = 1 - 1 / (1 + rival.gain)
+    return percent(loss, 0 if loss >= 0.02 else 1)
+
+
+def _cause(chosen: Result, split: Layout, costs: Costs) -> str:
     """What takes most of a split's step: keeping in step, or what a smaller share does not shorten; "" if unknown."""
-    sync, apart = rivals.sync_seconds or 0.0, rivals.apart_seconds or 0.0
-    whole, share = chosen.layout.global_batch / chosen.throughput.value, max(split.shares)
-    rigid = apart - whole * share / chosen.layout.global_batch
-    if rigid > sync:
-        of_all = f"the {_milliseconds(whole)} of all {chosen.layout.global_batch}"
-        return f", because a step of {share} samples alone still takes {_milliseconds(apart)}, against {of_all}"
+    if chosen.layout.kind != "solo":
+        return ""
+    sync, apart = costs.sync_seconds or 0.0, costs.apart_seconds(split) or 0.0
+    batch = chosen.layout.global_batch
+    whole, share = batch / chosen.throughput.value, max(split.shares)
+    if apart - whole * share / batch > sync:
+        took = f"a step of {share} samples alone still takes {_milliseconds(apart)}"
+        return f", because {took}, against the {_milliseconds(whole)} of all {batch}"
     return f", because keeping them in step costs {_milliseconds(sync)} a step" if sync else ""
 
 
@@ -82,155 +214,62 @@ def _milliseconds(seconds: float) -> str:
     return f"{milliseconds:.{0 if milliseconds >= 9.95 else 1 if milliseconds >= 0.995 else 2}f} ms"
 
 
-def _advice(chosen: Result, devices: Sequence[Device]) -> str:
-    layout = chosen.layout
-    names = _names(layout, devices)
-    if layout.kind == "split":
-        ratios = ":".join(f"{layout.shares[i] / layout.global_batch:.3f}" for i in layout.active)
-        samples = " + ".join(str(layout.shares[i]) for i in layout.active)
-        return f"Split {ratios} over {names} ({samples} samples)"
-    if layout.kind == "pack":
-        return f"Run {layout.processes} trainings side by side on {names}, {layout.global_batch} samples each"
-    if layout.kind == "place":
-        return f"Place the model's parts as {layout.placement} over {names}, {layout.global_batch} samples"
-    only = " alone" if len(devices) > 1 else ""
-    return f"Use {names}{only}, {layout.global_batch} samples a step"
+def _larger(chosen: Result, rivals: Sequence[Rival]) -> list[str]:
+    """What a larger global batch would add, where the tolerance chose a smaller one."""
+    larger = find_larger(chosen, rivals)
+    if larger is None or larger.tie:
+        return []
+    gain = 1 / (1 + larger.gain) - 1
+    return [f"{larger.candidate.layout.global_batch} samples a step would add {percent(gain, 1)}"]
 
 
-def _against(name: str, chosen: Result, rival: Result) -> str:
-    if ties(chosen, rival):
-        return f"as fast as {name} within the error"
-    gain = chosen.throughput.value / rival.throughput.value - 1
-    if gain < 0:
-        return f"{percent(-gain)} slower than {name}"
-    return f"{percent(gain)} faster than {name}" if gain >= 0.01 else f"{percent(gain, 1)} faster than {name}"
+def find_larger(chosen: Result, rivals: Sequence[Rival]) -> Rival | None:
+    """The fastest layout of one training with more samples, if it is faster than the chosen one."""
+    if chosen.layout.kind not in ("solo", "split"):
+        return None
+    faster = [one for one in rivals if one.candidate.synchronous and one.gain < 0]
+    larger = [one for one in faster if one.candidate.layout.global_batch > chosen.layout.global_batch]
+    return min(larger, key=lambda one: one.gain, default=None)
 
 
-def _reasons(reasons: Sequence[str]) -> str:
-    return f", {' and '.join(reasons)}" if reasons else ""
+def _knobs(chosen: Result, rivals: Sequence[Rival]) -> list[str]:
+    """What each knob gave or took, whichever way the chosen layout has it."""
+    clauses = []
+    for one in rivals:
+        layout = one.candidate.layout
+        if layout.knobs:
+            clauses.append(f"{_name_knobs(layout)} {'makes no difference' if one.tie else f'loses {_loss(one)}'}")
+        elif chosen.layout.knobs and msgspec.structs.replace(chosen.layout, knobs=()) == layout:
+            clauses.append(f"{_name_knobs(chosen.layout)} gives {percent(one.gain, 0 if one.gain >= 0.02 else 1)}")
+    return clauses
 
 
-def ties(one: Result, other: Result) -> bool:
-    """Whether their 95 % intervals overlap, so that neither is surely faster."""
-    a, b = one.throughput, other.throughput
+def _name_knobs(layout: Layout) -> str:
+    return " and ".join(KNOBS.get(knob, knob) for knob in layout.knobs)
+
+
+def _ties(chosen: Result, rivals: Sequence[Rival], devices: int) -> list[str]:
+    """Packs and placements that tie, and those that can't be told apart because too little is certain."""
+    names = name_rivals(chosen, rivals, devices)
+    found = [
+        (name, one) for name, one in zip(names, rivals, strict=True) if one.tie and one.family in ("pack", "place")
+    ]
+    tied = [name for name, one in found if not one.unclear][:MOST_TIES]
+    unclear = [name for name, one in found if one.unclear][:MOST_TIES]
+    clauses = [f"{join_words(tied)} {'ties' if len(tied) == 1 else 'tie'} with it"] if tied else []
+    return clauses + ([f"{join_words(unclear)} can't be told from it yet"] if unclear else [])
+
+
+def _first(rivals: Sequence[Rival], family: str, devices: int | None = None) -> Rival | None:
+    found = (one for one in rivals if one.family == family)
+    return next((one for one in found if devices is None or len(one.candidate.layout.active) == devices), None)
+
+
+def _overlap(a: Interval, b: Interval) -> bool:
+    """Whether two 95 % intervals overlap, so that neither is surely faster."""
     return a.low <= b.high and b.low <= a.high
-
-
-def _rate(result: Result) -> str:
-    return f"{rate(result.throughput.value)} samples/s{_error(result.throughput)}"
 
 
 def _error(figure: Interval) -> str:
     half = (figure.high - figure.low) / 2 / figure.value if figure.value else 0.0
     return f" ± {percent(half, 1)}" if half >= 0.0005 else ""
-
-
-def _names(layout: Layout, devices: Sequence[Device]) -> str:
-    names = [devices[i].label for i in layout.active]
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def doubts_of(seen: Iterable[Observation], chosen: Layout) -> tuple[Warned, ...]:
-    """Doubts about the chosen layout's own measurement, the worst of each kind."""
-    worst: dict[str, Warned] = {}
-    for doubt in _about(seen, chosen):
-        if doubt.code not in worst or abs(doubt.value) > abs(worst[doubt.code].value):
-            worst[doubt.code] = doubt
-    return tuple(worst[code] for code in ORDER if code in worst)
-
-
-def _about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Warned]:
-    """The layout's own doubts, and of several devices what a rival saw of other work in turns with it, if mostly that.
-
-    Processes that wait for each other can't tell other work from waiting.
-    """
-    for one in seen:
-        if isinstance(one, Timed) and one.probe.layout == chosen:
-            yield from one.warnings
-        elif isinstance(one, Timed) and one.probe.stage == "race" and len(chosen.active) > 1:
-            yield from (each for each in one.warnings if each.code == "disturbed" and each.value >= MOSTLY)
-
-
-def warnings(doubts: Iterable[Warned], devices: Sequence[Device], longer: str = "a longer --budget") -> tuple[str, ...]:
-    """Each doubt in a sentence, with what helps against it; `longer` is how more can be measured."""
-    return tuple(_doubt(doubt, devices, longer) for doubt in doubts)
-
-
-def doubtful(sentence: str, doubts: Iterable[Warned]) -> str:
-    """The verdict with what most lessens it; noise is in its intervals already."""
-    seen = {doubt.code for doubt in doubts}
-    why = next((words for code, words in _SHORT.items() if code in seen), "")
-    return f"{sentence.removesuffix('.')}; but {why}: measure again to be sure." if why else sentence
-
-
-_SHORT = {
-    "throttled": "steps were held back while it was measured",
-    "drift": "its speed drifted while it was measured",
-    "disturbed": "other work took CPU time while it was measured",
-}
-
-
-def _doubt(doubt: Warned, devices: Sequence[Device], longer: str) -> str:
-    size, whole, fine = doubt.value, percent(doubt.value), percent(abs(doubt.value), 1)
-    who = f"{devices[doubt.device].label}: " if 0 <= doubt.device < len(devices) else ""
-    return (
-        who
-        + {
-            "disturbed": f"Other work took CPU time in {whole} of the blocks; stop it and measure again.",
-            "throttled": f"Some steps were held back (by {whole}), as by heat, power or other work; let it cool,"
-            " look at evener monitor, and measure again.",
-            "capped": f"A device was at its power limit in {whole} of the time: the figure is that of this limit.",
-            "drift": f"Steps became {fine} {'slower' if size > 0 else 'faster'} while they were timed; measure"
-            f" again with {longer}.",
-            "noisy": f"The step time is known to within ± {fine} only; measure again with {longer}.",
-            "slow_start": f"Steps were still becoming faster (by {whole}) when the warm-up's time was over.",
-            "stalled": f"One block took {size:.1f} times as long as the others.",
-            "too_short": f"Only {size:.2f} s were timed; give {longer}.",
-        }[doubt.code]
-    )
-
-
-def crowded(seen: Iterable[Observation], devices: Sequence[Device]) -> tuple[str, ...]:
-    """A sentence for each device of whose memory others were seen to hold a part that the request counted on."""
-    return tuple(
-        f"{devices[i].label}: others hold {size / GIB:.1f} GiB of its memory; the batches here leave it to them."
-        for i, size in sorted(_short(seen).items())
-    )
-
-
-def room_left(sentence: str, seen: Iterable[Observation], devices: Sequence[Device]) -> str:
-    """The verdict, with whose memory was taken by others where that bounds what fits."""
-    names = [devices[i].label for i in sorted(_short(seen))]
-    if not names:
-        return sentence
-    return f"{sentence.removesuffix('.')}; others hold memory of {' and '.join(names)}, which is left to them."
-
-
-def _short(seen: Iterable[Observation]) -> dict[int, int]:
-    """The most that others were seen to hold, by position."""
-    most: dict[int, int] = {}
-    for one in seen:
-        for i, size in enumerate(() if isinstance(one, Failed) else one.short_bytes):
-            if size > most.get(i, 0):
-                most[i] = size
-    return most
-
-
-def left_out(seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout) -> tuple[str, ...]:
-    """Devices on which nothing ran, and those that ran at first, failed to the last, and have no part; with the why."""
-    words: dict[int, str] = {}
-    ran: set[int] = set()
-    for one in seen:
-        if isinstance(one, Timed):
-            ran |= set(one.probe.layout.active)
-            words = {i: why for i, why in words.items() if i not in one.probe.layout.active}
-            continue
-        for i in one.devices or one.probe.layout.active:
-            if i not in ran:
-                words[i] = f"was left out, as nothing ran on it: {one.detail}."
-            elif isinstance(one, Failed) and one.devices == (i,):
-                if not chosen.shares[i]:
-                    words[i] = f"ran at first and then failed to the last, so it was left out: {one.detail}."
-                elif one.cause == "device":
-                    words[i] = f"ran at first and can't be used now: {one.detail}."
-    return tuple(f"{devices[i].label} {words[i]}" for i in sorted(words))

@@ -1,27 +1,29 @@
-"""Why no plan came of a session, as the fault to raise: what failed, what does not fit, or that time was short."""
+"""Why a session ended without a plan, as the fault to raise: what failed, what does not fit, or too short a budget."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.balancer.result.explain_ranking import listed
+from evener.balancer.result.explain_measurements import GIB, find_taken_bytes
+from evener.balancer.result.number_format import join_words
+from evener.balancer.search.search import Stop
 from evener.balancer.store.journal import Header
 from evener.balancer.types import Belief, Failed, Observation, OutOfMemory, Timed
 from evener.devices.types import Device
 from evener.errors import DeviceError, NoLayoutError
 
-REMEDY = "Mend what failed, free memory, or choose another workload or other devices."
+REMEDY = "Fix what failed, free memory, or choose another workload or other devices."
 
 
-def no_plan(
+def explain_no_plan(
     header: Header, seen: Sequence[Observation], belief: Belief, why_stopped: str, interrupted: bool
 ) -> NoLayoutError | DeviceError:
     """The fault, by what was seen, what the search believes of the devices, and why it ended."""
     ran = any(isinstance(one, Timed) for one in seen)
     largest = [curve.largest_batch or 0 for curve in belief.curves]
     if ran and sum(largest) < (header.request.global_batch or 0):
-        return NoLayoutError(*_too_large(header, largest))
-    failed = nothing_ran(seen, header.devices)
+        return NoLayoutError(*_too_large(header, largest, seen))
+    failed = list_failures(seen, header.devices)
     if failed and all(isinstance(one, Failed) and one.cause == "device" for one in seen):
         return DeviceError(f"No device could be measured: {failed}.", "Look at nvidia-smi and dmesg.")
     if failed:
@@ -32,7 +34,7 @@ def no_plan(
             f"The search was stopped before {what} was measured.", f"Go on with evener balance --resume {header.run}."
         )
     budget = header.request.budget_seconds
-    if budget is None or "budget" not in why_stopped:
+    if budget is None or why_stopped not in (Stop.BUDGET.value, Stop.LATE.value):
         return NoLayoutError(f"No layout could be measured: {why_stopped.rstrip('.')}.", REMEDY)
     return NoLayoutError(
         f"The budget of {budget:g} s was over before {what} was measured.",
@@ -40,7 +42,7 @@ def no_plan(
     )
 
 
-def nothing_ran(seen: Sequence[Observation], devices: Sequence[Device]) -> str:
+def list_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> str:
     """Each device's smallest failure, or the one failure that all share."""
     smallest: dict[int, Failed | OutOfMemory] = {}
     for one in seen:
@@ -51,7 +53,7 @@ def nothing_ran(seen: Sequence[Observation], devices: Sequence[Device]) -> str:
                 smallest[i] = one
     details = {_detail(one, devices[i]) for i, one in smallest.items() if isinstance(one, Failed)}
     if len(smallest) > 1 and len(details) == 1 and all(isinstance(one, Failed) for one in smallest.values()):
-        return f"{listed([devices[i].label for i in sorted(smallest)])} failed, {details.pop()}"
+        return f"{join_words([devices[i].label for i in sorted(smallest)])} failed, {details.pop()}"
     return "; ".join(_failure(i, smallest[i], devices[i]) for i in sorted(smallest))
 
 
@@ -66,11 +68,15 @@ def _detail(seen: Failed, device: Device) -> str:
     return seen.detail.removeprefix(f"{device.label}, ").rstrip(".")
 
 
-def _too_large(header: Header, largest: Sequence[int]) -> tuple[str, str]:
+def _too_large(header: Header, largest: Sequence[int], seen: Sequence[Observation]) -> tuple[str, str]:
     """What a fixed global batch is too large for, and what to do."""
-    room = [f"{device.label} holds {size}" for device, size in zip(header.devices, largest, strict=True)]
-    together = f", which is {sum(largest)} together" if len(room) > 1 else ""
+    taken = find_taken_bytes(seen)
+    fits = []
+    for i, (device, size) in enumerate(zip(header.devices, largest, strict=True)):
+        others = f" (others hold {taken[i] / GIB:.1f} GiB of its memory)" if taken.get(i) else ""
+        fits.append(f"{device.label} holds {size}{others}")
+    together = f", which is {sum(largest)} together" if len(fits) > 1 else ""
     return (
-        f"A global batch of {header.request.global_batch} samples doesn't fit: {listed(room)}{together}.",
+        f"A global batch of {header.request.global_batch} samples doesn't fit: {join_words(fits)}{together}.",
         f"Take at most {sum(largest)}, or other devices.",
     )

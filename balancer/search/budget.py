@@ -1,101 +1,246 @@
-"""When a search ends, and how long a probe may last: each rule has a name and a sentence for people."""
+"""What a probe should cost at the least, how long it may measure, and whether the budget still has room for it.
+
+Exploration may spend a part of the budget, so that the race can measure every candidate once. That part is the whole
+for solo, even and split; packs, placements and other knobs each need children of their own, which take time to start.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from enum import StrEnum
+from collections.abc import Iterable
 from functools import cached_property
 
-from evener.balancer.search.observations import Ledger
-from evener.balancer.search.statistics import median
-from evener.balancer.types import Problem, Stage, Timed
+import msgspec
 
-BASE_SECONDS: dict[Stage, float] = {"solo": 4.0, "split": 6.0, "race": 6.0}  # a probe of quick steps
+from evener.balancer.search.layouts import LayoutOptions, device_counts
+from evener.balancer.search.observations import FIRST_TURN, Observations
+from evener.balancer.search.statistics import median
+from evener.balancer.types import Layout, Problem, Stage, Timed
+
+BASE_SECONDS: dict[Stage, float] = {  # a probe of quick steps
+    "solo": 4.0, "rest": 4.0, "split": 6.0, "pack": 2.0, "race": 4.0, "knobs": 4.0,
+}  # fmt: skip
 STEPS_A_PROBE = 12  # what a probe of slow steps should have time for
 LONGEST_PROBE_SECONDS = 60.0
 SHORTEST_PROBE_SECONDS = 0.2
 FEWEST_STEPS = 5  # below it a probe is not worth its start
-TELLING = 1.2  # steps that differ less, by this factor, don't tell how tuning grows with them
-BY_STAGE: dict[Stage, float] = {"solo": 0.5, "split": 0.6, "race": 1.0}  # of the budget, spent at the end of a stage
+CLEAR_GROWTH = 1.2  # steps that differ less, by this factor, don't show how tuning grows with them
+# the part of a budget (for solo, rest and split: of exploration's part) that may be spent when a probe of a stage ends
+ENDS_BY: dict[Stage, float] = {"solo": 0.5, "rest": 0.6, "split": 0.6, "pack": 0.65, "race": 1.0, "knobs": 1.0}
+LATER_TURNS_END_BY = 0.95  # what is measured already is not measured again: a probe may take longer than it should
+
+STARTS = {"solo": 1.0, "split": 1.5, "place": 1.0, "pack": 0.8}  # of a solo start; of a pack, for each training
+EXPLORES, EXPLORES_SOLO = 0.4, 0.25  # of the budget, with and without splits, where packs and placements follow
+EXPLORES_MOST = 0.75  # of the budget, where children start slowly
+SOLO_STAGE = 2.0  # the solo stage has half of exploration's part: the starts, and this part of the budget,
+SOLO_SHARE, SOLO_SECONDS = 0.15, 15.0  # or so many seconds, if that is less
+STEPS_SHARE = 0.4  # of the time that no start takes, for one probe of every candidate
+STEPS_TO_COME = 8  # of any probe: the first, the warm-up, and a few blocks
+QUICKEST_STEP = 0.05  # seconds; however short the budget, steps up to it are tried
 
 
-class Rule(StrEnum):
-    """Why a search ended."""
+class Budget:
+    """The budget against what was spent."""
 
-    SEPARATED = "The winner's interval lies above every rival's."
-    TIED = "The leading layouts can't be told apart: every turn was taken and their intervals still overlap."
-    ONLY_ONE = "There is one way to train on these devices, and it was measured."
-    BUDGET = "The budget is spent."
-    NO_FIT = "No layout of the global batch asked for fits the memory of these devices."
-    NO_ROOM = "Every device ran out of memory at the smallest batch it was given"
-    ALL_LOST = "Every device failed"
-
-
-class Purse:
-    """The budget against what was spent, and against what each stage may take of it."""
-
-    def __init__(self, problem: Problem, ledger: Ledger) -> None:
-        self.budget = problem.budget_seconds
-        self._longest_step = problem.longest_step_seconds
-        self.spent = ledger.spent_seconds()
-        self._ledger = ledger
-
-    def seconds(self, stage: Stage, step_seconds: float, probes_left: int) -> float:
-        """How long the next probe of a stage may measure, with about so many to come."""
-        wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step_seconds))
-        if self.budget is None:
-            return wanted
-        left = (BY_STAGE[stage] * self.budget - self.spent) / max(1, probes_left) - self.overhead
-        return round(max(SHORTEST_PROBE_SECONDS, min(wanted, left)), 3)
-
-    def affords(self, stage: Stage, step_seconds: float) -> bool:
-        """Whether a probe of such steps fits into what is left, for this stage, of the budget."""
-        if self.budget is None:
-            return True
-        tuned = self.tuning if stage != "race" else 0.0  # what is raced has mostly run before
-        return self.spent + self.overhead + (FEWEST_STEPS + tuned) * step_seconds <= BY_STAGE[stage] * self.budget
-
-    @property
-    def longest_step(self) -> float:
-        """The longest step that a solo probe should have, in seconds."""
-        return self._longest(self.spent)
-
-    @property
-    def longest_split_step(self) -> float:
-        """The longest step that a device should have in a split; the same for all splits of a search."""
-        return self._longest(self._ledger.spent_on("solo"))
-
-    def _longest(self, spent: float) -> float:
-        longest = LONGEST_PROBE_SECONDS
-        if self.budget is not None:
-            longest = min(longest, max(SHORTEST_PROBE_SECONDS, 0.2 * (self.budget - spent) - self.overhead))
-        step = longest / (FEWEST_STEPS + self.tuning)
-        return step if self._longest_step is None else min(step, self._longest_step)
+    def __init__(self, problem: Problem, options: LayoutOptions, seen: Observations) -> None:
+        self._problem, self._options, self._seen = problem, options, seen
+        self._timed = seen.all_timed()
+        self.seconds = problem.budget_seconds
 
     @cached_property
-    def tuning(self) -> float:
+    def spent(self) -> float:
+        """Seconds of all probes so far."""
+        return self._seen.spent_seconds()
+
+    def probe_seconds(
+        self, layout: Layout, stage: Stage, probes_left: int, step_seconds: float | None = None, reserved: float = 0.0
+    ) -> float:
+        """How long the next probe may measure, with so many of its stage to come and `reserved` for what follows."""
+        step = self._step(layout) if step_seconds is None else step_seconds
+        wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))
+        if self.seconds is None:
+            return wanted
+        left = self._end(stage) - self.spent - reserved - self.start_seconds(layout)
+        each = left / max(1, probes_left) - self._warm_up(layout, 0.0)
+        return round(max(SHORTEST_PROBE_SECONDS, min(wanted, each)), 3)
+
+    def affords(
+        self, layout: Layout, stage: Stage, step_seconds: float | None = None, turn: int = 0, reserved: float = 0.0
+    ) -> bool:
+        """Whether the shortest probe of this layout fits into what its stage may spend."""
+        if self.seconds is None:
+            return True
+        end = self._end(stage) if turn == FIRST_TURN else LATER_TURNS_END_BY * self.seconds
+        return self.spent + reserved + self.least_seconds(layout, step_seconds) <= end
+
+    def least_seconds(self, layout: Layout, step_seconds: float | None = None) -> float:
+        """The shortest probe of a layout, with the start of its children where they don't stand."""
+        step = self._step(layout) if step_seconds is None else step_seconds
+        return (
+            self.start_seconds(layout) + self._warm_up(layout, step) + max(SHORTEST_PROBE_SECONDS, FEWEST_STEPS * step)
+        )
+
+    def total_seconds(self, layouts: Iterable[Layout]) -> float:
+        """The shortest probe of each."""
+        return sum(self.least_seconds(layout) for layout in layouts)
+
+    def turns_left(self, layouts: Iterable[Layout]) -> float:
+        """How many more turns of these the budget has room for; infinite without a budget."""
+        if self.seconds is None:
+            return float("inf")
+        each = sum(max(self.least_seconds(one), BASE_SECONDS["race"]) for one in layouts)
+        return max(0.0, LATER_TURNS_END_BY * self.seconds - self.spent) / each if each else 0.0
+
+    def enough_to_grow(self, grown_seconds: float) -> float:
+        """A budget in which packs may take so much more time, by what was spent up to the first turns."""
+        return (self._seen.spent_seconds(until_turn=FIRST_TURN) + grown_seconds) / ENDS_BY["pack"]
+
+    @property
+    def has_time_to_explore(self) -> bool:
+        """Whether exploration's part of the budget is not spent."""
+        return self.seconds is None or self.spent + self.overhead_seconds <= self._end("split")
+
+    def _end(self, stage: Stage) -> float:
+        assert self.seconds is not None
+        return ENDS_BY[stage] * (self.explore_seconds if stage in ("solo", "rest", "split") else self.seconds)
+
+    # ------------------------------------------------------------------ exploration's part
+
+    @cached_property
+    def explore_seconds(self) -> float:
+        """The part of the budget that solo and split probes are given."""
+        budget = self.seconds or 0.0
+        if not self._options.needs_more_children:
+            return budget
+        splits = "split" in self._options.families and self._problem.devices > 1
+        part = (EXPLORES if splits else EXPLORES_SOLO) * budget
+        start = self._solo_start
+        alone = SOLO_STAGE * (start + min(SOLO_SHARE * budget, SOLO_SECONDS))
+        return max(part, min(EXPLORES_MOST * budget, alone)) if start else part
+
+    def longest_step(self, solo: bool = True) -> float:
+        """The longest step, in seconds, that a device should have in a solo probe; in a split the same for all."""
+        longest = LONGEST_PROBE_SECONDS
+        if self.seconds is not None:
+            spent = self.spent if solo else self._seen.spent_seconds(("solo",))
+            left = 0.2 * (self.explore_seconds - spent) - self.overhead_seconds
+            longest = min(longest, max(SHORTEST_PROBE_SECONDS, left))
+        limits = [self._problem.longest_step_seconds, self._longest_for_all]
+        return min([longest / (FEWEST_STEPS + self.tuning_steps), *(one for one in limits if one is not None)])
+
+    @property
+    def limits_steps(self) -> bool:
+        """Whether steps of a free batch are limited at all."""
+        return self.seconds is not None or self._problem.longest_step_seconds is not None
+
+    @cached_property
+    def _longest_for_all(self) -> float | None:
+        """No step so long that one probe of each candidate can't be paid."""
+        if self.seconds is None or not self._options.needs_more_children:
+            return None
+        starts, probes = self._still_to_come()
+        free = max(0.0, self.seconds - starts * self._solo_start)
+        return max(QUICKEST_STEP, STEPS_SHARE * free / (STEPS_TO_COME * probes))
+
+    def _still_to_come(self) -> tuple[float, float]:
+        """One probe of every candidate: its starts, in those of one device, and the number of probes."""
+        options, devices = self._options, self._problem.devices
+        splits = "split" in options.families and devices > 1
+        groups = len(device_counts(devices)) if "even" in options.families else 0
+        groups = max(1, groups) if splits else groups
+        places = len(options.placements) if "place" in options.families else 0
+        packs = 2 * len(options.pack_modes) if "pack" in options.families else 0
+        knobs = len(options.knobs)
+        starts = (
+            STARTS["solo"] * (1 + knobs) + groups * STARTS["split"] + places * STARTS["place"] + packs * STARTS["pack"]
+        )
+        return starts, 1.0 + knobs + splits + groups + places + packs
+
+    # ------------------------------------------------------------------ what probes cost
+
+    def start_seconds(self, layout: Layout) -> float:
+        """Starting and building the children; 0 where they stand, and don't have to make way again and again.
+
+        For new ones it is guessed from the solo probes', which are the first of all and so the slowest.
+        """
+        group = _children(layout)
+        own = [seen.start_seconds for seen in self._timed if _children(seen.probe.layout) == group]
+        if own:
+            paid = [seconds for seconds in own if seconds]
+            return min(paid) if len(paid) > 1 else 0.0
+        if layout.kind == "pack" and (starts := self._pack_starts()):
+            return _extrapolate_start(starts, layout.processes)
+        return self._solo_start * STARTS[layout.kind] * layout.processes
+
+    @cached_property
+    def _solo_start(self) -> float:
+        """The longest start of a device alone; 0 if none is known."""
+        return max((seen.start_seconds for seen in self._timed if seen.probe.layout.kind == "solo"), default=0.0)
+
+    def _pack_starts(self) -> list[tuple[int, float]]:
+        """(trainings, seconds that their start took) in rising number; the median of several."""
+        found: defaultdict[int, list[float]] = defaultdict(list)
+        for seen in self._timed:
+            if seen.probe.layout.kind == "pack" and seen.start_seconds:
+                found[seen.probe.layout.processes].append(seen.start_seconds)
+        return [(size, median(seconds)) for size, seconds in sorted(found.items())]
+
+    def _warm_up(self, layout: Layout, step_seconds: float) -> float:
+        """What a probe takes on top of its start and the time it is given to measure."""
+        own = [_untimed_seconds(seen) for seen in self._timed if seen.probe.layout == layout]
+        return min(own) if own else self.overhead_seconds + self.tuning_steps * step_seconds
+
+    @cached_property
+    def overhead_seconds(self) -> float:
+        """Seconds of a typical probe that are not timed steps: tracing, warm-up. New children are counted apart."""
+        costs = [_untimed_seconds(seen) for seen in self._timed if seen.probe.stage in ("solo", "rest", "split")]
+        return median(costs) if costs else 0.0
+
+    @cached_property
+    def tuning_steps(self) -> float:
         """Steps that the first step at a new size lasts, as it tries kernels of that size out: TensorFlow's up to 100.
 
-        From each device's quickest and slowest step alone; what a first step costs at any size is in `overhead`.
+        From each device's quickest and slowest step alone; what a first step costs at any size is in the overhead.
         """
         alone: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
-        for seen in self._ledger.of("solo"):
-            if isinstance(seen, Timed):
+        for seen in self._timed:
+            if seen.probe.stage == "solo":
                 alone[seen.probe.layout.active[0]].append((seen.step_seconds, seen.first_step_seconds))
         slopes = []
         for steps in alone.values():
             (quick, first), (slow, last) = min(steps), max(steps)
-            if slow > TELLING * quick:
+            if slow > CLEAR_GROWTH * quick:
                 slopes.append(max(0.0, (last - first) / (slow - quick) - 1))
         return median(slopes) if slopes else 0.0
 
+    def _step(self, layout: Layout) -> float:
+        """Seconds of a step as the devices alone promise it; 0 if none of them ran."""
+        rates = [self._solo_rates[i] for i in layout.active if i in self._solo_rates]
+        rate = (sum if layout.kind == "split" else max)(rates or [0.0])
+        return layout.global_batch * layout.processes / rate if rate else 0.0
+
     @cached_property
-    def overhead(self) -> float:
-        """Seconds of a typical probe that are not timed steps: tracing, warm-up. New children are counted apart."""
-        costs = [
-            max(0.0, seen.elapsed_seconds - seen.start_seconds - seen.steps * seen.step_seconds)
-            for stage in ("solo", "split")
-            for seen in self._ledger.of(stage)
-            if isinstance(seen, Timed)
-        ]
-        return median(costs) if costs else 0.0
+    def _solo_rates(self) -> dict[int, float]:
+        rates: dict[int, float] = {}
+        for seen in self._timed:
+            if seen.probe.layout.kind == "solo":
+                (position,) = seen.probe.layout.active
+                rates[position] = max(seen.samples_per_second, rates.get(position, 0.0))
+        return rates
+
+
+def _children(layout: Layout) -> Layout:
+    """The layout without its sizes: what runs on the same children reads equal."""
+    return msgspec.structs.replace(layout, shares=tuple(int(share > 0) for share in layout.shares))
+
+
+def _extrapolate_start(starts: list[tuple[int, float]], processes: int) -> float:
+    """Seconds to start so many trainings: in proportion, or less where a second size shows that cores are free."""
+    (least, quickest), (most, longest) = starts[0], starts[-1]
+    each = longest / most
+    slope = each if most == least else min(each, max(0.0, (longest - quickest) / (most - least)))
+    return max(0.0, longest + slope * (processes - most))
+
+
+def _untimed_seconds(seen: Timed) -> float:
+    return max(0.0, seen.elapsed_seconds - seen.start_seconds - seen.steps * seen.step_seconds)

@@ -1,96 +1,274 @@
-"""Who takes part in the race: each wanted way to lay the job, at batches that the scout and the growth found. Pure."""
+"""Who takes part in the race: each family's proposals, by what exploration and the growth of packs showed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from functools import cached_property
 
 import msgspec
 
-from evener.balancer.search.comparison_scout import Scout
-from evener.balancer.search.comparison_told import Told
-from evener.balancer.search.layouts import Candidate, PackMode, Wanted, placed, smaller
-from evener.balancer.search.pack_stage import Packing
-from evener.balancer.types import Layout, OutOfMemory, Problem
+from evener.balancer.search.layouts import (
+    Candidate,
+    LayoutOptions,
+    PackMode,
+    device_counts,
+    pack_on,
+    place_on,
+    shrink,
+    split_evenly,
+)
+from evener.balancer.search.model.machine_model import UNMEASURABLE, same_measurement
+from evener.balancer.search.observations import Observations
+from evener.balancer.search.packing import Packing
+from evener.balancer.search.predictions import Predictions
+from evener.balancer.search.ranking import SLACK
+from evener.balancer.types import Layout, OutOfMemory, Problem, Timed, solo
 
-RETREATS = 4  # of a layout that ran out of memory, each to a smaller batch
-Affords = Callable[[Layout], bool]
+RETREATS = 4  # of a layout that ran out of memory in the race, each to a smaller batch
+OTHER_BATCH = 0.03  # relative: tolerable global batches that differ by more are worth a race
 
 
-class Entrants:
-    """A reading of what was told so far; `affords` says whether a layout that was not measured still can be."""
+class Candidates:
+    """A reading of the observations so far."""
 
-    def __init__(self, problem: Problem, wanted: Wanted, scout: Scout, told: Told, affords: Affords) -> None:
-        self._problem, self._wanted, self._scout, self._told = problem, wanted, scout, told
-        self._affords = affords
+    def __init__(self, problem: Problem, options: LayoutOptions, predictions: Predictions) -> None:
+        self._problem, self._options = problem, options
+        self._predictions, self._model = predictions, predictions.model
+        self._quantum = problem.multiple_of
 
+    @property
+    def seen(self) -> Observations:
+        """What they are read from."""
+        return self._model.seen
+
+    @cached_property
     def all(self) -> tuple[Candidate, ...]:
-        """Every layout of the race, in the order of a turn, the same never twice."""
+        """Every layout of the race, the same never twice."""
         kept: dict[Layout, Candidate] = {}
-        for candidate in map(self._in_its_place, self._wished()):
+        for candidate in map(self._in_its_place, self._wished):
             kept.setdefault(candidate.layout, candidate)
         return tuple(kept.values())
 
+    @cached_property
+    def running(self) -> tuple[Candidate, ...]:
+        """Those that did not break in the race."""
+        return tuple(one for one in self.all if self.seen.broken(one.layout) is None)
+
+    @cached_property
     def retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:
         """Each layout that ran out of memory in the race, with the smaller one in its place."""
-        pairs = [(candidate, self._in_its_place(candidate)) for candidate in self._wished()]
+        pairs = [(candidate, self._in_its_place(candidate)) for candidate in self._wished]
         return tuple((wished, instead) for wished, instead in pairs if instead != wished)
 
-    def packings(self) -> list[tuple[PackMode, Packing]]:
-        """Packing in each mode that has a growth of its own."""
-        single = self._scout.single()
-        if single is None or "pack" not in self._wanted.families:
-            return []
-        (position,) = single.layout.active
-        alone = (self._scout.rate(position), partial(self._scout.rate_at, position))
-        modes = [mode for mode in self._wanted.pack_modes if mode != "logical"]
-        return [(mode, Packing(self._problem, single.layout, alone, mode, self._told)) for mode in modes]
+    def expected_rate(self, one: Candidate) -> float:
+        """Samples/s to expect: as measured or predicted; of packs and placements, as much as the best of the others."""
+        if one.synchronous:
+            return self._model.predicted_rate(one.layout)
+        return max((self._model.predicted_rate(other.layout) for other in self.all if other.synchronous), default=0.0)
 
-    def _wished(self) -> list[Candidate]:
-        families, scout = self._wanted.families, self._scout
-        single = scout.single()
+    @cached_property
+    def _wished(self) -> tuple[Candidate, ...]:
+        families = self._options.families
         found: list[Candidate] = []
-        if "solo" in families and single:
-            singles = scout.singles()
-            found.append(next((one for one in singles if not self._told.broken(one.layout)), single))
-            found += [better] if (better := scout.better_single()) else []
+        if "solo" in families:
+            found += self._singles()
+        splits = self._splits() if "split" in families else []
         if "even" in families:
-            found += scout.evens()
-        if "split" in families:
-            found += scout.splits()
+            found += self._evens(splits)
+        found += [Candidate("split", layout, extra=i > 0) for i, layout in enumerate(splits)]
         if "place" in families:
             found += self._placed()
-        return found + self._packed()
+        return (*self._distinct(found), *self._packed())
 
-    def _in_its_place(self, candidate: Candidate) -> Candidate:
-        """The candidate, or after it ran out of memory a smaller one; never smaller than a batch that is given."""
-        for _ in range(RETREATS):
-            full = isinstance(self._told.broken(candidate.layout), OutOfMemory)
-            layout = smaller(candidate.layout, self._problem.multiple_of)
-            if not full or layout is None or self._problem.global_batch is not None:
-                break
-            candidate = msgspec.structs.replace(candidate, layout=layout)
-        return candidate
+    def _distinct(self, found: list[Candidate]) -> list[Candidate]:
+        """Without splits that would be the same measurement as an even one, or as a split before them."""
+        kept: list[Candidate] = []
+        for one in found:
+            repeats = one.layout.kind == "split" and any(
+                other.layout.kind == "split" and same_measurement(one.layout, other.layout) for other in kept
+            )
+            if not repeats:
+                kept.append(one)
+        return kept
+
+    # ------------------------------------------------------------------ one device
+
+    def _singles(self) -> list[Candidate]:
+        """The best single device: at the fixed batch, else as measured; and what is predicted to be faster still."""
+        best = self.best_single
+        if best is None:
+            return []
+        found = [Candidate("solo", best)]
+        fastest = self._predictions.fastest_single
+        if fastest is not None and self._problem.global_batch is None:
+            layout = self._predictions.layout(fastest)
+            worth = fastest.samples_per_second > self.single_rate(best) * (1 + SLACK)
+            if worth and layout != best and self._model.surely_fits(layout):
+                found.append(Candidate("solo", layout, extra=True))
+        return found
+
+    @cached_property
+    def best_single(self) -> Layout | None:
+        """The layout of the best single device that did not break in the race; None if none can train alone."""
+        ranked = self._measured_singles() if self._problem.global_batch is None else self._fixed_singles()
+        whole = [layout for layout in ranked if self.seen.broken(layout) is None]
+        return next(iter(whole or ranked), None)
+
+    def _measured_singles(self) -> list[Layout]:
+        """Each device at its fastest measured batch, the fastest device first."""
+        best: dict[int, Timed] = {}
+        for turns in self.seen.standing(self.seen.timed(("solo", "rest"))).values():
+            for one in turns:
+                (position,) = one.probe.layout.active
+                if position not in best or one.samples_per_second > best[position].samples_per_second:
+                    best[position] = one
+        ranked = sorted(best.values(), key=lambda one: -one.samples_per_second)
+        return [one.probe.layout for one in ranked]
+
+    def _fixed_singles(self) -> list[Layout]:
+        """Each device that holds the fixed batch, the fastest first, those that surely do before the others."""
+        batch = self._problem.global_batch or 0
+        layouts = [solo(self._problem.devices, i, batch) for i in self._model.live if batch <= self._model.limits[i]]
+        sure = [layout for layout in layouts if self._model.surely_fits(layout)]
+        return sorted(sure, key=lambda layout: -self.single_rate(layout))
+
+    def single_rate(self, layout: Layout) -> float:
+        """Samples/s of a device alone: the most that was measured of the layout, else as its curve has it."""
+        timed = self.seen.timed(("rest",)).get(layout) or self.seen.timed(("solo",)).get(layout) or []
+        return max((one.samples_per_second for one in timed), default=self._model.predicted_rate(layout))
+
+    # ------------------------------------------------------------------ several devices
+
+    def _splits(self) -> list[Layout]:
+        """The measured split that is preferred, predictions that should beat it, and the fastest measured one."""
+        found = self._measured_splits()
+        if not found:
+            fastest = self._predictions.fastest_split if self._model.splits else None
+            layout = self._predictions.layout(fastest) if fastest else None
+            return [self._model.level(layout)] if layout and self._model.surely_fits(layout) else []
+        chosen = self._preferred(found)
+        layouts = [chosen, *self._promising(chosen), max(found, key=lambda layout: found[layout])]
+        return [self._level(layout) for layout in layouts]
+
+    def _level(self, layout: Layout) -> Layout:
+        """Equal shares where no measurement tells them from the layout's, and they surely fit."""
+        level = self._model.level(layout)
+        return level if self._model.surely_fits(level) else layout
+
+    def _measured_splits(self) -> dict[Layout, float]:
+        """Every split of exploration that may still run, with its samples/s."""
+        standing = self.seen.standing(self.seen.timed(("split",)))
+        batch = self._problem.global_batch
+        return {
+            layout: max(one.samples_per_second for one in turns)
+            for layout, turns in standing.items()
+            if batch is None or layout.global_batch == batch
+        }
+
+    def _preferred(self, found: dict[Layout, float]) -> Layout:
+        """The smallest global batch within the tolerance of the fastest; the fastest for a fixed batch."""
+        least = max(found.values()) * (1 - self._problem.tolerance)
+        if self._problem.global_batch is not None:
+            return max(found, key=lambda layout: found[layout])
+        enough = [layout for layout, rate in found.items() if rate >= least]
+        return min(enough, key=lambda layout: (layout.global_batch, -found[layout]))
+
+    def _promising(self, chosen: Layout) -> list[Layout]:
+        """Predicted splits that should be faster than the chosen one, or as good with another global batch."""
+        predictions = self._predictions
+        least = self._model.predicted_rate(chosen) * (1 + UNMEASURABLE)
+        layouts = []
+        for wanted in (predictions.tolerable, predictions.insured, predictions.fastest_split):
+            if wanted is None or not self._model.surely_fits(layout := predictions.layout(wanted)):
+                continue
+            other = abs(layout.global_batch / chosen.global_batch - 1) > OTHER_BATCH
+            tolerated = wanted is not predictions.fastest_split
+            if (tolerated and other) or (not tolerated and wanted.samples_per_second > least):
+                layouts.append(layout)
+        return layouts
+
+    def _evens(self, splits: list[Layout]) -> list[Candidate]:
+        """The even split over all live devices; where scaling is asked for, also over 2, 4, ... of the fastest."""
+        live = self._model.live
+        if not (self._model.splits or "split" not in self._options.families):
+            return []
+        order = sorted(live, key=lambda i: -max((p.batch / p.seconds for p in self._model.devices[i].alone), default=0))
+        counts = device_counts(len(live)) if self._options.scaling else (len(live),)
+        found = [self._even(tuple(sorted(order[:count])), splits) for count in counts if count > 1]
+        return [one for one in found if one is not None]
+
+    def _even(self, positions: tuple[int, ...], splits: list[Layout]) -> Candidate | None:
+        """At the fixed batch, else at the preferred split's or the best single's for each device; as far as it fits."""
+        count, quantum = len(positions), self._quantum
+        least = min(self._model.devices[i].memory.largest_safe(self._model.cap, quantum) for i in positions)
+        batch = self._problem.global_batch
+        if batch is None:
+            batch = self._even_batch(positions, splits)
+        batch = max(batch // quantum, count) * quantum
+        if -(-batch // quantum // count) * quantum > least:
+            batch = least // quantum * quantum * count
+        if self._problem.global_batch is not None and self._options.scaling and batch != self._problem.global_batch:
+            return None
+        return split_evenly(self._problem.devices, positions, batch, quantum) if batch else None
+
+    def _even_batch(self, positions: tuple[int, ...], splits: list[Layout]) -> int:
+        count = len(positions)
+        if splits:
+            return splits[0].global_batch * count // len(self._model.live)
+        best = self._measured_singles()
+        each = min((layout.global_batch for layout in best if layout.active[0] in positions), default=0) * count
+        return min(each, self._problem.max_global_batch or each)
+
+    # ------------------------------------------------------------------ placements and packs
+
+    @cached_property
+    def common_batch(self) -> int | None:
+        """The batch for layouts that have none of their own: the fixed one, the best single device's, else one that no
+        single device could hold."""
+        if self._problem.global_batch is not None:
+            return self._problem.global_batch
+        if self.best_single is not None:
+            return self.best_single.global_batch
+        full = [one.probe.layout.global_batch for one in self.seen.in_stage("solo") if isinstance(one, OutOfMemory)]
+        return min(full, default=None)
 
     def _placed(self) -> list[Candidate]:
-        batch = self._scout.common_batch()
-        if batch is None:
+        if self.common_batch is None:
             return []
-        found = [placed(self._problem.devices, placement, batch) for placement in self._wanted.placements]
+        found = [place_on(self._problem.devices, one, self.common_batch) for one in self._options.placements]
         return [one for one in found if one is not None]
+
+    @cached_property
+    def packings(self) -> tuple[tuple[PackMode, Packing], ...]:
+        """Packing in each mode whose number of trainings is searched for."""
+        single = self.best_single
+        if single is None or "pack" not in self._options.families:
+            return ()
+        rate = self.single_rate(single)
+        modes = [mode for mode in self._options.pack_modes if mode != "logical"]
+        return tuple((mode, Packing(self._model, single, rate, mode)) for mode in modes)
 
     def _packed(self) -> list[Candidate]:
         """The best number of trainings in each mode, or the fewest where none was measured yet."""
-        best = {mode: packing.best_layout() or packing.first_layout() for mode, packing in self.packings()}
+        best = {mode: packing.best_layout() or packing.first_layout() for mode, packing in self.packings}
         plain = best.get("")
-        if "logical" in self._wanted.pack_modes and plain is not None:
+        if "logical" in self._options.pack_modes and plain is not None:
             best["logical"] = self._logical(plain)
         return [Candidate("pack", layout) for layout in best.values() if layout is not None]
 
     def _logical(self, plain: Layout) -> Layout:
-        """Equal parts of the memory for as many as run best as plain processes, or as are measured if time is short."""
-        at_best = msgspec.structs.replace(plain, placement="logical")
-        known = [seen.probe.layout for seen in self._told.timed() if seen.probe.layout.placement == "logical"]
-        if at_best in known or not known or self._affords(at_best):
-            return at_best
-        return max(known, key=lambda layout: layout.processes)
+        """Equal parts of the memory for as many as run best as plain processes, or as were measured in a short time."""
+        wanted = pack_on(plain, plain.processes, "logical").layout
+        tried = [one.probe.layout for one in self.seen.all_timed() if one.probe.layout.placement == "logical"]
+        if wanted in tried or not tried or self._model.budget.affords(wanted, "race"):
+            return wanted
+        return max(tried, key=lambda layout: layout.processes)
+
+    def _in_its_place(self, candidate: Candidate) -> Candidate:
+        """The candidate, or after it ran out of memory a smaller one; never smaller than a batch that is given."""
+        for _ in range(RETREATS):
+            full = isinstance(self.seen.broken(candidate.layout), OutOfMemory)
+            layout = shrink(candidate.layout, self._quantum)
+            if not full or layout is None or self._problem.global_batch is not None:
+                break
+            candidate = msgspec.structs.replace(candidate, layout=layout)
+        return candidate

@@ -1,4 +1,4 @@
-"""The ways to lay a job on the devices, as candidates of one race. Pure."""
+"""The ways to lay a job on the devices, as candidates of one race."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from evener.balancer.types import Layout, solo
+from evener.balancer.types import Layout
 from evener.shares import even
 
 Family = Literal["solo", "even", "split", "pack", "place"]
@@ -24,14 +24,23 @@ class Placement(msgspec.Struct, frozen=True):
     devices: int = 2  # most that it uses
 
 
-class Wanted(msgspec.Struct, frozen=True):
-    """What a comparison is asked to measure."""
+class LayoutOptions(msgspec.Struct, frozen=True):
+    """Which families of layouts a search is asked for, and what the machine offers of them."""
 
     families: tuple[Family, ...] = FAMILIES
     placements: tuple[Placement, ...] = ()
     pack_modes: tuple[PackMode, ...] = ("",)  # "": plain processes; logical: equal parts of the memory; mps: a daemon
-    knobs: tuple[Knob, ...] = ()  # measured as rivals of the winner
+    knobs: tuple[Knob, ...] = ()  # the winner is measured with each as well
     left_out: tuple[str, ...] = ()  # what was asked for and can't be had here, in sentences
+    scaling: bool = True  # an even split over 2, 4, ... of the devices too
+
+    @property
+    def needs_more_children(self) -> bool:
+        """Whether the race will start children that exploration doesn't."""
+        return self.scaling or "pack" in self.families or "place" in self.families or bool(self.knobs)
+
+
+BALANCE = LayoutOptions(("solo", "even", "split"), scaling=False)  # what a plan needs
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -42,15 +51,15 @@ class Candidate(msgspec.Struct, frozen=True):
     extra: bool = False
 
     @property
+    def synchronous(self) -> bool:
+        """Whether one training steps on one or several devices, so that its global batch can be compared."""
+        return self.family in ("solo", "even", "split") and not self.layout.knobs
+
+    @property
     def simplicity(self) -> tuple[int, int, int, int]:
         """For a tie: the smaller is the simpler to live with."""
         layout = self.layout
         return (len(layout.knobs), SIMPLEST_FIRST.index(self.family), len(layout.active), layout.processes)
-
-
-def alone(devices: int, position: int, batch: int) -> Candidate:
-    """One device with the whole batch."""
-    return Candidate("solo", solo(devices, position, batch))
 
 
 def device_counts(devices: int) -> tuple[int, ...]:
@@ -62,7 +71,7 @@ def device_counts(devices: int) -> tuple[int, ...]:
     return (*counts, devices) if devices > 1 else ()
 
 
-def evenly(devices: int, positions: tuple[int, ...], batch: int, quantum: int = 1) -> Candidate | None:
+def split_evenly(devices: int, positions: tuple[int, ...], batch: int, quantum: int = 1) -> Candidate | None:
     """The batch spread evenly over some devices, in whole quanta; None if it has too few for them."""
     if batch // quantum < len(positions) or batch % quantum:
         return None
@@ -73,7 +82,7 @@ def evenly(devices: int, positions: tuple[int, ...], batch: int, quantum: int = 
     return Candidate("even", Layout("split", tuple(shares)))
 
 
-def packed(of: Layout, processes: int, mode: PackMode = "", batch: int | None = None) -> Candidate:
+def pack_on(of: Layout, processes: int, mode: PackMode = "", batch: int | None = None) -> Candidate:
     """So many trainings side by side on the device of a solo layout, each with its batch unless said."""
     (position,) = of.active
     size = of.global_batch if batch is None else batch
@@ -81,7 +90,7 @@ def packed(of: Layout, processes: int, mode: PackMode = "", batch: int | None = 
     return Candidate("pack", Layout("pack", shares, processes, mode))
 
 
-def placed(devices: int, placement: Placement, batch: int) -> Candidate | None:
+def place_on(devices: int, placement: Placement, batch: int) -> Candidate | None:
     """The model's parts on the first devices; the shares only say who takes part. None if there are too few."""
     used = min(devices, placement.devices)
     if used < 2 or batch < used:
@@ -90,7 +99,7 @@ def placed(devices: int, placement: Placement, batch: int) -> Candidate | None:
     return Candidate("place", Layout("place", shares, placement=placement.name))
 
 
-def smaller(layout: Layout, quantum: int = 1) -> Layout | None:
+def shrink(layout: Layout, quantum: int = 1) -> Layout | None:
     """The layout with a smaller batch everywhere, after it ran out of memory; None if it can't shrink."""
     shares = tuple(int(share * RETREAT) // quantum * quantum for share in layout.shares)
     if any(before and not now for before, now in zip(layout.shares, shares, strict=True)):

@@ -1,4 +1,9 @@
-"""What was seen: every observation once, whatever the order in which it came, read per device and per layout."""
+"""The store of observations: each once, whatever the order in which it came, read per device, per layout and per stage.
+
+Equal sets of observations read equal. What a device is like is read from exploration alone (stages solo, rest and
+split), so that the race does not move the candidates it compares; costs, failures and memory that others take count
+from all.
+"""
 
 from __future__ import annotations
 
@@ -9,116 +14,149 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from evener.balancer.search.model.memory import Memory
-from evener.balancer.search.model.points import Point
+from evener.balancer.search.model.step_time import Point
 from evener.balancer.search.statistics import student
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed
 
-STAGES: tuple[Stage, ...] = ("solo", "split", "race")
+EXPLORATION: tuple[Stage, ...] = ("solo", "rest", "split")
 TRIES = 2  # of a probe that fails for a reason other than memory
 TYPICAL_BLOCKS = 8  # behind an interval; it turns a half-width into a standard error
+FIRST_TURN = 0
+
+Place = tuple[str, tuple[int, ...]]  # a layout's kind and devices
+Turns = dict[int, Timed]
 
 
-class Device(msgspec.Struct, frozen=True):
-    """What is known of one device. `rounds` counts its solo probes; `lost` says why it is left out, "" if it isn't."""
+class DeviceEvidence(msgspec.Struct, frozen=True):
+    """What exploration saw of one device. `rounds` counts its solo probes; `lost` says why it is left out, or ""."""
 
     alone: tuple[Point, ...]  # a process of its own, the other devices at work as well
-    rested: tuple[Point, ...]  # a process of its own, the others at rest
-    beside: tuple[Point, ...]  # its own part of splits
+    at_rest: tuple[Point, ...]  # a process of its own, the others at rest
+    in_splits: tuple[Point, ...]  # its own part of splits
     memory: Memory
     rounds: int
     lost: str
 
 
-class Ledger:
-    """The set of observations; equal sets read equal."""
+class Observations:
+    """The set of observations of one search."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._seen: dict[Probe, Observation] = {}
         self._failures: Counter[Probe] = Counter()
-        self._solo: defaultdict[int, list[Probe]] = defaultdict(list)
-        self._joint: list[Probe] = []
-        self._devices: dict[int, Device] = {}
-        self._places: defaultdict[tuple[str, tuple[int, ...]], list[Probe]] = defaultdict(list)
-        self._taken: dict[int, int] = {}  # position -> bytes that others were seen to hold, at most
-        self._gone: set[int] = set()  # positions of devices that are no longer there
-        self._refuted: dict[tuple[str, tuple[int, ...]], frozenset[Layout]] = {}
+        self._explored: defaultdict[int, list[Probe]] = defaultdict(list)  # by device, exploration only
+        self._places: defaultdict[Place, list[Probe]] = defaultdict(list)
+        self._by_layout: defaultdict[Layout, list[Probe]] = defaultdict(list)
+        self._taken: dict[int, int] = {}  # position -> most bytes that others were seen to hold
+        self._gone: set[int] = set()  # devices that are no longer there
+        self._devices: dict[int, DeviceEvidence] = {}
+        self._refuted: dict[Place, frozenset[Layout]] = {}
         self._settled: dict[Stage, list[Observation]] = {}
-        self._costs: dict[Stage, float] = {}
+        self.explored_version = 0  # grows with everything that may change what is believed of devices
 
     def add(self, seen: Observation) -> bool:
         """Take an observation; False if it says nothing new.
 
-        Of two on one probe the worse news counts: out of memory once is out of memory. A failure counts each time it
-        is told, since a failed probe is tried afresh; so a journal told twice may give up a device that it shouldn't.
+        Of two on one probe the worse news counts: out of memory once is out of memory. A failure counts each time,
+        since a failed probe is tried afresh.
         """
-        probe = seen.probe
-        layout = probe.layout
-        if len(layout.shares) != self._problem.devices or not layout.active or layout.kind not in ("solo", "split"):
+        probe, layout = seen.probe, seen.probe.layout
+        if len(layout.shares) != self._problem.devices or not layout.active:
             return False
         if isinstance(seen, Failed):
             self._failures[probe] += 1
             if seen.cause == "device" and self._failures[probe] >= TRIES:
                 self._gone.update(seen.devices)
         else:
-            self.shrink(seen.short_bytes)
-        self._settled.pop(probe.stage, None)
-        self._costs.pop(probe.stage, None)
+            self._shrink(seen.short_bytes)
         known = self._seen.get(probe)
-        if known is not None and _rank(known) >= _rank(seen):
-            if isinstance(seen, Failed) and isinstance(known, Failed):
-                self._forget(layout)
-                return True
+        repeated = isinstance(seen, Failed) and isinstance(known, Failed)
+        if known is not None and not repeated and _rank(known) >= _rank(seen):
             return False
-        self._seen[probe] = seen
+        if known is None or _rank(seen) > _rank(known):
+            self._seen[probe] = seen
         if known is None:
-            (self._solo[layout.active[0]] if layout.kind == "solo" else self._joint).append(probe)
             self._places[layout.kind, layout.active].append(probe)
-        self._refuted.pop((layout.kind, layout.active), None)
-        self._forget(layout)
+            self._by_layout[layout].append(probe)
+            if probe.stage in EXPLORATION:
+                for position in layout.active:
+                    self._explored[position].append(probe)
+        self._forget(seen)
         return True
 
-    def shrink(self, short_bytes: tuple[int, ...]) -> bool:
-        """Others hold memory: the most that was seen counts, as it may be held again. Whether that is news."""
-        news = {i: size for i, size in enumerate(short_bytes) if size > self._taken.get(i, 0)}
-        for position in news:
-            self._devices.pop(position, None)
-        self._taken.update(news)
-        if news:
+    def _shrink(self, short_bytes: tuple[int, ...]) -> None:
+        """Others hold memory: the most that was seen counts, as it may be held again."""
+        more = {i: size for i, size in enumerate(short_bytes) if size > self._taken.get(i, 0)}
+        if more:
+            self._taken.update(more)
             self._refuted.clear()
-        return bool(news)
+            self._devices.clear()
+            self.explored_version += 1
+
+    def _forget(self, seen: Observation) -> None:
+        """Drop what was read before this observation."""
+        probe, layout = seen.probe, seen.probe.layout
+        self._settled.pop(probe.stage, None)
+        self._refuted.pop((layout.kind, layout.active), None)
+        if probe.stage in EXPLORATION:
+            for position in layout.active:
+                self._devices.pop(position, None)
+        if probe.stage in EXPLORATION or not isinstance(seen, Timed):
+            self.explored_version += 1
 
     def __len__(self) -> int:
         return len(self._seen) + sum(count - 1 for count in self._failures.values())
 
-    def device(self, position: int) -> Device:
-        """Everything known of one device."""
-        known = self._devices.get(position)
-        if known is None:
-            known = self._devices[position] = self._read(position)
-        return known
+    # ------------------------------------------------------------------ by probe, stage and layout
 
-    def probe(self, probe: Probe) -> Observation | None:
+    def at(self, probe: Probe) -> Observation | None:
         """What came of a probe; None if it is open, or failed once and is worth another try."""
         seen = self._seen.get(probe)
-        return None if isinstance(seen, Failed) and self._failures[probe] < TRIES else seen
+        return None if isinstance(seen, Failed) and not self._final(seen) else seen
 
-    def of(self, stage: Stage) -> Sequence[Observation]:
-        """The settled observations of a stage, in order of their probes."""
-        known = self._settled.get(stage)
-        if known is None:
+    def in_stage(self, stage: Stage) -> Sequence[Observation]:
+        """The settled observations of a stage, in the order of their probes."""
+        settled = self._settled.get(stage)
+        if settled is None:
             probes = sorted((p for p in self._seen if p.stage == stage), key=_order)
-            known = self._settled[stage] = [seen for p in probes if (seen := self.probe(p)) is not None]
-        return known
+            settled = self._settled[stage] = [seen for p in probes if (seen := self.at(p)) is not None]
+        return settled
 
     def timed(self, stages: Iterable[Stage]) -> dict[Layout, list[Timed]]:
         """Every layout that ran in `stages`, its turns in order."""
         layouts: dict[Layout, list[Timed]] = {}
         for stage in stages:
-            for seen in self.of(stage):
+            for seen in self.in_stage(stage):
                 if isinstance(seen, Timed):
                     layouts.setdefault(seen.probe.layout, []).append(seen)
         return layouts
+
+    def all_timed(self) -> list[Timed]:
+        """Everything that ran."""
+        return [seen for seen in self._seen.values() if isinstance(seen, Timed)]
+
+    def turns(self, layout: Layout, stage: Stage = "race") -> Turns:
+        """The turns of a layout in the race (or with other knobs).
+
+        What exploration measured of it with nothing else at work counts as its first turn.
+        """
+        seen = [self._seen[probe] for probe in self._by_layout.get(layout, ())]
+        timed = [one for one in seen if isinstance(one, Timed)]
+        found = {one.probe.turn: one for one in timed if one.probe.stage == stage}
+        earlier = [one for one in timed if one.probe.stage in ("rest", "split", "pack") or self._alone_anyway(one)]
+        if stage == "race" and earlier and FIRST_TURN not in found:
+            found[FIRST_TURN] = max(earlier, key=lambda one: (one.probe.stage, one.probe.turn))
+        return dict(sorted(found.items()))
+
+    def _alone_anyway(self, seen: Timed) -> bool:
+        return seen.probe.stage == "solo" and self._problem.devices == 1
+
+    def broken(self, layout: Layout) -> Observation | None:
+        """What came of the layout's first turn in the race (or with knobs) that did not run, if one didn't."""
+        seen = [self.at(p) for p in self._by_layout.get(layout, ()) if p.stage in ("race", "knobs")]
+        broken = [one for one in seen if one is not None and not isinstance(one, Timed)]
+        return min(broken, key=lambda one: one.probe.turn, default=None)
 
     def standing(self, timed: dict[Layout, list[Timed]]) -> dict[Layout, list[Timed]]:
         """Those of the layouts that ran which may still run.
@@ -130,146 +168,147 @@ class Ledger:
 
     def _stands(self, layout: Layout) -> bool:
         place = layout.kind, layout.active
-        if self._gone.intersection(place[1]):
+        if self._gone.intersection(layout.active):
             return False
         if place not in self._refuted:
             self._refuted[place] = self._refute(place)
         return layout not in self._refuted[place]
 
-    def _refute(self, place: tuple[str, tuple[int, ...]]) -> frozenset[Layout]:
+    def _refute(self, place: Place) -> frozenset[Layout]:
         seen = [self._seen[probe] for probe in self._places[place]]
-        full = [one.probe.layout.shares for one in seen if isinstance(one, OutOfMemory)]
+        full = [one.probe.layout for one in seen if isinstance(one, OutOfMemory)]
         return frozenset(
             one.probe.layout
             for one in seen
             if isinstance(one, Timed)
             and (
-                any(all(a <= b for a, b in zip(shares, one.probe.layout.shares, strict=True)) for shares in full)
+                any(_no_larger(layout, one.probe.layout) for layout in full)
                 or any(not self._holds(i, one) for i in place[1])
             )
         )
 
     def _holds(self, position: int, seen: Timed) -> bool:
         """Whether the device can still give what the layout held there."""
-        used, limit = seen.memory_bytes[position], self._limit(position)
+        used, limit = seen.memory_bytes[position], self.memory_limit(position)
         return position not in self._taken or used is None or limit is None or used <= limit
 
-    def _limit(self, position: int) -> int | None:
+    def memory_limit(self, position: int) -> int | None:
+        """Bytes that training can have on a device, less what others were seen to hold; None: unknown."""
         limit = self._problem.memory_bytes[position]
         return None if limit is None else max(1, limit - self._taken.get(position, 0))
 
+    # ------------------------------------------------------------------ failures and costs
+
+    def _final(self, seen: Failed) -> bool:
+        """Whether another try is pointless: it had its tries, or the workload itself can't do it."""
+        return seen.cause == "unsupported" or self._failures[seen.probe] >= TRIES
+
     def open_failures(self) -> list[Probe]:
         """Probes that failed once and are worth another try."""
-        return sorted(
-            (p for p, n in self._failures.items() if n < TRIES and isinstance(self._seen[p], Failed)), key=_order
-        )
+        return sorted((p for p, s in self._seen.items() if isinstance(s, Failed) and not self._final(s)), key=_order)
 
-    def spent_seconds(self) -> float:
-        """What all probes cost: solo probes of one turn run at the same time, everything else one after another."""
-        return sum(self.spent_on(stage) for stage in STAGES)
+    def spent_seconds(self, stages: Iterable[Stage] | None = None, until_turn: float = math.inf) -> float:
+        """What the probes cost: solo probes of one turn run at the same time, everything else one after another.
 
-    def spent_on(self, stage: Stage) -> float:
-        """What the probes of a stage cost."""
-        if stage in self._costs:
-            return self._costs[stage]
+        `until_turn` leaves out later turns of the race.
+        """
+        wanted = None if stages is None else set(stages)
         rounds: defaultdict[tuple[int, int], float] = defaultdict(float)
-        total = 0.0
-        for probe in sorted((p for p in self._seen if p.stage == stage), key=_order):
-            cost = self._seen[probe].elapsed_seconds * max(1, self._failures[probe])
-            if stage == "solo" and probe.layout.kind == "solo":
+        costs = []
+        for probe, seen in self._seen.items():
+            if wanted is not None and probe.stage not in wanted:
+                continue
+            cost = seen.elapsed_seconds * max(1, self._failures[probe])
+            if probe.stage == "solo":
                 rounds[probe.turn, probe.layout.active[0]] += cost
-            else:
-                total += cost
+            elif probe.stage != "race" or probe.turn <= until_turn:
+                costs.append(cost)
         longest: defaultdict[int, float] = defaultdict(float)
         for (turn, _), cost in rounds.items():
             longest[turn] = max(longest[turn], cost)
-        self._costs[stage] = total + sum(longest[turn] for turn in sorted(longest))
-        return self._costs[stage]
+        return math.fsum([*costs, *longest.values()])
 
-    def _forget(self, layout: Layout) -> None:
-        if layout.kind == "solo":
-            self._devices.pop(layout.active[0], None)
-        else:
-            self._devices.clear()
+    # ------------------------------------------------------------------ by device
 
-    def _read(self, position: int) -> Device:
-        solo = [self._seen[p] for p in sorted(self._solo[position], key=_order)]
-        joint = [self._seen[p] for p in sorted(self._joint, key=_order) if p.layout.shares[position]]
-        settled = [seen for seen in solo if self.probe(seen.probe) is not None]
-        return Device(
-            alone=tuple(_points(solo, "solo")),
-            rested=tuple(_points(solo, "split")),
-            beside=tuple(_own_points(joint, position)),
-            memory=self._memory(position, solo, joint),
-            rounds=sum(1 for seen in settled if seen.probe.stage == "solo"),
-            lost=self._lost(position, [*solo, *joint]),
+    def device(self, position: int) -> DeviceEvidence:
+        """What exploration saw of one device."""
+        if position not in self._devices:
+            self._devices[position] = self._read(position)
+        return self._devices[position]
+
+    def _read(self, position: int) -> DeviceEvidence:
+        seen = [self._seen[p] for p in sorted(self._explored[position], key=_order)]
+        solo = [one for one in seen if one.probe.layout.kind == "solo"]
+        splits = [one for one in seen if one.probe.layout.kind == "split"]
+        return DeviceEvidence(
+            alone=tuple(_points([one for one in solo if one.probe.stage == "solo"], position)),
+            at_rest=tuple(_points([one for one in solo if one.probe.stage == "rest"], position)),
+            in_splits=tuple(_points(splits, position, own_part=True)),
+            memory=self._memory(position, solo, splits),
+            rounds=sum(1 for one in solo if one.probe.stage == "solo" and self.at(one.probe) is not None),
+            lost=self._lost(position, seen),
         )
 
-    def _memory(self, position: int, solo: list[Observation], joint: list[Observation]) -> Memory:
+    def _memory(self, position: int, solo: list[Observation], splits: list[Observation]) -> Memory:
         alone: dict[int, int] = {}
-        beside: dict[int, int] = {}
-        sizes: list[int] = []
-        failed, failures = None, 0
-        for seen in (*solo, *joint):
-            points = alone if seen.probe.layout.kind == "solo" else beside
+        in_splits: dict[int, int] = {}
+        ran: list[int] = []
+        full: list[int] = []
+        for seen in (*solo, *splits):
+            points = alone if seen.probe.layout.kind == "solo" else in_splits
             share = seen.probe.layout.shares[position]
-            short = isinstance(seen, OutOfMemory) and position in self._short(seen)
-            if short or (isinstance(seen, Failed) and self._too_large(position, seen)):
-                failed, failures = share if failed is None else min(failed, share), failures + 1
+            if self._out_of_memory(position, seen):
+                full.append(share)
             elif isinstance(seen, Timed):
                 used = seen.memory_bytes[position]
                 if self._holds(position, seen):
-                    sizes.append(share)
+                    ran.append(share)
                 if used is not None:
                     points[share] = max(used, points.get(share, 0))
-        ran = max((share for share in sizes if failed is None or share < failed), default=0)
+        failed = min(full, default=None)
         if len(alone) < 2:
-            alone, beside = {**beside, **alone}, {}
+            alone, in_splits = {**in_splits, **alone}, {}
         return Memory(
-            self._limit(position),
-            tuple(sorted(alone.items())),
-            ran,
-            failed,
-            failures,
-            tuple(sorted(beside.items())),
+            limit_bytes=self.memory_limit(position),
+            points=tuple(sorted(alone.items())),
+            ran=max((share for share in ran if failed is None or share < failed), default=0),
+            failed=failed,
+            failures=len(full),
+            in_splits=tuple(sorted(in_splits.items())),
         )
 
-    def _short(self, seen: OutOfMemory) -> tuple[int, ...]:
-        """The devices that ran out: those it names, else the one nearest to the largest batch it ran."""
-        shares = seen.probe.layout.shares
+    def _out_of_memory(self, position: int, seen: Observation) -> bool:
+        """Whether this device ran out: it is named, or is the one nearest to the largest batch it ran."""
+        if isinstance(seen, Failed):
+            return self._too_large(position, seen)
+        if not isinstance(seen, OutOfMemory):
+            return False
         if seen.devices:
-            return seen.devices
-        return (max(seen.probe.layout.active, key=lambda i: (shares[i] / self._largest_alone(i), -i)),)
-
-    def _largest_alone(self, position: int) -> float:
-        return max(
-            (
-                seen.probe.layout.shares[position]
-                for p in self._solo[position]
-                if isinstance(seen := self._seen[p], Timed)
-            ),
-            default=0.5,
-        )
-
-    def _lost(self, position: int, seen: list[Observation]) -> str:
-        """Why the device is left out: it failed where nothing smaller ran, and not only with its one mate."""
-        for one in seen:
-            if not isinstance(one, Failed) or self._failures[one.probe] < TRIES:
-                continue
-            active = one.probe.layout.active
-            named = one.devices == (position,) or active == (position,)
-            if named and one.cause == "device":
-                return one.detail
-            if named and len(active) != 2 and not self._too_large(position, one):
-                return one.detail
-        return ""
+            return position in seen.devices
+        shares = seen.probe.layout.shares
+        return position == max(seen.probe.layout.active, key=lambda i: (shares[i] / self._largest_alone(i), -i))
 
     def _too_large(self, position: int, seen: Failed) -> bool:
-        """Whether a device failed alone, twice, at more samples than it ran: some kernels end there, as memory does."""
-        layout = seen.probe.layout
-        ran = self._largest_alone(position)
+        """Whether a device failed alone, for good, at more samples than it ran: some kernels end there."""
+        layout, ran = seen.probe.layout, self._largest_alone(position)
         alone = layout.active == (position,) and seen.cause != "device"
-        return alone and self._failures[seen.probe] >= TRIES and ran >= 1 and layout.shares[position] > ran
+        return alone and self._final(seen) and ran >= 1 and layout.shares[position] > ran
+
+    def _largest_alone(self, position: int) -> float:
+        sizes = (p.layout for p in self._explored[position] if isinstance(self._seen[p], Timed))
+        return max((layout.shares[position] for layout in sizes if layout.kind == "solo"), default=0.5)
+
+    def _lost(self, position: int, explored: list[Observation]) -> str:
+        """Why the device is left out: it failed where nothing smaller ran, and not only with its one mate."""
+        for one in explored:
+            if not isinstance(one, Failed) or not self._final(one):
+                continue
+            active = one.probe.layout.active
+            if one.devices != (position,) and active != (position,):
+                continue
+            if one.cause == "device" or (len(active) != 2 and not self._too_large(position, one)):
+                return one.detail
+        return ""
 
 
 def relative_error(seen: Timed) -> float:
@@ -278,31 +317,31 @@ def relative_error(seen: Timed) -> float:
     return half / seen.step_seconds / student(TYPICAL_BLOCKS - 1) if seen.step_seconds > 0 else 1.0
 
 
-def _points(seen: list[Observation], stage: Stage) -> Iterator[Point]:
-    timed = [one for one in seen if isinstance(one, Timed) and one.probe.stage == stage and one.step_seconds > 0]
-    for one, error in zip(timed, _errors(timed), strict=True):
-        yield Point(one.probe.layout.global_batch, one.step_seconds, error)
+def _points(seen: Sequence[Observation], position: int, own_part: bool = False) -> Iterator[Point]:
+    """Whole steps, or the device's own part in them, with standard errors.
 
-
-def _own_points(seen: list[Observation], position: int) -> Iterator[Point]:
-    timed = [one for one in seen if isinstance(one, Timed) and one.device_seconds[position]]
-    for one, error in zip(timed, _errors(timed), strict=True):
-        yield Point(one.probe.layout.shares[position], one.device_seconds[position] or 0.0, error)
-
-
-def _errors(timed: list[Timed]) -> list[float]:
-    """Relative standard errors: each one's own, or what the noise of a step in all of them says, if that is more.
-
-    An interval of few blocks is often too narrow by luck, and a probe that ends once it is narrow enough selects those.
+    An error is the probe's own, or what the noise of a step in all of them says, if that is more: an interval of few
+    blocks is often too narrow by luck, and a probe that ends once it is narrow enough selects those.
     """
-    own = [relative_error(one) for one in timed]
-    steps = [max(1, one.steps) for one in timed]
+    found: list[tuple[Timed, float]] = []
+    for one in seen:
+        seconds = (one.device_seconds[position] if own_part else one.step_seconds) if isinstance(one, Timed) else None
+        if isinstance(one, Timed) and seconds:
+            found.append((one, seconds))
+    own = [relative_error(one) for one, _ in found]
+    steps = [max(1, one.steps) for one, _ in found]
     noise = math.sqrt(math.fsum(e * e * n for e, n in zip(own, steps, strict=True)) / max(1, len(own)))
-    return [max(e, noise / math.sqrt(n)) for e, n in zip(own, steps, strict=True)]
+    for (one, seconds), error, count in zip(found, own, steps, strict=True):
+        yield Point(one.probe.layout.shares[position], seconds, max(error, noise / math.sqrt(count)))
+
+
+def _no_larger(one: Layout, other: Layout) -> bool:
+    same = one.processes <= other.processes and (one.placement, one.knobs) == (other.placement, other.knobs)
+    return same and all(a <= b for a, b in zip(one.shares, other.shares, strict=True))
 
 
 def _rank(seen: Observation) -> tuple[int, int, float]:
-    """Which of two observations of one probe is kept, whatever the order of telling."""
+    """Which of two observations of one probe is kept, in whatever order they come."""
     if isinstance(seen, OutOfMemory):
         return (2, 0, seen.elapsed_seconds)
     if isinstance(seen, Timed):
@@ -310,5 +349,6 @@ def _rank(seen: Observation) -> tuple[int, int, float]:
     return (0, 0, seen.elapsed_seconds)
 
 
-def _order(probe: Probe) -> tuple[str, int, tuple[int, ...], float]:
-    return (probe.stage, probe.turn, probe.layout.shares, probe.seconds)
+def _order(probe: Probe) -> tuple[int, int, tuple[int, ...], int, float]:
+    stages = ("solo", "rest", "split", "pack", "race", "knobs")
+    return (stages.index(probe.stage), probe.turn, probe.layout.shares, probe.layout.processes, probe.seconds)

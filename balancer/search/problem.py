@@ -1,4 +1,4 @@
-"""Whether a problem can be solved at all: every fault of the request, named before anything is measured."""
+"""Whether a problem can be solved at all: every fault is named before anything is measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from evener.errors import RequestError
 MOST_DEVICES = 1024
 
 
-def check(problem: Problem) -> None:
+def check_problem(problem: Problem) -> None:
     """Raise RequestError for a problem that has no answer."""
     _check_devices(problem)
     _check_batches(problem)

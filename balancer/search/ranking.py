@@ -1,7 +1,9 @@
-"""Who is fastest, by how much, and how surely: layouts measured in turns A B C A B C, compared within each turn. Pure.
+"""Who is fastest, by how much, and how surely: layouts measured in turns A B C A B C, compared within each turn.
 
 What drifts between turns (heat, other work) hits all layouts of a turn alike, so the difference of two layouts is
-known better than either figure. A difference that may be none, or is below `TIE`, is a tie.
+more certain than either figure. A difference is worth another turn while switching to the slower one of the two may
+gain more than `smallest_gain`: the expected gain is E[max(0, d)], with d normal around the measured difference (Jones
+and others, "Efficient global optimization", 1998).
 """
 
 from __future__ import annotations
@@ -13,17 +15,40 @@ from statistics import fmean, stdev
 import msgspec
 
 from evener.balancer.search.layouts import Candidate
-from evener.balancer.search.statistics import paired, relative_half_width, student
-from evener.balancer.types import Interval, Layout, Timed
+from evener.balancer.search.observations import Turns, relative_error
+from evener.balancer.search.statistics import normal_cdf, normal_density, student
+from evener.balancer.types import Interval, Layout, Problem, Timed
 
 TIE = 0.01  # relative; less than that is not worth a change
 UNCLEAR = 0.03  # relative; a tie is not called one if its likeliest difference is larger
-ENOUGH_TURNS, MOST_TURNS = 3, 8
-LEAST_TURNS = 2  # of the leader and its nearest rival, however far apart one turn has them
-HOPELESS = {1: 0.25, 2: 0.05}  # so far behind after so many turns, surely, a layout gets no more
-DRIFT = 0.02  # between two probes, for a difference that rests on one turn
+DRIFT = 0.007  # relative standard deviation between two probes, before turns show it
+DRIFT_WEIGHT = 4  # turns that this assumption counts for
+LEAST_GAIN = 0.002  # relative: a gain that is not worth another turn, whatever the tolerance
+GAIN_OF_TOLERANCE = 0.25  # the same as a part of the tolerance
+SLACK = 0.005  # of the throughput: what a tolerable layout may miss by where the measurements can't tell
 
-Turns = Mapping[Layout, Mapping[int, Timed]]  # layout -> turn -> what was timed
+TurnsByLayout = Mapping[Layout, Turns]
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """A layout's throughput over another's, less 1: the value, and the standard deviation of one turn."""
+
+    value: float
+    deviation: float
+    turns: int
+
+    def interval(self) -> Interval:
+        """With its 95 % interval, by Student's t."""
+        half = student(DRIFT_WEIGHT + self.turns - 1) * self.deviation / math.sqrt(self.turns)
+        return Interval(self.value, self.value - half, self.value + half)
+
+    def expected_gain(self, more_turns: float = 0.0) -> float:
+        """What switching to the layout should gain, if positive, after so many more turns with the same mean."""
+        error = self.deviation / math.sqrt(self.turns + more_turns)
+        if error <= 0:
+            return max(0.0, self.value)
+        z = self.value / error
+        return error * normal_density(z) + self.value * normal_cdf(z)
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -38,50 +63,89 @@ class Standing(msgspec.Struct, frozen=True):
 
     @property
     def unclear(self) -> bool:
-        """A tie only because too little is known: the difference may be none, and may be large."""
+        """A tie only because too little is certain: the difference may be none, and may be large."""
         return self.tie and self.against is not None and abs(self.against.value) > UNCLEAR
 
 
-def ranked(candidates: Sequence[Candidate], turns: Turns) -> tuple[Standing, ...]:
+def rank(candidates: Sequence[Candidate], turns: TurnsByLayout, problem: Problem) -> tuple[Standing, ...]:
     """Every layout that ran: the winner, then the others by throughput."""
-    ran = [candidate for candidate in candidates if turns.get(candidate.layout)]
+    ran = [one for one in candidates if turns.get(one.layout)]
     if not ran:
         return ()
-    winner = _winner(ran, turns)
-    others = [candidate for candidate in ran if candidate is not winner]
+    winner = choose_winner(ran, turns, problem)
+    others = [one for one in ran if one is not winner]
     others.sort(key=lambda one: throughput(turns[one.layout]).value, reverse=True)
     return (_standing(winner, None, turns), *(_standing(one, winner, turns) for one in others))
 
 
-def contenders(candidates: Sequence[Candidate], turns: Turns) -> tuple[Candidate, ...]:
-    """Those that deserve another turn, in the order of turns; empty when the ranking is settled."""
-    ran = [candidate for candidate in candidates if turns.get(candidate.layout)]
+def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Problem) -> Candidate:
+    """The fastest, or what the tolerance prefers to it.
+
+    Of layouts within the tolerance of the fastest the one with the smallest global batch, where that is free; else, and
+    between kinds, the simplest of those that nobody would tell from the fastest.
+    """
+    leader = max(ran, key=lambda one: throughput(turns[one.layout]).value)
+    gaps = {one.layout: compare_turns(turns[one.layout], turns[leader.layout]).interval() for one in ran}
+    if leader.synchronous and problem.global_batch is None and problem.tolerance:
+        within = [one for one in ran if one.synchronous and _tolerable(gaps[one.layout], problem.tolerance)]
+        return min([leader, *within], key=lambda one: (one.layout.global_batch, -gaps[one.layout].value))
+    margin = min(TIE, problem.tolerance)
+    close = [one for one in ran if one is leader or abs(gaps[one.layout].value) < margin]
+    return min(close, key=lambda one: one.simplicity)
+
+
+def _tolerable(gap: Interval, tolerance: float) -> bool:
+    return gap.value + min((gap.high - gap.low) / 2, SLACK) >= -tolerance
+
+
+def unsettled(
+    ran: Sequence[Candidate], turns: TurnsByLayout, tolerance: float, turns_left: float, most_turns: int
+) -> tuple[list[Candidate], bool]:
+    """The layouts that deserve another turn, the leader among them; and whether a tie was given up.
+
+    A rival deserves one while it may still gain, and the turns that are left can settle whether it does.
+    """
     if len(ran) < 2:
-        return ()
-    leader = _leader(ran, turns)
-    others = [one for one in ran if one is not leader]
-    rivals = [one for one in others if not _settled(turns[one.layout], turns[leader.layout])]
-    if not rivals and len(turns[leader.layout]) < LEAST_TURNS:
-        rivals = [max(others, key=lambda one: throughput(turns[one.layout]).value)]
-    return tuple(one for one in ran if one is leader or one in rivals) if rivals else ()
+        return [], False
+    leader = max(ran, key=lambda one: throughput(turns[one.layout]).value)
+    rivals, tied = [], False
+    for one in ran:
+        gap = compare_turns(turns[one.layout], turns[leader.layout])
+        if one is leader or gap.expected_gain() <= smallest_gain(tolerance):
+            continue
+        left = min(turns_left, most_turns - gap.turns)
+        if left >= 1 and gap.expected_gain(left) <= smallest_gain(tolerance):
+            rivals.append(one)
+        else:
+            tied = True
+    return ([one for one in ran if one is leader or one in rivals] if rivals else []), tied
 
 
-def difference(rival: Mapping[int, Timed], leader: Mapping[int, Timed]) -> Interval:
-    """The rival's throughput over the leader's, less 1, from the turns that both took."""
-    common = sorted(rival.keys() & leader.keys())
-    if len(common) >= 2:
-        pairs = [(rival[turn].samples_per_second, leader[turn].samples_per_second) for turn in common]
-        return paired([a for a, _ in pairs], [b for _, b in pairs])
-    first, second = throughput(rival), throughput(leader)
-    value = first.value / second.value - 1
-    half = math.hypot(relative_half_width(first), relative_half_width(second)) + DRIFT
-    return Interval(value, value - half, value + half)
+def smallest_gain(tolerance: float) -> float:
+    """The relative gain below which another measurement isn't worth its time."""
+    return max(LEAST_GAIN, GAIN_OF_TOLERANCE * tolerance)
 
 
-def throughput(turns: Mapping[int, Timed]) -> Interval:
-    """Samples/s over all turns, each counted alike: as uncertain as the turns are, and as they differ.
+def compare_turns(one: Turns, other: Turns) -> Difference:
+    """`one` against `other`, from the turns that both took; from all turns if they have none in common."""
+    common = sorted(one.keys() & other.keys())
+    if common:
+        pairs = [(one[turn], other[turn]) for turn in common]
+        ratios = [a.samples_per_second / b.samples_per_second - 1 for a, b in pairs]
+    else:
+        pairs = [(a, b) for a in one.values() for b in other.values()]
+        ratios = [throughput(one).value / throughput(other).value - 1]
+    own = fmean(relative_error(a) ** 2 + relative_error(b) ** 2 for a, b in pairs)
+    count = len(ratios)
+    spread = stdev(ratios) ** 2 if count > 1 else 0.0
+    assumed = DRIFT_WEIGHT * (own + DRIFT**2)
+    return Difference(fmean(ratios), math.sqrt((assumed + (count - 1) * spread) / (DRIFT_WEIGHT + count - 1)), count)
 
-    Two turns tell their spread so badly that it is judged with the quantile of three.
+
+def throughput(turns: Turns) -> Interval:
+    """Samples/s over all turns, each counted once: as uncertain as the turns are, and as they differ.
+
+    Two turns show their spread so badly that it is judged with the quantile of three.
     """
     figures = [_rate(seen) for _, seen in sorted(turns.items())]
     count = len(figures)
@@ -99,39 +163,13 @@ def is_tie(against: Interval) -> bool:
     return against.low <= 0 <= against.high or abs(against.value) < TIE
 
 
-def _winner(ran: Sequence[Candidate], turns: Turns) -> Candidate:
-    """The fastest; among those that nobody would tell from it, the simplest."""
-    leader = _leader(ran, turns)
-    close = [
-        one for one in ran if one is leader or abs(difference(turns[one.layout], turns[leader.layout]).value) < TIE
-    ]
-    return min(close, key=lambda one: one.simplicity)
-
-
-def _leader(ran: Sequence[Candidate], turns: Turns) -> Candidate:
-    return max(ran, key=lambda one: throughput(turns[one.layout]).value)
-
-
-def _settled(rival: Mapping[int, Timed], leader: Mapping[int, Timed]) -> bool:
-    """Whether another turn would not change what is said of the two."""
-    count = len(rival.keys() & leader.keys())
-    against = difference(rival, leader)
-    if count in HOPELESS and against.high < -HOPELESS[count]:
-        return True
-    if count < ENOUGH_TURNS:
-        return False
-    lost = against.high < -TIE
-    tied = against.low > -TIE and against.high < TIE
-    return lost or tied
-
-
-def _standing(one: Candidate, winner: Candidate | None, turns: Turns) -> Standing:
+def _standing(one: Candidate, winner: Candidate | None, turns: TurnsByLayout) -> Standing:
     own = turns[one.layout]
     figure = throughput(own)
     samples = one.layout.global_batch * one.layout.processes
     step = Interval(samples / figure.value, samples / figure.high, samples / figure.low if figure.low else math.inf)
-    against = None if winner is None else difference(own, turns[winner.layout])
-    return Standing(one, figure, step, against, against is not None and is_tie(against), sum(turn >= 0 for turn in own))
+    against = None if winner is None else compare_turns(own, turns[winner.layout]).interval()
+    return Standing(one, figure, step, against, against is not None and is_tie(against), len(own))
 
 
 def _rate(seen: Timed) -> Interval:

@@ -2,33 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from enum import StrEnum
 
-from evener.balancer.search import race_stage
-from evener.balancer.search.decide import Decision, Judged, decide
-from evener.balancer.search.model.step_time import remembered
-from evener.balancer.search.observations import Ledger
-from evener.balancer.search.predictions import View
-from evener.balancer.search.problem import check
-from evener.balancer.types import Belief, CurveSketch, Failed, Layout, Observation, Probe, Problem, Result
+import msgspec
+
+from evener.balancer.search.budget import Budget
+from evener.balancer.search.candidates import Candidates
+from evener.balancer.search.layouts import BALANCE, Candidate, Family, LayoutOptions, PackMode
+from evener.balancer.search.model.machine_model import MachineModel, same_measurement
+from evener.balancer.search.observations import Observations
+from evener.balancer.search.predictions import Predictions
+from evener.balancer.search.problem import check_problem
+from evener.balancer.search.race import Race
+from evener.balancer.search.ranking import Standing, choose_winner, throughput
+from evener.balancer.search.solo_stage import SoloStage
+from evener.balancer.search.split_stage import SplitStage
+from evener.balancer.types import (
+    Belief,
+    CurveSketch,
+    Layout,
+    Observation,
+    Probe,
+    Problem,
+    Result,
+    Stage,
+    Timed,
+)
 
 SKETCHED = 24  # points of a curve for drawing
+WHY_SOLO = (
+    "a first time",
+    "the slope of time and memory",
+    "the largest batch that matters, or one on the way to it",
+    "what is still in doubt",
+)
+
+
+class Stop(StrEnum):
+    """Why a search ended."""
+
+    SETTLED = "Nothing left to measure is expected to change the plan by more than the tolerance."
+    TIED = "The leading layouts tie: more turns within the budget would not tell them apart."
+    ONLY_ONE = "There is one way to train on these devices, and it was measured."
+    BUDGET = "The budget is spent."
+    NO_FIT = "No layout of the global batch asked for fits the memory of these devices."
+    OUT_OF_MEMORY = "Every device ran out of memory at the smallest batch it was given"
+    ALL_LOST = "Every device failed"
+    LATE = "The budget was spent before the search had ended."
+    INTERRUPTED = "The search was interrupted."
+    CUT_OFF = "The run was cut off."
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """What to measure now and what for; without probes, why the search ended."""
+
+    probes: tuple[Probe, ...]
+    doing: str
+    ended: str | None = None
 
 
 class Search:
-    """Finds the layout that trains fastest, in a handful of probes; see `evener.balancer.search` for the theory.
+    """Finds the layout that trains fastest; see `evener.balancer.search` for the theory.
 
     Time comes in by observations alone: the budget is held against the sum of their `elapsed_seconds`, where solo
     probes of one turn run at the same time and count once, by the longest.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        check(problem)
-        self.problem = problem
-        self._all = Ledger(problem)
-        self._before_race = Ledger(problem)  # the race is planned by what was known when it began
-        self._fit = remembered()
-        self._judged: Judged | None = None
+    def __init__(self, problem: Problem, options: LayoutOptions = BALANCE) -> None:
+        check_problem(problem)
+        self.problem, self.options = problem, options
+        self._seen = Observations(problem)
+        self._model: tuple[int, MachineModel, Predictions] | None = None
+        self._reading: tuple[Candidates, Race] | None = None
         self._decided: Decision | None = None
 
     def ask(self) -> tuple[Probe, ...]:
@@ -37,106 +83,266 @@ class Search:
 
     def tell(self, seen: Observation) -> None:
         """Take what was seen: in any order, asked for or not, more than once."""
-        if not self._all.add(seen):
-            return
-        if seen.probe.stage != "race":
-            self._before_race.add(seen)
-            self._judged = None
-        elif not isinstance(seen, Failed) and self._before_race.shrink(seen.short_bytes):
-            self._judged = None  # who raced may not fit any more
-        self._decided = None
+        if self._seen.add(seen):
+            self._reading = self._decided = None
+
+    def run(self, measure: Callable[[tuple[Probe, ...]], Iterable[Observation]]) -> Search:
+        """Ask, measure, tell, until the search has no more questions."""
+        while probes := self.ask():
+            for seen in measure(probes):
+                self.tell(seen)
+        return self
+
+    # ------------------------------------------------------------------ answers
 
     def best(self) -> Result | None:
-        """The smallest global batch within the tolerance of the fastest layout measured; None before any was."""
-        return race_stage.preferred(self._eligible(), self.problem.tolerance, self.problem.global_batch)
+        """The layout to take, of everything that was measured and may still run; None before anything was.
+
+        A layout that the race has not come to counts as it was measured before. If nothing may run any more, the best
+        of what ran.
+        """
+        found = self.ranking()
+        pool = {one.candidate.layout: one.candidate for one in found}
+        if any(candidate.layout.knobs or not candidate.synchronous for candidate in pool.values()) and found:
+            return _result(found[0])
+        ran = self._ran()
+        eligible = self._seen.standing(ran) or ran
+        batch = self.problem.global_batch
+        repeats = {
+            layout for layout in ran if layout not in pool and any(same_measurement(layout, one) for one in pool)
+        }
+        fit = [layout for layout in eligible if batch is None or layout.global_batch == batch]
+        layouts = [layout for layout in fit if layout not in repeats] or fit
+        candidates = [pool.get(layout, Candidate(_family(layout), layout)) for layout in layouts]
+        if not candidates:
+            return None
+        turns = {layout: self._turns(layout) for layout in layouts}
+        chosen = choose_winner(candidates, turns, self.problem).layout
+        return Result(chosen, throughput(turns[chosen]), len(turns[chosen]))
+
+    def ranking(self) -> tuple[Standing, ...]:
+        """Every layout of the race, the winner first."""
+        return self._race().ranking
 
     def results(self) -> tuple[Result, ...]:
-        """Every layout that ran and may run again, best first: by its turns in the race, else by the stage that ran it.
-
-        All that ran, if none may run again.
-        """
-        ran = {**self._all.timed(["solo", "split"]), **self._all.timed(["race"])}
-        return race_stage.results(self._all.standing(ran) or ran)
-
-    def belief(self) -> Belief:
-        """The view between two probes, for whoever draws it."""
-        decision, view = self._decision(), self._known().view
-        fits = [f for f in (view.fastest_split, view.fastest_single) if f]
-        top = max(fits, key=lambda f: f.samples_per_second, default=None)
-        return Belief(
-            curves=tuple(_sketch(view, i) for i in range(self.problem.devices)),
-            predicted=view.layout(top) if top else None,
-            predicted_samples_per_second=top.samples_per_second if top else None,
-            sync_seconds=view.sync_seconds,
-            doing=decision.doing,
-        )
-
-    def why_stopped(self) -> str | None:
-        """The rule that ended the search, in words; None while it goes on."""
-        return None if self._decision().probes else self._decision().ended
-
-    def spent_seconds(self) -> float:
-        """What the budget is held against."""
-        return self._all.spent_seconds()
-
-    def apart_seconds(self, layout: Layout) -> float | None:
-        """The longest that a device would take alone for its share of a layout; None if none of them ran alone."""
-        view = self._known().view
-        curves = [(view.alone[i], layout.shares[i]) for i in layout.active]
-        return max((curve.seconds(share) for curve, share in curves if curve), default=None)
-
-    def predicted_rate(self, layout: Layout) -> float:
-        """Samples/s of a layout as the curves have it; 0 if one of its devices has none."""
-        return self._known().view.predicted_rate(layout)
-
-    def same(self, one: Layout, other: Layout, within: float) -> bool:
-        """Whether shares differ by less than `within`, relatively, and by no edge of a stair."""
-        return self._known().view.same(one, other, within)
-
-    def even_split(self) -> Result | None:
-        """The even split over all devices that take part, as measured; None if it wasn't."""
-        return _first(
-            self.results(), lambda layout: layout.kind == "split" and _is_even(layout, self._known().view.live)
-        )
-
-    def best_single(self) -> Result | None:
-        """The fastest device alone, as measured in the race if it raced."""
-        raced = race_stage.results(self._all.timed(["race"]))
-        return _first((*raced, *self.results()), lambda layout: layout.kind == "solo")
+        """Every layout that ran and may run again, the fastest first; all that ran, if none may."""
+        ran = self._ran()
+        found = [self._result_for(layout) for layout in self._seen.standing(ran) or ran]
+        return tuple(sorted(found, key=lambda one: (-one.throughput.value, one.layout.global_batch, one.layout.shares)))
 
     def solos(self) -> tuple[Result | None, ...]:
         """Each device's highest throughput alone, as measured; None for one that never ran."""
         best: dict[int, Result] = {}
         for result in self.results():
-            if result.layout.kind == "solo":
+            if result.layout.kind == "solo" and not result.layout.knobs:
                 best.setdefault(result.layout.active[0], result)
         return tuple(best.get(i) for i in range(self.problem.devices))
 
-    def contenders(self) -> tuple[Layout, ...]:
-        """Who deserves the race, the favourite first: measured or predicted, and sure to fit."""
-        return self._known().rivals
+    def best_single(self) -> Result | None:
+        """The best single device: as raced, else the fastest measured at the global batch asked for."""
+        standing = next((one for one in self.ranking() if one.candidate.family == "solo"), None)
+        if standing is not None:
+            return _result(standing)
+        batch = self.problem.global_batch
+        alone = [one for one in self.solos() if one and (batch is None or one.layout.global_batch == batch)]
+        return max(alone, key=lambda one: one.throughput.value, default=None)
 
-    def _eligible(self) -> tuple[Result, ...]:
-        """What raced and still fits; else what was measured before and does; else all, as nothing fits any more."""
-        raced, earlier = self._all.timed(["race"]), self._all.timed(["solo", "split"])
-        fits = self._all.standing
-        return race_stage.results(fits(raced) or fits(earlier) or raced or earlier)
+    def even_split(self) -> Result | None:
+        """The even split over all devices that take part, as measured; None if it wasn't."""
+        live = self._predictions().model.live
+        found = (one for one in self.results() if one.layout.kind == "split" and one.layout.active == live)
+        return next((one for one in found if is_even(one.layout, self.problem.multiple_of)), None)
 
-    def _known(self) -> Judged:
-        if self._judged is None:
-            self._judged = Judged(View(self.problem, self._before_race, self._fit))
-        return self._judged
+    def turns(self, layout: Layout) -> tuple[Timed, ...]:
+        """Every turn that a layout took, to say where its time went."""
+        stage: Stage = "knobs" if layout.knobs else "race"
+        return tuple(self._seen.turns(layout, stage).values())
+
+    def why_stopped(self) -> str | None:
+        """Why nothing more is asked, in words; None while something is."""
+        return None if self._decision().probes else self._decision().ended
+
+    def spent_seconds(self) -> float:
+        """What the budget is held against."""
+        return self._seen.spent_seconds()
+
+    def sync_seconds(self) -> float | None:
+        """The cost of keeping as many devices in step as the last split had; None before any was measured."""
+        return self._predictions().model.sync_seconds
+
+    def apart_seconds(self, layout: Layout) -> float | None:
+        """The longest that a device would take alone for its share of a layout; None if none of them ran alone."""
+        curves = [(self._predictions().model.alone[i], layout.shares[i]) for i in layout.active]
+        return max((curve.seconds(share) for curve, share in curves if curve), default=None)
+
+    def belief(self) -> Belief:
+        """The view between two probes, for whoever draws it."""
+        predictions = self._predictions()
+        found = [one for one in (predictions.fastest_split, predictions.fastest_single) if one]
+        top = max(found, key=lambda one: one.samples_per_second, default=None)
+        return Belief(
+            curves=tuple(_sketch(predictions.model, i) for i in range(self.problem.devices)),
+            predicted=predictions.layout(top) if top else None,
+            predicted_samples_per_second=top.samples_per_second if top else None,
+            sync_seconds=predictions.model.sync_seconds,
+            doing=self._decision().doing,
+        )
+
+    # ------------------------------------------------------------------ what a comparison reports beside its ranking
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Every layout that takes part in the race."""
+        return self._candidates().all
+
+    def common_batch(self) -> int | None:
+        """The batch of the layouts that have none of their own; None if nothing ran yet."""
+        return self._candidates().common_batch
+
+    def unmeasured(self) -> tuple[Candidate, ...]:
+        """The layouts that the budget left without a measurement."""
+        return self._race().left_out
+
+    def ungrown(self) -> tuple[Candidate, ...]:
+        """The next packs in each mode that still gained with its last one, when its part of the budget was spent."""
+        found = [packing.next_layout() for _, packing in self._candidates().packings if packing.still_gains]
+        return tuple(Candidate("pack", layout) for layout in found if layout is not None)
+
+    def enough_seconds(self) -> float:
+        """A budget that should have sufficed to measure every layout once, and another pack of each mode."""
+        budget = Budget(self.problem, self.options, self._seen)
+        once = budget.spent + budget.total_seconds(one.layout for one in self.unmeasured())
+        grown = budget.total_seconds(one.layout for one in self.ungrown())
+        return max(once, budget.enough_to_grow(grown)) if grown else once
+
+    def retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:
+        """Each layout that ran out of memory in the race, with the smaller one in its place."""
+        return self._candidates().retreats
+
+    def broken(self) -> tuple[tuple[Candidate, Observation], ...]:
+        """The layouts of the race that did not run, and what came instead."""
+        found = self._candidates()
+        pairs = [(one, self._seen.broken(one.layout)) for one in found.all]
+        packs = [(Candidate("pack", s.probe.layout), s) for _, one in found.packings if (s := one.refused())]
+        return (*((one, seen) for one, seen in pairs if seen is not None), *packs)
+
+    def packs(self) -> dict[PackMode, tuple[Observation, ...]]:
+        """What growing the number of trainings showed, by mode."""
+        return {mode: packing.seen for mode, packing in self._candidates().packings}
+
+    # ------------------------------------------------------------------ one reading of the observations
+
+    def _predictions(self) -> Predictions:
+        """Read anew whenever exploration has seen more."""
+        if self._model is None or self._model[0] != self._seen.explored_version:
+            model = MachineModel(self.problem, self._seen, Budget(self.problem, self.options, self._seen))
+            self._model = self._seen.explored_version, model, Predictions(model)
+        return self._model[2]
+
+    def _candidates(self) -> Candidates:
+        return self._read()[0]
+
+    def _race(self) -> Race:
+        return self._read()[1]
+
+    def _read(self) -> tuple[Candidates, Race]:
+        if self._reading is None:
+            candidates = Candidates(self.problem, self.options, self._predictions())
+            budget = Budget(self.problem, self.options, self._seen)
+            self._reading = candidates, Race(self.problem, self.options, candidates, budget)
+        return self._reading
+
+    def _ran(self) -> dict[Layout, list[Timed]]:
+        """Every layout that ran as one training."""
+        found = self._seen.timed(("solo", "rest", "split", "race"))
+        return {layout: turns for layout, turns in found.items() if layout.kind in ("solo", "split")}
+
+    def _turns(self, layout: Layout) -> dict[int, Timed]:
+        """Its turns; what ran only while other devices were at work has no turn, and counts as measured there."""
+        turns = self._seen.turns(layout)
+        return turns or dict(enumerate(self._seen.timed(("solo",)).get(layout, ())))
+
+    def _result_for(self, layout: Layout) -> Result:
+        turns = self._turns(layout)
+        return Result(layout, throughput(turns), len(turns))
+
+    # ------------------------------------------------------------------ the stages in their order
 
     def _decision(self) -> Decision:
         if self._decided is None:
-            self._decided = decide(self._known(), self._all)
+            self._decided = self._decide()
         return self._decided
 
+    def _decide(self) -> Decision:
+        """The first stage that wants a probe gets it; a race that has begun is left if its splits fell or time grew."""
+        if again := self._seen.open_failures():
+            same = tuple(probe for probe in again if probe.stage == again[0].stage)
+            return Decision(same if again[0].stage == "solo" else same[:1], "Tries once more what failed.")
+        predictions = self._predictions()
+        model, budget = predictions.model, Budget(self.problem, self.options, self._seen)
+        if not model.live:
+            return Decision((), "Nothing more can be measured.", self._nobody(model))
+        if self._explores(model, budget):
+            if probes := SoloStage(predictions, budget).next_probes():
+                return Decision(probes, f"Measures every device alone: {WHY_SOLO[min(probes[0].turn, 3)]}.")
+            if probe := SplitStage(predictions, budget, self._with_splits).next_probe():
+                return Decision((probe,), _explain_split(model, probe))
+        if probe := self._race().next_probe():
+            return Decision((probe,), self._explain_race(probe))
+        return Decision((), "Done.", self._why_over(model))
 
-def _sketch(view: View, position: int) -> CurveSketch:
-    device = view.devices[position]
-    curve = view.alone[position]
-    largest = view.rooms[position] or device.memory.ran or None
+    @property
+    def _with_splits(self) -> bool:
+        return "split" in self.options.families
+
+    def _explores(self, model: MachineModel, budget: Budget) -> bool:
+        """Whether exploration may go on: a race was not begun, its splits fell, or the budget has room again."""
+        fallen = bool(model.splits) and not model.standing_splits
+        began = bool(self._seen.in_stage("race"))
+        return budget.seconds is None or fallen or not began or budget.has_time_to_explore
+
+    def _why_over(self, model: MachineModel) -> str:
+        race, found = self._race(), self.ranking()
+        if not found:
+            return (Stop.BUDGET if self._seen.in_stage("split") or model.holds_batch else Stop.NO_FIT).value
+        if race.waits_for_budget:
+            return Stop.BUDGET.value
+        if race.tied:
+            return Stop.TIED.value
+        return (Stop.SETTLED if len(found) > 1 else Stop.ONLY_ONE).value
+
+    def _nobody(self, model: MachineModel) -> str:
+        """Why no device can be used, each with its smallest failure."""
+        words = [
+            f"device {i}: {device.lost or f'out of memory at batch {device.memory.failed}'}"
+            for i, device in enumerate(model.devices)
+        ]
+        rule = Stop.ALL_LOST if all(device.lost for device in model.devices) else Stop.OUT_OF_MEMORY
+        return f"{rule.value}: {'; '.join(words)}."
+
+    def _explain_race(self, probe: Probe) -> str:
+        if probe.stage == "pack":
+            return f"Packs {probe.layout.processes} trainings on one device."
+        if probe.stage == "knobs":
+            return "Measures the winner with other knobs, in turns."
+        return f"Races {len(self._candidates().running)} layouts in turns; this is turn {probe.turn + 1}."
+
+
+def is_even(layout: Layout, quantum: int = 1) -> bool:
+    """Whether the devices that take part have the same share, as far as whole quanta go."""
+    active = [layout.shares[i] for i in layout.active]
+    return len(active) > 1 and max(active) - min(active) <= quantum
+
+
+def _explain_split(model: MachineModel, probe: Probe) -> str:
+    if probe.stage == "rest":
+        return f"Measures device {probe.layout.active[0]} alone with the others at rest: it may beat every split."
+    first = "the fastest that the curves predict" if not model.splits else "what the last ones showed"
+    return f"Measures a real step split over {len(probe.layout.active)} devices: {first}."
+
+
+def _sketch(model: MachineModel, position: int) -> CurveSketch:
+    device, curve = model.devices[position], model.alone[position]
+    largest = model.limits[position] or device.memory.ran or None
     points: tuple[tuple[int, float], ...] = ()
     if curve and largest:
         sizes = sorted({max(1, round(largest * n / SKETCHED)) for n in range(SKETCHED + 1)})
@@ -145,10 +351,9 @@ def _sketch(view: View, position: int) -> CurveSketch:
     return CurveSketch(position, points, seen, largest, device.memory.failed)
 
 
-def _is_even(layout: Layout, live: tuple[int, ...]) -> bool:
-    active = [layout.shares[i] for i in layout.active]
-    return layout.active == live and max(active) - min(active) <= max(1, max(active) // 100)
+def _family(layout: Layout) -> Family:
+    return "solo" if layout.kind == "solo" else "split"
 
 
-def _first(found: tuple[Result, ...], wanted: Callable[[Layout], bool]) -> Result | None:
-    return next((result for result in found if wanted(result.layout)), None)
+def _result(one: Standing) -> Result:
+    return Result(one.candidate.layout, one.throughput, one.turns)

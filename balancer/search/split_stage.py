@@ -1,21 +1,22 @@
-"""The split stage: the real synchronous step, two to four times (six of stairs), each with what the last one taught.
+"""The second stage: the real synchronous step, a few times, each with what the last one showed.
 
 The first split is the fastest that the solo curves predict; its step gives the cost of keeping in step and, where the
-devices' own times are known, one point more of every curve. It ends when the prediction says nothing new.
+devices' own times are known, one point more of every curve. The stage ends when the prediction says nothing new. One
+device alone, the others at rest, is measured where it may beat every split.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from evener.balancer.search.budget import Purse
-from evener.balancer.search.model.device_model import UNMEASURABLE
-from evener.balancer.search.predictions import View
-from evener.balancer.search.waterfill import Fill
-from evener.balancer.types import Failed, Probe
+from evener.balancer.search.budget import Budget
+from evener.balancer.search.model.machine_model import UNMEASURABLE, same_measurement
+from evener.balancer.search.predictions import Predictions
+from evener.balancer.search.waterfill import Allocation
+from evener.balancer.types import Failed, Probe, Stage
 
 MOST_SPLITS = 4
-MOST_OF_STAIRS = 6  # splits, where times come in stairs: each halves what is not known of their edges
+MOST_OF_BENT = 7  # splits, where a device's times lie on no simple shape
 PATIENT_SPLITS = 8  # while none has run
 MOST_FAILED = 2  # splits that can't run, after which there are none
 NEAR_GLOBAL = 0.04  # a tolerable global batch so near to a measured one, relatively, is not measured again
@@ -23,114 +24,109 @@ PROMISE = 0.02  # relative: a gain that one device alone is not believed to have
 HIDDEN = 1.3  # a device may be so many times as fast alone as it was with the others at work
 
 
-def next_probe(view: View, purse: Purse) -> tuple[Probe, ...]:
-    """The next split to measure, as a tuple of one; empty when the stage is over."""
-    wanted = next_split(view) or next_single(view)
-    if wanted is None:
-        return ()
-    layout = view.layout(wanted)
-    first = not view.splits
-    if not purse.affords("race" if first else "split", wanted.seconds):
-        return ()
-    left = _most(view) - len(view.splits)
-    return (Probe(layout, "split", purse.seconds("split", wanted.seconds, left)),)
+class SplitStage:
+    """What to measure of several devices in step, and of one with the others at rest."""
 
+    def __init__(self, predictions: Predictions, budget: Budget, splits: bool) -> None:
+        self._predictions, self._model, self._budget = predictions, predictions.model, budget
+        self._seen, self._problem, self._with_splits = self._model.seen, self._model.problem, splits
 
-def _choices(view: View) -> Iterator[tuple[Fill | None, bool]]:
-    """What may be worth a split probe and whether it is; each is dear, so the next comes only if it is asked for."""
-    yield view.fastest_split, _gains(view, view.fastest_split)
-    yield view.tolerable, _smaller(view, view.tolerable)
-    yield view.hopeful_split, _gains(view, view.hopeful_split)
+    def next_probe(self) -> Probe | None:
+        """The next split, or device at rest; None when the stage is over."""
+        wanted = (self._next_split() if self._with_splits else None) or self._next_single()
+        if wanted is None:
+            return None
+        layout = self._model.level(self._predictions.layout(wanted))
+        stage: Stage = "split" if layout.kind == "split" else "rest"
+        first = not self._model.splits
+        if not self._budget.affords(layout, "race" if first else stage, wanted.seconds):
+            return None
+        left = self._most - len(self._model.splits)
+        return Probe(layout, stage, self._budget.probe_seconds(layout, stage, left, wanted.seconds))
 
-
-def next_split(view: View) -> Fill | None:
-    """The fill that is worth a split probe; None when nothing is."""
-    known = [seen for seen in view.ledger.of("split") if seen.probe.layout.kind == "split"]
-    tried = [seen.probe.layout for seen in known]
-    failed = sum(1 for seen in known if isinstance(seen, Failed))
-    most = _most(view) if view.splits else PATIENT_SPLITS
-    if len(view.live) < 2 or sum(1 for _ in view.ledger.of("split")) >= most or failed >= MOST_FAILED:
+    def _next_split(self) -> Allocation | None:
+        """The allocation that is worth a split probe; None when nothing is."""
+        tried = self._seen.in_stage("split")
+        failed = sum(1 for seen in tried if isinstance(seen, Failed))
+        most = self._most if self._model.splits else PATIENT_SPLITS
+        if len(self._model.live) < 2 or len(tried) + self._rested() >= most or failed >= MOST_FAILED:
+            return None
+        for wanted, worth in self._choices():
+            if wanted is None or len(wanted.shares) < 2 or not worth:
+                continue
+            layout = self._model.level(self._predictions.layout(wanted))
+            if not any(same_measurement(layout, seen.probe.layout) for seen in tried):
+                return wanted
         return None
-    for wanted, worth in _choices(view):
-        if wanted is None or len(wanted.shares) < 2 or not worth:
-            continue
-        layout = view.layout(wanted)
-        if not any(view.same(layout, other) for other in tried):
-            return wanted
-    return None
 
+    def _choices(self) -> Iterator[tuple[Allocation | None, bool]]:
+        """What may be worth a split probe and whether it is; each takes time, so it is computed only when needed."""
+        fastest = self._predictions.fastest_split
+        yield fastest, fastest is not None and self._gains(fastest)
+        tolerable = self._predictions.tolerable
+        yield tolerable, tolerable is not None and self._smaller(tolerable)
 
-def next_single(view: View) -> Fill | None:
-    """One device alone, the others at rest: at a batch it was not seen to hold, or that contention may have hidden."""
-    if not view.splits and len(view.live) > 1:
-        return None
-    if len(view.ledger.of("split")) >= _most(view):
-        return None
-    known = max((view.predicted_rate(seen.probe.layout) for seen in view.standing_splits), default=0.0)
-    known = max(known, *(seen.samples_per_second for seen in view.rested.values()), 0.0)
-    fills = [f for i in view.live if (f := view.single(i)) and _untried(view, f, known)]
-    lone = max(fills, key=lambda f: f.samples_per_second, default=None)
-    if lone is None:
-        return None
-    if len(view.live) > 1:
-        return lone if lone.samples_per_second * HIDDEN > known else None
-    ((position, batch),) = lone.shares
-    fits = batch <= view.devices[position].memory.safe(view.cap, view.quantum)
-    return None if fits and not (_edge(view, lone, known) or _promises(view, lone, known)) else lone
+    @property
+    def _most(self) -> int:
+        straight = all(device.curve.straight for device in self._model.split_curves)
+        return MOST_SPLITS if straight else MOST_OF_BENT
 
+    def _rested(self) -> int:
+        return len(self._seen.in_stage("rest"))
 
-def _most(view: View) -> int:
-    return MOST_OF_STAIRS if view.stepped else MOST_SPLITS
+    def _gains(self, wanted: Allocation) -> bool:
+        """Whether it is predicted to beat everything measured, and one device alone, by what can be seen."""
+        if not self._model.standing_splits:
+            return True
+        best = max(self._model.predicted_rate(seen.probe.layout) for seen in self._model.standing_splits)
+        return wanted.samples_per_second > max(best, self._predictions.single_rate) * (1 + UNMEASURABLE)
 
+    def _smaller(self, wanted: Allocation) -> bool:
+        """Whether the smallest tolerable global batch is below every measured one that is fast enough."""
+        least = wanted.samples_per_second * (1 - UNMEASURABLE)
+        layouts = [seen.probe.layout for seen in self._model.standing_splits]
+        enough = [layout.global_batch for layout in layouts if self._model.predicted_rate(layout) >= least]
+        return not enough or wanted.global_batch < min(enough) * (1 - NEAR_GLOBAL)
 
-def _untried(view: View, lone: Fill, known: float) -> bool:
-    """Whether a device was not measured at rest; in stairs it is measured again where another edge should gain."""
-    ((position, batch),) = lone.shares
-    tried = [
-        seen.probe.layout.global_batch
-        for seen in view.ledger.of("split")
-        if seen.probe.layout.kind == "solo" and seen.probe.layout.active == (position,)
-    ]
-    return not tried or (batch not in tried and (_edge(view, lone, known) or _promises(view, lone, known)))
+    def _next_single(self) -> Allocation | None:
+        """One device alone, the others at rest: at a batch it has not shown to hold, or hidden by contention."""
+        live = self._model.live
+        if len(live) > 1 and self._with_splits and not self._model.splits:
+            return None
+        if len(self._model.splits) + self._rested() >= self._most:
+            return None
+        singles = [one for i in live if (one := self._predictions.single(i)) and not self._was_at_rest(i)]
+        wanted = max(singles, key=lambda one: one.samples_per_second, default=None)
+        if wanted is None:
+            return None
+        if len(live) > 1:
+            return wanted if self._may_win(wanted) else None
+        return wanted if not self._surely_fits(wanted) or self._promises(wanted) else None
 
+    def _was_at_rest(self, position: int) -> bool:
+        """Whether a device was measured at rest; the only device is measured again where that promises a gain."""
+        tried = [seen.probe.layout for seen in self._seen.in_stage("rest") if seen.probe.layout.shares[position]]
+        single = self._predictions.single(position)
+        new = single is not None and self._predictions.layout(single) not in tried and self._promises(single)
+        return bool(tried) and not new
 
-def _edge(view: View, lone: Fill, known: float) -> bool:
-    """Whether a device alone is predicted to gain, by the edge of a stair, over all that was measured."""
-    ((position, batch),) = lone.shares
-    curve, alone = view.alone[position], view.devices[position].alone
-    if curve is None or not curve.stair or any(p.batch == batch for p in alone):
-        return False
-    known = max(known, *(p.batch / p.seconds for p in alone))
-    return lone.samples_per_second > known * (1 + UNMEASURABLE)
+    def _may_win(self, wanted: Allocation) -> bool:
+        """Whether one of several devices may beat all splits, once the others are at rest."""
+        best = max((self._model.predicted_rate(s.probe.layout) for s in self._model.standing_splits), default=0.0)
+        best = max([best, *(seen.samples_per_second for seen in self._model.at_rest.values())])
+        if wanted.samples_per_second * HIDDEN > best:
+            return True
+        unseen = self._problem.global_batch is not None and not self._model.at_rest
+        return unseen and not self._surely_fits(wanted)  # the best single device is always compared
 
+    def _surely_fits(self, wanted: Allocation) -> bool:
+        return self._model.surely_fits(self._predictions.layout(wanted))
 
-def _promises(view: View, lone: Fill, known: float) -> bool:
-    """Whether the only device is predicted to gain so much over all that was measured that it has to be seen."""
-    ((position, batch),) = lone.shares
-    alone = view.devices[position].alone
-    if len(view.live) > 1 or any(p.batch == batch for p in alone):
-        return False
-    return lone.samples_per_second > max(known, *(p.batch / p.seconds for p in alone)) * (1 + PROMISE)
-
-
-def _gains(view: View, wanted: Fill | None) -> bool:
-    """Whether the fastest split is predicted to beat everything measured, and one device alone, by what can be seen."""
-    if wanted is None:
-        return False
-    if not view.standing_splits:
-        return True
-    known = max(view.predicted_rate(seen.probe.layout) for seen in view.standing_splits)
-    known = max(known, view.single_rate)
-    return wanted.samples_per_second > known * (1 + UNMEASURABLE)
-
-
-def _smaller(view: View, wanted: Fill | None) -> bool:
-    """Whether the smallest tolerable global batch is below every measured one that is fast enough."""
-    if wanted is None:
-        return False
-    enough = [
-        seen.probe.layout.global_batch
-        for seen in view.standing_splits
-        if view.predicted_rate(seen.probe.layout) >= wanted.samples_per_second * (1 - UNMEASURABLE)
-    ]
-    return not enough or wanted.global_batch < min(enough) * (1 - NEAR_GLOBAL)
+    def _promises(self, wanted: Allocation) -> bool:
+        """Whether the only device is predicted to gain so much over all that was measured that it has to be seen."""
+        ((position, batch),) = wanted.shares
+        device = self._model.devices[position]
+        if len(self._model.live) > 1 or any(p.batch == batch for p in device.alone):
+            return False
+        rates = [p.batch / p.seconds for p in (*device.alone, *device.at_rest)]
+        return wanted.samples_per_second > max(rates, default=0.0) * (1 + PROMISE)

@@ -1,4 +1,4 @@
-"""Order statistics and 95 % intervals of step times: what timing blocks and the race are judged by. Pure.
+"""Order statistics and 95 % intervals of step times: what timing blocks and the race are judged by.
 
 Student's t is tabulated, since SciPy is not a dependency; beyond the table a Cornish-Fisher term gives three digits.
 """
@@ -59,34 +59,11 @@ def relative_half_width(interval: Interval) -> float:
     return (interval.high - interval.low) / 2 / interval.value if interval.value > 0 else math.inf
 
 
-def pooled(intervals: Sequence[Interval], weights: Sequence[float]) -> Interval:
-    """One interval from independent ones of the same quantity: the weighted mean.
-
-    Where they differ by more than their widths allow, the interval is widened by the Birge ratio, sqrt(chi² / freedom),
-    but to no more than they lie apart: one that was timed with no spread at all would widen it beyond reason.
-    """
-    total = math.fsum(weights)
-    value = math.fsum(weight * one.value for weight, one in zip(weights, intervals, strict=True)) / total
-    halves = [(one.high - one.low) / 2 for one in intervals]
-    half = math.sqrt(math.fsum((weight * own) ** 2 for weight, own in zip(weights, halves, strict=True))) / total
-    if len(intervals) > 1:
-        errors = [max(own / student(9), 1e-12 * abs(value)) for own in halves]
-        chi2 = math.fsum(((one.value - value) / error) ** 2 for one, error in zip(intervals, errors, strict=True))
-        values = [one.value for one in intervals]
-        half = max(half, min(half * math.sqrt(chi2 / (len(intervals) - 1)), max(values) - min(values)))
-    return Interval(value, max(0.0, value - half), value + half)
+def normal_density(x: float) -> float:
+    """The standard normal density."""
+    return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
 
 
-def paired(first: Sequence[float], second: Sequence[float]) -> Interval:
-    """Mean of `first / second - 1` over turns taken side by side, by Student's t; one turn alone has no interval.
-
-    What drifts between turns cancels within them.
-    """
-    ratios = [a / b - 1 for a, b in zip(first, second, strict=True)]
-    if not ratios:
-        raise ValueError("a paired difference needs at least one turn")
-    value = statistics.fmean(ratios)
-    if len(ratios) < 2:
-        return Interval(value, -math.inf, math.inf)
-    half = student(len(ratios) - 1) * statistics.stdev(ratios) / math.sqrt(len(ratios))
-    return Interval(value, value - half, value + half)
+def normal_cdf(x: float) -> float:
+    """The standard normal distribution function."""
+    return 0.5 * math.erfc(-x / math.sqrt(2))

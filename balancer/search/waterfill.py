@@ -4,7 +4,7 @@ A step of the devices A takes T = max over A of t_i(b_i) + c_k with k = |A|. For
 b_i(tau) = max{b <= M_i : t_i(b) <= tau}, so the best k devices for tau are those with the largest b_i(tau): sorting
 replaces the enumeration of subsets, and exactly, since c depends on how many devices take part and not on which.
 Fixed batch B, k devices: the least tau whose k largest b_i(tau) reach B, by bisection (exact for any rising t_i).
-Free batch: S_k(tau) = sum b_i(tau) / (tau + c_k) is monotone between the finish times of knots, stairs and full
+Free batch: S_k(tau) = sum b_i(tau) / (tau + c_k) is monotone between the finish times of knots and full
 memories (a ratio of two affine functions of tau), so the optimum is at one of those times; where shares are few
 quanta, the times around it at which a device can take a whole one more are tried too.
 """
@@ -23,20 +23,20 @@ from evener.balancer.search.model.step_time import Curve
 HALVINGS = 48  # of an interval of finish times: far below a nanosecond
 EXACT_DEVICES = 32  # up to so many every k and quantum is tried; beyond, those that a sweep over tau finds
 SWEEP = 40  # finish times of one sweep
-MOST_TURNS = 400  # finish times looked at for a free batch
+MOST_TIMES = 400  # finish times looked at for a free batch
 COARSE = 200  # quanta: below it, one quantum of a share is worth a look
 ROUNDS = 8  # of adding a quantum where shares are coarse
 
 
-class Lane(msgspec.Struct, frozen=True):
-    """One device as the fill sees it: its curve beside others, and the most samples it may have."""
+class DeviceCurve(msgspec.Struct, frozen=True):
+    """One device as the allocation sees it: its curve beside others, and the most samples it may have."""
 
-    device: int
+    position: int
     curve: Curve
-    ceiling: int
+    limit: int
 
 
-class Fill(msgspec.Struct, frozen=True):
+class Allocation(msgspec.Struct, frozen=True):
     """A predicted layout: (device, samples) for each that takes part, and the seconds of a whole step."""
 
     shares: tuple[tuple[int, int], ...]
@@ -56,108 +56,121 @@ class Fill(msgspec.Struct, frozen=True):
 Costs = Sequence[float]  # [k]: seconds that k devices spend to keep in step
 
 
-def fixed(lanes: Sequence[Lane], costs: Costs, batch: int, quantum: int = 1, fewest: int = 2) -> Fill | None:
+def split_fixed(
+    devices: Sequence[DeviceCurve], costs: Costs, batch: int, quantum: int = 1, fewest: int = 2
+) -> Allocation | None:
     """The fastest way to do exactly `batch` samples on `fewest` devices or more; None if it does not fit."""
-    lanes = [lane for lane in lanes if lane.ceiling >= quantum]
-    most = min(len(lanes), batch // quantum)
-    if most < fewest or sum(sorted((lane.ceiling for lane in lanes), reverse=True)[:most]) < batch:
+    devices = [device for device in devices if device.limit >= quantum]
+    most = min(len(devices), batch // quantum)
+    if most < fewest or sum(sorted((device.limit for device in devices), reverse=True)[:most]) < batch:
         return None
-    natural = _fixed_count(lanes, most, batch, quantum, 0.0, 0)
+    natural = _fixed_count(devices, most, batch, quantum, 0.0, 0)
     if natural is None:
         return None
     least, shares = natural
     if len(shares) < fewest:  # one more device than help: the slow ones get the least share
-        forced = _fixed_count(lanes, fewest, batch, quantum, least, fewest)
-        return _fill(lanes, forced[1], _slowest(lanes, forced[1]) + costs[fewest]) if forced else None
-    best = _fill(lanes, shares, _slowest(lanes, shares) + costs[len(shares)])
+        forced = _fixed_count(devices, fewest, batch, quantum, least, fewest)
+        return _allocation(devices, forced[1], _slowest(devices, forced[1]) + costs[fewest]) if forced else None
+    best = _allocation(devices, shares, _slowest(devices, shares) + costs[len(shares)])
     counts = range(len(shares) - 1, fewest - 1, -1)
-    for k in counts if len(lanes) <= EXACT_DEVICES else _likely(lanes, costs, batch, quantum):
+    for k in counts if len(devices) <= EXACT_DEVICES else _likely(devices, costs, batch, quantum):
         if least + costs[fewest] >= best.seconds:
             break  # fewer devices never finish earlier
-        found = _fixed_count(lanes, k, batch, quantum, least, 0)
+        found = _fixed_count(devices, k, batch, quantum, least, 0)
         if found is None:
             break
         least, shares = found
-        seconds = _slowest(lanes, shares) + costs[len(shares)]
+        seconds = _slowest(devices, shares) + costs[len(shares)]
         if len(shares) >= fewest and seconds < best.seconds:
-            best = _fill(lanes, shares, seconds)
+            best = _allocation(devices, shares, seconds)
     return best
 
 
-def free(
-    lanes: Sequence[Lane],
+def split_free(
+    devices: Sequence[DeviceCurve],
     costs: Costs,
     quantum: int = 1,
     limit: int | None = None,
     fewest: int = 2,
-) -> Fill | None:
+) -> Allocation | None:
     """The layout of most samples/s on `fewest` devices or more, with at most `limit` samples; None if none fits."""
-    lanes = [lane for lane in lanes if lane.ceiling >= quantum]
-    best: Fill | None = None
+    devices = [device for device in devices if device.limit >= quantum]
+    best: Allocation | None = None
     before = 0.0
-    for seconds in _finish_times(lanes, quantum):
-        found = _best_count(lanes, costs, seconds, quantum, limit, fewest, Bar(before, best))
+    for seconds in _finish_times(devices, quantum):
+        found = _best_count(devices, costs, seconds, quantum, limit, fewest, Bar(before, best))
         if found and (best is None or found.samples_per_second > best.samples_per_second):
             best = found
-        before = seconds if len(lanes) > EXACT_DEVICES else 0.0
-    if limit is not None and sum(lane.ceiling for lane in lanes) > limit:
-        capped = fixed(lanes, costs, limit // quantum * quantum, quantum, fewest)
+        before = seconds if len(devices) > EXACT_DEVICES else 0.0
+    if limit is not None and sum(device.limit for device in devices) > limit:
+        capped = split_fixed(devices, costs, limit // quantum * quantum, quantum, fewest)
         if capped and (best is None or capped.samples_per_second > best.samples_per_second):
             best = capped
-    if best is None or len(lanes) > EXACT_DEVICES:
+    if best is None or len(devices) > EXACT_DEVICES:
         return best
-    return _beside(lanes, costs, best, quantum, limit, fewest)
+    return _nearby(devices, costs, best, quantum, limit, fewest)
 
 
-def smallest(
-    lanes: Sequence[Lane], costs: Costs, rate: float, quantum: int = 1, limit: int | None = None, fewest: int = 2
-) -> Fill | None:
+def smallest_reaching(
+    devices: Sequence[DeviceCurve],
+    costs: Costs,
+    rate: float,
+    quantum: int = 1,
+    limit: int | None = None,
+    fewest: int = 2,
+) -> Allocation | None:
     """The layout of the smallest global batch that reaches `rate` samples/s; None if none does."""
-    lanes = [lane for lane in lanes if lane.ceiling >= quantum]
+    devices = [device for device in devices if device.limit >= quantum]
     reached: dict[int, tuple[int, float, float]] = {}  # k -> samples, and finish times (too early, early enough)
     before = 0.0
-    for seconds in _finish_times(lanes, quantum):
-        for k, total in enumerate(accumulate(sorted(_most(lanes, seconds, quantum), reverse=True)), 1):
+    for seconds in _finish_times(devices, quantum):
+        for k, total in enumerate(accumulate(sorted(_most(devices, seconds, quantum), reverse=True)), 1):
             if k >= fewest and k not in reached and total >= rate * (seconds + costs[k]):
                 reached[k] = (total, before, seconds)
         before = seconds
-    likely = sorted(reached, key=lambda k: reached[k])[: len(lanes) if len(lanes) <= EXACT_DEVICES else 4]
-    found = [fill for k in likely if (fill := _just_reaching(lanes, costs, k, rate, *reached[k][1:], quantum))]
-    allowed = [fill for fill in found if limit is None or fill.global_batch <= limit]
-    if all(fill.global_batch < COARSE * quantum * len(fill.shares) for fill in allowed):
-        best = free(lanes, costs, quantum, limit, fewest)  # may lie beside a finish time
+    likely = sorted(reached, key=lambda k: reached[k])[: len(devices) if len(devices) <= EXACT_DEVICES else 4]
+    found = [
+        allocation for k in likely if (allocation := _just_reaching(devices, costs, k, rate, *reached[k][1:], quantum))
+    ]
+    allowed = [allocation for allocation in found if limit is None or allocation.global_batch <= limit]
+    if all(allocation.global_batch < COARSE * quantum * len(allocation.shares) for allocation in allowed):
+        best = split_free(devices, costs, quantum, limit, fewest)  # may lie near a finish time
         allowed += [best] if best and best.samples_per_second >= rate else []
-    return min(allowed, key=lambda fill: (fill.global_batch, fill.seconds), default=None)
+    return min(allowed, key=lambda allocation: (allocation.global_batch, allocation.seconds), default=None)
 
 
-def alone(lane: Lane, quantum: int = 1, limit: int | None = None) -> Fill | None:
+def single_best(device: DeviceCurve, quantum: int = 1, limit: int | None = None) -> Allocation | None:
     """One device's batch of most samples/s."""
-    ceiling = lane.ceiling if limit is None else min(lane.ceiling, limit) // quantum * quantum
-    if ceiling < quantum:
+    limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
+    if limit < quantum:
         return None
-    sizes = {lane.curve.largest(seconds, ceiling, quantum) for seconds in lane.curve.turns(ceiling)} | {ceiling}
-    fills = [Fill(((lane.device, size),), lane.curve.seconds(size)) for size in sizes if size >= quantum]
-    return max(fills, key=lambda fill: (fill.samples_per_second, -fill.global_batch))
+    sizes = {device.curve.largest(seconds, limit, quantum) for seconds in device.curve.breakpoints(limit)} | {limit}
+    allocations = [
+        Allocation(((device.position, size),), device.curve.seconds(size)) for size in sizes if size >= quantum
+    ]
+    return max(allocations, key=lambda allocation: (allocation.samples_per_second, -allocation.global_batch))
 
 
-def alone_reaching(lane: Lane, rate: float, quantum: int = 1, limit: int | None = None) -> Fill | None:
+def single_reaching(device: DeviceCurve, rate: float, quantum: int = 1, limit: int | None = None) -> Allocation | None:
     """One device's smallest batch that reaches `rate` samples/s; None if none does."""
-    ceiling = lane.ceiling if limit is None else min(lane.ceiling, limit) // quantum * quantum
-    if ceiling < quantum or ceiling < rate * lane.curve.seconds(quantum):  # even if all took no longer than the least
+    limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
+    if limit < quantum or limit < rate * device.curve.seconds(quantum):  # even if all took no longer than the least
         return None
-    return smallest([Lane(lane.device, lane.curve, ceiling)], (0.0, 0.0), rate, quantum, limit, fewest=1)
+    return smallest_reaching(
+        [DeviceCurve(device.position, device.curve, limit)], (0.0, 0.0), rate, quantum, limit, fewest=1
+    )
 
 
-def _most(lanes: Sequence[Lane], seconds: float, quantum: int) -> list[int]:
-    return [lane.curve.largest(seconds, lane.ceiling, quantum) for lane in lanes]
+def _most(devices: Sequence[DeviceCurve], seconds: float, quantum: int) -> list[int]:
+    return [device.curve.largest(seconds, device.limit, quantum) for device in devices]
 
 
-def _slowest(lanes: Sequence[Lane], shares: dict[int, int]) -> float:
-    return max(lanes[i].curve.seconds(share) for i, share in shares.items())
+def _slowest(devices: Sequence[DeviceCurve], shares: dict[int, int]) -> float:
+    return max(devices[i].curve.seconds(share) for i, share in shares.items())
 
 
-def _fill(lanes: Sequence[Lane], shares: dict[int, int], seconds: float) -> Fill:
-    return Fill(tuple(sorted((lanes[i].device, share) for i, share in shares.items())), seconds)
+def _allocation(devices: Sequence[DeviceCurve], shares: dict[int, int], seconds: float) -> Allocation:
+    return Allocation(tuple(sorted((devices[i].position, share) for i, share in shares.items())), seconds)
 
 
 def _top(sizes: Sequence[int], k: int) -> list[int]:
@@ -166,64 +179,66 @@ def _top(sizes: Sequence[int], k: int) -> list[int]:
     return [i for i in order[:k] if sizes[i] > 0]
 
 
-def _reach(lanes: Sequence[Lane], k: int, seconds: float, quantum: int, active: int = 0) -> int:
+def _reach(devices: Sequence[DeviceCurve], k: int, seconds: float, quantum: int, active: int = 0) -> int:
     """Samples that the best k devices do by `seconds`; 0 if fewer than `active` do any."""
-    sizes = _most(lanes, seconds, quantum)
+    sizes = _most(devices, seconds, quantum)
     if active and sum(1 for size in sizes if size) < active:
         return 0
     return sum(sizes if k >= len(sizes) else heapq.nlargest(k, sizes))
 
 
 def _fixed_count(
-    lanes: Sequence[Lane], k: int, batch: int, quantum: int, least: float, active: int
+    devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, least: float, active: int
 ) -> tuple[float, dict[int, int]] | None:
     """The least finish time at which k devices do `batch`, `active` of them some of it, and their shares; else None."""
-    late = max(lane.curve.seconds(lane.ceiling) for lane in lanes)
-    if _reach(lanes, k, late, quantum, active) < batch:
+    late = max(device.curve.seconds(device.limit) for device in devices)
+    if _reach(devices, k, late, quantum, active) < batch:
         return None
     early = least
-    if _reach(lanes, k, early, quantum, active) >= batch:
+    if _reach(devices, k, early, quantum, active) >= batch:
         late = early
     for _ in range(HALVINGS):
         middle = (early + late) / 2
         if not early < middle < late or late - early <= 1e-12 * late:
             break
-        if _reach(lanes, k, middle, quantum, active) >= batch:
+        if _reach(devices, k, middle, quantum, active) >= batch:
             late = middle
         else:
             early = middle
-    return late, _settled(lanes, k, batch, quantum, early, late)
+    return late, _settled(devices, k, batch, quantum, early, late)
 
 
-def _settled(lanes: Sequence[Lane], k: int, batch: int, quantum: int, early: float, late: float) -> dict[int, int]:
+def _settled(
+    devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, early: float, late: float
+) -> dict[int, int]:
     """Whole shares that sum to `batch`: what ends by `early`, then one quantum at a time where it ends first."""
-    most = _most(lanes, late, quantum)
+    most = _most(devices, late, quantum)
     chosen = _top(most, min(k, batch // quantum))
-    shares = {i: min(most[i], max(quantum, lanes[i].curve.largest(early, lanes[i].ceiling, quantum))) for i in chosen}
+    shares = {i: min(most[i], max(quantum, devices[i].curve.largest(early, devices[i].limit, quantum))) for i in chosen}
     missing = batch - sum(shares.values())
-    queue = [(lanes[i].curve.seconds(shares[i] + quantum), i) for i in chosen if shares[i] + quantum <= most[i]]
+    queue = [(devices[i].curve.seconds(shares[i] + quantum), i) for i in chosen if shares[i] + quantum <= most[i]]
     heapq.heapify(queue)
     while missing > 0 and queue:
         _, i = heapq.heappop(queue)
         shares[i] += quantum
         missing -= quantum
         if shares[i] + quantum <= most[i]:
-            heapq.heappush(queue, (lanes[i].curve.seconds(shares[i] + quantum), i))
+            heapq.heappush(queue, (devices[i].curve.seconds(shares[i] + quantum), i))
     while missing < 0:  # devices raised to one quantum each: take it where it saves most
-        i = max((i for i in chosen if shares[i] > quantum), key=lambda i: (lanes[i].curve.seconds(shares[i]), i))
+        i = max((i for i in chosen if shares[i] > quantum), key=lambda i: (devices[i].curve.seconds(shares[i]), i))
         shares[i] -= quantum
         missing += quantum
     return shares
 
 
-def _likely(lanes: Sequence[Lane], costs: Costs, batch: int, quantum: int) -> list[int]:
+def _likely(devices: Sequence[DeviceCurve], costs: Costs, batch: int, quantum: int) -> list[int]:
     """Counts of devices worth solving: around the best that sweeps over the finish time find."""
-    early, late = 0.0, max(lane.curve.seconds(lane.ceiling) for lane in lanes)
-    best: tuple[float, int] = (math.inf, len(lanes))
+    early, late = 0.0, max(device.curve.seconds(device.limit) for device in devices)
+    best: tuple[float, int] = (math.inf, len(devices))
     for _ in range(3):
         grid = [early + (late - early) * (n + 1) / SWEEP for n in range(SWEEP)]
         tried = [
-            (seconds + costs[k], seconds, k) for seconds in grid if (k := _count_for(lanes, seconds, batch, quantum))
+            (seconds + costs[k], seconds, k) for seconds in grid if (k := _count_for(devices, seconds, batch, quantum))
         ]
         if not tried:
             break
@@ -231,20 +246,20 @@ def _likely(lanes: Sequence[Lane], costs: Costs, batch: int, quantum: int) -> li
         best = min(best, (cost, k))
         step = (late - early) / SWEEP
         early, late = max(0.0, seconds - step), seconds + step
-    return sorted({min(len(lanes), max(2, best[1] + n)) for n in (-1, 0, 1)}, reverse=True)
+    return sorted({min(len(devices), max(2, best[1] + n)) for n in (-1, 0, 1)}, reverse=True)
 
 
-def _count_for(lanes: Sequence[Lane], seconds: float, batch: int, quantum: int) -> int:
+def _count_for(devices: Sequence[DeviceCurve], seconds: float, batch: int, quantum: int) -> int:
     """The fewest devices that do `batch` within `seconds`; 0 if all together don't."""
-    for k, total in enumerate(accumulate(sorted(_most(lanes, seconds, quantum), reverse=True)), 1):
+    for k, total in enumerate(accumulate(sorted(_most(devices, seconds, quantum), reverse=True)), 1):
         if total >= batch:
             return k
     return 0
 
 
-def _finish_times(lanes: Sequence[Lane], quantum: int) -> list[float]:
-    times = sorted({t for x in lanes for t in (*x.curve.turns(x.ceiling), x.curve.seconds(quantum))})
-    most = MOST_TURNS if len(lanes) <= EXACT_DEVICES else 2 * SWEEP
+def _finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
+    times = sorted({t for x in devices for t in (*x.curve.breakpoints(x.limit), x.curve.seconds(quantum))})
+    most = MOST_TIMES if len(devices) <= EXACT_DEVICES else 2 * SWEEP
     if len(times) > most:
         times = [times[round(n * (len(times) - 1) / (most - 1))] for n in range(most)]
     return times
@@ -254,7 +269,7 @@ class Bar(msgspec.Struct, frozen=True):
     """What a layout that ends later than `seconds` has to beat to be worth a closer look."""
 
     seconds: float = 0.0
-    best: Fill | None = None
+    best: Allocation | None = None
 
     def beaten(self, samples: int, cost: float) -> bool:
         """Whether so many samples may be faster."""
@@ -262,16 +277,16 @@ class Bar(msgspec.Struct, frozen=True):
 
 
 def _best_count(
-    lanes: Sequence[Lane],
+    devices: Sequence[DeviceCurve],
     costs: Costs,
     seconds: float,
     quantum: int,
     limit: int | None,
     fewest: int,
     bar: Bar = Bar(),  # noqa: B008 - frozen
-) -> Fill | None:
+) -> Allocation | None:
     """Of the layouts that end by `seconds`, that of the number of devices with most samples/s; None below the bar."""
-    sizes = _most(lanes, seconds, quantum)
+    sizes = _most(devices, seconds, quantum)
     order = _top(sizes, len(sizes))
     best, rate = 0, 0.0
     for k, total in enumerate(accumulate(sizes[i] for i in order), 1):
@@ -280,17 +295,21 @@ def _best_count(
     if not best or not bar.beaten(round(rate * (seconds + costs[best])), costs[best]):
         return None
     shares = {i: sizes[i] for i in order[:best]}
-    return _fill(lanes, shares, _slowest(lanes, shares) + costs[best])
+    return _allocation(devices, shares, _slowest(devices, shares) + costs[best])
 
 
-def _beside(lanes: Sequence[Lane], costs: Costs, best: Fill, quantum: int, limit: int | None, fewest: int) -> Fill:
+def _nearby(
+    devices: Sequence[DeviceCurve], costs: Costs, best: Allocation, quantum: int, limit: int | None, fewest: int
+) -> Allocation:
     """The best, or one that ends where a device could just take one quantum more: few quanta are coarse."""
-    by_device = {lane.device: lane for lane in lanes}
+    by_device = {device.position: device for device in devices}
     for _ in range(ROUNDS):
         small = [(by_device[i], share) for i, share in best.shares if share < COARSE * quantum]
-        times = {x.curve.seconds(share + quantum) for x, share in small if share + quantum <= x.ceiling}
-        fills = [found for seconds in times if (found := _best_count(lanes, costs, seconds, quantum, limit, fewest))]
-        better = max(fills, key=lambda found: (found.samples_per_second, -found.seconds), default=best)
+        times = {x.curve.seconds(share + quantum) for x, share in small if share + quantum <= x.limit}
+        allocations = [
+            found for seconds in times if (found := _best_count(devices, costs, seconds, quantum, limit, fewest))
+        ]
+        better = max(allocations, key=lambda found: (found.samples_per_second, -found.seconds), default=best)
         if better.samples_per_second <= best.samples_per_second:
             break
         best = better
@@ -298,15 +317,15 @@ def _beside(lanes: Sequence[Lane], costs: Costs, best: Fill, quantum: int, limit
 
 
 def _just_reaching(
-    lanes: Sequence[Lane], costs: Costs, k: int, rate: float, early: float, late: float, quantum: int
-) -> Fill | None:
+    devices: Sequence[DeviceCurve], costs: Costs, k: int, rate: float, early: float, late: float, quantum: int
+) -> Allocation | None:
     """The earliest finish time in (early, late] at which k devices reach `rate`, by bisection."""
     for _ in range(HALVINGS // 2):
         middle = (early + late) / 2
-        if _reach(lanes, k, middle, quantum) >= rate * (middle + costs[k]):
+        if _reach(devices, k, middle, quantum) >= rate * (middle + costs[k]):
             late = middle
         else:
             early = middle
-    sizes = _most(lanes, late, quantum)
+    sizes = _most(devices, late, quantum)
     shares = {i: sizes[i] for i in _top(sizes, k)}
-    return _fill(lanes, shares, _slowest(lanes, shares) + costs[len(shares)]) if shares else None
+    return _allocation(devices, shares, _slowest(devices, shares) + costs[len(shares)]) if shares else None

@@ -17,7 +17,7 @@ import msgspec
 
 from evener.balancer.probes.prober import Facts
 from evener.balancer.request import Request
-from evener.balancer.types import Failed, Layout, Observation, Probe, Result, Timed
+from evener.balancer.types import Failed, Layout, Observation, Probe, Result, Timed, upgrade_observation, upgrade_probe
 from evener.devices.types import Device
 from evener.errors import RequestError
 from evener.plan import Plan
@@ -191,6 +191,10 @@ def _entry(text: bytes, path: Path, number: int) -> Entry:
         if newer > SCHEMA:
             raise _too_new(path, newer) from None
         raise RequestError(f"{path}: line {number} is broken: {str(error)[:200]}.", remedy) from None
+    if isinstance(entry, Asked):
+        return msgspec.structs.replace(entry, probes=tuple(map(upgrade_probe, entry.probes)))
+    if isinstance(entry, Seen):
+        return msgspec.structs.replace(entry, seen=upgrade_observation(entry.seen))
     if isinstance(entry, Header):
         if entry.schema > SCHEMA:
             raise _too_new(path, entry.schema)

@@ -90,7 +90,7 @@ def asked_as_replayed(run: str) -> Record:
     A failure counts each time that it is told, so a line that was told twice, or was lost, would ask for other probes.
     """
     record = journal.read(runs.journal_path(run))
-    search = replay.search_of(record.header, ())
+    search = replay.make_search(record.header, ())
     for entry in record.entries:
         if isinstance(entry, Asked):
             assert entry.probes == search.ask()

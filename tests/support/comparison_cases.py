@@ -15,9 +15,9 @@ import threading
 import msgspec
 
 from evener.balancer.probes.simulated import SimulatedProber
-from evener.balancer.search.comparison import Comparison
-from evener.balancer.search.layouts import Placement, Wanted
-from evener.balancer.search.pack_growth import MOST_PROCESSES
+from evener.balancer.search.layouts import LayoutOptions, Placement
+from evener.balancer.search.pack_sizes import MOST_PROCESSES
+from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, Problem
 from evener.devices.simulated.machine import Machine, SimulatedPlacement, along
 from tests.support import machine_families, search_oracle
@@ -78,10 +78,10 @@ def make_case(seed: int) -> Case:
     return Case(f"{family}, {devices} devices, noise {noise:.1%}", machine, batch, seed)
 
 
-def compare(case: Case) -> tuple[Comparison, int, float]:
+def compare(case: Case) -> tuple[Search, int, float]:
     """Run a comparison to its end on the virtual clock; with the probes and the virtual seconds that it took."""
-    wanted = Wanted(placements=tuple(Placement(p.name, p.devices) for p in case.machine.placements))
-    comparison = Comparison(case.problem, wanted)
+    wanted = LayoutOptions(placements=tuple(Placement(p.name, p.devices) for p in case.machine.placements))
+    comparison = Search(case.problem, wanted)
     prober = SimulatedProber(case.machine, case.seed)
     probes = 0
     while asked := comparison.ask():
@@ -96,7 +96,7 @@ def score(case: Case) -> Score:
     comparison, probes, seconds = compare(case)
     truths = truth(case, comparison.common_batch())
     best = max(truths, key=lambda name: truths[name])
-    standing = comparison.standings()[0]
+    standing = comparison.ranking()[0]
     layout = standing.candidate.layout
     reached = true_throughput(case.machine, layout)
     family = "split" if standing.candidate.family == "even" else standing.candidate.family

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from evener.balancer.search.drive import simple
 from evener.balancer.search.search import Search
 from evener.balancer.store import journal
-from evener.balancer.store.replay import problem_of
+from evener.balancer.store.replay import make_problem
 from evener.balancer.types import Timed
 from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync
 from tests.support import search_oracle as oracle
@@ -87,10 +86,10 @@ def search(record: journal.Record, made: Machine, seed: int) -> Found:
     batch, tolerance = record.header.request.global_batch, record.header.request.tolerance
     best = oracle.free(made, tolerance) if batch is None else oracle.fixed(made, batch)
     memory = tuple(made.usable_memory_bytes(i) for i in range(len(made.devices)))
-    problem = msgspec.structs.replace(problem_of(record.header), memory_bytes=memory, budget_seconds=None)
+    problem = msgspec.structs.replace(make_problem(record.header), memory_bytes=memory, budget_seconds=None)
     looking = Search(problem)
     watched = RecordingProber(made, seed)
-    simple(looking, watched.measure)
+    looking.run(watched.measure)
     result = looking.best()
     if result is None:
         raise RuntimeError(f"nothing was measured: {looking.why_stopped()}")

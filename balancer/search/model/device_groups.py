@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from evener.balancer.search.model.points import LEAST_ERROR, Point
-from evener.balancer.search.observations import Device
+from evener.balancer.search.model.step_time import LEAST_ERROR, SAME_BATCH, Point
+from evener.balancer.search.observations import DeviceEvidence
 
 APART = 3.0  # standard errors by which the mean ratio of two devices' times may differ from 1
 FAR_APART = 4.0  # the same for a single batch
-SAME_BATCH = 0.02  # relatively: times of such batches are compared
 SAME_MEMORY = 0.01
 NEAR = 0.2  # devices whose first times differ by more are not compared: what noise would explain it?
 FEWEST = 2  # batches in common
 
 
-def classes(devices: Sequence[Device]) -> list[list[int]]:
-    """Positions grouped so that each is alike the first of its group; lost devices stay alone."""
+def group_devices(devices: Sequence[DeviceEvidence]) -> list[list[int]]:
+    """Positions grouped so that each is as fast as the first of its group; lost devices stay alone."""
     groups: list[list[int]] = []
     pace = [device.alone[0].seconds / device.alone[0].batch ** 0.5 if device.alone else math.inf for device in devices]
     for position in sorted(range(len(devices)), key=lambda i: (pace[i], i)):
@@ -25,7 +24,7 @@ def classes(devices: Sequence[Device]) -> list[list[int]]:
             if pace[group[0]] * (1 + NEAR) < pace[position]:
                 groups.append([position])
                 break
-            if alike(devices[group[0]], devices[position]):
+            if same_speed(devices[group[0]], devices[position]):
                 group.append(position)
                 break
         else:
@@ -33,11 +32,11 @@ def classes(devices: Sequence[Device]) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-def alike(one: Device, other: Device) -> bool:
+def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     """Whether noise alone explains how two devices differ, in time at every common batch and in memory."""
     if one.lost or other.lost or one.memory.limit_bytes != other.memory.limit_bytes:
         return False
-    pairs = [*_common(one.alone, other.alone), *_common(one.beside, other.beside)]
+    pairs = [*_common(one.alone, other.alone), *_common(one.in_splits, other.in_splits)]
     if len(pairs) < FEWEST or not _same_memory(one, other):
         return False
     gaps = [math.log(a.seconds / b.seconds * (b.batch / a.batch) ** 0.5) for a, b in pairs]
@@ -53,7 +52,7 @@ def _common(points: Sequence[Point], others: Sequence[Point]) -> list[tuple[Poin
     return [(a, b) for a in points for b in others if abs(a.batch - b.batch) <= SAME_BATCH * a.batch]
 
 
-def _same_memory(one: Device, other: Device) -> bool:
+def _same_memory(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     sizes = dict(other.memory.points)
     shared = [(size, sizes[batch]) for batch, size in one.memory.points if batch in sizes]
     return all(abs(a - b) <= SAME_MEMORY * max(a, b) for a, b in shared)

@@ -22,13 +22,14 @@ SAFE_GROWTH = 1.25  # if it is not more than so many times what ran
 TELLING = 0.02  # of the bytes: a rise over twice the batch that is smaller leaves the line unsure
 STRAIGHT = 0.01  # slopes that differ by less, relatively, are alike
 BELIEVED = 0.7  # of the way that a bend leaves
+UNBOUNDED = 1 << 30  # samples
 APART = 0.95  # of a batch; a slope through two that lie nearer is what allocators round, not what samples take
 
 
 class Memory(msgspec.Struct, frozen=True, dict=True):
     """One device's evidence: `points` are (batch, bytes) in rising batch, `failed` the smallest batch that ran out.
 
-    `beside` are points of steps that it made with others, where buffers for what is exchanged are held too.
+    `in_splits` are points of steps that it made with others, where buffers for what is exchanged are held too.
     """
 
     limit_bytes: int | None
@@ -36,7 +37,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     ran: int = 0
     failed: int | None = None
     failures: int = 0  # times that it ran out
-    beside: tuple[tuple[int, int], ...] = ()
+    in_splits: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def exchanged_bytes(self) -> int:
@@ -46,16 +47,16 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         """
         if len(self.points) < 2:
             return 0
-        above = (used - self._alone(batch) for batch, used in self.beside if batch <= self.points[-1][0])
+        above = (used - self.bytes_at(batch) for batch, used in self.in_splits if batch <= self.points[-1][0])
         return max(0, round(max(above, default=0)))
 
     @cached_property
     def shape(self) -> tuple[tuple[int, int], ...]:
-        """The points, and what steps with others tell of the samples alone; in rising batch."""
-        told = dict(self.points)
-        for batch, used in self.beside:
-            told[batch] = max(told.get(batch, 0), used - self.exchanged_bytes)
-        return tuple(sorted(told.items()))
+        """The points, and what steps with others say of the samples alone; in rising batch."""
+        shape = dict(self.points)
+        for batch, used in self.in_splits:
+            shape[batch] = max(shape.get(batch, 0), used - self.exchanged_bytes)
+        return tuple(sorted(shape.items()))
 
     @cached_property
     def apart(self) -> tuple[tuple[int, int], ...]:
@@ -85,7 +86,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         """Whether it was so before the last point, which was therefore not taken as far as the line allowed."""
         return len(self.apart) > 2 and _flat(*self.apart[-3:-1])
 
-    def predicted(self) -> int | None:
+    def predict_largest(self) -> int | None:
         """The largest batch that the line gives room for; None: unknown, or without bound.
 
         Where the points bend upwards, the last slope is the least that the next may be: the bend goes on as steeply,
@@ -109,49 +110,60 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         before, last = (m1 - m0) / (b1 - b0), (m2 - m1) / (b2 - b1)
         return last - before if last > before * (1 + STRAIGHT) else 0.0
 
-    def next_guess(self, cap: int, quantum: int = 1) -> int:
+    def largest_to_try(self, cap: int, quantum: int = 1) -> int:
         """The largest batch worth trying, at most `cap`, a multiple of `quantum`; 0 if nothing can fit."""
         above = cap if self.failed is None else min(cap, (self.failed - 1) // quantum * quantum)
         if self.unsure:
             above = min(above, max(quantum, self.ran * GROWTH // quantum * quantum))
         if above <= self.ran or (self.failed is not None and self.failed - self.ran <= max(quantum, FINE * self.ran)):
             return min(self.ran, cap) // quantum * quantum
-        guess = self.predicted()
+        guess = self.predict_largest()
         if guess is not None and (self.failed is None or guess < self.failed):
             return max(self.ran, min(guess, above)) // quantum * quantum
         if self.failed is not None:
             return min(above, max(quantum, self._middle(self.failed) // quantum * quantum))
         return min(above, max(quantum, self.ran * GROWTH)) // quantum * quantum
 
-    def room(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
+    def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
         """The largest batch worth trying beside others: the next guess if bytes are known or `bold`, else what ran."""
         unknown = self.limit_bytes is None or self.line is None
         if self.failures >= PATIENCE or (unknown and not bold):
             return min(self.ran, cap) // quantum * quantum
-        return self._joined().next_guess(cap, quantum)
+        return self._in_split().largest_to_try(cap, quantum)
 
-    def safe(self, cap: int, quantum: int = 1) -> int:
+    def largest_safe(self, cap: int, quantum: int = 1) -> int:
         """The largest batch, at most `cap`, that surely fits: what ran, and a little more far below the limit."""
         known = self.ran
-        guess = self._joined().predicted()
+        guess = self._in_split().predict_largest()
         if self.failed is None and guess is not None and self.ran:
             known = max(known, min(int(guess * SAFE_SHARE), int(self.ran * SAFE_GROWTH)))
         return min(known, cap) // quantum * quantum
 
-    def _alone(self, batch: int) -> float:
-        """Bytes at `batch` by straight lines through two or more points."""
-        right = min(max(1, bisect_left(self.points, (batch, 0))), len(self.points) - 1)
-        (b0, m0), (b1, m1) = self.points[right - 1 : right + 1]
+    def bytes_at(self, batch: int) -> float:
+        """Bytes at `batch` by straight lines through the points; through none with one point. Needs a point."""
+        points = self.points if len(self.points) > 1 else ((0, 0), *self.points)
+        right = min(max(1, bisect_left(points, (batch, 0))), len(points) - 1)
+        (b0, m0), (b1, m1) = points[right - 1 : right + 1]
         return m0 + (m1 - m0) / (b1 - b0) * (batch - b0)
 
-    def _joined(self) -> Memory:
+    def largest_within(self, limit_bytes: float) -> int:
+        """The largest batch that holds at most so many bytes, by the same lines as `bytes_at`. Needs a point."""
+        points = self.points if len(self.points) > 1 else ((0, 0), *self.points)
+        right = min(max(1, bisect_left([used for _, used in points], limit_bytes)), len(points) - 1)
+        (b0, m0), (b1, m1) = points[right - 1 : right + 1]
+        slope = (m1 - m0) / (b1 - b0)
+        if slope <= 0:
+            return UNBOUNDED if limit_bytes >= m1 else 0
+        return max(0, int(b1 + (limit_bytes - m1) / slope))
+
+    def _in_split(self) -> Memory:
         """The same for steps with others, which leave less room; what ran alone may not fit there."""
         if self.limit_bytes is None or not self.exchanged_bytes:
             return self
         less = max(1, self.limit_bytes - self.exchanged_bytes)
-        joined = msgspec.structs.replace(self, limit_bytes=less, points=self.shape, beside=())
-        fits = max(joined.predicted() or 0, *(batch for batch, _ in self.beside))
-        return msgspec.structs.replace(joined, ran=min(self.ran, fits))
+        inside = msgspec.structs.replace(self, limit_bytes=less, points=self.shape, in_splits=())
+        fits = max(inside.predict_largest() or 0, *(batch for batch, _ in self.in_splits))
+        return msgspec.structs.replace(inside, ran=min(self.ran, fits))
 
     def _middle(self, failed: int) -> int:
         if self.limit_bytes is None and self.ran and failed > WIDE * self.ran:

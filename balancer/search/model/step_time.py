@@ -1,53 +1,61 @@
-"""A device's seconds(batch): fitted to a few noisy points, monotone, and inverted exactly.
+"""A device's seconds(batch): fitted to a few noisy points, rising, and inverted exactly.
 
-A curve is a rising broken line, rounded up to stairs where the points show a step height. The line is the simplest
-that the points allow: straight (fixed cost + cost a sample), or flat up to a knee and straight after it, or one of
-these bent through the points, each bend as strong as its evidence exceeds the noise.
+The curve is the simplest that the points allow: straight (fixed cost + cost a sample), flat up to a knee and straight
+after it, or one of these bent through the points, each bend as strong as its evidence exceeds the noise. Real step
+times may fall as the batch grows; the curve stays level there, and a split that goes against it is measured again.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import msgspec
 
-from evener.balancer.search.model.points import LEAST_ERROR, SAME_BATCH, Point, merged, typical
-from evener.balancer.search.model.regression import STRAIGHT, Line, simplest
-from evener.balancer.search.model.stairs import Seen, Stairs, Straight, stairs
+from evener.balancer.search.model.regression import rising_line
 
-MOST_KEPT = 8192  # fits of one search: of 1024 devices in a few kinds of doubt
-EDGE = 1e-6  # of a stair: a time so little above a whole number of them is that number
+SAME_BATCH = 0.02  # points nearer than this, relatively, are one point
+LEAST_ERROR = 0.0005  # relative; no timing is believed to be better
+STRAIGHT = 2.5  # a line stands if no point is further off than so many of its errors (of 95 % of small fits none is)
 ROUNDING = 1e-9  # relative slack where a time is compared with its own inverse
+CACHED_FITS = 4096
+
+
+class Point(msgspec.Struct, frozen=True):
+    """One measured time; `error` is its relative standard error."""
+
+    batch: int
+    seconds: float
+    error: float
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """seconds(batch) as a rising broken line through knots, straight beyond the last; `stair` rounds it up."""
+    """seconds(batch) as a rising broken line through knots, straight beyond the last."""
 
     batches: tuple[float, ...]  # increasing, the first at or below every batch asked for
     times: tuple[float, ...]  # seconds, not decreasing
     slope: float  # seconds a sample beyond the last knot
-    stair: float = 0.0  # step height in seconds; 0: smooth
     straight: bool = True  # the points lie on a simple shape within their errors
     error: float = 0.0  # relative standard error of a typical point
-    under: tuple[Straight, ...] = ()  # corners of the lines that may lie under its stairs
 
     def seconds(self, batch: float) -> float:
         """Predicted step time of `batch` samples."""
-        time = self._smooth(batch)
-        return max(1, math.ceil(time / self.stair - 1e-6)) * self.stair if self.stair else time
+        batches, times = self.batches, self.times
+        i = bisect_right(batches, batch)
+        if i == len(batches):
+            return times[-1] + self.slope * (batch - batches[-1])
+        if i == 0:
+            return times[0]
+        left = batches[i - 1]
+        return times[i - 1] + (times[i] - times[i - 1]) * (batch - left) / (batches[i] - left)
 
     def largest(self, seconds: float, ceiling: int, quantum: int = 1) -> int:
         """The most samples, a multiple of `quantum` up to `ceiling`, that take no longer than `seconds`; 0: none."""
         if math.isinf(seconds):
             return ceiling // quantum * quantum
         seconds *= 1 + ROUNDING
-        if self.stair:
-            seconds = math.floor(seconds / self.stair + 1e-6) * self.stair * (1 + ROUNDING)
-            if seconds < self.stair:
-                return 0
         times = self.times
         i = bisect_right(times, seconds)
         if i == 0:
@@ -59,113 +67,114 @@ class Curve(msgspec.Struct, frozen=True):
             batch = self.batches[i - 1] + (self.batches[i] - self.batches[i - 1]) * (seconds - low) / (high - low)
         return int(min(batch, ceiling)) // quantum * quantum
 
-    def turns(self, ceiling: int, most: int = 40) -> list[float]:
-        """The finish times at which throughput may be best: of its knots or stairs, and of `ceiling`."""
-        last = self.seconds(ceiling)
-        if self.stair:
-            first = self.seconds(self.batches[0])
-            count = round((last - first) / self.stair) + 1
-            skip = max(1, count // most)
-            return [last - n * skip * self.stair for n in range(min(count, most)) if last - n * skip * self.stair > 0]
-        return [time for batch, time in zip(self.batches, self.times, strict=True) if batch < ceiling] + [last]
-
-    def levels(self, batch: float) -> range:
-        """The numbers of stairs that `batch` may take, by every line that may lie under them; none if it has none."""
-        times = [(fixed + slope * batch) / self.stair for fixed, slope in self.under]
-        if not times:
-            return range(0)
-        return range(max(1, math.floor(min(times) + EDGE) + 1), max(1, math.ceil(max(times) - EDGE)) + 1)
+    def breakpoints(self, ceiling: int) -> list[float]:
+        """The finish times at which throughput may be best: those of the knots below `ceiling`, and its own."""
+        knots = zip(self.batches, self.times, strict=True)
+        return [time for batch, time in knots if batch < ceiling] + [self.seconds(ceiling)]
 
     @property
     def bent(self) -> bool:
-        """Whether it has a knee, a bend or stairs."""
-        return self.stair > 0 or len(self.batches) > 2 or self.times[0] == self.times[-1]
+        """Whether it has a knee or a bend."""
+        return len(self.batches) > 2 or self.flat
 
-    def _smooth(self, batch: float) -> float:
-        batches, times = self.batches, self.times
-        i = bisect_right(batches, batch)
-        if i == len(batches):
-            return times[-1] + self.slope * (batch - batches[-1])
-        if i == 0:
-            return times[0]  # never below the first knot, which is 0
-        left = batches[i - 1]
-        return times[i - 1] + (times[i] - times[i - 1]) * (batch - left) / (batches[i] - left)
+    @property
+    def flat(self) -> bool:
+        """Whether it begins level, up to a knee."""
+        return len(self.batches) > 1 and self.times[0] == self.times[1]
 
 
-class Shape(msgspec.Struct, frozen=True):
-    """What points look like without stairs: the simplest line and its worst residual in errors."""
+class Hinge(msgspec.Struct, frozen=True):
+    """seconds(b) = max(flat, fixed + slope * b)."""
 
-    single: tuple[Point, ...]  # one for each batch
-    known: tuple[Point, ...]  # one for those that are nearly the same
-    line: Line
-    worst: float
+    fixed: float
+    slope: float
+    flat: float = 0.0
 
+    def seconds(self, batch: float) -> float:
+        """Predicted step time."""
+        return max(self.flat, self.fixed + self.slope * batch)
 
-Points = tuple[Point, ...]
-Fit = Callable[[Points, float, bool], Curve | None]
-
-
-def shaped(points: Points) -> Shape | None:
-    """The shape of the points; None without any."""
-    single = tuple(merged(points, 0.0))
-    known = tuple(merged(single, SAME_BATCH))
-    return Shape(single, known, *simplest(known)) if known else None
+    @property
+    def knee(self) -> float:
+        """The batch up to which it is flat; 0 if it never is."""
+        return max(0.0, (self.flat - self.fixed) / self.slope) if self.slope > 0 else 0.0
 
 
-class Fitting(msgspec.Struct, frozen=True):
-    """How curves are fitted: what points look like, and the stairs that they may show."""
-
-    shape: Callable[[Points], Shape | None] = shaped
-    stairs: Callable[[tuple[Seen, ...], bool], Stairs | None] = stairs
-
-    def curve(self, points: Points, doubt: float, stepped: bool) -> Curve | None:
-        """As `fit` has it."""
-        found = self.shape(points)
-        if found is None:
-            return None
-        smooth = found.worst <= STRAIGHT
-        if smooth and found.line.flat == 0:
-            return _broken(found.line, found.known, [], True)
-        if steps := self.stairs(tuple((p.batch, p.seconds, p.error) for p in found.single), stepped or not smooth):
-            return _stepped(steps, found.known, doubt)
-        curve = _broken(found.line, found.known, [] if smooth else _bends(found.known, found.line), smooth)
-        return _late(curve) if doubt >= 1 and not smooth else curve
+def fit_curve(points: Iterable[Point]) -> Curve | None:
+    """The curve that explains the points; None without any."""
+    return _fit(tuple(points))
 
 
-def fit(points: Iterable[Point], doubt: float = 0.0, stepped: bool = False) -> Curve | None:
-    """The curve that explains the points; None without any.
-
-    `doubt`: where stairs or bends leave doubt, 0 takes the middle and 1 the slowest that may be. `stepped`: devices
-    like this one show stairs, so they need less evidence here.
-    """
-    return Fitting().curve(tuple(points), doubt, stepped)
-
-
-def remembered() -> Fit:
-    """`fit` for the length of one search: what was fitted once is not fitted again, and goes when the search does."""
-    keep = lru_cache(MOST_KEPT)  # hope, middle and doubt ask for the same shapes and stairs
-    return lru_cache(MOST_KEPT)(Fitting(keep(shaped), keep(stairs)).curve)
+@lru_cache(CACHED_FITS)
+def _fit(points: tuple[Point, ...]) -> Curve | None:
+    merged = merge_points(points)
+    if not merged:
+        return None
+    hinge, worst = _simplest(merged)
+    straight = worst <= STRAIGHT
+    return _broken_line(hinge, merged, [] if straight else _bends(merged, hinge), straight)
 
 
-def _late(curve: Curve) -> Curve:
-    """The slowest rising curve through the knots: just beyond each, as slow as the next."""
-    batches, times = list(curve.batches), list(curve.times)
-    beyond = [batch + 0.5 for batch in batches[:-1]]
-    knots = sorted([*zip(batches, times, strict=True), *zip(beyond, times[1:], strict=True)])
-    return msgspec.structs.replace(curve, batches=tuple(b for b, _ in knots), times=tuple(t for _, t in knots))
+def merge_points(points: Iterable[Point], within: float = SAME_BATCH) -> list[Point]:
+    """Points in rising batch; those whose batches are nearer than `within`, relatively, averaged by their errors."""
+    groups: list[list[Point]] = []
+    for point in sorted(points, key=lambda p: (p.batch, p.seconds, p.error)):
+        if groups and point.batch <= groups[-1][0].batch * (1 + within):
+            groups[-1].append(point)
+        else:
+            groups.append([point])
+    return [_average(group) for group in groups]
 
 
-def _stepped(found: Stairs, points: Sequence[Point], doubt: float) -> Curve:
-    knots, slope = found.knots(doubt)
-    knots.append((knots[-1][0] + 1.0, knots[-1][1] + slope))
-    batches, times = zip(*knots, strict=True)
-    return Curve(batches, times, slope, found.height, False, typical(points), found.corners)
+def _average(group: Sequence[Point]) -> Point:
+    if len(group) == 1:
+        return group[0]
+    weights = [1 / max(p.error, LEAST_ERROR) ** 2 for p in group]
+    total = math.fsum(weights)
+    batch = round(math.fsum(w * p.batch for w, p in zip(weights, group, strict=True)) / total)
+    rate = math.fsum(w * p.seconds / p.batch for w, p in zip(weights, group, strict=True)) / total
+    return Point(batch, rate * batch, 1 / math.sqrt(total))
 
 
-def _bends(points: Sequence[Point], line: Line) -> list[tuple[int, float]]:
+def _typical_error(points: Sequence[Point]) -> float:
+    """The relative standard error of a point, in the root mean square."""
+    return math.sqrt(math.fsum(p.error**2 for p in points) / len(points))
+
+
+def _simplest(points: Sequence[Point]) -> tuple[Hinge, float]:
+    """A straight line if it stands, else flat-then-straight; and its worst residual, in errors."""
+    line = Hinge(*rising_line(_weighted(points)))
+    worst = _worst_residual(points, line)
+    if worst <= STRAIGHT or len(points) < 3:
+        return line, worst
+    hinges = [_hinge(points, cut) for cut in range(1, len(points))]
+    return min(((h, _worst_residual(points, h)) for h in (line, *hinges)), key=lambda pair: pair[1])
+
+
+def _hinge(points: Sequence[Point], cut: int) -> Hinge:
+    """Flat through the points before `cut`, straight through the rest."""
+    weights = [1 / max(p.error, LEAST_ERROR) ** 2 for p in points[:cut]]
+    level = math.fsum(w * p.seconds for w, p in zip(weights, points[:cut], strict=True)) / math.fsum(weights)
+    rest = points[cut:]
+    if len(rest) > 1:
+        return Hinge(*rising_line(_weighted(rest), through_origin_at_least=False), level)
+    left = points[cut - 1]  # one point on the slope: the knee is unknown, the longest flat stretch rises the steepest
+    slope = max(0.0, (rest[0].seconds - level) / (rest[0].batch - left.batch))
+    return Hinge(level - slope * left.batch, slope, level)
+
+
+def _weighted(points: Sequence[Point]) -> list[tuple[float, float, float]]:
+    return [(p.batch, p.seconds, 1 / (max(p.error, LEAST_ERROR) * p.seconds) ** 2) for p in points]
+
+
+def _worst_residual(points: Sequence[Point], line: Hinge) -> float:
+    return max(abs(line.seconds(p.batch) / p.seconds - 1) / max(p.error, LEAST_ERROR) for p in points)
+
+
+def _bends(points: Sequence[Point], line: Hinge) -> list[tuple[int, float]]:
     """(batch, factor on the line) at each point, shrunk towards 1 by the share of its residual that is noise."""
     residuals = [p.seconds / line.seconds(p.batch) - 1 for p in points]
-    noise = typical(points) ** 2
+    noise = _typical_error(points) ** 2
     spread = max(0.0, math.fsum(r * r for r in residuals) / len(points) - noise)
     if spread <= 0:
         return []
@@ -175,23 +184,23 @@ def _bends(points: Sequence[Point], line: Line) -> list[tuple[int, float]]:
     ]
 
 
-def _broken(line: Line, points: Sequence[Point], bends: Sequence[tuple[int, float]], straight: bool) -> Curve:
-    """Knots of the line and its bends, made monotone; before the first bend and after the last its factor holds."""
+def _broken_line(line: Hinge, points: Sequence[Point], bends: Sequence[tuple[int, float]], straight: bool) -> Curve:
+    """Knots of the line and its bends, made rising; before the first bend and after the last its factor holds."""
     batches = {0.0, *(float(batch) for batch, _ in bends)}
     if line.knee > 0 and not bends:  # a refuted one would hide how time rises between two points
         batches.add(line.knee)
     knots = sorted(batches)
     times: list[float] = []
     for batch in knots:
-        time = (line.flat if 0 < batch <= line.knee else line.seconds(batch)) * _factor(bends, batch)
+        time = (line.flat if 0 < batch <= line.knee else line.seconds(batch)) * _bend_factor(bends, batch)
         times.append(max(time, times[-1]) if times else max(time, 0.0))
-    tail = line.slope * (bends[-1][1] if bends else 1.0)
+    slope = line.slope * (bends[-1][1] if bends else 1.0)
     if not bends and len(knots) == 1:
         knots, times = [0.0, 1.0], [times[0], max(times[0], line.seconds(1.0))]
-    return Curve(tuple(knots), tuple(times), tail, 0.0, straight, typical(points))
+    return Curve(tuple(knots), tuple(times), slope, straight, _typical_error(points))
 
 
-def _factor(bends: Sequence[tuple[int, float]], batch: float) -> float:
+def _bend_factor(bends: Sequence[tuple[int, float]], batch: float) -> float:
     if not bends:
         return 1.0
     i = bisect_left(bends, batch, key=lambda bend: bend[0])

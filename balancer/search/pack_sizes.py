@@ -1,4 +1,4 @@
-"""How many trainings side by side get most out of one device: which N to try next, from those tried. Pure.
+"""How many trainings side by side get most out of one device: which N to try next, from those tried.
 
 N grows as 1, 2, 3, 5, 8, 13, ... while the combined throughput gains; two sizes in a row without a gain, or one that
 does not run, end the growth. Then the gaps beside the best are halved. Each training costs memory, so the fewest that

@@ -1,0 +1,117 @@
+"""What to say of the measurements behind a plan: doubts, memory that others hold, devices that were left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from evener.balancer.result.number_format import join_words, percent
+from evener.balancer.types import Failed, Layout, Observation, Timed, Warned
+from evener.devices.types import Device
+
+GIB = 1 << 30
+ORDER = ("disturbed", "throttled", "capped", "drift", "noisy", "slow_start", "stalled", "too_short")
+MOSTLY = 0.5  # of a rival's blocks, from which other work is said to have slowed the chosen layout too
+IN_SHORT = {
+    "throttled": "steps were held back while it was measured",
+    "drift": "its speed drifted while it was measured",
+    "disturbed": "other work took CPU time while it was measured",
+}
+
+
+def find_doubts(seen: Iterable[Observation], chosen: Layout) -> tuple[Warned, ...]:
+    """Doubts about the chosen layout's own measurements, the worst of each kind."""
+    worst: dict[str, Warned] = {}
+    for doubt in _doubts_about(seen, chosen):
+        if doubt.code not in worst or abs(doubt.value) > abs(worst[doubt.code].value):
+            worst[doubt.code] = doubt
+    return tuple(worst[code] for code in ORDER if code in worst)
+
+
+def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Warned]:
+    """The layout's own, and of several devices what a rival saw of other work in turns with it, if mostly that.
+
+    Processes that wait for each other can't tell other work from waiting.
+    """
+    for one in seen:
+        if isinstance(one, Timed) and one.probe.layout == chosen:
+            yield from one.warnings
+        elif isinstance(one, Timed) and one.probe.stage == "race" and len(chosen.active) > 1:
+            yield from (each for each in one.warnings if each.code == "disturbed" and each.value >= MOSTLY)
+
+
+def explain_doubts(
+    doubts: Iterable[Warned], devices: Sequence[Device], longer: str = "a longer --budget"
+) -> tuple[str, ...]:
+    """Each doubt in a sentence, with what helps against it; `longer` is how more can be measured."""
+    return tuple(_explain_doubt(doubt, devices, longer) for doubt in doubts)
+
+
+def _explain_doubt(doubt: Warned, devices: Sequence[Device], longer: str) -> str:
+    size, whole, fine = doubt.value, percent(doubt.value), percent(abs(doubt.value), 1)
+    who = f"{devices[doubt.device].label}: " if 0 <= doubt.device < len(devices) else ""
+    sentences = {
+        "disturbed": f"Other work took CPU time in {whole} of the blocks; stop it and measure again.",
+        "throttled": f"Some steps were held back (by {whole}), as by heat, power or other work; let it cool,"
+        " look at evener monitor, and measure again.",
+        "capped": f"A device was at its power limit in {whole} of the time: the figure is that of this limit.",
+        "drift": f"Steps became {fine} {'slower' if size > 0 else 'faster'} while they were timed; measure"
+        f" again with {longer}.",
+        "noisy": f"The step time is certain to within ± {fine} only; measure again with {longer}.",
+        "slow_start": f"Steps were still becoming faster (by {whole}) when the warm-up's time was over.",
+        "stalled": f"One block took {size:.1f} times as long as the others.",
+        "too_short": f"Only {size:.2f} s were timed; give {longer}.",
+    }
+    return who + sentences[doubt.code]
+
+
+def add_doubt(sentence: str, doubts: Iterable[Warned]) -> str:
+    """The verdict with what most weakens it; noise is in its intervals already."""
+    codes = {doubt.code for doubt in doubts}
+    why = next((words for code, words in IN_SHORT.items() if code in codes), "")
+    return f"{sentence.removesuffix('.')}; but {why}: measure again to be sure." if why else sentence
+
+
+def explain_taken_memory(seen: Iterable[Observation], devices: Sequence[Device]) -> tuple[str, ...]:
+    """A sentence for each device of whose memory others were seen to hold a part that the request counted on."""
+    return tuple(
+        f"{devices[i].label}: others hold {size / GIB:.1f} GiB of its memory; the batches here leave it to them."
+        for i, size in sorted(find_taken_bytes(seen).items())
+    )
+
+
+def add_taken_memory(sentence: str, seen: Iterable[Observation], devices: Sequence[Device]) -> str:
+    """The verdict, with whose memory was taken by others where that bounds what fits."""
+    names = [devices[i].label for i in sorted(find_taken_bytes(seen))]
+    if not names:
+        return sentence
+    return f"{sentence.removesuffix('.')}; others hold memory of {join_words(names)}, which is left to them."
+
+
+def find_taken_bytes(seen: Iterable[Observation]) -> dict[int, int]:
+    """The most that others were seen to hold, by position."""
+    most: dict[int, int] = {}
+    for one in seen:
+        for i, size in enumerate(() if isinstance(one, Failed) else one.short_bytes):
+            if size > most.get(i, 0):
+                most[i] = size
+    return most
+
+
+def explain_left_out(seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout) -> tuple[str, ...]:
+    """Devices on which nothing ran, and those that worked at first, then always failed and have no part; and why."""
+    words: dict[int, str] = {}
+    ran: set[int] = set()
+    for one in seen:
+        if isinstance(one, Timed):
+            ran |= set(one.probe.layout.active)
+            words = {i: why for i, why in words.items() if i not in one.probe.layout.active}
+            continue
+        for i in one.devices or one.probe.layout.active:
+            if i not in ran:
+                words[i] = f"was left out, as nothing ran on it: {one.detail}."
+            elif isinstance(one, Failed) and one.devices == (i,):
+                if not chosen.shares[i]:
+                    words[i] = f"worked at first and then failed every time, so it was left out: {one.detail}."
+                elif one.cause == "device":
+                    words[i] = f"worked at first and can't be used now: {one.detail}."
+    return tuple(f"{devices[i].label} {words[i]}" for i in sorted(words))

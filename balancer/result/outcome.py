@@ -1,0 +1,178 @@
+"""What a search ends with: the plan, its evidence and its verdict, from what was measured and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from evener.balancer.probes.launch_plan import MIXED
+from evener.balancer.probes.prober import Facts
+from evener.balancer.result import explain_measurements as measurements
+from evener.balancer.result.explain import (
+    Costs,
+    Rival,
+    explain,
+    find_larger,
+    list_rivals,
+    list_samples,
+    name_candidate,
+    name_rivals,
+)
+from evener.balancer.result.number_format import join_words
+from evener.balancer.search.search import Search
+from evener.balancer.store.journal import Header
+from evener.balancer.types import Failed, Interval, Layout, Observation, OutOfMemory, Result
+from evener.devices.limits import write_limit
+from evener.devices.types import Device
+from evener.plan import (
+    BEST_SINGLE,
+    LARGER_BATCH,
+    SOLO_PREFIX,
+    Evidence,
+    Fingerprint,
+    Plan,
+    PlanLayout,
+    SearchSummary,
+    Share,
+    Throughput,
+    make_layout,
+)
+
+MIB = 1 << 20
+MARGIN = 1.15  # on top of a budget that would just have been enough
+STEP_SECONDS = 10  # to which it is rounded up
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """A plan and the sentence that goes with it."""
+
+    plan: Plan
+    verdict: str
+
+
+def build_outcome(
+    header: Header, search: Search, seen: Sequence[Observation], facts: Facts, why_stopped: str, seconds: float
+) -> Outcome | None:
+    """The plan that a search has come to after `seconds` of its clock; None if nothing was measured."""
+    chosen = search.best()
+    if chosen is None:
+        return None
+    devices = header.devices
+    labels = [device.label for device in devices]
+    rivals = list_rivals(chosen, search.ranking())
+    doubts = measurements.find_doubts(seen, chosen.layout)
+    sentence = explain(chosen, rivals, labels, Costs(search.sync_seconds(), search.apart_seconds))
+    warnings = (
+        *header.notes,
+        *search.options.left_out,
+        *explain_failures(search, labels),
+        *explain_unmeasured(search, labels),
+        *measurements.explain_doubts(doubts, devices),
+        *measurements.explain_taken_memory(seen, devices),
+        *measurements.explain_left_out(seen, devices, chosen.layout),
+    )
+    request, knobs = header.request, chosen.layout.knobs
+    plan = Plan(
+        created=header.created,
+        workload=header.workload,
+        framework=header.framework,
+        precision=MIXED if "mixed" in knobs else request.precision,
+        xla=request.xla or "xla" in knobs,
+        layout=_write_layout(chosen.layout, devices, facts.engine),
+        throughput=_write_throughput(chosen.throughput),
+        evidence=_write_evidence(chosen, rivals, search, devices, facts.engine),
+        search=_summarize(header, seen, why_stopped, seconds),
+        fingerprint=_write_fingerprint(header, facts),
+        warnings=warnings,
+    )
+    return Outcome(plan, measurements.add_doubt(measurements.add_taken_memory(sentence, seen, devices), doubts))
+
+
+def explain_failures(search: Search, labels: Sequence[str]) -> tuple[str, ...]:
+    """A sentence for each layout of the race that did not run."""
+    lines = []
+    for candidate, seen in search.broken():
+        why = seen.detail.rstrip(".") if isinstance(seen, Failed) else "it ran out of memory"
+        lines.append(f"Not compared: {name_candidate(candidate, len(labels))}: {why}.")
+    return tuple(lines)
+
+
+def explain_unmeasured(search: Search, labels: Sequence[str]) -> tuple[str, ...]:
+    """Layouts that the budget left out, with a budget that should do; and what was measured smaller than was meant."""
+    missing = [name_candidate(one, len(labels)) for one in search.unmeasured()]
+    larger = [name_candidate(one, len(labels)) for one in search.ungrown()]
+    lines = []
+    if search.problem.budget_seconds is not None and (missing or larger):
+        enough = f"--budget {STEP_SECONDS * math.ceil(MARGIN * search.enough_seconds() / STEP_SECONDS)}s should do"
+        if missing:
+            lines.append(f"The budget left no time to measure {join_words(missing)}; {enough}.")
+        if larger:
+            lines.append(f"Packs still gained when the budget left no time for a {join_words(larger)}; {enough}.")
+    for wished, instead in search.retreats():
+        if search.turns(instead.layout):
+            lines.append(
+                f"{name_candidate(wished, len(labels)).capitalize()}: {list_samples(wished.layout)} ran out of memory;"
+                f" {list_samples(instead.layout)} was measured instead."
+            )
+    return tuple(lines)
+
+
+def _write_evidence(
+    chosen: Result, rivals: Sequence[Rival], search: Search, devices: Sequence[Device], engine: str
+) -> tuple[Evidence, ...]:
+    """Every rival by its name, the best single device even if it is chosen, and each device alone at its fastest."""
+    names = name_rivals(chosen, rivals, len(devices))
+    larger = find_larger(chosen, rivals)
+    found = [(name, one.candidate.layout, one.throughput) for name, one in zip(names, rivals, strict=True)]
+    single = search.best_single()
+    if single is not None and BEST_SINGLE not in names:
+        found.append((BEST_SINGLE, single.layout, single.throughput))
+    if larger is not None:
+        found.append((LARGER_BATCH, larger.candidate.layout, larger.throughput))
+    for device, result in zip(devices, search.solos(), strict=True):
+        if result is not None:
+            found.append((f"{SOLO_PREFIX}{device.label}", result.layout, result.throughput))
+    return tuple(
+        Evidence(name, _write_layout(one, devices, engine), _write_throughput(rate)) for name, one, rate in found
+    )
+
+
+def _summarize(header: Header, seen: Sequence[Observation], why_stopped: str, seconds: float) -> SearchSummary:
+    return SearchSummary(
+        probes=len(seen),
+        out_of_memory=sum(isinstance(one, OutOfMemory) for one in seen),
+        seconds=round(seconds, 3),
+        seed=header.request.seed,
+        why_stopped=why_stopped,
+    )
+
+
+def _write_layout(layout: Layout, devices: Sequence[Device], engine: str) -> PlanLayout:
+    """The layout as the plan has it: a share for each device of the request, in its order."""
+    templates = tuple(
+        Share(device.id, device.index, device.name, 0, 0.0, write_limit(device.limit)) for device in devices
+    )
+    return make_layout(
+        layout.kind,
+        templates,
+        layout.shares,
+        engine=engine if layout.kind == "split" else "",
+        processes=layout.processes,
+        placement=layout.placement,
+    )
+
+
+def _write_throughput(figure: Interval) -> Throughput:
+    """A figure with its interval, in order."""
+    return Throughput(figure.value, max(0.0, min(figure.low, figure.value)), max(figure.high, figure.value))
+
+
+def _write_fingerprint(header: Header, facts: Facts) -> Fingerprint:
+    def describe(device: Device) -> str:
+        size = device.memory_bytes
+        return device.name if size is None else f"{device.name} ({size // MIB} MiB)"
+
+    versions = {**facts.versions, "evener": header.evener}
+    return Fingerprint(tuple(map(describe, header.devices)), facts.driver, versions, facts.workload_digest)

@@ -1,0 +1,176 @@
+"""The last stage: the candidates in turns A B C A B C, until nothing left to measure is expected to change the plan.
+
+In the first turn every candidate is measured once, what promises most for its cost first; what exploration measured
+with nothing else at work has had its first turn. Packs then grow while they gain, later turns settle who is fastest,
+and the winner is measured with other knobs, if any were asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import msgspec
+
+from evener.balancer.search.budget import Budget
+from evener.balancer.search.candidates import Candidates
+from evener.balancer.search.layouts import Candidate, Knob, LayoutOptions
+from evener.balancer.search.observations import FIRST_TURN, Turns
+from evener.balancer.search.ranking import Standing, rank, unsettled
+from evener.balancer.types import Layout, Probe, Problem, Stage
+
+MOST_TURNS = 8
+TURNS_TO_EXPECT = 3  # of every candidate, when the time of a probe is shared out
+PACKS_TO_EXPECT = 6
+LEAST_EXPECTED = 1e-9  # samples/s
+
+
+class Race:
+    """A reading of the observations so far."""
+
+    def __init__(self, problem: Problem, options: LayoutOptions, candidates: Candidates, budget: Budget) -> None:
+        self._problem, self._options, self._candidates, self._budget = problem, options, candidates, budget
+        self._seen = candidates.seen
+
+    def next_probe(self) -> Probe | None:
+        """The next measurement; None when the race is over."""
+        first = [one for one in self._unmeasured if one.layout.placement != "logical"]
+        probe = self._first_turn(first) or self._grow() or self._first_turn(self._unmeasured)
+        return probe or self._next_turn(self._candidates.running, "race") or self._try_knobs()
+
+    @cached_property
+    def turns(self) -> dict[Layout, Turns]:
+        """The turns of each candidate that is still running."""
+        return {one.layout: self._seen.turns(one.layout) for one in self._candidates.running}
+
+    @cached_property
+    def ranking(self) -> tuple[Standing, ...]:
+        """The winner first; with the winner's knobs, once they were tried."""
+        found = rank(self._candidates.running, self.turns, self._problem)
+        if not found or not self._options.knobs:
+            return found
+        rivals = self._knob_rivals(found[0].candidate)
+        tried = rank(rivals, {one.layout: self._seen.turns(one.layout, "knobs") for one in rivals}, self._problem)
+        return (*tried, *found[1:]) if len(tried) > 1 else found
+
+    @cached_property
+    def _unmeasured(self) -> list[Candidate]:
+        return [one for one in self._candidates.running if not self.turns[one.layout]]
+
+    @property
+    def left_out(self) -> tuple[Candidate, ...]:
+        """The candidates that the budget left without a measurement."""
+        return tuple(one for one in self._unmeasured if not one.extra)
+
+    @property
+    def tied(self) -> bool:
+        """Whether layouts were left that more turns would not have told apart."""
+        return self._unsettled(list(self._candidates.running), "race")[1]
+
+    @property
+    def waits_for_budget(self) -> bool:
+        """Whether a candidate was left without a measurement, or a turn that was wanted can't be paid."""
+        return bool(self._unmeasured) or bool(self._unsettled(list(self._candidates.running), "race")[0])
+
+    # ------------------------------------------------------------------ first turn
+
+    def _first_turn(self, wanted: Sequence[Candidate]) -> Probe | None:
+        if not wanted:
+            return None
+        layout = min(wanted, key=self._priority).layout
+        knobs = self._knobs_seconds
+        if not self._budget.affords(layout, "race", reserved=knobs):
+            return None
+        stage: Stage = "pack" if layout.kind == "pack" and layout.placement != "logical" else "race"
+        left = self._unmeasured
+        others = self._budget.total_seconds(one.layout for one in left if one.layout != layout and not one.extra)
+        probes = len(left) + (TURNS_TO_EXPECT - 1) * len(self.turns)
+        reserved = knobs + others if self._options.needs_more_children else 0.0
+        seconds = self._budget.probe_seconds(layout, "race", probes, reserved=reserved)
+        return Probe(layout, stage, seconds, FIRST_TURN)
+
+    def _priority(self, one: Candidate) -> tuple[bool, float]:
+        """What promises most for its cost comes first; second tries of a family come last."""
+        expected = max(self._candidates.expected_rate(one), LEAST_EXPECTED)
+        return (one.extra and self._options.needs_more_children, self._budget.least_seconds(one.layout) / expected)
+
+    # ------------------------------------------------------------------ packs
+
+    def _grow(self) -> Probe | None:
+        """Larger packs, the smallest of all modes first, while another turn of every candidate can be paid as well."""
+        wanted = [layout for _, packing in self._candidates.packings if (layout := packing.next_layout()) is not None]
+        if not wanted or self._began_later_turns():
+            return None
+        reserved = self._budget.total_seconds(one.layout for one in self._candidates.running) + self._knobs_seconds
+        for layout in sorted(wanted, key=lambda one: one.processes):
+            if self._budget.affords(layout, "pack", reserved=reserved):
+                seconds = self._budget.probe_seconds(layout, "pack", PACKS_TO_EXPECT, reserved=reserved)
+                return Probe(layout, "pack", seconds)
+        return None
+
+    def _began_later_turns(self) -> bool:
+        """Whether turns after the first have begun: under a budget they are not left again for a larger pack."""
+        later = (turn for turns in self.turns.values() for turn in turns if turn > FIRST_TURN)
+        return self._problem.budget_seconds is not None and any(later)
+
+    # ------------------------------------------------------------------ later turns
+
+    def _next_turn(self, rivals: Sequence[Candidate], stage: Stage) -> Probe | None:
+        """The next of those who take part in the turn that is open, or in a new one."""
+        turns = {one.layout: self._seen.turns(one.layout, stage) for one in rivals}
+        now = max((turn for taken in turns.values() for turn in taken), default=FIRST_TURN)
+        for turn in (now, now + 1):
+            due = [one for one in self._running_in(rivals, stage, turn) if turn not in turns[one.layout]]
+            if due:
+                return self._turn(due, stage, turn, len(rivals))
+        return None
+
+    def _turn(self, due: Sequence[Candidate], stage: Stage, turn: int, rivals: int) -> Probe | None:
+        layout = due[0].layout
+        reserved = self._knobs_seconds if stage == "race" else 0.0
+        if not self._budget.affords(layout, stage, turn=turn, reserved=reserved):
+            return None
+        left = len(due) + max(0, TURNS_TO_EXPECT - 1 - turn) * rivals
+        return Probe(layout, stage, self._budget.probe_seconds(layout, stage, left, reserved=reserved), turn)
+
+    def _running_in(self, rivals: Sequence[Candidate], stage: Stage, turn: int) -> list[Candidate]:
+        """Who takes part in a turn: everybody in the first, then those that the turns before have not settled."""
+        if turn == FIRST_TURN:
+            return [] if stage == "race" else list(rivals)  # the first of the race has an order of its own
+        return [] if turn >= MOST_TURNS else self._unsettled(rivals, stage, turn)[0]
+
+    def _unsettled(
+        self, rivals: Sequence[Candidate], stage: Stage, before: int = MOST_TURNS
+    ) -> tuple[list[Candidate], bool]:
+        turns = {
+            one.layout: {turn: seen for turn, seen in self._seen.turns(one.layout, stage).items() if turn < before}
+            for one in rivals
+        }
+        ran = [one for one in rivals if turns[one.layout]]
+        left = self._budget.turns_left(one.layout for one in ran[:2])
+        return unsettled(ran, turns, self._problem.tolerance, left, MOST_TURNS)
+
+    # ------------------------------------------------------------------ knobs
+
+    def _try_knobs(self) -> Probe | None:
+        main = rank(self._candidates.running, self.turns, self._problem)
+        if not main or not self._options.knobs:
+            return None
+        return self._next_turn(self._knob_rivals(main[0].candidate), "knobs")
+
+    def _knob_rivals(self, winner: Candidate) -> list[Candidate]:
+        """The winner as it is, and with each knob turned; those that did not break."""
+
+        def turned(knob: Knob) -> Candidate:
+            return Candidate(winner.family, msgspec.structs.replace(winner.layout, knobs=(knob,)))
+
+        rivals = [winner, *(turned(knob) for knob in self._options.knobs)]
+        return [one for one in rivals if self._seen.broken(one.layout) is None]
+
+    @cached_property
+    def _knobs_seconds(self) -> float:
+        """What one turn of the winner with each knob should cost at the least."""
+        if not self._options.knobs:
+            return 0.0
+        main = rank(self._candidates.running, self.turns, self._problem)
+        return self._budget.total_seconds(one.layout for one in self._knob_rivals(main[0].candidate)) if main else 0.0
