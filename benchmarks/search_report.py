@@ -1,4 +1,4 @@
-"""Outcomes to a table in Markdown and a plot of regret against probes."""
+"""Tables in Markdown, and a plot of regret against probes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ WITHIN = 0.005  # a rival that is better by no more is a draw
 MODE_WORDS = {"free": "free batch, tolerance 0", "fixed": "fixed batch", "tolerant": "free batch, tolerance 2 %"}
 REASONS = {
     "stairs": (
-        "every device at once must stop at the edge of a step, and eight noisy times do not place so many edges"
+        "all devices must stop at the edge of a stair at the same time, and eight noisy times can't locate all edges"
     ),
 }
 
 
 def percent(value: float, digits: int = 2) -> str:
-    """A share as per cent; what rounds to nothing is 0."""
+    """A fraction in per cent; no minus before a zero."""
     return f"{round(100 * value, digits) + 0.0:.{digits}f}"
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which a share of all lies, by the nearest rank."""
+    """The value below which this fraction of all values lies, by the nearest rank."""
     if not values:
         return math.nan
     ordered = sorted(values)
@@ -35,29 +35,28 @@ def report(outcomes: Sequence[Outcome], seeds: int, command: str) -> str:
     """The whole page."""
     parts = [
         "# The search on simulated machines\n",
-        f"Written by `{command}`: {len(outcomes)} searches on seeded random machines, {seeds} seeds, none of which the "
-        "search was tuned on, for each family, "
-        "number of devices (2, 4, 8, 16), noise of a step (0.2, 1, 3 %) and kind of batch. The oracle is exact, from "
-        "the machine's written-down physics (`tests/support/search_oracle.py`). Regret is 1 - true throughput of the "
-        "chosen layout / that of the oracle, in per cent; at tolerance 2 % it is expected to be about 2. The search "
-        "measures by `SimulatedProber`, with the timing rules of real probes.\n",
+        f"Written by `{command}`: {len(outcomes)} searches on seeded random machines, {seeds} seeds for each family, "
+        "number of devices (2, 4, 8, 16), step noise (0.2, 1, 3 %) and kind of batch. The search wasn't tuned on these "
+        "seeds. The best layout is known exactly from the physics of each machine (`tests/support/search_oracle.py`). "
+        "Regret, in per cent, is what the chosen layout's true throughput lacks of the best; at tolerance 2 % it is "
+        "about 2 by design. `SimulatedProber` measures, with the timing rules of real probes.\n",
         "## Targets\n",
         targets(outcomes),
         "\n## By family\n",
         *(f"### {MODE_WORDS[mode]}\n\n{families(outcomes, mode)}\n" for mode in MODES),
         "## Against rivals, at equal probes\n",
-        "Each rival has the same prober and as many probes as the search took on that machine, and keeps the best "
-        "layout that it measured. *not beaten by it*: the search is better, or within 0.5 %.\n",
+        "Each rival has the same prober and as many probes as the search used on that machine, and keeps the best "
+        "layout that it measured. *Not beaten by it*: the search is better, or at most 0.5 % worse.\n",
         rivals(outcomes),
         "\n![Regret against probes](search.svg)\n",
-        "\nBest measured layout after so many of the search's own probes, median over machines (fixed and free batch, "
+        "\nRegret of the best layout so far against the number of probes, median over machines (fixed and free batch, "
         "tolerance 0). The search's solo probes run at the same time, the rivals' splits one after another.\n",
     ]
     return "\n".join(parts)
 
 
 def targets(outcomes: Sequence[Outcome]) -> str:
-    """What must be shown, what was, and whether it holds; a miss names its families."""
+    """Targets, measured values and whether they are met; a miss names its families."""
     sharp = [o for o in outcomes if o.job.mode != "tolerant" and o.job.noise <= 0.01]
     noisy = [o for o in outcomes if o.job.mode != "tolerant" and o.job.noise > 0.01]
     tolerant = [o for o in outcomes if o.job.mode == "tolerant"]
@@ -81,7 +80,7 @@ def targets(outcomes: Sequence[Outcome]) -> str:
         _limit("the same: 90th percentile", tolerant, lambda o: o.batch_ratio, 0.9, 1.15, ratio=True),
         ("searches of at most 4 solo rounds (6 where samples/s fell)", "≥ 99 %", percent(short, 1) + " %",
          _mark(short >= 0.99 and max(o.solo_rounds for o in outcomes) <= 6)),
-        ("searches of at most 4 splits, stairs left out (6 where times look like stairs)", "≥ 99 %",
+        ("searches of at most 4 splits, without stairs (6 where times look like stairs)", "≥ 99 %",
          percent(few, 1) + " %", _mark(few >= 0.99 and max(o.splits for o in outcomes) <= 6)),
         _most("out of memory on one device, straight line", straight, lambda o: o.out_of_memory, 1),
         _most("out of memory on one device, bent line", bent, lambda o: o.out_of_memory, 3),
@@ -92,7 +91,7 @@ def targets(outcomes: Sequence[Outcome]) -> str:
         ("CPU of ask and tell, 16 devices, most", "< 1 s", f"{cpu:.2f} s", _mark(cpu < 1)),
         _rival_row(outcomes),
     ]  # fmt: skip
-    head = "| what | at least | measured | |\n| --- | --- | --- | --- |\n"
+    head = "| what | target | measured | |\n| --- | --- | --- | --- |\n"
     return head + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n\n" + _misses(outcomes)
 
 
@@ -149,7 +148,7 @@ def plot(outcomes: Sequence[Outcome], path: Path) -> None:
 
 
 def _medians(courses: Sequence[Sequence[float]]) -> list[float]:
-    """After each probe, as long as half of the machines got so far; a finished one keeps its last."""
+    """After each probe, as far as half of the machines got; a finished search keeps its last value."""
     length = int(statistics.median(len(course) for course in courses)) if courses else 0
     return [max(5e-4, statistics.median(c[min(n, len(c) - 1)] for c in courses)) for n in range(length)]
 

@@ -1,9 +1,9 @@
-"""Whether anything grows: many balance sessions, the sampler with its plain view, and the app on a terminal.
+"""Does anything grow? Many balance sessions, the sampler with its plain view, and the app on a terminal.
 
     python -m benchmarks.soak [--sessions 500] [--minutes 30] [--output docs/benchmarks/soak.md]
 
-Each part is a process of its own, watched from outside: resident memory, file descriptors and threads. Growth is the
-median of the last tenth of the looks less that of the second tenth, so that what is loaded once does not count.
+Each part is a process of its own, sampled from outside: resident memory, file descriptors and threads. Growth is the
+median of the last tenth of the samples minus that of the second tenth, so that what is loaded once doesn't count.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Part(msgspec.Struct, frozen=True):
         return float(median(values[-tenth:]) - median(values[tenth : 2 * tenth] or values))
 
     def most(self, field: str) -> int:
-        """The highest of all looks."""
+        """The highest of all samples."""
         return int(max(getattr(look, field) for look in self.looks))
 
     @property
@@ -237,10 +237,10 @@ def report(parts: Sequence[Part], sessions: int) -> str:
         f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, {os.cpu_count()} logical CPUs, "
         f"{platform.system()}.",
         "",
-        "Each part is a process of its own, looked at twice a second from outside. Growth is the median of the last",
-        "tenth of the looks less that of the second tenth. The app was sent keys and other sizes of its terminal.",
+        "Each part is a process of its own, sampled twice a second from outside. Growth is the median of the last",
+        "tenth of the samples minus that of the second tenth. The app got keys and changes of its terminal's size.",
         "",
-        "| part | minutes | looks | memory, most | memory, growth | descriptors, most (growth) "
+        "| part | minutes | samples | memory, most | memory, growth | descriptors, most (growth) "
         "| threads, most (growth) | ended with | sound |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
