@@ -74,8 +74,8 @@ class TickFeed:
             raise SystemExit(f"{devices} are no simulated devices; name some, like sim:t4,t4.")
         self._seconds = 0.0
         self._began = time.time()
-        around = Surroundings(TrainingRates(clock=self._clock))
-        self.source = SimulatedSource(machine, surroundings=around, clock=self._clock)
+        around = Surroundings(TrainingRates(clock=self._clock), self._clock)
+        self.source = SimulatedSource(machine, surroundings=around)
         self._history = History(600)
         self._reporter = Reporter()
         self._post: Post | None = None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,10 @@ class CpuSource:
         devices: Sequence[Device],
         surroundings: Surroundings | None = None,
         notes: tuple[str, ...] = (),
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._devices, self._notes, self._clock = tuple(devices), notes, clock
+        self._devices, self._notes = tuple(devices), notes
         self._around = surroundings or Surroundings()
-        self._last = clock()
-        self._slow_due = self._last
+        self._slow_due = 0.0
         self._heat: tuple[Reading, Reading] = (UNSUPPORTED, UNSUPPORTED)
         self._clocks: dict[str, tuple[Reading, Reading]] = {}
 
@@ -41,24 +38,14 @@ class CpuSource:
 
     def sample(self) -> Snapshot:
         """All slices now."""
-        started = self._clock()
+        started = self._around.begin()
         host = self._around.host()
         if started >= self._slow_due:
             self._slow_due = started + SLOW_PERIOD_SECONDS
             self._heat = read_heat()
             self._clocks = {device.id: read_clock(device.cores) for device in self._devices}
         samples = [self._sample(device, host) for device in self._devices]
-        completed, processes = self._around.complete(samples, {})
-        interval, self._last = started - self._last, started
-        return Snapshot(
-            at_seconds=time.time(),
-            interval_seconds=interval,
-            devices=completed,
-            processes=processes,
-            host=host,
-            sampling_seconds=self._clock() - started,
-            notes=self._notes,
-        )
+        return self._around.snapshot(samples, self._notes, host=host)
 
     def close(self) -> None:
         """Nothing is held."""

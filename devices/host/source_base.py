@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from evener.devices.host.metrics import HostMeter, Look, ProcessBook
 from evener.devices.host.training_rates import Rates, TrainingRates, rate_reading
-from evener.devices.types import UNSUPPORTED, Device, DeviceSample, HostSample, ProcessSample, Reading, State, value
+from evener.devices.types import (
+    UNSUPPORTED,
+    Device,
+    DeviceSample,
+    HostSample,
+    ProcessSample,
+    Reading,
+    Snapshot,
+    State,
+    value,
+)
 
 
 class OnDevice(msgspec.Struct, frozen=True):
@@ -20,12 +31,42 @@ class OnDevice(msgspec.Struct, frozen=True):
 
 
 class Surroundings:
-    """Shared by the sources; not safe in two threads at once."""
+    """What a source shows beside its devices, tick by tick; not safe in two threads at once."""
 
-    def __init__(self, rates: TrainingRates | None = None) -> None:
+    def __init__(self, rates: TrainingRates | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.interval_seconds = 0.0  # from the tick before to this one
+        self._started = clock()
         self._meter = HostMeter()
         self._book = ProcessBook()
         self._rates = rates or TrainingRates()
+
+    def begin(self) -> float:
+        """A tick begins; its time by the clock."""
+        now = self.clock()
+        self.interval_seconds, self._started = max(0.0, now - self._started), now
+        return now
+
+    def snapshot(
+        self,
+        samples: Sequence[DeviceSample],
+        notes: tuple[str, ...] = (),
+        seen: Mapping[str, Sequence[OnDevice]] | None = None,
+        driver: str = "",
+        host: HostSample | None = None,
+    ) -> Snapshot:
+        """The tick, complete. `seen`: the driver's processes by device id; `host`: the machine, if read already."""
+        devices, processes = self.complete(samples, seen or {})
+        return Snapshot(
+            at_seconds=time.time(),
+            interval_seconds=self.interval_seconds,
+            devices=devices,
+            processes=processes,
+            host=host or self.host(),
+            sampling_seconds=self.clock() - self._started,
+            driver=driver,
+            notes=notes,
+        )
 
     @property
     def by_cpu(self) -> Mapping[int, float]:

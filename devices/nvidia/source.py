@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
@@ -58,22 +57,20 @@ class NvmlSource:
         notes: tuple[str, ...] = (),
         library: Library | None = None,
         surroundings: Surroundings | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._nvml = load() if library is None else library
         self._around = surroundings or Surroundings()
-        self._notes, self._clock = notes, clock
+        self._notes = notes
         self._wanted = None if devices is None else {device.id for device in devices}
         self._slots = {device.id: _Slot(device) for device in devices or ()}
         self._events: EventWatch | None = None
         self._is_open = False
         self._driver = ""
         self._trouble = ""
-        self._last = clock()
         self._retry_at = 0.0
         self._reopen_at = 0.0
         self._looks = 0
-        self._open(self._last)
+        self._open(self._around.begin())
 
     def devices(self) -> tuple[Device, ...]:
         """The GPUs, in order; one that came later stands last."""
@@ -81,7 +78,7 @@ class NvmlSource:
 
     def sample(self) -> Snapshot:
         """All GPUs now."""
-        now = self._clock()
+        now = self._around.begin()
         self._heal(now)
         self._watch_events()
         samples, seen = [], {}
@@ -89,19 +86,8 @@ class NvmlSource:
             sample, processes = self._sample(slot, now)
             samples.append(sample)
             seen[slot.device.id] = processes
-        completed, rows = self._around.complete(samples, seen)
-        host = self._around.host()
-        interval, self._last = now - self._last, now
-        return Snapshot(
-            at_seconds=time.time(),
-            interval_seconds=interval,
-            devices=completed,
-            processes=rows,
-            host=host,
-            sampling_seconds=self._clock() - now,
-            driver=self._driver,
-            notes=(*self._notes, *([self._trouble] if self._trouble else [])),
-        )
+        notes = (*self._notes, *([self._trouble] if self._trouble else []))
+        return self._around.snapshot(samples, notes, seen, self._driver)
 
     def close(self) -> None:
         """Let go of the driver; never waits longer than a second or two."""

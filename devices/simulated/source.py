@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 import random
 import threading
-import time
-from collections.abc import Callable
 
 import msgspec
 
@@ -46,19 +44,11 @@ class _State(msgspec.Struct):
 class SimulatedSource:
     """A Source over a Machine; the same seed and times give the same readings. `set_load` is safe from any thread."""
 
-    def __init__(
-        self,
-        machine: Machine,
-        seed: int = 0,
-        surroundings: Surroundings | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, machine: Machine, seed: int = 0, surroundings: Surroundings | None = None) -> None:
         self.machine = machine
         self._devices = machine.described()
         self._around = surroundings or Surroundings()
-        self._clock = clock
         self._lock = threading.Lock()
-        self._last = clock()
         self._states = [
             _State(SimulatedLoad(), AMBIENT_CELSIUS + 3, 0.0, random.Random(f"{seed}/{device.id}"))
             for device in self._devices
@@ -75,26 +65,18 @@ class SimulatedSource:
 
     def sample(self) -> Snapshot:
         """All devices now."""
-        started = self._clock()
+        self._around.begin()
         with self._lock:
-            interval, self._last = max(0.0, started - self._last), started
-            samples = [self._sample(position, interval) for position in range(len(self._devices))]
-        completed, processes = self._around.complete(samples, {})
-        return Snapshot(
-            at_seconds=time.time(),
-            interval_seconds=interval,
-            devices=completed,
-            processes=processes,
-            host=self._around.host(),
-            sampling_seconds=self._clock() - started,
-            notes=("Simulated devices: every reading is computed, none is measured.",),
-        )
+            samples = [self._sample(position) for position in range(len(self._devices))]
+        notes = ("Simulated devices: every reading is computed, none is measured.",)
+        return self._around.snapshot(samples, notes)
 
     def close(self) -> None:
         """Nothing is held."""
 
-    def _sample(self, position: int, interval: float) -> DeviceSample:
+    def _sample(self, position: int) -> DeviceSample:
         device, state = self._devices[position], self._states[position]
+        interval = self._around.interval_seconds
         physics, load = self.machine.devices[position], state.load
         busy, effort = self._busy(position, load), min(1.0, load.samples_per_second / fastest(physics))
         jitter = state.random.gauss(0.0, 0.006)

@@ -27,9 +27,7 @@ class Rig:
     def __init__(self, nvml: Any) -> None:
         self.nvml = nvml
         self.now = 1000.0
-        self.source = NvmlSource(
-            library=nvml, surroundings=Surroundings(TrainingRates(lambda: ())), clock=lambda: self.now
-        )
+        self.source = NvmlSource(library=nvml, surroundings=Surroundings(TrainingRates(lambda: ()), lambda: self.now))
 
     def tick(self, seconds: float = 1.0, times: int = 1) -> Snapshot:
         """Let time pass, then sample."""

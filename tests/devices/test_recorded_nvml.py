@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 def sampled(library: Any, clock: Callable[[], float], times: int, move: Callable[[int], None]) -> list[Snapshot]:
     """Looks at what a library tells, `move` being told the number of each before it."""
-    source = NvmlSource(library=library, surroundings=Surroundings(TrainingRates(lambda: ())), clock=clock)
+    source = NvmlSource(library=library, surroundings=Surroundings(TrainingRates(lambda: ()), clock))
     found = []
     for look in range(times):
         move(look)

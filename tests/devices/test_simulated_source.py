@@ -14,15 +14,13 @@ from evener.devices.simulated.machine_file import catalogue
 from evener.devices.simulated.source import SimulatedSource
 from evener.devices.types import DeviceSample, Reading
 
-AROUND = Surroundings(TrainingRates(lambda: ()))
-
 
 class Run:
     """A source and the time that it goes by."""
 
     def __init__(self, machine: Machine, seed: int = 0) -> None:
         self.now = 0.0
-        self.source = SimulatedSource(machine, seed, AROUND, clock=lambda: self.now)
+        self.source = SimulatedSource(machine, seed, Surroundings(TrainingRates(lambda: ()), lambda: self.now))
 
     def tick(self, times: int = 1) -> tuple[DeviceSample, ...]:
         """Seconds pass."""

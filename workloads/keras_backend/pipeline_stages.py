@@ -25,8 +25,8 @@ class Stage:
     variables: tuple[Variable, ...] = ()
 
 
-class Pass:
-    """One forward pass through a chain of stages, and the way back."""
+class StagedPass:
+    """One forward pass through a chain of stages, and the backward pass through it."""
 
     def __init__(self, stages: Sequence[Stage], inputs: Tensor) -> None:
         self._steps: list[tuple[Stage, Any, Tensor, Tensor]] = []

@@ -17,11 +17,10 @@ from torch.utils.data import Dataset
 from evener.errors import RequestError
 from evener.shares import bounds
 from evener.torch_split.fetch import select
-from evener.torch_split.loader import Loader, check_options, count_rows
+from evener.torch_split.loader import Loader, StepListener, check_options, count_rows
 from evener.torch_split.sampler import UnevenBatchSampler
 
 SampleBatch = Callable[[int], Any]  # n -> (inputs, targets), tensors of n rows each, on the host
-Begin = Callable[[Sequence[int]], None]
 SAMPLE_ROWS = 8  # that say how large a row is
 POOL_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # by the device that is fed
 POOL_ROWS = 1 << 16  # at most
@@ -102,11 +101,13 @@ class Batches:
     As each batch is taken, `begin` gets the rows of all ranks, as in a training.
     """
 
-    def __init__(self, data: Data, device: torch.device, on_device: bool, begin: Begin) -> None:
+    def __init__(
+        self, data: Data, device: torch.device, on_device: bool, begin: Callable[[Sequence[int]], None]
+    ) -> None:
         self._data = data
         self._device = device
         self._on_device = on_device
-        self._begin = begin
+        self._listener = _Begins(begin)
         self._loader: Loader | None = None
         self._steps: Iterator[Any] = iter(())
         self.rows = 0
@@ -121,7 +122,7 @@ class Batches:
         """Feed so many rows a step to each rank, this one among them; RequestError if the data give something else."""
         prefetch = 0 if self._on_device else self._data.prefetch
         sampler = self._data.sampler(sizes, rank)
-        loader = Loader(self._data.dataset, sampler, self._begin, _nothing, self._data.options, self._device, prefetch)
+        loader = Loader(self._data.dataset, sampler, self._listener, self._data.options, self._device, prefetch)
         self.rows = sizes[rank]
         if self._on_device:
             self._steps = repeat(self._checked(next(iter(loader))))
@@ -149,8 +150,14 @@ class Batches:
         return pair
 
 
-def _nothing(rows: int) -> None:
-    pass
+class _Begins(StepListener):
+    """Hears of the rows of all ranks as a step begins."""
+
+    def __init__(self, begin: Callable[[Sequence[int]], None]) -> None:
+        self._begin = begin
+
+    def begin(self, origin: object, sizes: Sequence[int], batch: Any) -> None:
+        self._begin(sizes)
 
 
 def _checked(sample_batch: SampleBatch, rows: int) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from evener.errors import RequestError
-from evener.workloads.keras_backend.pipeline_stages import Pass, Stage, added
+from evener.workloads.keras_backend.pipeline_stages import Stage, StagedPass, added
 from evener.workloads.keras_backend.step_engines import SingleDeviceEngine
 from evener.workloads.keras_backend.workload import KerasWorkload
 from evener.workloads.protocol import Place, Workload
@@ -152,7 +152,7 @@ class PlacedEngine(SingleDeviceEngine):
     def gradients(self, x: Sequence[Any], y: Any) -> tuple[Any, list[tuple[Any, Any]]]:
         """The loss, and each weight with a part of its gradient."""
         model = self.model
-        passes = [Pass(tower, words) for tower, words in zip(self._towers, x, strict=True)]
+        passes = [StagedPass(tower, words) for tower, words in zip(self._towers, x, strict=True)]
         ends = [each.output for each in passes]
         with tf.device(self.devices[0]):
             with tf.GradientTape() as tape:
