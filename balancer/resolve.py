@@ -23,7 +23,6 @@ from evener.errors import DeviceError, RequestError
 from evener.workloads import registry
 
 SIMULATED = "Measured on simulated devices, whose speeds are written down, not on hardware."
-MOST_DEVICES = 1024
 
 
 def resolve_request(request: Request) -> ResolvedRequest:
@@ -34,8 +33,6 @@ def resolve_request(request: Request) -> ResolvedRequest:
     entry = registry.find(name, request.framework)
     _check_engine(request.engine, entry.framework, found.devices)
     _check_json(registry.resolve_settings(entry, request.settings))
-    largest = None if found.machine is not None else entry.largest_share
-    _check_batches(request, len(found.devices), largest)
     if found.machine is not None:
         notes = (*found.notes, SIMULATED)
         return ResolvedRequest(request, found.devices, name, entry.framework, None, notes, found.machine)
@@ -44,7 +41,7 @@ def resolve_request(request: Request) -> ResolvedRequest:
         child_environment([device], entry.framework)
     notes = (*found.notes, *_check_gpus(found.devices))
     driver = _driver_version(found.devices)
-    return ResolvedRequest(request, found.devices, name, entry.framework, largest, notes, None, driver)
+    return ResolvedRequest(request, found.devices, name, entry.framework, entry.largest_share, notes, None, driver)
 
 
 def make_prober(resolved: ResolvedRequest, start_seconds: float = 0.0, error_file: Path | None = None) -> Prober:
@@ -53,22 +50,6 @@ def make_prober(resolved: ResolvedRequest, start_seconds: float = 0.0, error_fil
     if resolved.machine is not None:
         return SimulatedProber(resolved.machine, request.seed, request.pace, start_seconds)
     return ChildProber(resolved, start_seconds=start_seconds, error_file=error_file)
-
-
-def _check_batches(request: Request, devices: int, largest_share: int | None) -> None:
-    """RequestError for more devices, or a batch, that no layout can have."""
-    if devices > MOST_DEVICES:
-        raise RequestError(f"{devices} devices can't be balanced.", f"Name at most {MOST_DEVICES}.")
-    unit, batch = request.multiple_of, request.global_batch
-    if batch is not None and batch < devices * unit:
-        raise RequestError(
-            f"A global batch of {batch} can't give each of {devices} devices {unit} or more.",
-            "Make it larger, or name fewer devices.",
-        )
-    if largest_share is not None and largest_share < unit:
-        raise RequestError(
-            f"The workload's largest batch is {largest_share}, below --multiple-of {unit}.", "Lower --multiple-of."
-        )
 
 
 def _check_engine(engine: str, framework: str, devices: tuple[Device, ...]) -> None:

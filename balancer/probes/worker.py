@@ -93,12 +93,16 @@ class Worker:
 
     def describe_error(self, error: BaseException) -> ChildError:
         """The error's class names, text and traceback, and the user's own line where it passed through one."""
-        types = tuple(kind.__name__ for kind in type(error).__mro__ if kind not in (object, BaseException, Exception))
-        text = _encodable(str(error) or type(error).__name__)
         trace = _encodable("".join(traceback.format_exception(error))[-protocol.LONGEST_TRACEBACK :])
         print(trace, file=sys.stderr)
-        own = self._build is not None and ":" in self._build.workload and not isinstance(error, EvenerError)
-        return ChildError(types, text[: protocol.LONGEST_TEXT], find_user_line(error) if own else "", trace)
+        where = ""
+        if self._build is not None and ":" in self._build.workload:
+            cause = error.__cause__ if isinstance(error, EvenerError) and error.__cause__ else error
+            where = find_user_line(cause)
+            error = cause if where else error
+        types = tuple(kind.__name__ for kind in type(error).__mro__ if kind not in (object, BaseException, Exception))
+        text = _encodable(str(error) or type(error).__name__)
+        return ChildError(types, text[: protocol.LONGEST_TEXT], where, trace)
 
     def _build_workload(self, command: Build) -> Built:
         from evener.workloads import registry

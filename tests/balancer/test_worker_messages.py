@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -20,6 +24,7 @@ from evener.balancer.probes.protocol import (
     Ready,
     RunSteps,
 )
+from evener.balancer.probes.worker import find_user_line
 from evener.workloads.protocol import Place
 
 COMMANDS = [
@@ -86,3 +91,17 @@ def test_damaged_replies_are_replies_or_invalid(reply: protocol.Reply, data: st.
     at = data.draw(st.integers(0, len(text) - 1))
     text[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
     parse_reply(bytes(text))
+
+
+def test_the_user_s_line_is_the_last_one_outside_of_installed_packages(tmp_path: Path) -> None:
+    """Also where an error crosses a package on its way, and where only its text names a line."""
+    source = tmp_path / "own.py"
+    source.write_text("import json\ndef load():\n    return json.loads('{')\n")
+    space: dict[str, Any] = {}
+    exec(compile(source.read_text(), str(source), "exec"), space)
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        space["load"]()
+    assert find_user_line(caught.value) == f"{source}:3"
+    text = f'in user code:\n\n    File "{source}", line 2, in call\n\n    File "{json.__file__}", line 9, in loads'
+    assert find_user_line(ValueError(text)) == f"{source}:2"
+    assert find_user_line(ValueError('File "\0.py", line 2')) == ""

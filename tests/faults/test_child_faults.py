@@ -266,6 +266,20 @@ def test_chatter_on_standard_output_is_no_message(make: Make) -> None:
     assert isinstance(observe(make(fail="garbage"), solo(2, 0, 8))[0], Timed)
 
 
+ASKS = (
+    "import evener.workloads.synthetic\nevener.workloads.synthetic.Synthetic.peak_memory_bytes = lambda self: input()"
+)
+
+
+def test_nothing_can_be_read_from_standard_input(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A workload that asks a question fails at once, and the commands are not read by it."""
+    site(monkeypatch, tmp_path, ASKS)
+    (seen,) = observe(make(HASTY), solo(2, 0, 8))
+    assert isinstance(seen, Failed)
+    assert seen.cause == "raised"
+    assert "EOFError" in seen.detail
+
+
 def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
     """Run `code` in every child before anything of ours."""
     (tmp_path / "sitecustomize.py").write_text(code)

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from evener.balancer.session import Request, Session
+from evener.balancer.store import runs
 from evener.errors import EvenerError
 
 pytestmark = pytest.mark.slow
@@ -47,3 +48,42 @@ def test_the_line_that_raised_is_named_in_one_sentence(tmp_path: Path, extra: st
     assert "\n" not in fault.value.message
     assert fault.value.remedy
     assert not psutil.Process().children()
+
+
+NETWORK = """
+import torch
+from layers import Broken
+
+def build():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2), Broken())
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.MSELoss()
+
+def sample_batch(n):
+    return torch.zeros(n, 4), torch.zeros(n, 2)
+"""
+LAYERS = """
+import torch
+
+class Broken(torch.nn.Module):
+    def forward(self, x):
+        return torch.reshape(x, (3, 5, 7))
+"""
+
+
+def test_an_error_in_a_step_names_the_user_s_line_and_the_file_with_the_traceback(tmp_path: Path) -> None:
+    """In whichever of their files it is; the traceback is whole, with the lines of the framework."""
+    pytest.importorskip("torch")
+    (tmp_path / "train.py").write_text(NETWORK)
+    (tmp_path / "layers.py").write_text(LAYERS)
+    request = Request(devices="cpu/2:0", workload=f"{tmp_path}/train.py:build", framework="torch", budget_seconds=30.0)
+    session = Session(request)
+    with pytest.raises(EvenerError) as fault:
+        list(session.events())
+    session.close()
+    path = runs.run_folder(session.run_id) / "errors.txt"
+    message, errors = fault.value.message, path.read_text()
+    assert str(path) in message
+    assert f"{tmp_path}/layers.py:6: RuntimeError: shape '[3, 5, 7]' is invalid" in message
+    assert "Traceback (most recent call last)" in errors
+    assert "torch/nn/modules" in errors
+    assert "layers.py" in errors

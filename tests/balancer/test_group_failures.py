@@ -1,0 +1,82 @@
+"""Which of a group's ranks is said to have failed, and with which words."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from evener.balancer.probes.child import Child, Exited, Inbox
+from evener.balancer.probes.child_group import ChildGroup, GroupError, RankFailure, RankMap
+from evener.balancer.probes.protocol import Built, ChildError
+
+
+def receive(*messages: tuple[int, Any], seconds: float = 600.0) -> GroupError:
+    """What a group of two makes of these messages while it builds."""
+    inbox: Inbox = queue.Queue()
+    for message in messages:
+        inbox.put(message)
+    child = SimpleNamespace(
+        sample_memory=lambda: None, cap_share=0.0, kernel_killed=False, stderr_tail="its last words"
+    )
+    group = ChildGroup([cast(Child, child)] * 2, inbox, RankMap((0, 1)))
+    with pytest.raises(GroupError) as caught:
+        group.receive(Built, seconds, threading.Event())
+    return caught.value
+
+
+@pytest.mark.parametrize("text", ["collective aborted: shapes differ", "Connection reset by peer", "no such data set"])
+def test_a_silent_rank_is_not_the_culprit_when_another_failed(text: str) -> None:
+    """Whatever that one's words: nobody waited for the silent one as long as it may take."""
+    started = time.monotonic()
+    error = receive((1, ChildError(("RuntimeError",), text)))
+    assert time.monotonic() - started < 5
+    assert [failure.rank for failure in error.failures] == [1]
+    assert error.root.detail == f"RuntimeError: {text}"
+
+
+def test_no_answer_is_said_of_ranks_that_had_the_time() -> None:
+    """Both of them, if neither said anything."""
+    error = receive(seconds=0.2)
+    assert {(failure.rank, failure.cause) for failure in error.failures} == {(0, "timeout"), (1, "timeout")}
+    assert [failure.rank for failure in receive((0, Built({})), seconds=0.2).failures] == [1]
+
+
+def test_a_rank_that_only_lost_its_peer_is_not_the_culprit() -> None:
+    """The one whose process ended is, with what it wrote last."""
+    error = receive((0, ChildError(("UnavailableError",), "Connection reset by peer")), (1, Exited(-11)))
+    assert (error.root.rank, error.root.cause) == (1, "signal")
+    assert "SIGSEGV" in error.root.detail
+    assert error.root.output == "its last words"
+
+
+def test_running_out_of_memory_comes_before_every_other_failure() -> None:
+    """Others may fail because of it."""
+    memory = RankFailure(1, "raised", "out of memory", out_of_memory=True)
+    assert GroupError(RankFailure(0, "device", "gone"), memory).root is memory
+
+
+def test_a_rank_that_floods_the_inbox_does_not_keep_the_others_waiting() -> None:
+    """The time is up all the same."""
+    inbox: Inbox = queue.Queue(10)
+    ended = threading.Event()
+
+    def flood() -> None:
+        while not ended.is_set():
+            inbox.put((0, Built({})))
+
+    child = cast(Child, SimpleNamespace(sample_memory=lambda: None))
+    thread = threading.Thread(target=flood, daemon=True)
+    thread.start()
+    started = time.monotonic()
+    with pytest.raises(GroupError):
+        ChildGroup([child] * 2, inbox, RankMap((0, 1))).receive(Built, 600.0, threading.Event())
+    ended.set()
+    while not inbox.empty():
+        inbox.get()
+    thread.join(5)
+    assert time.monotonic() - started < 5

@@ -1,0 +1,55 @@
+"""A user's project may call its files as evener calls its packages; theirs are imported by their training alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+TRAIN = """
+import balancer, devices, tui, workloads.model
+import torch
+
+def build():
+    assert (balancer.MINE, devices.MINE, tui.MINE) == (1, 2, 3)
+    model = workloads.model.network()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.MSELoss()
+
+def sample_batch(n):
+    return torch.zeros(n, 4), torch.zeros(n, 2)
+"""
+MODEL = """
+import torch
+
+def network():
+    return torch.nn.Linear(4, 2)
+"""
+PROBE = ["probe", "-d", "cpu/2:0", "--workload", "train.py:build", "--framework", "torch", "--batches", "8"]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with a train.py, and beside it files of evener's packages' names."""
+    (tmp_path / "workloads").mkdir()
+    (tmp_path / "workloads" / "model.py").write_text(MODEL)
+    for number, name in enumerate(("balancer", "devices", "tui"), 1):
+        (tmp_path / f"{name}.py").write_text(f"MINE = {number}\n")
+    (tmp_path / "train.py").write_text(TRAIN)
+    return tmp_path
+
+
+def test_files_named_like_evener_s_packages_are_no_obstacle(project: Path) -> None:
+    """By the command, and by `python -m`, which looks for modules in the folder first."""
+    pytest.importorskip("torch")
+    ways = ([str(Path(sys.executable).with_name("evener"))], [sys.executable, "-m", "evener"])
+    options = ["--repeat", "1", "--steps", "20", "--share", "--json"]
+    running = [subprocess.Popen([*way, *PROBE, *options], cwd=project, stdout=-1, stderr=-1, text=True) for way in ways]
+    for process, (answer, errors) in [(process, process.communicate(timeout=200)) for process in running]:
+        assert process.returncode == 0, errors
+        (run,) = json.loads(answer)["runs"]
+        assert run["samples_per_second"] > 0
