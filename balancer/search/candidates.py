@@ -129,7 +129,12 @@ class Candidates:
         batch = self._problem.global_batch or 0
         layouts = [solo(self._problem.devices, i, batch) for i in self._model.live if batch <= self._model.limits[i]]
         sure = [layout for layout in layouts if self._model.surely_fits(layout)]
-        return sorted(sure, key=lambda layout: -self.single_rate(layout))
+        return sorted(sure, key=lambda layout: -self._rate_at_rest(layout))
+
+    def _rate_at_rest(self, layout: Layout) -> float:
+        """Samples/s as measured at rest, else as the curve has it: the same for devices that can't be told apart."""
+        timed = self.seen.timed(("rest",)).get(layout, ())
+        return max((one.samples_per_second for one in timed), default=self._model.predicted_rate(layout))
 
     def single_rate(self, layout: Layout) -> float:
         """Samples/s of a device alone: the most that was measured of the layout, else as its curve has it."""

@@ -91,7 +91,7 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
         return min([leader, *within], key=lambda one: (one.layout.global_batch, -gaps[one.layout].value))
     margin = min(TIE, problem.tolerance)
     close = [one for one in ran if one is leader or abs(gaps[one.layout].value) < margin]
-    return min(close, key=lambda one: one.simplicity)
+    return min(close, key=lambda one: (one.simplicity, -throughput(turns[one.layout]).value))
 
 
 def _tolerable(gap: Interval, tolerance: float) -> bool:
