@@ -167,6 +167,13 @@ def test_a_recorded_curve_that_falls_is_read_and_balanced(
     assert json.loads(capsys.readouterr().out)["throughput"]["samples_per_second"] > 512 / 0.011
 
 
+def test_the_machine_file_in_the_documents_is_one() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "layouts.md").read_text()
+    machine = parse_machine(text.partition("```toml\n")[2].partition("```")[0].encode())
+    assert machine.sync.seconds(2) == pytest.approx(0.022)
+    assert machine.devices[0].seconds(128) < machine.devices[0].seconds(64)
+
+
 def test_a_card_that_crawls_beyond_a_batch_is_written_as_a_curve() -> None:
     machine = crawling_machine()
     assert machine.device_seconds(0, 1400, False) == machine.device_seconds(1, 1400, False) == pytest.approx(0.0498)
