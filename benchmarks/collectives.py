@@ -1,4 +1,4 @@
-"""What summing gradients between TensorFlow's processes costs: `python -m benchmarks.collectives [--processes 2]`.
+"""The time to sum gradients between TensorFlow's processes: `python -m benchmarks.collectives [--processes 2]`.
 
 Each process has a GPU, or none at all where there are none, and sums tensors of the sizes asked for in a graph, as a
 training step does, each sum of what the one before gave. Rows: as evener does it, as MultiWorkerMirroredStrategy does
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 SIZES = (1_000, 78_923_530)  # floats: the second are keras_maxer's gradients
-SUMS = {1_000: 100}  # in a graph; fewer of a larger size
+SUMS = {1_000: 100}  # in a graph; fewer for larger sizes
 FEW = 4
-GRAPHS, WARM_UPS = 5, 1  # run one after another; in the first, memory is taken and kernels are loaded
+GRAPHS, WARM_UPS = 5, 1  # run one after another; the first one allocates memory and loads kernels
 WAYS = {"evener": "evener", "strategy": "the strategy, by evener's choice", "itself": "the strategy, by its own choice"}
 
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def group(options: argparse.Namespace, way: str) -> list[float]:
-    """Seconds of a sum for each size, as the slowest process of a new group has them."""
+    """Seconds of a sum for each size, in the slowest process of a new group."""
     doors = [socket.create_server(("127.0.0.1", 0)) for _ in range(options.processes)]
     peers = [f"127.0.0.1:{door.getsockname()[1]}" for door in doors]
     for door in doors:
@@ -91,7 +91,7 @@ def timed(options: argparse.Namespace) -> list[float]:
 
 
 def chain(add: Callable[[list[Any]], list[Any]], sums: int) -> Callable[[Any], Any]:
-    """So many sums of one tensor, each of a part of what the one before gave."""
+    """A chain of sums, each of half the result before it."""
 
     def chained(tensor: Any) -> Any:
         for _ in range(sums):
@@ -103,7 +103,7 @@ def chain(add: Callable[[list[Any]], list[Any]], sums: int) -> Callable[[Any], A
 
 
 def adder(group: Any, way: str) -> Callable[[list[Any]], list[Any]]:
-    """What sums tensors over the processes."""
+    """A function that sums tensors over the processes."""
     import tensorflow as tf
 
     if way == "evener":

@@ -1,8 +1,8 @@
-"""Measures evener on NVIDIA GPUs: `python -m benchmarks.gpu --out DIR --framework torch [--gpus 0,1] SECTION...`.
+"""Measure evener on NVIDIA GPUs: `python -m benchmarks.gpu --out DIR --framework torch [--gpus 0,1] SECTION...`.
 
-Limits make equal GPUs unequal: a percentage of the multiprocessors under an MPS daemon that is started here and ended
-here, and the framework's memory limit. `python -m benchmarks.gpu_table JOURNAL...` makes the tables of
-docs/benchmarks/gpu.md. Two of these, with other GPUs and folders, can run side by side on a machine of four.
+Limits make equal GPUs unequal: a percentage of the multiprocessors, under an MPS daemon that this command starts and
+ends, and the framework's memory limit. `python -m benchmarks.gpu_table JOURNAL...` makes the tables of
+docs/benchmarks/gpu.md. Two of these can run at the same time on four GPUs, with different `--gpus` and `--out`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.gpu_bench import Bench, mps_daemon
 from benchmarks.gpu_screen import draw
-from benchmarks.gpu_watch import beside, loaded
+from benchmarks.gpu_watch import compare_monitors, loaded
 
 WORKLOADS = {"tensorflow": ("keras_mnist", "keras_maxer"), "torch": ("torch_mnist", "torch_maxer")}
 PLACED = {
@@ -30,20 +30,20 @@ BATCHES: dict[str, tuple[str, ...]] = {
     "at 256": ("--global-batch", "256"),
     "at 2048": ("--global-batch", "2048"),
 }
-STEPS_WITHOUT_TROUBLE = 500
+STEPS_WITHOUT_FAILURE = 500
 
 
 def look(bench: Bench) -> None:
-    """1. What is there."""
+    """1. The machine."""
     bench.run("doctor", "doctor", "--json")
     bench.run("devices", "devices", "--devices", "gpu", "--json")
 
 
 def watch(bench: Bench) -> None:
-    """1. The monitor under load beside others, and what a tick costs then."""
+    """1. evener's monitor and others under load, and the time of a tick."""
     sampling = [sys.executable, "-m", "benchmarks.sampling", "--devices", "gpu", "--seconds", "20"]
     with loaded(bench.gpus, 90.0):
-        bench.keep("watch", beside(30.0, bench.environment))
+        bench.keep("watch", compare_monitors(30.0, bench.environment))
         done = subprocess.run(sampling, capture_output=True, text=True, timeout=60, env=bench.environment)
     bench.keep("sampling", {"answer": done.stdout, "stderr": done.stderr[-2000:]})
 
@@ -64,7 +64,7 @@ def unequal(bench: Bench) -> None:
 
 
 def neighbour(bench: Bench) -> None:
-    """3. The second GPU shared with another process' matrix products, which a driver gives turns."""
+    """3. The second GPU shared with another process, which runs matrix products; the driver shares the time."""
     for workload in WORKLOADS[bench.framework]:
         for name, fixed in BATCHES.items():
             if bench.match in f"neighbour {workload} {name}":
@@ -82,7 +82,7 @@ def engines(bench: Bench) -> None:
 
 
 def caps(bench: Bench) -> None:
-    """4. 8 GiB and 5 GiB: real out-of-memory, the retreat from it, and 500 steps of what was chosen."""
+    """4. 8 GiB and 5 GiB: real out-of-memory errors, how the search avoids them, and 500 steps of its plan."""
     devices = bench.limited("8GiB", "5GiB")
     for workload in WORKLOADS[bench.framework]:
         found = bench.balance(f"caps {workload}", devices, workload, "--tolerance", "0")
@@ -91,12 +91,12 @@ def caps(bench: Bench) -> None:
         active = [(i, share["batch"]) for i, share in enumerate(found["layout"]["share"]) if share["batch"]]
         gpus = ("--gpus", *(str(i) for i, _ in active), "--batches", *(str(batch) for _, batch in active))
         where = ("--devices", devices, "--framework", bench.framework, "--workload", workload)
-        steps = ("--repeat", "1", "--steps", str(STEPS_WITHOUT_TROUBLE), "--json")
+        steps = ("--repeat", "1", "--steps", str(STEPS_WITHOUT_FAILURE), "--json")
         bench.run(f"500 steps {workload}", "probe", *where, *gpus, *steps)
 
 
 def regret(bench: Bench) -> None:
-    """5. A grid around the plan, in turns, its winner measured again beside the plan."""
+    """5. A grid around the plan, in turns; then its winner and the plan once more, in pairs."""
     devices = bench.limited("", "60%")
     with mps_daemon(bench.out / "mps") as variables:
         for workload in WORKLOADS[bench.framework]:
@@ -116,7 +116,7 @@ def regret(bench: Bench) -> None:
 
 
 def training(bench: Bench) -> None:
-    """6. The example scripts with their plan: samples/s of real training against the plan's, and live meanwhile."""
+    """6. The example scripts with their plan: samples/s of the plan, of the training, and in the monitor."""
     common = ("--framework", bench.framework, "--devices", bench.pair, "--budget", bench.budget, "--repeat", "1")
     for batch, seconds in ((32768, 60), (4096, 60)):
         if bench.match not in f"training at {batch}":
@@ -140,13 +140,13 @@ def training(bench: Bench) -> None:
 
 
 def screen(bench: Bench) -> None:
-    """8. The app on a pseudo-terminal: keys in, pictures of what it drew out."""
+    """8. The app on a pseudo-terminal, as pictures."""
     small, _ = WORKLOADS[bench.framework]
     bench.keep("screen", draw(bench.pair, small, bench.out, bench.framework, bench.environment))
 
 
 def layouts(bench: Bench) -> None:
-    """7. Every way to lay a job on the GPUs, in one verdict; XLA and mixed precision on the large network."""
+    """7. All layouts compared; XLA and mixed precision on the large network."""
     small, large = WORKLOADS[bench.framework]
     common = ("--framework", bench.framework, "--budget", bench.budget, "--json")
 
@@ -194,11 +194,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--framework", choices=list(WORKLOADS), required=True)
     parser.add_argument("--gpus", default="0,1", help="two or more, by index; unequal GPUs are the first two")
-    parser.add_argument("--match", default="", help="only cases whose name holds this")
+    parser.add_argument("--match", default="", help="only cases whose name contains this")
     parser.add_argument("--budget", default="90s", help="for each search")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the MPS daemon is ended then, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the MPS daemon ends then, too
     gpus = tuple(int(gpu) for gpu in arguments.gpus.split(","))
     bench = Bench(arguments.out, arguments.framework, gpus, arguments.match, arguments.budget)
     chosen = list(SECTIONS) if "all" in arguments.sections else arguments.sections

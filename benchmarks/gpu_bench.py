@@ -1,4 +1,4 @@
-"""Runs evener's commands on GPUs and keeps what they said; the MPS daemon that makes equal GPUs unequal.
+"""Run evener's commands on GPUs and keep their answers; the MPS daemon that makes equal GPUs unequal.
 
 Every figure comes from the command that a user would type. GPU settings are never touched.
 """
@@ -34,16 +34,16 @@ class Bench:
 
     @property
     def pair(self) -> str:
-        """The first two GPUs, as they are."""
+        """The first two GPUs, without limits."""
         return f"gpu:{self.gpus[0]},{self.gpus[1]}"
 
     def limited(self, first: str, second: str) -> str:
-        """The first two GPUs, each held to a limit; an empty one is none."""
+        """The first two GPUs, each with a limit; an empty text is none."""
         pairs = zip(self.gpus[:2], (first, second), strict=True)
         return ",".join(f"gpu:{gpu}" + (f"@{limit}" if limit else "") for gpu, limit in pairs)
 
     def run(self, name: str, *arguments: str, seconds: float = 200.0, env: dict[str, str] | None = None) -> Any:
-        """One evener command: its JSON answer, or what went wrong, kept under `name`, if the name is wanted."""
+        """Run one command of evener, if `name` is wanted, and keep its JSON answer, or its error, by that name."""
         if self.match not in name:
             return {}
         command = [sys.executable, "-m", "evener", *arguments]
@@ -69,12 +69,12 @@ class Bench:
         return answer
 
     def keep(self, name: str, answer: Any) -> None:
-        """An answer that no command of evener gave."""
+        """Keep an answer that isn't from a command of evener."""
         self.answers[name] = answer
         self.save()
 
     def save(self) -> None:
-        """Everything so far, so that a run cut short keeps what it had."""
+        """Write everything so far, so that an interrupted run loses nothing."""
         target = self.out / f"gpu-{self.framework}.json"
         target.write_text(json.dumps(self.answers, indent=1))
 
@@ -125,7 +125,7 @@ def _headline(answer: Any) -> str:
 
 @contextlib.contextmanager
 def mps_daemon(folder: Path) -> Iterator[dict[str, str]]:
-    """A daemon of our own, in a folder of its own; ended whatever happens. Yields the variables that reach it."""
+    """An MPS daemon in a folder of its own, ended whatever happens. Yields the variables that reach it."""
     variables = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "log")}
     for path in variables.values():
         Path(path).mkdir(parents=True, exist_ok=True)

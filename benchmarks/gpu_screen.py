@@ -1,4 +1,4 @@
-"""The app on a pseudo-terminal beside real GPUs: keys in, and what a terminal was sent by then, as ANSI."""
+"""The app on a pseudo-terminal with real GPUs: after each key, what it has written so far, as ANSI."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.monitor import Screen
 
 APP = "import sys; from evener.tui.app.app import run_app; sys.exit(run_app({devices!r}, workload={workload!r}))"
-# keys, seconds to go on drawing, and what the picture is called
+# keys, seconds to wait, name of the picture
 SCRIPT = (
     (b"", 8.0, "monitor"),
     (b"2", 2.0, "setup"),
@@ -22,7 +22,7 @@ SCRIPT = (
 
 
 def draw(devices: str, workload: str, folder: Path, name: str, environment: dict[str, str]) -> dict[str, Any]:
-    """Drive the app through its screens; the bytes after each key lie in `folder` as NAME-SCREEN.ansi."""
+    """Drive the app through its screens and write what it drew after each key to NAME-SCREEN.ansi in `folder`."""
     screen = Screen(APP.format(devices=devices, workload=workload), environment, kept_bytes=1 << 24)
     try:
         for keys, seconds, called in SCRIPT:

@@ -1,7 +1,7 @@
-"""What runs on real GPUs found, as tables from their journals: `python -m benchmarks.gpu_table [JOURNAL...]`.
+"""Tables of the runs on real GPUs, from their journals: `python -m benchmarks.gpu_table [JOURNAL...]`.
 
-With `--compare` the comparisons, layout by layout, instead of the searches; with `--memory`, what each device's memory
-line said of a batch before it ran, beside the peak that was then measured.
+With `--compare`, the layouts of the comparisons instead of the searches; with `--memory`, the memory predicted for each
+batch before it ran and the peak measured then.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _row(path: Path) -> list[str]:
 
 
 def _memory_rows(path: Path) -> Iterator[list[str]]:
-    """Each batch that was new to a device whose line was known: predicted before it ran, and measured."""
+    """Each batch whose memory could be predicted before it ran: predicted and measured."""
     record = journal.read(path)
     seen = Observations(replay.make_problem(record.header))
     for entry in record.seen:
@@ -104,7 +104,7 @@ def _memory_rows(path: Path) -> Iterator[list[str]]:
 
 
 def _predicted(memory: Memory, seen: Timed, position: int) -> list[str]:
-    """What the line said of a batch; empty without one, or if the batch had run already."""
+    """The predicted memory of a batch; empty without a prediction, or if the batch had run already."""
     share, peak = seen.probe.layout.shares[position], seen.memory_bytes[position]
     if memory.line is None or peak is None or share in dict((*memory.points, *memory.in_splits)):
         return []
@@ -115,7 +115,7 @@ def _predicted(memory: Memory, seen: Timed, position: int) -> list[str]:
 
 
 def _alone_at_shares(record: journal.Record, plan: Plan) -> float | None:
-    """What the devices do alone at their shares, summed, by the curves of their solo probes; None for one device."""
+    """The sum of the devices' samples/s alone at their shares, by curves of their solo probes; None for one device."""
     if len(plan.layout.active) < 2:
         return None
     total = 0.0
@@ -132,7 +132,7 @@ def _alone_at_shares(record: journal.Record, plan: Plan) -> float | None:
 
 
 def _gain(plan: Plan, name: str) -> str:
-    """What the plan gains over a rival; empty where it wasn't measured, or is the plan itself."""
+    """The plan's gain over a rival; empty where the rival wasn't measured, or is the plan itself."""
     rival = next((rival for rival in plan.evidence if rival.name == name), None)
     if rival is None or rival.layout.batches == plan.batches:
         return ""

@@ -1,7 +1,7 @@
-"""Monitors side by side on loaded GPUs, in one run: what each costs, and whether evener's figures are nvidia-smi's.
+"""Monitors at the same time on loaded GPUs: the cost of each, and evener's figures against nvidia-smi's.
 
-Each monitor is drawn on a pseudo-terminal of its own at its own default of about a reading a second. CPU is user plus
-system time of the process, over a window that begins after all have come up.
+Each monitor has a pseudo-terminal of its own and its default interval of about a second. CPU is user plus system time
+of the process, in a window that begins after all have started.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SMI = (
 
 @contextmanager
 def loaded(gpus: Sequence[int], seconds: float) -> Iterator[None]:
-    """Matrix products on each GPU, by processes of our own."""
+    """Matrix products on each GPU, in child processes."""
     loads = [subprocess.Popen([sys.executable, "-c", LOAD, str(gpu), str(seconds)]) for gpu in gpus]
     try:
         yield
@@ -63,8 +63,8 @@ def installed() -> list[str]:
     return ["evener", *modules, *(["nvtop"] if shutil.which("nvtop") else [])]
 
 
-def beside(seconds: float, environment: dict[str, str]) -> dict[str, Any]:
-    """CPU, memory and writing of all monitors over the same seconds, and evener's readings as JSON."""
+def compare_monitors(seconds: float, environment: dict[str, str]) -> dict[str, Any]:
+    """CPU, memory and output of all monitors over the same seconds, and evener's readings as JSON."""
     with ExitStack() as stack:
         screens = {name: Screen(SCREENS[name]) for name in installed()}
         for screen in screens.values():
@@ -99,7 +99,7 @@ def beside(seconds: float, environment: dict[str, str]) -> dict[str, Any]:
 
 
 def smi() -> list[list[str]]:
-    """nvidia-smi's rows: GPU, utilisation, MiB in use, watts, degrees, clocks of multiprocessors and memory."""
+    """nvidia-smi's rows: GPU, utilisation, MiB in use, watts, °C, clocks of multiprocessors and memory."""
     done = subprocess.run(SMI, capture_output=True, text=True, timeout=20)
     return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
 

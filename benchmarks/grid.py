@@ -1,7 +1,7 @@
-"""Whether a plan is really the best near it: `python -m benchmarks.grid PLAN --devices D [--workload W]`.
+"""Is a plan the best of its neighbourhood? `python -m benchmarks.grid PLAN --devices D [--workload W]`.
 
-A grid of shares is timed in turns by the children that probe, and its winner measured again beside the plan. A grid's
-winner is the luckiest of many, so the regret comes from that second, paired measurement alone.
+A grid of shares around the plan is timed in turns by probes. The winner of a grid is also the luckiest of many, so it
+is timed once more in pairs with the plan, and the regret comes from these pairs alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from evener.plan import Plan, load_plan
 
 
 class Grid:
-    """Layouts around a plan with the rates seen of each; what did not run is kept too."""
+    """Layouts around a plan with the samples/s measured for each, and the failures."""
 
     def __init__(self, prober: Prober, seconds: float) -> None:
         self.prober, self.seconds = prober, seconds
@@ -34,7 +34,7 @@ class Grid:
         self._turn = 0
 
     def measure(self, layout: Layout) -> float | None:
-        """Samples/s of one measurement; None if it ran out of memory or failed, which is kept."""
+        """Samples/s of one measurement; None if it ran out of memory or failed."""
         self._turn += 1
         probe = Probe(layout, "race", self.seconds, self._turn)
         for seen in self.prober.measure((probe,), lambda _: None, threading.Event()):
@@ -46,18 +46,18 @@ class Grid:
         return None
 
     def all_in_turns(self, layouts: Sequence[Layout], turns: int) -> None:
-        """Each layout once a turn; every second turn backwards, so that a drift hits all alike."""
+        """Each layout once per turn; every second turn in reverse order, so that a drift affects all equally."""
         for turn in range(turns):
             for layout in layouts if turn % 2 == 0 else reversed(layouts):
                 if layout not in self.failed:
                     self.measure(layout)
 
     def winner(self) -> Layout:
-        """The layout of the highest median."""
+        """The layout with the highest median."""
         return max(self.rates, key=lambda layout: statistics.median(self.rates[layout]))
 
     def paired(self, one: Layout, other: Layout, pairs: int) -> list[float]:
-        """Rates of `one` / `other`, measured next to each other, the order turned every time."""
+        """Samples/s of `one` / `other` in pairs of measurements, the order changing each time."""
         ratios = []
         for pair in range(pairs):
             first, second = (one, other) if pair % 2 == 0 else (other, one)
@@ -69,7 +69,7 @@ class Grid:
 
 
 def around(plan: Plan, steps: int, width: float) -> list[Layout]:
-    """The plan's layout, shares moved both ways by `width` of the global batch a step, the even split, and solos."""
+    """The plan's layout, its shares moved both ways in steps of `width` of the batch, the even split, and solos."""
     batches, total = plan.batches, plan.layout.global_batch
     first, second = _largest_two(batches)
     layouts = [layout_of(batches)]
@@ -123,17 +123,17 @@ def main() -> None:
     parser.add_argument("--workload")
     parser.add_argument("--framework", default="tensorflow")
     parser.add_argument("--steps", type=int, default=4, help="each way")
-    parser.add_argument("--width", type=float, default=0.02, help="of the global batch, a step")
+    parser.add_argument("--width", type=float, default=0.02, help="of a step, as a part of the global batch")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--pairs", type=int, default=4, help="of the plan and the grid's winner")
-    parser.add_argument("--seconds", type=float, default=1.0, help="a measurement")
+    parser.add_argument("--pairs", type=int, default=4, help="of measurements of the plan and the winner")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
     options = parser.parse_args()
     request = Request(devices=options.devices, workload=options.workload, framework=options.framework)
     found = run(load_plan(options.plan), request, options)
     print(json.dumps(found))
     for row in sorted(found["grid"], key=lambda row: -row["median"]):
         print(f"{' + '.join(map(str, row['batches'])):>24}  {row['median']:14,.0f} samples/s", file=sys.stderr)
-    print(f"the plan / the grid's winner, measured again: {found['plan_over_winner']:.4f}", file=sys.stderr)
+    print(f"the plan / the winner of the grid, in pairs: {found['plan_over_winner']:.4f}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What guarding a probe costs on a real GPU, and what its driver tells: `python -m benchmarks.guard [--device gpu:0]`.
+"""The cost of watching a probe for interference on a real GPU: `python -m benchmarks.guard [--device gpu:0]`.
 
-Looks are timed as a probe takes them, between blocks. Then another process takes a part of the GPU's memory (with
-torch): first as one of the session's own, by its pid, then as somebody else.
+Readings are timed as a probe takes them, between blocks. Then another process takes a part of the GPU's memory (with
+torch). It counts as a child of the session first, by its pid, then as somebody else's process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from evener.devices.discover import discover
 from evener.devices.nvidia.probe_watch import GpuVitals
 from evener.devices.types import Device
 
-LOOKS = 500
+READINGS = 500
 HOLD = """
 import sys, torch
 held = torch.empty(int(sys.argv[1]), dtype=torch.uint8, device=f"cuda:{sys.argv[2]}").fill_(1)
@@ -33,12 +33,12 @@ def main() -> None:
     """Print the figures as Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="gpu:0", help="one GPU, as in --devices")
-    parser.add_argument("--share", type=float, default=0.3, help="of its memory that the other process takes")
+    parser.add_argument("--share", type=float, default=0.3, help="part of its memory that the other process takes")
     options = parser.parse_args()
     device = discover(options.device).devices[0]
-    print(f"# Guarding probes on {device.name}\n")
+    print(f"# Watching probes on {device.name}\n")
     print(_costs(device))
-    print(_told(device))
+    print(_driver_counters(device))
     print(_taken(device, options.share))
 
 
@@ -47,7 +47,7 @@ def _costs(device: Device) -> str:
     monitor.wait_for_drivers((0,), threading.Event())
     interference = ProbeInterference(monitor, (0,))
     times = []
-    for _ in range(LOOKS):
+    for _ in range(READINGS):
         started = time.perf_counter()
         interference.annotate(Block(1, 0.01))
         times.append(time.perf_counter() - started)
@@ -58,12 +58,12 @@ def _costs(device: Device) -> str:
     monitor.close()
     slow = statistics.quantiles(times, n=100)[98]
     return (
-        f"A look between two blocks: median {statistics.median(times) * 1e6:.0f} us, 99 % within {slow * 1e6:.0f} us"
-        f" (1000 are allowed). A look at memory and processes: {full * 1e6:.0f} us."
+        f"A reading between two blocks: median {statistics.median(times) * 1e6:.0f} us, 99 % within {slow * 1e6:.0f} us"
+        f" (1000 are allowed). A reading of memory and processes: {full * 1e6:.0f} us."
     )
 
 
-def _told(device: Device) -> str:
+def _driver_counters(device: Device) -> str:
     watch = GpuVitals(device.id)
     watch.ask(full=True)
     seen = watch.answer(10.0)
@@ -87,7 +87,7 @@ def _taken(device: Device, share: float) -> str:
         other.kill()
     monitor.close()
     rows = (("nobody", before), ("a child of the session, by its pid", own), ("somebody else", somebodys))
-    lines = [f"| {size / 2**20:.0f} MiB held by | told as short |", "| --- | ---: |"]
+    lines = [f"| {size / 2**20:.0f} MiB held by | reported as missing |", "| --- | ---: |"]
     return "\n".join((*lines, *(f"| {who} | {short / 2**20:.0f} MiB |" for who, short in rows)))
 
 

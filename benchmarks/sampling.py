@@ -1,4 +1,4 @@
-"""What sampling costs: milliseconds a tick, CPU of the process, and every NVML call's own time.
+"""The cost of sampling: milliseconds per tick, CPU of the process, and the time of each NVML call.
 
     python -m benchmarks.sampling [--devices gpu] [--seconds 20] [--interval 1] [--readings]
 

@@ -1,4 +1,4 @@
-"""What people do today, with the same prober and as many probes: a rival asks for layouts, the best measured counts.
+"""Other ways to choose a layout, given the same prober and as many probes; the best layout that they measured counts.
 
 A rival is a generator: it yields layouts to measure at the same time and is sent the observations, or None once its
 probes are spent. A free global batch is `batch` None.
@@ -17,9 +17,9 @@ Asks = Generator[tuple[Layout, ...], list[Observation], None]
 Rival = Callable[[int, int | None, int], Asks]  # devices, global batch, seed
 
 COMMON = 64  # samples: the batch at which speeds are compared
-START = 8  # samples a device: where doubling starts
-GAIN = 0.5  # OmniLearn: how far one correction goes
-LARGEST_SHARE = 8192  # samples: the far end of a blind search
+START = 8  # samples per device: where doubling starts
+GAIN = 0.5  # OmniLearn: the size of one correction
+LARGEST_SHARE = 8192  # samples: the upper end of a blind search
 
 
 def even_split(devices: int, batch: int | None, _seed: int) -> Asks:
@@ -111,7 +111,7 @@ RIVALS: dict[str, Rival] = {
 
 
 def _optuna(sampler: object, devices: int, batch: int | None) -> Asks:
-    """A free batch searches each share, a fixed one each weight; what does not fit scores nothing."""
+    """For a free batch, search each share; for a fixed one, each weight. A layout that doesn't fit scores 0."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -129,7 +129,7 @@ def _optuna(sampler: object, devices: int, batch: int | None) -> Asks:
 def _largest(
     shares: Callable[[int], tuple[int, ...]], devices: int, batch: int | None, start: int | None = None
 ) -> Asks:
-    """The fixed batch once; of a free one, the largest that runs, by doubling and then bisection."""
+    """The fixed batch once; or the largest free one that runs, by doubling and then bisection."""
     if batch is not None:
         yield (layout_of(shares(batch)),)
         return

@@ -46,7 +46,7 @@ KEYS = (b"2", b"3", b"1", b"?", b"\x1b", b"T", b"T", b"s", b"\x1b[B", b"\x1b[A",
 SIZES = ((40, 132), (24, 80), (60, 200))  # rows, columns
 
 
-class Look(msgspec.Struct, frozen=True):
+class Sample(msgspec.Struct, frozen=True):
     """A process at one moment."""
 
     memory_bytes: int
@@ -55,22 +55,22 @@ class Look(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What was seen of one process from its start to its end."""
+    """The samples of one process from its start to its end."""
 
     name: str
-    looks: tuple[Look, ...]
+    samples: tuple[Sample, ...]
     seconds: float
     exit_code: int
 
     def grown(self, field: str) -> float:
-        """Median of the last tenth less median of the second."""
-        tenth = max(1, len(self.looks) // 10)
-        values = [getattr(look, field) for look in self.looks]
+        """Median of the last tenth minus that of the second."""
+        tenth = max(1, len(self.samples) // 10)
+        values = [getattr(sample, field) for sample in self.samples]
         return float(median(values[-tenth:]) - median(values[tenth : 2 * tenth] or values))
 
     def most(self, field: str) -> int:
         """The highest of all samples."""
-        return int(max(getattr(look, field) for look in self.looks))
+        return int(max(getattr(sample, field) for sample in self.samples))
 
     @property
     def sound(self) -> bool:
@@ -80,7 +80,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 def main() -> int:
-    """Run the parts side by side, print and write the table; 1 if anything grew."""
+    """Run the parts at the same time, print and write the table; 1 if anything grew."""
     options = _options()
     if options.part == "sessions":
         return run_sessions(options.sessions)
@@ -107,7 +107,7 @@ def _options() -> argparse.Namespace:
 
 
 def run_sessions(count: int) -> int:
-    """So many searches in this process, one after the other; 1 if one ends without a plan."""
+    """Run this number of searches in this process, one after the other; 1 if one ends without a plan."""
     for number in range(count):
         session = Session(Request(devices=MACHINES[number % len(MACHINES)], seed=number))
         *_, last = session.events()
@@ -159,20 +159,20 @@ def _run_parts(sessions: int, minutes: float, home: str) -> list[Part]:
 
 
 def _watch(name: str, command: list[str], environment: dict[str, str], _: float | None) -> Part:
-    """Look at a process until it ends by itself."""
+    """Sample a process until it ends by itself."""
     started = time.monotonic()
-    looks: list[Look] = []
+    samples: list[Sample] = []
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
-            _look(process.pid, looks)
+            _sample(process.pid, samples)
             time.sleep(LOOK_SECONDS)
-    return Part(name, tuple(looks), time.monotonic() - started, process.returncode)
+    return Part(name, tuple(samples), time.monotonic() - started, process.returncode)
 
 
 def _watch_on_terminal(name: str, command: list[str], environment: dict[str, str], seconds: float | None) -> Part:
-    """Look at a process on a terminal of its own while keys are pressed and sizes change, then press q."""
+    """Sample a process on a terminal of its own while keys are pressed and sizes change, then press q."""
     started = time.monotonic()
-    looks: list[Look] = []
+    samples: list[Sample] = []
     ours, theirs = pty.openpty()
     with subprocess.Popen(
         command, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
@@ -183,20 +183,20 @@ def _watch_on_terminal(name: str, command: list[str], environment: dict[str, str
             _drain(ours, 0.1)
             if time.monotonic() >= next_look:
                 next_look += LOOK_SECONDS
-                _look(process.pid, looks)
+                _sample(process.pid, samples)
             if time.monotonic() >= next_key:
                 next_key += KEY_SECONDS
                 os.write(ours, KEYS[pressed % len(KEYS)])
                 _resize(ours, *SIZES[pressed // len(KEYS) % len(SIZES)])
-                process.send_signal(signal.SIGWINCH)  # no kernel does: it is nobody's controlling terminal
+                process.send_signal(signal.SIGWINCH)  # the kernel doesn't: it is no process's controlling terminal
                 pressed += 1
         _leave(process, ours)
     os.close(ours)
-    return Part(name, tuple(looks), time.monotonic() - started, process.returncode)
+    return Part(name, tuple(samples), time.monotonic() - started, process.returncode)
 
 
 def _leave(process: subprocess.Popen[bytes], terminal: int) -> None:
-    """Close dialogs, press q; kill what does not end by it."""
+    """Close dialogs, press q; kill the process if it doesn't end."""
     until = time.monotonic() + END_SECONDS
     while process.poll() is None and time.monotonic() < until:
         for key in (b"\x1b", b"q"):
@@ -205,17 +205,17 @@ def _leave(process: subprocess.Popen[bytes], terminal: int) -> None:
     process.kill()
 
 
-def _look(pid: int, looks: list[Look]) -> None:
+def _sample(pid: int, samples: list[Sample]) -> None:
     try:
         process = psutil.Process(pid)
         with process.oneshot():
-            looks.append(Look(process.memory_info().rss, process.num_fds(), process.num_threads()))
+            samples.append(Sample(process.memory_info().rss, process.num_fds(), process.num_threads()))
     except psutil.Error:
         return  # it has just ended
 
 
 def _drain(terminal: int, seconds: float) -> None:
-    """Read what was drawn, so that the terminal is never full."""
+    """Read what was drawn, so that the terminal never blocks."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0 and select.select([terminal], [], [], left)[0]:
         try:
@@ -229,7 +229,7 @@ def _resize(terminal: int, rows: int, columns: int) -> None:
 
 
 def report(parts: Sequence[Part], sessions: int) -> str:
-    """The table as Markdown, with what it was measured on."""
+    """The table as Markdown, and the machine."""
     lines = [
         "# Soak: what grows",
         "",
@@ -253,7 +253,7 @@ def _row(part: Part) -> str:
     cells = (
         part.name,
         f"{part.seconds / 60:.1f}",
-        str(len(part.looks)),
+        str(len(part.samples)),
         f"{part.most('memory_bytes') / 1e6:.1f} MB",
         f"{part.grown('memory_bytes') / 1e6:+.2f} MB",
         f"{part.most('descriptors')} ({part.grown('descriptors'):+.0f})",

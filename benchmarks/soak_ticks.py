@@ -1,10 +1,10 @@
-"""What grows in the app, half hour by half hour, at many ticks a second: Python's objects, caches, what malloc holds.
+"""What grows in the app in each half hour, at many ticks a second: Python objects, caches, free memory held by malloc.
 
     python -m benchmarks.soak_ticks [--ticks 10800] [--devices sim:gtx1080ti,gtx1080,t4,t4]
 
-The app runs on a terminal over simulated devices whose load changes at every tick. Their clock moves a second a tick,
-so that histories fill as in use; keys are pressed and the terminal changes its size as often a tick as in
-`benchmarks.soak`. The app counts for itself; the report goes to the standard output.
+The app runs on a terminal over simulated devices whose load changes at every tick. Each tick moves their clock by a
+second, so histories grow as in real use; keys and changes of the terminal's size come as often per tick as in
+`benchmarks.soak`. The app counts for itself; the report goes to stdout.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from evener.tui.runtime.messages import Sampled
 from evener.tui.runtime.snapshot_publisher import Post, ProbeLoad
 
 HALF_HOUR = 1800  # ticks
-LOOK_TICKS = 150  # two rounds of all keys at all sizes, so that each look finds the app as the one before did
+SAMPLE_TICKS = 150  # two rounds of all keys at all sizes, so that every sample finds the app in the same state
 KEYS_OF_FIVE_TICKS = (0, 2, 4)
 TICK_SECONDS, KEY_SECONDS = 0.015, 0.03
 KEYS = (*"231", "question_mark", "escape", "enter", "escape", *"TTs", "down", "up", "slash", "a", "escape")
@@ -52,18 +52,18 @@ SIZES = ((40, 132), (24, 80), (60, 200))  # rows, columns
 SHARE = 600  # samples of each step
 
 
-class Look(msgspec.Struct, frozen=True):
+class Sample(msgspec.Struct, frozen=True):
     """The app at one tick."""
 
     tick: int
     memory_bytes: int
     objects: int  # Python's, after a collection
     cached: int  # entries of all caches of limited size
-    trimmed_bytes: int | None = None  # resident after malloc gave back what it holds; at the last look
+    trimmed_bytes: int | None = None  # resident after malloc returned its free memory; in the last sample only
 
 
-class TickFeed:
-    """A feed that is told when a second has gone by."""
+class TickPublisher:
+    """A snapshot publisher whose seconds pass when the benchmark says so."""
 
     interval_seconds = 1.0
     state = ""
@@ -85,24 +85,24 @@ class TickFeed:
         return self._seconds
 
     def start(self, post: Post) -> None:
-        """Ticks may come."""
+        """Ticks may come from now on."""
         self._post = post
         self.started.set()
 
     def stop(self) -> None:
-        """They no longer go anywhere."""
+        """Ticks are ignored from now on."""
         self._post = None
         self._reporter.close()
 
     def history(self, device_id: str, metric: str) -> tuple[float | None, ...]:
-        """As the sampler keeps it."""
+        """The same history as the sampler's."""
         return self._history.values(device_id, metric)
 
     def set_loads(self, loads: Mapping[str, ProbeLoad]) -> None:
-        """No search is run here."""
+        """No search runs here."""
 
     def tick(self) -> None:
-        """A second later: other loads, a step of a training, a snapshot."""
+        """One second: new loads, a step of a training, a snapshot."""
         self._seconds += 1.0
         devices = self.source.devices()
         for position in range(len(devices)):
@@ -116,30 +116,30 @@ class TickFeed:
 
 
 def run_app(devices: str, ticks: int, output: str) -> int:
-    """The app on this terminal for so many ticks, with a line for each look in the file `output`."""
-    feed = TickFeed(devices)
-    app = EvenerApp(feed, devices=devices, trainable=feed.source.devices())
-    threading.Thread(target=_drive, args=(app, feed, ticks, Path(output)), daemon=True).start()
+    """Run the app on this terminal for this number of ticks, and write a line for each sample to `output`."""
+    publisher = TickPublisher(devices)
+    app = EvenerApp(publisher, devices=devices, trainable=publisher.source.devices())
+    threading.Thread(target=_drive, args=(app, publisher, ticks, Path(output)), daemon=True).start()
     app.run()
     return app.return_code or 0
 
 
-def _drive(app: EvenerApp, feed: TickFeed, ticks: int, output: Path) -> None:
-    """Give it all its ticks, then end it, whatever happened."""
-    feed.started.wait()
+def _drive(app: EvenerApp, publisher: TickPublisher, ticks: int, output: Path) -> None:
+    """Play all ticks, then end the app, whatever happened."""
+    publisher.started.wait()
     time.sleep(1.0)
     try:
-        _play(app, feed, ticks, output)
+        _play(app, publisher, ticks, output)
     finally:
         app.call_from_thread(app.exit)
 
 
-def _play(app: EvenerApp, feed: TickFeed, ticks: int, output: Path) -> None:
-    """Ticks, keys and sizes in turns, each worked off by the app before the next comes."""
+def _play(app: EvenerApp, publisher: TickPublisher, ticks: int, output: Path) -> None:
+    """Ticks, keys and sizes in turns; the app finishes each before the next comes."""
     pressed = 0
     with output.open("wb") as lines:
         for tick in range(1, ticks + 1):
-            feed.tick()
+            publisher.tick()
             _settle(app, TICK_SECONDS)
             if tick % 5 in KEYS_OF_FIVE_TICKS:
                 _press(app, KEYS[pressed % len(KEYS)])
@@ -147,9 +147,9 @@ def _play(app: EvenerApp, feed: TickFeed, ticks: int, output: Path) -> None:
                 if pressed % len(KEYS) == 0:
                     _resize(*SIZES[pressed // len(KEYS) % len(SIZES)])
                 _settle(app, KEY_SECONDS)
-            if tick % LOOK_TICKS == 0 or tick == ticks:
+            if tick % SAMPLE_TICKS == 0 or tick == ticks:
                 _settle(app, 0.2)
-                seen = app.call_from_thread(look, tick, tick == ticks)
+                seen = app.call_from_thread(take_sample, tick, tick == ticks)
                 lines.write(msgspec.json.encode(seen) + b"\n")
 
 
@@ -167,7 +167,7 @@ def _resize(rows: int, columns: int) -> None:
     os.kill(os.getpid(), signal.SIGWINCH)
 
 
-def look(tick: int, trim: bool) -> Look:
+def take_sample(tick: int, trim: bool) -> Sample:
     """Count what this process holds."""
     gc.collect()
     objects = gc.get_objects()
@@ -179,12 +179,12 @@ def look(tick: int, trim: bool) -> Look:
     if trim and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
         library.malloc_trim(0)
         trimmed = process.memory_info().rss
-    return Look(tick, memory_bytes, count, cached, trimmed)
+    return Sample(tick, memory_bytes, count, cached, trimmed)
 
 
-def report(looks: Sequence[Look], devices: str, written_bytes: int, seconds: float) -> str:
-    """One row for each half hour, with the medians of its looks, as Markdown."""
-    ticks = looks[-1].tick
+def report(samples: Sequence[Sample], devices: str, written_bytes: int, seconds: float) -> str:
+    """One row for each half hour, with the medians of its samples, as Markdown."""
+    ticks = samples[-1].tick
     lines = [
         f"`python -m benchmarks.soak_ticks --ticks {ticks} --devices {devices}`, {time.strftime('%Y-%m-%d')}:",
         f"{ticks} ticks in {seconds / 60:.0f} minutes, {written_bytes / ticks / 1024:.0f} KiB drawn at each.",
@@ -193,15 +193,18 @@ def report(looks: Sequence[Look], devices: str, written_bytes: int, seconds: flo
         "| --- | ---: | ---: | ---: |",
     ]
     for first in range(0, ticks, HALF_HOUR):
-        span = [each for each in looks if first < each.tick <= first + HALF_HOUR]
+        span = [each for each in samples if first < each.tick <= first + HALF_HOUR]
         memory, objects, cached = (
             median(getattr(each, name) for each in span) for name in ("memory_bytes", "objects", "cached")
         )
         lines.append(f"| {first + 1} – {span[-1].tick} | {memory / 1e6:.2f} MB | {objects:.0f} | {cached:.0f} |")
-    last = looks[-1]
+    last = samples[-1]
     if last.trimmed_bytes is not None:
         freed = last.memory_bytes - last.trimmed_bytes
-        lines += ["", f"Of the last {last.memory_bytes / 1e6:.1f} MB malloc held {freed / 1e6:.1f} MB that were free."]
+        lines += [
+            "",
+            f"Of the last {last.memory_bytes / 1e6:.1f} MB, {freed / 1e6:.1f} MB were free memory held by malloc.",
+        ]
     return "\n".join(lines)
 
 
@@ -212,7 +215,7 @@ def main() -> int:
     parser.add_argument("--devices", default="sim:gtx1080ti,gtx1080,t4,t4")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
-        output = Path(home) / "looks"
+        output = Path(home) / "samples"
         call = f"run_app({options.devices!r}, {options.ticks}, {str(output)!r})"
         variables = {**os.environ, "XDG_STATE_HOME": home, "EVENER_LIVE_DIR": f"{home}/live"}
         screen = Screen(f"import sys; from benchmarks.soak_ticks import run_app; sys.exit({call})", variables)
@@ -222,8 +225,8 @@ def main() -> int:
         if code or not output.exists() or not output.read_bytes():
             print(screen.seen.decode(errors="replace")[-2000:], file=sys.stderr)
             return 1
-        looks = msgspec.json.decode(b"[" + b",".join(output.read_bytes().splitlines()) + b"]", type=list[Look])
-    print(report(looks, options.devices, screen.written_bytes, seconds))
+        samples = msgspec.json.decode(b"[" + b",".join(output.read_bytes().splitlines()) + b"]", type=list[Sample])
+    print(report(samples, options.devices, screen.written_bytes, seconds))
     return 0
 
 

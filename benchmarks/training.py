@@ -1,8 +1,8 @@
 """Does a training run as fast as its plan says? `python -m benchmarks.training --framework torch --devices cpu:0,1`.
 
-Each round finds a plan (`evener balance --export`) and trains by it with the example script. With `--beside`, one plan
-serves all rounds and each round probes its shares just before it trains, so that a machine that others use too slows
-both alike. Prints a row a round: plan | training | ratio.
+Each round finds a plan (`evener balance --export`) and trains with it by the example script. With `--one-plan`, all
+rounds use the first plan, and each round probes its shares again just before training: on a machine that others use
+too, both are slowed equally. Prints a row for each round: plan | training | ratio.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ RATE = re.compile(r"([\d,]+) samples/s over")
 
 
 def main() -> None:
-    """Plan, train, compare, as often as asked."""
+    """Plan, train and compare, in rounds."""
     options = parse()
     print("| round | shares | plan, samples/s | training, samples/s | training / plan |")
     print("| ---: | --- | ---: | ---: | ---: |")
     ratios: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(1, options.repeat + 1):
-            path = Path(folder) / f"plan-{1 if options.beside else number}.toml"
+            path = Path(folder) / f"plan-{1 if options.one_plan else number}.toml"
             if not path.exists():
                 balance(options, path)
             plan = load_plan(path)
-            said = probe(options, plan) if options.beside else plan.throughput.samples_per_second
+            said = probe(options, plan) if options.one_plan else plan.throughput.samples_per_second
             trained = train(options, path, plan)
             ratios.append(trained / said)
             shares = " + ".join(str(share) for share in plan.layout.batches)
@@ -51,23 +51,27 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workload", help="keras_mnist, keras_maxer, or a function of an example")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each training")
     parser.add_argument("--budget", default="90s", help="of each search")
-    parser.add_argument("--rows", type=int, help="of the data set, if not the example's own number")
+    parser.add_argument("--rows", type=int, help="of the data set; the example's own number by default")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--beside", action="store_true", help="probe the plan's shares beside each training")
-    parser.add_argument("--balance", nargs="*", default=[], metavar="WORD", help="more for evener balance, without --")
+    parser.add_argument(
+        "--one-plan", action="store_true", help="use one plan for all rounds; probe it before each training"
+    )
+    parser.add_argument(
+        "--balance", nargs="*", default=[], metavar="WORD", help="more options for evener balance, without --"
+    )
     options = parser.parse_args()
     options.workload = options.workload or WORKLOADS[options.framework]
     return options
 
 
 def asked(options: argparse.Namespace) -> list[str]:
-    """The words that balance and probe share."""
+    """The arguments that balance and probe share."""
     rows = ["--set", f"rows={options.rows}"] if options.rows and ":" in options.workload else []
     return ["--devices", options.devices, "--workload", options.workload, "--framework", options.framework, *rows]
 
 
 def run(command: list[str]) -> str:
-    """What a command prints; SystemExit with its errors if it fails."""
+    """The output of a command; SystemExit with its errors if it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(
@@ -84,7 +88,7 @@ def balance(options: argparse.Namespace, path: Path) -> None:
 
 
 def probe(options: argparse.Namespace, plan: Plan) -> float:
-    """Samples/s of the plan's shares, as a probe times them now; devices that the plan leaves out don't take part."""
+    """Samples/s of the plan's shares, as a probe times them now, on the devices that the plan uses."""
     active = [(str(i), str(share.batch)) for i, share in enumerate(plan.layout.share) if share.batch]
     positions, batches = zip(*active, strict=True)
     command = [sys.executable, "-m", "evener", "probe", *asked(options), "--gpus", *positions, "--batches", *batches]
@@ -93,7 +97,7 @@ def probe(options: argparse.Namespace, plan: Plan) -> float:
 
 
 def train(options: argparse.Namespace, path: Path, plan: Plan) -> float:
-    """Samples/s of the example script, trained by the plan."""
+    """Samples/s of the example script with the plan."""
     words = ["--plan", str(path), "--seconds", f"{options.seconds:g}"]
     words += ["--rows", str(options.rows)] if options.rows else []
     if options.framework == "torch":

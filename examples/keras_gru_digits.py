@@ -22,7 +22,7 @@ HEADER = ("Epochs", "Batch size", "acc (1)", "val_acc (1)", "Time (1)", "acc (2)
 
 
 def main() -> None:
-    """Train at each batch size on one device and on two, print the table and what it says."""
+    """Train at each batch size on one device and on two, print the table and a verdict."""
     options = parse()
     devices = two_devices()
     data = load(options.seed)
@@ -49,7 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dense", type=int, default=128)
     parser.add_argument("--ratios", type=float, nargs=2, default=[3.0, 2.0], help="how two devices share a batch")
-    parser.add_argument("--seeds", type=int, default=1, help="trainings from other first weights; the table shows ±")
+    parser.add_argument("--seeds", type=int, default=1, help="trainings with other initial weights; the table shows ±")
     parser.add_argument("--seed", type=int, default=0, help="the first of them")
     return parser.parse_args()
 
@@ -108,7 +108,7 @@ def summary(results: Any) -> list[str]:
 
 
 def verdict(batch: int, one: Any, two: Any) -> str:
-    """Whether the mean accuracies on two devices lie between the least and the most of one device's seeds."""
+    """Whether the mean accuracies on two devices lie within the range of one device's seeds."""
     low, high, mean = one.min(0), one.max(0), two.mean(0)
     parts = []
     for column, name in enumerate(("accuracy", "validation accuracy")):

@@ -33,7 +33,7 @@ def build() -> Any:
 
 
 def training_data() -> Any:
-    """What it is trained on, (x, y): probes are fed with it too."""
+    """The training data, (x, y); probes use it too."""
     from evener.workloads.datasets import digits
 
     return digits(ROWS, seed=1)
@@ -51,15 +51,17 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train a small network by a plan.")
-    parser.add_argument("--plan", required=True, help="what evener balance --export wrote")
-    parser.add_argument("--seconds", type=float, default=10.0, help="train for about so long, by the plan")
+    parser.add_argument("--plan", required=True, help="a file written by evener balance --export")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="train for about this long, by the plan's samples/s"
+    )
     parser.add_argument("--rows", type=int, default=ROWS, help="pictures to train on, at least")
     parser.add_argument("--processes", action="store_true", help="a process for each device of the plan")
     return parser.parse_args()
 
 
 def train(options: argparse.Namespace, plan: Plan) -> None:
-    """The training script proper: the split takes three lines."""
+    """The training script itself: the split takes three lines."""
     from evener.keras_split import Report, Split
 
     split = Split(plan)  # before the first tensor
@@ -68,7 +70,7 @@ def train(options: argparse.Namespace, plan: Plan) -> None:
     model = split.build(make_model)
     batch = plan.layout.global_batch
     x, y = make_data(whole_batches(options.rows, batch, make_data(1)))
-    # the same number of steps in every process, so a figure from the plan and not from a clock
+    # by the plan and not by a clock, so that every process makes the same number of steps
     steps = max(1, round(options.seconds * plan.throughput.samples_per_second / batch))
     clock = clock_callback(steps, batch)
     model.fit(x, y, epochs=1_000_000, callbacks=[clock, Report(split)], verbose=0)
@@ -83,7 +85,7 @@ def train(options: argparse.Namespace, plan: Plan) -> None:
 
 
 def parts(plan: Plan) -> tuple[Any, Any]:
-    """The network that the plan was measured with, and what makes rows for it."""
+    """The plan's network, and the function that makes rows for it."""
     if plan.workload == "keras_maxer":
         from evener.workloads.keras_backend.models import maxer
 
@@ -94,13 +96,13 @@ def parts(plan: Plan) -> tuple[Any, Any]:
 
 
 def whole_batches(rows: int, batch: int, one: tuple[Any, Any]) -> int:
-    """So many rows, as whole batches: enough of them for an epoch, if they fit into memory."""
+    """The number of rows in whole batches: enough for an epoch, if they fit into memory."""
     fit: int = MOST_BYTES // sum(array.nbytes for array in one)
     return max(1, min(max(rows, FEWEST_STEPS * batch), fit) // batch) * batch
 
 
 def start_processes(plan: Plan) -> int:
-    """This script once for each device that computes, on its own cores as the probes were; gives their exit status."""
+    """Run this script once for each device of the plan, on its own cores as the probes did; the exit status of all."""
     from evener.devices.child_environment import child_environment
     from evener.devices.discover import discover
 
@@ -130,7 +132,7 @@ def request_for(share: Share) -> str:
 
 
 def clock_callback(wanted: int, batch: int) -> Any:
-    """A callback that stops after so many steps and knows their samples/s, the first ones left out."""
+    """A callback that stops after this number of steps and has their samples/s, without the first ones."""
     import keras
 
     class Clock(keras.callbacks.Callback):  # type: ignore[misc]
@@ -147,7 +149,7 @@ def clock_callback(wanted: int, batch: int) -> Any:
                 self.model.stop_training = True
 
         def now(self, logs: Any) -> float:
-            """When the step is done on the devices: its loss is known."""
+            """Called when the devices have finished the step, as its loss is there."""
             float(logs["loss"])
             return time.perf_counter()
 

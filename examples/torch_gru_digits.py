@@ -49,7 +49,7 @@ def data() -> tuple[torch.utils.data.TensorDataset, torch.utils.data.TensorDatas
 
 
 def accuracy(split: Split, model: Any, loader: Any) -> float:
-    """The part of the rows that is classified rightly, over all ranks."""
+    """The part of all rows, over all ranks, that is classified correctly."""
     right = rows = 0
     model.eval()
     with torch.no_grad():
@@ -101,7 +101,7 @@ def measure(ratios: list[float], arguments: list[str]) -> list[dict[str, float]]
 
 
 def cell(cells: list[dict[str, float]], batch: int, name: str) -> str:
-    """The mean over seeds; the range behind it if there are several."""
+    """The mean over seeds, and the range if there are several."""
     values = [each[name] for each in cells if each["batch"] == batch]
     mean = sum(values) / len(values)
     if name == "Time":
@@ -110,7 +110,7 @@ def cell(cells: list[dict[str, float]], batch: int, name: str) -> str:
 
 
 def verdict(one: list[dict[str, float]], several: list[dict[str, float]], batch: int) -> str:
-    """Whether several devices' mean accuracies lie among those of one device's seeds."""
+    """Whether several devices' mean accuracies lie within the range of one device's seeds."""
     found = []
     for name in ("acc", "val_acc"):
         alone, together = ([cell[name] for cell in cells if cell["batch"] == batch] for cells in (one, several))

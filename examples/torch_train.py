@@ -25,7 +25,7 @@ ROWS = 16_384
 
 
 def pictures(rows: int, seed: int) -> TensorDataset:
-    """Ten patterns under noise, made here. The rows of a TensorDataset are fetched a batch at once, not one by one."""
+    """Ten generated patterns with noise. A TensorDataset's rows are fetched one batch at a time, not one by one."""
     patterns = torch.rand(CLASSES, 1, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, CLASSES, (rows,), generator=generator)
@@ -50,13 +50,13 @@ def network() -> nn.Module:
 
 
 def build(rows: int = ROWS) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, TensorDataset]:
-    """What `--workload examples/torch_train.py:build` measures: the same network, optimizer, loss and data set."""
+    """For `--workload examples/torch_train.py:build`: the same network, optimizer, loss and data set."""
     model = network()
     return model, torch.optim.Adam(model.parameters()), nn.CrossEntropyLoss(), pictures(rows, seed=1)
 
 
 def train_epoch(split: Split, model: Any, loader: Any, optimizer: torch.optim.Optimizer) -> float:
-    """One pass; the mean loss of the last global batch."""
+    """One epoch; returns the mean loss of the last global batch."""
     criterion = nn.CrossEntropyLoss()
     for images, labels in loader:
         loss = criterion(model(images.to(split.device)), labels.to(split.device))
@@ -67,7 +67,7 @@ def train_epoch(split: Split, model: Any, loader: Any, optimizer: torch.optim.Op
 
 
 def accuracy(split: Split, model: Any, loader: Any) -> float:
-    """The part of all rows that is classified rightly; rows that only keep step don't count."""
+    """The part of all rows that is classified correctly; padding rows don't count."""
     right = rows = 0
     with torch.no_grad():
         for images, labels in loader:
@@ -78,13 +78,13 @@ def accuracy(split: Split, model: Any, loader: Any) -> float:
 
 
 def main() -> None:
-    """Train, and print a line an epoch on the first rank."""
+    """Train, and print a line per epoch on the first rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", help="what evener balance --export wrote")
+    parser.add_argument("--plan", help="a file written by evener balance --export")
     parser.add_argument("--global-batch", type=int, help="samples per step, if not the plan's")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--rows", type=int, default=ROWS)
-    parser.add_argument("--seconds", type=float, default=0.0, help="epochs for so long instead")
+    parser.add_argument("--seconds", type=float, default=0.0, help="train for this long instead of --epochs")
     parser.add_argument("--strict", action="store_true", help="refuse a plan of other devices or another model")
     options = parser.parse_args()
 
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def summary(rates: list[float], split: Split) -> str:
-    """Samples/s over all epochs but the first, in which memory and kernels are still being chosen."""
+    """Samples/s over all epochs but the first, in which memory is allocated and kernels are chosen."""
     steady = rates[1:] or rates
     rate = len(steady) / sum(1 / each for each in steady)
     said = f"; the plan says {split.plan.throughput.samples_per_second:,.0f}" if split.plan else ""
