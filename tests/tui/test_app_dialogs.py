@@ -46,9 +46,12 @@ async def _form(pilot: Pilot[Any]) -> None:
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
-        (NOBODY, "can't be written: No such file or directory. Name a file in a folder that you may write."),
-        (f"{'x' * 300}.toml", "can't be written: File name too long. Name a file in a folder that you may write."),
-        ("/proc/self/no/such/place/anywhere/on/this/machine/plan.json", "Name a file in a folder that you may write."),
+        (NOBODY, "can't be written: No such file or directory. Name a file in a folder that you may write to."),
+        (f"{'x' * 300}.toml", "can't be written: File name too long. Name a file in a folder that you may write to."),
+        (
+            "/proc/self/no/such/place/anywhere/on/this/machine/plan.json",
+            "Name a file in a folder that you may write to.",
+        ),
         (".", "ends neither in .toml nor in .json. The ending chooses the format."),
     ],
     ids=("nobody's home", "a long name", "a long path", "no name"),

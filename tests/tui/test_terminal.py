@@ -35,12 +35,12 @@ ALTERNATE_SCREEN_ON, ALTERNATE_SCREEN_OFF = b"\x1b[?1049h", b"\x1b[?1049l"
 class Terminal:
     """A child on a pseudo-terminal of 100 x 30."""
 
-    def __init__(self, code: str, state: Path) -> None:
+    def __init__(self, code: str, state: Path, redirect: str = "") -> None:
         self.primary, secondary = pty.openpty()
         fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
         environment = os.environ | {"TERM": "xterm-256color", "XDG_STATE_HOME": str(state)}
         self.child = subprocess.Popen(
-            [sys.executable, "-c", code],
+            ["sh", "-c", f'exec "$0" -c "$1" {redirect}', sys.executable, code],
             stdin=secondary,
             stdout=secondary,
             stderr=secondary,
@@ -92,8 +92,8 @@ def terminal(tmp_path: Path) -> Iterator[type[Terminal]]:
     opened: list[Terminal] = []
 
     class Opened(Terminal):
-        def __init__(self, code: str) -> None:
-            super().__init__(code, tmp_path)
+        def __init__(self, code: str, redirect: str = "") -> None:
+            super().__init__(code, tmp_path, redirect)
             opened.append(self)
 
     yield Opened
@@ -107,6 +107,22 @@ def test_quitting_leaves_the_terminal_as_it_was(terminal: type[Terminal]) -> Non
     one.press(b"q")
     assert one.wait() == 0
     assert one.seen.rindex(ALTERNATE_SCREEN_OFF) > one.seen.rindex(ALTERNATE_SCREEN_ON)
+
+
+@pytest.mark.parametrize("redirect", ["2>{file}", "2>&-"])
+def test_the_app_draws_on_the_terminal_wherever_stderr_goes(
+    terminal: type[Terminal], tmp_path: Path, redirect: str
+) -> None:
+    """Textual draws on stderr; a log file must not get the screen, and what is printed there must reach it."""
+    log = tmp_path / "err.log"
+    code = "import sys; from evener.tui.cli.main import main; code = main(['-d', 'sim:gtx1080ti']); "
+    one = terminal(f"{code}print('after', file=sys.stderr); sys.exit(code)", redirect.format(file=log))  # type: ignore[call-arg]
+    one.read_until(b"GTX 1080 Ti")
+    one.press(b"q")
+    assert one.wait() == 0
+    assert one.seen.rindex(ALTERNATE_SCREEN_OFF) > one.seen.rindex(ALTERNATE_SCREEN_ON)
+    if log.exists():
+        assert log.read_text() == "after\n"
 
 
 @pytest.mark.parametrize("devices", ["sim:gtx1080ti,gtx1080", "cpu"])

@@ -14,6 +14,7 @@ from evener.balancer.session_state import (
     advance,
     best_solo,
     curves,
+    largest_run,
     memory_wall,
     own_speed,
     rivals,
@@ -82,7 +83,20 @@ def test_the_best_solo_and_the_memory_wall_are_seen(events: Any) -> None:
     assert [(curve.device, curve.wall, len(curve.measured)) for curve in curves(state)] == [(0, 1310, 2), (1, None, 1)]
     lanes = _text(lane_lines(state, 118, 9, UNICODE)[0])
     assert "1 346 at 1024" in lanes
-    assert "1179 fits, 1310 not" in lanes
+    assert "~1179 fits, 1310 not" in lanes, "1179 is a prediction: 1024 was the largest that ran"
+
+
+def test_a_largest_batch_that_ran_is_no_prediction(events: Any) -> None:
+    """On the device alone or in a split; and a curve is measured up to the largest batch alone."""
+    state = _after(events)
+    assert state.belief is not None
+    sketch = msgspec.structs.replace(state.belief.curves[0], largest_batch=1024)
+    known = msgspec.structs.replace(state, belief=msgspec.structs.replace(state.belief, curves=(sketch,)))
+    assert " 1024 fits, 1310 not" in _text(lane_lines(known, 118, 9, UNICODE)[0])
+    assert [(largest_run(state, device), curves(state)[device].largest_measured) for device in (0, 1)] == [
+        (1024, 1024),
+        (710, 64),
+    ]
 
 
 def test_time_left_ends_with_the_session(events: Any) -> None:

@@ -32,10 +32,7 @@ def test_every_column_sorts_and_unknown_figures_come_last(script: Any) -> None:
         script.process(1, memory_bytes=value(9), cpu_percent=value(1), user="cy"),
         script.process(2, memory_bytes=DENIED, cpu_percent=value(7), user="ada"),
     ]
-    order = {
-        key: [row.pid for row in arrange(rows, Order(key, descending_first(key)))]
-        for key in SORT_KEYS
-    }
+    order = {key: [row.pid for row in arrange(rows, Order(key, descending_first(key)))] for key in SORT_KEYS}
     assert order["pid"] == [1, 2, 3]
     assert order["memory"] == [1, 3, 2]
     assert order["cpu"] == [2, 1, 3]

@@ -35,6 +35,7 @@ _PACE = {"pace": "0.2"}  # simulated devices
 _HINTS = REQUEST_HELP | {
     "input": REQUEST_HELP["inputs"],
     "engine": f"{REQUEST_HELP['engine'][:-1]}; auto: one process for idle GPUs, else one per device.",
+    "global_batch": f"{REQUEST_HELP['global_batch'][:-1]}; empty: free.",
     "own": "Your own workload, file.py:build; typing here ticks the last entry of the list.",
     "framework": "The framework of your own workload.",
     "settings": "Parameters of the workload: key=value key=value.",

@@ -131,7 +131,7 @@ _GROWTH = (
     ("interval", 8),
     ("memory", 11),
     ("util", 14),
-    ("fits", 22),
+    ("fits", 24),
     ("doing", 26),
     ("memory", 20),
 )

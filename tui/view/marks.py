@@ -20,6 +20,7 @@ class Marks(msgspec.Struct, frozen=True, kw_only=True):
     levels: str = " ▁▂▃▄▅▆▇█"  # how far a cell of a graph is filled, from not at all
     shade: str = "░"  # a cell of a graph under its edge
     curve: str = "hd"  # what plotext draws a line with
+    predicted: str = "·"  # a line beyond what was measured
     plain: bool = False  # nothing beyond ASCII
     fills: str = "█▓▒░▞▚▤▥"  # one filling for each device in a shares bar
     ellipsis: str = "…"
@@ -54,6 +55,7 @@ ASCII = Marks(
     levels=" .-#",
     shade=":",
     curve=".",
+    predicted="~",
     plain=True,
     fills="#=+-%o*~",
     ellipsis="~",

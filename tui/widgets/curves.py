@@ -57,11 +57,11 @@ class CurvePlot(PlotextPlot, UsesApp):  # type: ignore[misc] # the library has n
         for curve in self._curves:
             colour = colours[curve.device % len(colours)]
             known = [point for point in curve.believed if point[0] <= curve.largest_measured]
-            predicted = [point for point in curve.believed if point[0] > curve.largest_measured]
+            predicted = [*known[-1:], *(point for point in curve.believed if point[0] > curve.largest_measured)]
             if len(known) > 1:
                 plt.plot(*zip(*known, strict=True), color=colour, marker=self.evener.marks.curve)
-            if predicted:
-                plt.scatter(*zip(*predicted, strict=True), color=colour, marker=self.evener.marks.dot)
+            if len(predicted) > 1:
+                plt.plot(*zip(*predicted, strict=True), color=colour, marker=self.evener.marks.predicted)
             if curve.wall is not None:
                 plt.vline(curve.wall, color=colour)
         for curve in self._curves:

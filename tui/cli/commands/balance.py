@@ -104,7 +104,7 @@ def check_target(path: Path) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise RequestError(
-            f"--export {path} can't be written: {reason}.", "Choose a folder that you may write to."
+            f"--export {path} can't be written: {reason}.", "Name a file in a folder that you may write to."
         ) from None
 
 
