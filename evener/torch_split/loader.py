@@ -6,79 +6,129 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from evener.errors import RequestError
+from evener.torch_split.batch_tracker import Pass
 from evener.torch_split.fetch import Fetch
 from evener.torch_split.prefetch import DEPTH, Prefetcher
 from evener.torch_split.sampler import UnevenBatchSampler
 
-_TAKEN = ("batch_size", "sampler", "batch_sampler")
+_DECIDED = {
+    "batch_size": "Leave it out; another global batch is Split(plan, global_batch=N).",
+    "sampler": "Give it as order=: all ranks then take their rows of its order.",
+    "batch_sampler": "Give order=, a sampler of rows or a function of the epoch that returns their order.",
+}
+_DATALOADER_OPTIONS: dict[str, Any] = {  # and what DataLoader takes for those that aren't given
+    "num_workers": 0,
+    "collate_fn": default_collate,
+    "pin_memory": False,
+    "timeout": 0,
+    "worker_init_fn": None,
+    "multiprocessing_context": None,
+    "generator": None,
+    "prefetch_factor": None,
+    "persistent_workers": False,
+    "pin_memory_device": "",
+}
+
+
+class StepListener:
+    """Hears of a loader's steps; this one does nothing about them."""
+
+    def compare(self, digest: int) -> None:
+        """A pass begins in an order of the user's own, which has this digest here."""
+
+    def begin(self, origin: Pass, sizes: Sequence[int], batch: Any) -> None:
+        """The loop gets this batch, of which the ranks have these rows."""
+
+    def done(self, rows: int) -> None:
+        """The loop is done with a batch of so many rows on this rank."""
+
+    def end(self, origin: Pass) -> None:
+        """A pass is over, or left."""
 
 
 class Loader:
-    """Batches of this rank's rows, in step with the other ranks. Use each batch before the next one is taken.
+    """Batches of this rank's rows, in step with the other ranks; other libraries find a DataLoader's attributes.
 
-    Every pass is a new epoch in a new order, unless `set_epoch` or `load_state_dict` says which. `begin` is told the
-    rows of all ranks as each step begins, `done` this rank's rows as it ends; `end` is called when a pass is over, or
-    left. With a `prefetch` of 1 or more, so many batches are fetched ahead and sent to `device`; with 0, each is
-    fetched when it is asked for and stays on the host.
+    Every pass is a new epoch in a new order, unless `set_epoch` or `load_state_dict` says which; a pass begins with its
+    first batch. With a `prefetch` of 1 or more, so many batches are fetched ahead and sent to `device`; with 0, each is
+    fetched when it is asked for and stays on the host. `listener` hears of the steps, as `training` or validation.
     """
+
+    num_workers: int
+    pin_memory: bool
+    collate_fn: Callable[[list[Any]], Any]
 
     def __init__(
         self,
         dataset: Any,
         sampler: UnevenBatchSampler,
-        begin: Callable[[Sequence[int]], None],
-        done: Callable[[int], None],
+        listener: StepListener,
         options: dict[str, Any],
         device: torch.device | None = None,
         prefetch: int | None = None,
-        end: Callable[[], None] | None = None,
+        training: bool = True,
     ) -> None:
+        for name, default in _DATALOADER_OPTIONS.items():
+            given = options.get(name)
+            setattr(self, name, default if given is None else given)
         self.dataset = dataset
-        self.sampler = sampler
+        self.batch_sampler = sampler
+        self.batch_size = sampler.shares[sampler.rank]
+        self.drop_last = sampler.drop_last
+        self.sampler = RowSampler(self)
         self.device = device or torch.device("cpu")
         self.prefetch = check_prefetch(prefetch, self.device)
         on_gpu = self.device.type == "cuda"
-        pinned = bool(self.prefetch or options.get("pin_memory")) and on_gpu
+        pinned = bool(self.prefetch or self.pin_memory) and on_gpu
         self._fetch = Fetch(dataset, sampler, options, pinned)
-        self._begin = begin
-        self._done = done
-        self._end = end
+        self._listener = listener
+        self._training = training
         self._steps = 0  # of this pass, begun
         self._fresh = True  # the next pass is the epoch that the sampler says
         self._chosen = False  # by set_epoch, so the next pass is that one, whatever is left of it
         self._loaded = False  # a state, and no pass since
         self._ahead: Prefetcher | None = None  # of the pass that runs
 
+    def __repr__(self) -> str:
+        sampler = self.batch_sampler
+        return f"Loader({sampler.length} rows, shares={sampler.shares}, rank={sampler.rank}, device={self.device})"
+
     def __len__(self) -> int:
-        """Steps of a pass."""
-        return len(self.sampler)
+        """Steps of a whole epoch."""
+        return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._fresh or not (len(self.sampler) or self._chosen):
-            self.sampler.set_epoch(self.sampler.epoch + 1)
+        sampler = self.batch_sampler
+        if not self._fresh or not (sampler.steps_left or self._chosen):
+            sampler.set_epoch(sampler.epoch + 1)
         self._fresh = self._chosen = self._loaded = False
         self._steps = 0
-        return self._walk()
-
-    def _walk(self) -> Iterator[Any]:
+        first, full = sampler.position, sampler.global_batch
+        origin = Pass(self._training, sampler.rows_of_odd_tail())
+        listener = self._listener
+        if sampler.order is not None:
+            listener.compare(sampler.order.digest(sampler.epoch))
         batches = iter(self._fetch)
         ahead = Prefetcher(batches, self.device, self.prefetch) if self.prefetch else None
         self._ahead = ahead
         try:
             for step, batch in enumerate(ahead or batches):
-                sizes = self.sampler.sizes(step)
-                self._begin(sizes)
+                sizes = sampler.sizes_at(first + step * full)
+                listener.begin(origin, sizes, batch)
                 self._steps = step + 1
                 yield batch
-                self._done(sizes[self.sampler.rank])
+                listener.done(sizes[sampler.rank])
         finally:
             if ahead is not None:
                 ahead.close()
-            if self._end is not None:
-                self._end()
+            listener.end(origin)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As DataLoader's, for another process; nobody hears of that one's steps."""
+        return {**vars(self), "_listener": StepListener(), "_ahead": None}
 
     def wait_until_full(self) -> None:
         """Return when all that is fetched ahead is there; at once where nothing is."""
@@ -87,40 +137,63 @@ class Loader:
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass this epoch, from its first row; of an epoch whose state was just loaded, what is left."""
-        if not (self._loaded and epoch == self.sampler.epoch):
-            self.sampler.set_epoch(epoch)
+        if not (self._loaded and epoch == self.batch_sampler.epoch):
+            self.batch_sampler.set_epoch(epoch)
         self._steps = 0
         self._fresh = self._chosen = True
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training is once the batch in hand is done; the same on every rank, fit for JSON."""
-        return self.sampler.state_dict(self._steps)
+        return self.batch_sampler.state_dict(self._steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next pass go on where `state` was taken, also under another plan."""
-        self.sampler.load_state_dict(state)
+        self.batch_sampler.load_state_dict(state)
         self._steps = 0
         self._fresh = self._loaded = True
         self._chosen = False
 
 
+class RowSampler:
+    """A loader's rows one by one, as a DataLoader's `sampler` gives them."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        """Rows of this rank in an epoch, with one in each step where it only keeps step."""
+        sampler = self._loader.batch_sampler
+        firsts = range(0, len(sampler) * sampler.global_batch, sampler.global_batch)
+        return sum(max(1, sampler.sizes_at(first)[sampler.rank]) for first in firsts)
+
+    def __iter__(self) -> Iterator[int]:
+        return (row for batch in self._loader.batch_sampler for row in batch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The loader's."""
+        self._loader.set_epoch(epoch)
+
+
 def count_rows(dataset: Any) -> int:
-    """The length of a data set; RequestError for one whose length is unknown, and for a loader of one."""
+    """The length of a data set; RequestError for one whose rows have no numbers, and for a loader of one."""
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader | Loader):
         raise RequestError(
             f"A {kind} has made batches already, and the plan decides which rows are in a rank's.",
             "Give its data set, and its options beside it: split.loader(loader.dataset, num_workers=...).",
         )
-    if not isinstance(dataset, IterableDataset):
-        try:
-            return len(dataset)
-        except (TypeError, NotImplementedError):
-            pass
-    raise RequestError(
-        f"The length of a {kind} is not known, so its rows can't be shared out exactly.",
-        "Give a data set with len() and numbered rows, or collect the stream into one.",
-    )
+    if isinstance(dataset, IterableDataset):
+        raise RequestError(
+            f"A {kind} is a stream: even if it has a length, its rows have no numbers to share them out by.",
+            "Give a data set with len() and numbered rows, or collect the stream into one.",
+        )
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        raise RequestError(
+            f"The length of a {kind} is not known, so its rows can't be shared out exactly.",
+            "Give a data set with len() and numbered rows.",
+        ) from None
 
 
 def check_prefetch(prefetch: int | None, device: torch.device) -> int:
@@ -134,9 +207,7 @@ def check_prefetch(prefetch: int | None, device: torch.device) -> int:
 
 def check_options(options: dict[str, Any]) -> None:
     """RequestError for an option of DataLoader that the split decides."""
-    for name in _TAKEN:
+    for name, remedy in _DECIDED.items():
         if options.get(name) is not None:
-            raise RequestError(
-                f"{name}={options[name]!r} can't be given: the plan decides each rank's rows.",
-                "Leave it out; another global batch is Split(plan, global_batch=N).",
-            )
+            shown = repr(options[name]) if isinstance(options[name], int) else type(options[name]).__name__
+            raise RequestError(f"{name}={shown} can't be given: the plan decides each rank's rows.", remedy)

@@ -13,6 +13,7 @@ import torch
 
 from evener.errors import RequestError
 from evener.shares import apportion, bounds
+from evener.torch_split.row_order import RowOrder, mix_seed
 
 _STATE_KEYS = ("epoch", "position", "length", "shuffle", "seed")
 
@@ -20,7 +21,9 @@ _STATE_KEYS = ("epoch", "position", "length", "shuffle", "seed")
 class UnevenBatchSampler:
     """Batches of row numbers for one rank, for `DataLoader(batch_sampler=...)`; a batch is never empty.
 
-    `shares` are the samples of every rank in a full global batch. RequestError for a share, length or rank that's none.
+    `shares` are the samples of every rank in a full global batch. An `order` takes the place of `shuffle`. With
+    `join_tail`, a last batch that hasn't a row for each rank is part of the batch before it. RequestError for a share,
+    length or rank that's none.
     """
 
     def __init__(
@@ -32,7 +35,10 @@ class UnevenBatchSampler:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        order: RowOrder | None = None,
+        join_tail: bool = False,
     ) -> None:
+        length = length if order is None else len(order)
         _check(length, shares, rank, drop_last)
         self.length = length
         self.shares = tuple(shares)
@@ -40,6 +46,8 @@ class UnevenBatchSampler:
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
+        self.order = order
+        self.join_tail = join_tail
         self.epoch = 0
         self.position = 0  # rows of this epoch that were computed before
 
@@ -54,44 +62,70 @@ class UnevenBatchSampler:
         self.position = 0
 
     def __len__(self) -> int:
+        """Steps of a whole epoch."""
+        return self._steps(self.length)
+
+    @property
+    def steps_left(self) -> int:
         """Steps from the position to the end of the epoch."""
-        rows = self.length - self.position
-        return rows // self.global_batch if self.drop_last else -(-rows // self.global_batch)
+        return self._steps(self.length - self.position)
+
+    def _steps(self, rows: int) -> int:
+        whole, rest = divmod(rows, self.global_batch)
+        return whole if self.drop_last or not rest or (whole and self._joins(rest)) else whole + 1
+
+    def _joins(self, rest: int) -> bool:
+        return self.join_tail and not self.drop_last and 0 < rest < len(self.shares)
 
     def sizes(self, step: int) -> tuple[int, ...]:
         """The rows of each rank in a step, counted from the position; 0 for one that only keeps step."""
-        rows = min(self.global_batch, self.length - self.position - step * self.global_batch)
-        return self.shares if rows == self.global_batch else apportion(rows, self.shares)
+        return self.sizes_at(self.position + step * self.global_batch)
+
+    def sizes_at(self, first: int) -> tuple[int, ...]:
+        """The same of the step that begins with the epoch's row `first`."""
+        rows, full = self.length - first, self.global_batch
+        if rows >= full and not (rows < 2 * full and self._joins(rows - full)):
+            return self.shares
+        return apportion(rows, self.shares)
+
+    def rows_of_odd_tail(self) -> int | None:
+        """Rows of the epoch's last step if they weigh the ranks differently than the other steps' do; else None."""
+        last = self.sizes(max(0, self.steps_left - 1))
+        total, rows = self.global_batch, sum(last)
+        return None if all(n * total == share * rows for n, share in zip(last, self.shares, strict=True)) else rows
 
     def __iter__(self) -> Iterator[list[int]]:
         return (rows.tolist() for rows in self.batches())
 
     def batches(self) -> Iterator[torch.Tensor]:
         """The same as tensors (rows,) of int64, from the epoch and position of now."""
-        return self._slices(self._order(), self.position, len(self))
+        return self._slices(self._draw(), self.position, self.steps_left)
 
     def _slices(self, order: torch.Tensor, position: int, steps: int) -> Iterator[torch.Tensor]:
-        full = bounds(self.shares)[self.rank]
         for step in range(steps):
             first = position + step * self.global_batch
-            short = first + self.global_batch > self.length
-            start, stop = bounds(self.sizes(step))[self.rank] if short else full
+            start, stop = bounds(self.sizes_at(first))[self.rank]
             if start == stop:
                 start, stop = 0, 1
             yield order[first + start : first + stop]
 
-    def _order(self) -> torch.Tensor:
+    def _draw(self) -> torch.Tensor:
+        if self.order is not None:
+            return self.order.draw(self.epoch)
         if not self.shuffle:
             return torch.arange(self.length)
         generator = torch.Generator()
-        generator.manual_seed((self.seed * 1_000_003 + self.epoch) % (1 << 63))
+        generator.manual_seed(mix_seed(self.seed, self.epoch))
         return torch.randperm(self.length, generator=generator)
 
     def state_dict(self, steps: int = 0) -> dict[str, Any]:
         """Where the training is once `steps` steps from the position are done; the same on every rank."""
         position = min(self.length, self.position + steps * self.global_batch)
-        values = (self.epoch, position, self.length, self.shuffle, self.seed)
+        values = (self.epoch, position, self.length, self._describe_order(self.epoch), self.seed)
         return dict(zip(_STATE_KEYS, values, strict=True))
+
+    def _describe_order(self, epoch: int) -> bool | str:
+        return self.shuffle if self.order is None else f"order {self.order.digest(epoch):08x}"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken, also with other shares or ranks; RequestError if the order of rows differs."""
@@ -100,13 +134,15 @@ class UnevenBatchSampler:
             raise RequestError(
                 f"The state of the loader has no {missing[0]!r}.", "Give what its state_dict() returned."
             )
-        for key in ("length", "shuffle", "seed"):
-            if state[key] != getattr(self, key):
+        epoch = int(state["epoch"])
+        own = {"length": self.length, "shuffle": self._describe_order(epoch), "seed": self.seed}
+        for key, value in own.items():
+            if state[key] != value:
                 raise RequestError(
-                    f"The state was taken with {key} {state[key]!r}, but this loader has {getattr(self, key)!r}.",
+                    f"The state was taken with {key} {state[key]!r}, but this loader has {value!r}.",
                     "Rows would be missed or seen twice: make the loader as it was, or start the epoch anew.",
                 )
-        self.epoch = int(state["epoch"])
+        self.epoch = epoch
         self.position = min(max(0, int(state["position"])), self.length)
 
 

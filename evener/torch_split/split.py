@@ -17,28 +17,31 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from evener.errors import PlanError, RequestError
+from evener.errors import RequestError
 from evener.live import Reporter
-from evener.plan import Plan, Share, load_plan
-from evener.plan_check import check_fit, check_global_batch, describe
-from evener.shares import apportion, check_ratios
-from evener.torch_split.gradient_weights import GradientWeights
-from evener.torch_split.loader import Loader, check_options, count_rows
+from evener.plan import Plan, load_plan
+from evener.plan_check import check_fit
+from evener.torch_split.batch_tracker import Pass
+from evener.torch_split.batch_weights import BatchWeights
+from evener.torch_split.gather import gather_rows, is_equal_everywhere
+from evener.torch_split.loader import Loader, StepListener, check_options, count_rows
+from evener.torch_split.model_checks import check_normalization, find_ddp, is_sharded
 from evener.torch_split.model_digest import model_digest
-from evener.torch_split.process import Stand, choose_device, find_stand, join, present, settle, visible_gpus
+from evener.torch_split.process import choose_device, find_stand, join, settle, visible_gpus
+from evener.torch_split.rank_shares import check_plan, plan_shares, ratio_shares, unplanned_share
+from evener.torch_split.row_order import Order, RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
 
 __all__ = ["Loader", "Split", "UnevenBatchSampler"]
 
 Weigh = Literal["gradients", "loss"]
+Model = TypeVar("Model")
 
 
 class Split:
@@ -49,6 +52,8 @@ class Split:
     PlanError, RequestError or DeviceError before anything starts if the plan can't be applied here; with `strict`, also
     if it was measured on other devices or with another model, which is a warning else.
     """
+
+    device: torch.device
 
     def __init__(
         self,
@@ -66,10 +71,10 @@ class Split:
         gpus = visible_gpus()
         self.plan = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
         if self.plan is not None:
-            self.shares = _plan_shares(self.plan, ratios, global_batch)
-            _check_plan(self.plan, stand, gpus, strict, global_batch)
+            self.shares = plan_shares(self.plan, ratios, global_batch)
+            check_plan(self.plan, stand, gpus, strict, global_batch)
         else:
-            self.shares = _ratio_shares(ratios, global_batch, stand.world)
+            self.shares = ratio_shares(ratios, global_batch, stand.world)
         share = self.plan.layout.active[stand.rank] if self.plan is not None else None
         self.rank, self.world = stand.rank, stand.world
         self.device = choose_device(share, stand, gpus)
@@ -77,14 +82,15 @@ class Split:
         self.strict = strict
         settle(self.device, share)
         if self.world > 1 and join(self.device, backend):
-            atexit.register(self.close)
-        self._weights = GradientWeights(self.shares, self.rank)
-        self._rows = self.shares[self.rank]
-        self._in_hand: dict[object, tuple[int, ...]] = {}  # pass of a loader -> the rows of its batch, the latest last
+            atexit.register(_leave_group)
+        self._weights = BatchWeights(self.shares, self.rank, by_loss=weigh == "loss")
         self._reporter = Reporter()
         weakref.finalize(self, self._reporter.close)  # a split that is dropped reports no more
-        self._live = (share or _unplanned(self.device, gpus),)
+        self._live = (share or unplanned_share(self.device, gpus),)
         self._workload = self.plan.workload if self.plan else os.path.basename(sys.argv[0])
+
+    def __repr__(self) -> str:
+        return f"Split(shares={self.shares}, rank={self.rank}, device={self.device}, weigh={self.weigh!r})"
 
     @property
     def global_batch(self) -> int:
@@ -93,13 +99,18 @@ class Split:
 
     @property
     def rows(self) -> int:
-        """Rows of this rank's batch in hand that count; 0 if it only keeps step."""
-        return self._rows
+        """Rows of this rank's batch in hand that count; 0 if it only keeps step. RequestError outside a pass."""
+        batch = self._weights.batches.current
+        if batch is None:
+            raise RequestError(
+                "No batch is in hand: split.rows is the rows of the loader's batch.", "Read it inside the loop."
+            )
+        return batch.sizes[self.rank]
 
     @property
     def weight(self) -> float:
-        """This rank's part of the batch in hand, 0 to 1."""
-        return self._weights.current
+        """This rank's part of the batch in hand, 0 to 1; after a pass, of its last batch."""
+        return self._weights.weight
 
     def loader(
         self,
@@ -110,46 +121,71 @@ class Split:
         drop_last: bool = False,
         training: bool = True,
         prefetch: int | None = None,
+        order: Order | None = None,
         **options: Any,
     ) -> Loader:
         """Batches of this rank's rows of `dataset`, each row once per epoch over all ranks; `options` are DataLoader's.
 
+        `order` is a sampler of rows, a list of them or a function of the epoch that returns one, instead of `shuffle`.
         On a GPU, batches are fetched `prefetch` ahead (2 unless said) and come on the device. With `training=False`
-        (validation) steps are not reported to the monitor. RequestError for a data set without a length, and for
-        options that the plan decides.
+        (validation) steps are not reported to the monitor, and a last batch too short to give each rank a row joins the
+        one before. RequestError for a data set without a length, and for options that the plan decides.
         """
         check_options(options)
+        rows = count_rows(dataset)
+        chosen = None if order is None else RowOrder(order, rows, seed)
         sampler = UnevenBatchSampler(
-            count_rows(dataset), self.shares, self.rank, shuffle=shuffle, seed=seed, drop_last=drop_last
+            rows,
+            self.shares,
+            self.rank,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            order=chosen,
+            join_tail=not training,
         )
-        done, key = self.report if training else _ignore, object()
-        begin, end = partial(self._take, key), partial(self._let_go, key)
-        return Loader(dataset, sampler, begin, done, options, self.device, prefetch, end)
+        self._warn_of_fillers(sampler)
+        return Loader(dataset, sampler, _Steps(self, training), options, self.device, prefetch, training)
 
-    def _take(self, key: object, sizes: Sequence[int]) -> None:
-        self._in_hand.pop(key, None)
-        self._in_hand[key] = tuple(sizes)
-        self.begin(sizes)
+    def _warn_of_fillers(self, sampler: UnevenBatchSampler) -> None:
+        last = sampler.sizes(len(sampler) - 1)
+        if self.rank == 0 and min(last) == 0:
+            warnings.warn(
+                f"An epoch's last batch has {sum(last)} rows for {self.world} ranks. The other ranks get a row that"
+                " gradients don't count; in a metric, cut it off by split.rows, or use split.gather or drop_last=True.",
+                stacklevel=3,
+            )
 
-    def _let_go(self, key: object) -> None:
-        """A loader's pass is over: if it ran inside another one's step, as a validation does, that step goes on."""
-        if self._in_hand.pop(key, None) is not None and self._in_hand:
-            self.begin(next(reversed(self._in_hand.values())))
-
-    def wrap(self, model: Any, **options: Any) -> Any:
+    def wrap(self, model: Model, **options: Any) -> Model | DistributedDataParallel:
         """The model on this process's device, in DistributedDataParallel (`options` are its own), gradients weighted.
 
-        A model that is wrapped already gets the weights; on a single device it comes back as it is.
+        A model that is in DistributedDataParallel already, or that FSDP shards (with `weigh="loss"`), gets the weights
+        and comes back as it is; on a single device too.
         """
-        self._check_model(model)
+        module: Any = model
+        self._check_model(module)
         if self.world == 1:
-            return model.to(self.device)
-        _check_normalization(model, self.weigh)
-        if not isinstance(model, DistributedDataParallel):
-            devices = [self.device] if self.device.type == "cuda" else None
-            model = DistributedDataParallel(model.to(self.device), **{"device_ids": devices, **options})
+            moved: Model = module.to(self.device)
+            return moved
+        check_normalization(module, self.weigh)
+        if is_sharded(module):
+            return self._follow_sharded(model)
+        ddp = find_ddp(module)
+        if ddp is not None:
+            self._weights.attach(ddp)
+            return model
+        devices = [self.device] if self.device.type == "cuda" else None
+        made = DistributedDataParallel(module.to(self.device), **{"device_ids": devices, **options})
+        self._weights.attach(made)
+        return made
+
+    def _follow_sharded(self, model: Model) -> Model:
         if self.weigh == "gradients":
-            self._weights.attach(model)
+            raise RequestError(
+                "FSDP shards the model, and its mean over ranks can't be weighted.",
+                "Use Split(..., weigh='loss') and split.scale(loss).backward(), which is exact.",
+            )
+        self._weights.follow(model)
         return model
 
     def _check_model(self, model: Any) -> None:
@@ -161,15 +197,14 @@ class Split:
             warnings.warn(difference, stacklevel=3)
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Say that what follows is a step in which each rank has these rows; the loader does so itself."""
+        """Say that what follows is a batch in which each rank has these rows; the loader does so itself."""
         self._weights.begin(sizes)
-        self._rows = sizes[self.rank]
 
     def scale(self, loss: Any) -> Any:
         """With `weigh="loss"`: the mean loss of this rank's rows, weighted so that DDP's mean over ranks is exact."""
         if self.weigh != "loss":
             raise RequestError("The gradients are weighted already.", "Call loss.backward(), or Split(weigh='loss').")
-        return loss * (self.world * self.weight)
+        return self._weights.scale(loss)
 
     def loss(self, total: Any, count: Any) -> Any:
         """The loss `total / count` over the global batch, for a mean that isn't over rows; every rank calls it.
@@ -178,11 +213,21 @@ class Split:
         sum of class weights. `loss.backward()`, `scale` and `mean` then do what they do with a mean over rows.
         """
         counted = torch.as_tensor(count).detach().to(self.device, torch.float64, copy=True)
-        if not self._rows:
+        if not self._weights.sizes[self.rank]:
             total, counted = total * 0, counted * 0
         if self.world > 1:
             dist.all_reduce(counted)
         return total / (counted * (self.weight or 1.0)).to(torch.promote_types(total.dtype, torch.float32))
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """All ranks' rows of the batch in hand, in its order: (n_i, ...) of each rank as (N, ...); every rank calls it.
+
+        Rows that only keep step are left out. Gradients flow back to the rank that computed a row, so that a loss over
+        the whole batch is exact: every rank computes it and calls backward().
+        """
+        if self.world == 1:
+            return rows
+        return gather_rows(rows, self._weights.sizes, self.rank, self.weigh == "loss")
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         """The model's `no_sync`, for all but the last step of an accumulation; nothing where there is no other rank."""
@@ -191,97 +236,59 @@ class Split:
 
     def mean(self, value: Any) -> float:
         """The mean over the global batch in hand of a figure that each rank has as the mean over its rows."""
-        return self.total(value * self.weight if self._rows else 0.0)
+        return float(self.total(value * self.weight if self._weights.sizes[self.rank] else 0.0))
 
-    def total(self, value: Any) -> float:
-        """The sum of a figure over the ranks; every rank calls it."""
-        figure = torch.as_tensor(value).detach().to(self.device, torch.float64, copy=True)
+    @overload
+    def total(self, value: float) -> float: ...
+    @overload
+    def total(self, value: torch.Tensor) -> Any: ...
+    def total(self, value: Any) -> Any:
+        """The sum over the ranks: of a number a float, of a tensor with dimensions a tensor. Every rank calls it."""
+        figure = torch.as_tensor(value).detach()
+        whole = figure.ndim and not figure.is_floating_point()
+        figure = figure.to(self.device, torch.int64 if whole else torch.float64, copy=True)
         if self.world > 1:
             dist.all_reduce(figure)
-        return float(figure)
+        return figure if figure.ndim else float(figure)
 
     def report(self, rows: int | None = None) -> None:
         """Tell the monitor that a step on this rank's rows is done; the loader does so itself."""
-        self._reporter.report(
-            self._rows if rows is None else rows, devices=self._live, framework="torch", workload=self._workload
-        )
+        done = self._weights.sizes[self.rank] if rows is None else rows
+        self._reporter.report(done, devices=self._live, framework="torch", workload=self._workload)
 
     def close(self) -> None:
         """Leave the process group and stop reporting; done at exit if the group was made here."""
         self._reporter.close()
-        if self.world > 1 and dist.is_initialized():
-            dist.destroy_process_group()
+        if self.world > 1:
+            _leave_group()
 
 
-def _ignore(rows: int) -> None:
-    pass
+class _Steps(StepListener):
+    """What a split hears of one loader's steps."""
+
+    def __init__(self, split: Split, training: bool) -> None:
+        self._split = split
+        self._training = training
+
+    def compare(self, digest: int) -> None:
+        split = self._split
+        if split.world > 1 and not is_equal_everywhere(digest, split.device):
+            raise RequestError(
+                "The ranks drew different orders of rows from order=.",
+                "Draw from PyTorch's random numbers, or give a function of the epoch that seeds its own.",
+            )
+
+    def begin(self, origin: Pass, sizes: Sequence[int], batch: Any) -> None:
+        self._split._weights.take(origin, sizes, batch)
+
+    def done(self, rows: int) -> None:
+        if self._training:
+            self._split.report(rows)
+
+    def end(self, origin: Pass) -> None:
+        self._split._weights.end(origin)
 
 
-def _plan_shares(plan: Plan, ratios: Sequence[float] | None, global_batch: int | None) -> tuple[int, ...]:
-    if ratios is not None:
-        raise RequestError("Both a plan and ratios are given.", "Give one of them; the plan has its own ratios.")
-    if plan.layout.kind == "place":
-        raise PlanError(
-            "The plan places parts of one model on several devices, which a split can't do.",
-            "Make a plan with another layout, or place the parts in the script.",
-        )
-    if global_batch is not None:
-        check_global_batch(global_batch, len(plan.layout.active))
-    return tuple(size for size, share in zip(plan.shares(global_batch), plan.layout.share, strict=True) if share.batch)
-
-
-def _check_plan(plan: Plan, stand: Stand, gpus: dict[str, int], strict: bool, global_batch: int | None) -> None:
-    differences = check_fit(
-        plan,
-        devices=present(gpus, plan.layout.active),
-        world=stand.world,
-        workload_digest=None,
-        strict=strict,
-        global_batch=global_batch,
-        framework="torch",
-    )
-    for difference in differences:
-        warnings.warn(difference, stacklevel=3)
-    held = ", ".join(f"{describe(share)} to {share.limit}" for share in plan.layout.active if share.limit)
-    if held and stand.rank == 0:  # one process says it for all
-        warnings.warn(f"The plan was measured with limits that a training doesn't have: {held}.", stacklevel=3)
-
-
-def _ratio_shares(ratios: Sequence[float] | None, global_batch: int | None, world: int) -> tuple[int, ...]:
-    if global_batch is None:
-        raise RequestError("Neither a plan nor a global batch is given.", "Give Split(plan) or Split(global_batch=N).")
-    chosen = [1.0] * world if ratios is None else list(ratios)
-    check_ratios(chosen)
-    if min(chosen) <= 0:
-        raise RequestError(
-            f"A ratio of {min(chosen)} leaves a process without work.", "Start no process for a device left out."
-        )
-    if len(chosen) != world:
-        raise RequestError(
-            f"There are {len(chosen)} ratios, but {world} processes take part.",
-            f"Start the script with torchrun --nproc-per-node {len(chosen)}, or give {world} ratios.",
-        )
-    check_global_batch(global_batch, world)
-    return apportion(global_batch, chosen)
-
-
-def _check_normalization(model: Any, weigh: str) -> None:
-    kinds = [type(module) for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
-    synchronized = any(issubclass(kind, torch.nn.SyncBatchNorm) for kind in kinds)
-    if synchronized and weigh == "gradients":
-        raise RequestError(
-            "SyncBatchNorm mixes the ranks' gradients before they can be weighted.",
-            "Use Split(..., weigh='loss') and split.scale(loss).backward(), which is exact.",
-        )
-    if kinds and not synchronized:
-        warnings.warn(
-            f"{kinds[0].__name__} normalizes over each device's own share, so training depends on the split; "
-            "SyncBatchNorm (on GPUs), GroupNorm or LayerNorm don't. A short last batch can leave a device a single "
-            "row, of which PyTorch takes no statistics: use drop_last=True.",
-            stacklevel=3,
-        )
-
-
-def _unplanned(device: Any, gpus: dict[str, int]) -> Share:
-    names = [identity for identity, number in gpus.items() if device.type == "cuda" and number == device.index]
-    return Share(names[0] if names else str(device), device.index or 0, str(device), 0, 0.0)
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from evener.errors import RequestError
 from evener.torch_split import prefetch as torch_prefetch
 from evener.torch_split.fetch import Fetch, whole_fetch
-from evener.torch_split.loader import Loader
+from evener.torch_split.loader import Loader, StepListener
 from evener.torch_split.prefetch import Prefetcher, each_tensor
 from evener.torch_split.sampler import UnevenBatchSampler
 
@@ -85,14 +85,15 @@ def test_other_data_sets_are_asked_as_dataloader_asks() -> None:
     assert all(isinstance(row, tuple) for batch in kept for row in batch)
 
 
-class Told:
-    """A loader that notes the rows of each step."""
+class Heard(StepListener):
+    """Notes the rows of each step of its loader."""
 
     def __init__(self, dataset: Any = PAIRS, prefetch: int = 2, **options: Any) -> None:
         self.begun: list[tuple[int, ...]] = []
-        self.loader = Loader(
-            dataset, sampler(), lambda sizes: self.begun.append(tuple(sizes)), id, options, CPU, prefetch
-        )
+        self.loader = Loader(dataset, sampler(), self, options, CPU, prefetch)
+
+    def begin(self, origin: Any, sizes: Sequence[int], batch: Any) -> None:
+        self.begun.append(tuple(sizes))
 
 
 def fetchers() -> list[threading.Thread]:
@@ -100,7 +101,7 @@ def fetchers() -> list[threading.Thread]:
 
 
 def test_ahead_or_not_the_epochs_are_the_same() -> None:
-    ahead, plain = Told(prefetch=3), Told(prefetch=0)
+    ahead, plain = Heard(prefetch=3), Heard(prefetch=0)
     for _ in range(3):
         assert all(map(equal, ahead.loader, plain.loader))
     assert ahead.begun == plain.begun
@@ -110,19 +111,19 @@ def test_ahead_or_not_the_epochs_are_the_same() -> None:
 @pytest.mark.parametrize("taken", [1, 2, 3])
 def test_a_state_counts_only_the_batches_handed_out(taken: int) -> None:
     """What waits is not lost: a loader that goes on begins with the next batch."""
-    told = Told()
+    heard = Heard()
     seen = []
-    for batch in told.loader:
+    for batch in heard.loader:
         seen.append(batch)
         if len(seen) == taken:
-            told.loader.wait_until_full()
+            heard.loader.wait_until_full()
             break
-    state = told.loader.state_dict()
+    state = heard.loader.state_dict()
     assert state["position"] == 5 * taken
     assert fetchers() == []
-    again = Told()
+    again = Heard()
     again.loader.load_state_dict(state)
-    assert all(map(equal, [*seen, *again.loader], Told(prefetch=0).loader))
+    assert all(map(equal, [*seen, *again.loader], Heard(prefetch=0).loader))
 
 
 def test_no_more_is_fetched_than_may_wait() -> None:
@@ -158,11 +159,11 @@ def test_what_the_data_raise_comes_where_the_batch_would() -> None:
 
 
 def test_a_loop_that_breaks_off_or_fails_leaves_no_thread() -> None:
-    for _ in Told().loader:
+    for _ in Heard().loader:
         break
     with pytest.raises(KeyError):
-        fail(Told().loader)
-    walk = iter(Told().loader)
+        fail(Heard().loader)
+    walk = iter(Heard().loader)
     next(walk)
     del walk
     assert fetchers() == []
@@ -176,7 +177,7 @@ def fail(loader: Loader) -> None:
 @pytest.mark.parametrize("prefetch", [-1, 1.5, True, "2"])
 def test_a_prefetch_that_is_no_count_is_one_sentence(prefetch: Any) -> None:
     with pytest.raises(RequestError, match="prefetch") as caught:
-        Told(prefetch=prefetch)
+        Heard(prefetch=prefetch)
     assert caught.value.remedy
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.errors import RequestError
-from evener.torch_split.loader import Loader, check_options, count_rows
+from evener.torch_split.loader import Loader, StepListener, check_options, count_rows
 from evener.torch_split.sampler import UnevenBatchSampler
 
 SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=6)
@@ -30,7 +30,7 @@ def rows_that_count(samplers: list[UnevenBatchSampler]) -> list[list[int]]:
         sizes = samplers[0].sizes(step)
         assert [len(batch) for batch in batches] == [max(1, size) for size in sizes]
         steps.append([row for batch, size in zip(batches, sizes, strict=True) for row in batch[:size]])
-    assert len(steps) == len(samplers[0])
+    assert len(steps) == samplers[0].steps_left
     return steps
 
 
@@ -133,39 +133,43 @@ class Numbers(torch.utils.data.Dataset):
         return row
 
 
-class Told:
+class Heard(StepListener):
     """What a loader says of its steps."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[int, ...]] = []
-        self.done: list[int] = []
+        self.ended: list[int] = []
 
     def loader(self, length: int, shares: Sequence[int], rank: int = 0, **options: Any) -> Loader:
         sampler = UnevenBatchSampler(length, shares, rank)
-        return Loader(
-            Numbers(length), sampler, lambda sizes: self.begun.append(tuple(sizes)), self.done.append, options
-        )
+        return Loader(Numbers(length), sampler, self, options)
+
+    def begin(self, origin: Any, sizes: Sequence[int], batch: Any) -> None:
+        self.begun.append(tuple(sizes))
+
+    def done(self, rows: int) -> None:
+        self.ended.append(rows)
 
 
 def test_a_loader_says_the_rows_of_each_step_as_it_begins_and_ends() -> None:
-    told = Told()
-    loader = told.loader(11, [3, 1], rank=1)
+    heard = Heard()
+    loader = heard.loader(11, [3, 1], rank=1)
     for step, _ in enumerate(loader):
-        assert len(told.begun) == step + 1
-        assert len(told.done) == step
-    assert told.begun == [(3, 1), (3, 1), (2, 1)]
-    assert told.done == [1, 1, 1]
+        assert len(heard.begun) == step + 1
+        assert len(heard.ended) == step
+    assert heard.begun == [(3, 1), (3, 1), (2, 1)]
+    assert heard.ended == [1, 1, 1]
     assert len(loader) == 3
 
 
 def test_a_rank_that_only_keeps_step_has_done_nothing() -> None:
-    told = Told()
-    assert [len(batch) for batch in told.loader(9, [3, 1], rank=1)] == [1, 1, 1]
-    assert told.done == [1, 1, 0]
+    heard = Heard()
+    assert [len(batch) for batch in heard.loader(9, [3, 1], rank=1)] == [1, 1, 1]
+    assert heard.ended == [1, 1, 0]
 
 
 def test_every_pass_is_a_new_epoch_unless_said() -> None:
-    loader = Told().loader(40, [8])
+    loader = Heard().loader(40, [8])
     first, second = [torch.cat(list(loader)).tolist() for _ in range(2)]
     assert first != second
     loader.set_epoch(0)
@@ -177,17 +181,17 @@ def test_every_pass_is_a_new_epoch_unless_said() -> None:
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_loader_goes_on_in_mid_epoch(taken: int, workers: int) -> None:
     """Rows that worker processes fetched ahead are not lost, and the epoch after is the one that would have come."""
-    whole = Told().loader(37, [8])
+    whole = Heard().loader(37, [8])
     expected = [batch.tolist() for _ in range(2) for batch in whole]
-    loader = Told().loader(37, [8], num_workers=workers)
+    loader = Heard().loader(37, [8], num_workers=workers)
     seen = []
     for batch in loader:
         if len(seen) == taken:
             break
         seen.append(batch.tolist())
         state = loader.state_dict()
-    state = state if taken else Told().loader(37, [8]).state_dict()
-    again = Told().loader(37, [8], num_workers=workers)
+    state = state if taken else Heard().loader(37, [8]).state_dict()
+    again = Heard().loader(37, [8], num_workers=workers)
     again.load_state_dict(state)
     seen += [batch.tolist() for _ in range(2 if taken < 5 else 1) for batch in again]
     assert seen == expected
@@ -196,13 +200,13 @@ def test_a_loader_goes_on_in_mid_epoch(taken: int, workers: int) -> None:
 @pytest.mark.parametrize("taken", [2, 5])
 def test_a_loop_that_sets_every_epoch_goes_on_too(taken: int) -> None:
     """set_epoch of the epoch that was loaded leaves what is left of it, also nothing; another time it starts anew."""
-    whole = Told().loader(37, [8])
+    whole = Heard().loader(37, [8])
     expected = [[batch.tolist() for batch in whole] for _ in range(2)]
-    loader = Told().loader(37, [8])
+    loader = Heard().loader(37, [8])
     for step, _ in enumerate(loader, 1):
         if step == taken:
             break
-    again = Told().loader(37, [8])
+    again = Heard().loader(37, [8])
     again.load_state_dict(loader.state_dict())
     for epoch, left in ((0, expected[0][taken:]), (1, expected[1]), (1, expected[1])):
         again.set_epoch(epoch)

@@ -1,0 +1,193 @@
+"""Which batch a forward pass computes: the rows that each rank has of that batch are what its gradients weigh.
+
+A loop may take its next batch early, or draw from two loaders in one step. A forward pass that gets a batch's own
+tensors, or views of them, computes that batch. If it gets others, and the batches in hand weigh differently, it is
+refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from evener.errors import RequestError
+
+
+class Pass:
+    """One pass of a loader; `tail` is None if all its batches weigh the same, else what the last one has instead."""
+
+    __slots__ = ("batches", "open", "tail", "training", "unfinished")
+
+    def __init__(self, training: bool = True, tail: object = None) -> None:
+        self.training = training
+        self.tail = tail
+        self.open = True
+        self.unfinished = False  # it ended before its newest batch was computed
+        self.batches: list[TakenBatch] = []  # the newest, and older ones that may still be in use
+
+    def may_be_computed(self) -> bool:
+        """Whether a loop may still use its newest batch."""
+        return bool(self.batches) and (self.open or self.unfinished or self.batches[-1].is_alive())
+
+
+class TakenBatch:
+    """A batch that a loader handed out: the rows of each rank, and weak references to its tensors."""
+
+    __slots__ = ("origin", "sizes", "tensors", "used")
+
+    def __init__(self, origin: Pass, sizes: Sequence[int], data: Any) -> None:
+        self.origin = origin
+        self.sizes = tuple(sizes)
+        self.tensors = [weakref.ref(tensor) for tensor in tensors_in(data)]
+        self.used = False  # a wrapped model has computed it
+
+    def is_alive(self) -> bool:
+        """Whether the loop still holds a tensor of it."""
+        return any(tensor() is not None for tensor in self.tensors)
+
+    def holds(self, addresses: set[int]) -> bool:
+        """Whether a tensor of it lies at one of the addresses."""
+        return any((tensor := each()) is not None and _address(tensor) in addresses for each in self.tensors)
+
+    def weighs_as(self, other: TakenBatch) -> bool:
+        """Whether every rank has the same part of both."""
+        total, others = sum(self.sizes), sum(other.sizes)
+        return self.sizes == other.sizes or all(
+            mine * others == its * total for mine, its in zip(self.sizes, other.sizes, strict=True)
+        )
+
+    def mixes_with(self, other: TakenBatch) -> bool:
+        """Whether the two can be in one backward pass: they weigh the same, now and at the end of their epochs."""
+        return self.weighs_as(other) and (self.origin is other.origin or self.origin.tail == other.origin.tail)
+
+
+class BatchTracker:
+    """The batches that loaders have handed out and loops may still use."""
+
+    def __init__(self) -> None:
+        self.current: TakenBatch | None = None  # in hand; None after a pass
+        self.last: TakenBatch | None = None  # in hand, or when the last pass ended
+        self._passes: list[Pass] = []  # the one that gave a batch last comes last
+        self._manual = Pass()
+
+    def take(self, origin: Pass, sizes: Sequence[int], data: Any) -> None:
+        """A loader hands out its next batch."""
+        if not self._passes or self._passes[-1] is not origin:
+            self._passes = [each for each in self._passes if each not in (origin, self._manual)] + [origin]
+        batches = origin.batches
+        if batches and batches[-1].used:
+            del batches[:-1]
+        while len(batches) > 2 and not batches[0].is_alive():
+            del batches[0]
+        self.current = self.last = TakenBatch(origin, sizes, data)
+        batches.append(self.current)
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        """The next forward passes compute a batch of no loader's, until one hands out its next batch."""
+        self._manual.batches.clear()
+        self.take(self._manual, sizes, ())
+
+    def end(self, origin: Pass) -> None:
+        """A pass is over or left. A batch of it may be in use still: the only one taken, or a list of them."""
+        origin.open = False
+        origin.unfinished = bool(origin.batches) and not origin.batches[-1].used
+        left = [each for each in self._passes if each.training and each.batches and each.batches[-1].is_alive()]
+        self._passes = [
+            each for each in self._passes if each.open or each in left or (each is origin and each.training)
+        ]
+        if self.current is not None and self.current.origin is origin:
+            open_passes = [each for each in self._passes if each.open and each.batches]
+            self.current = open_passes[-1].batches[-1] if open_passes else None
+            self.last = self.current or self.last
+
+    def is_training(self) -> bool:
+        """Whether a batch of a training loader is in hand."""
+        return any(each.training and each.may_be_computed() for each in self._passes)
+
+    def skip(self) -> None:
+        """The newest batch is computed without gradients."""
+        if self.current is not None:
+            self.current.used = True
+
+    def find(self, inputs: Any, training: bool) -> TakenBatch | None:
+        """The batch that a model's inputs are of; `training`: the model is in training mode.
+
+        None if no loader has handed one out; RequestError if it could be one of several that weigh differently.
+        """
+        passes = self._candidates(training)
+        if not passes:
+            return None
+        newest = passes[-1].batches[-1]
+        batches = [batch for each in passes for batch in each.batches]
+        found = None
+        if len(batches) > 1 and not _all_weigh_alike(newest, batches, passes):
+            found = self._match(inputs, passes)
+        for batch in [each.batches[-1] for each in passes] if found is None else [found]:
+            batch.used = True
+        self.current = self.last = found or newest
+        return self.current
+
+    def _candidates(self, training: bool) -> list[Pass]:
+        """Open training passes; a validation's where the model validates; else the pass that ended last."""
+        passes = [each for each in self._passes if each.may_be_computed()]
+        if not passes or passes[-1] is self._manual or not (training or passes[-1].training):
+            return passes[-1:]
+        for wanted in (True, False):
+            found = [each for each in passes if each.open is wanted and each.training]
+            if found:
+                return found
+        return passes[-1:]
+
+    def _match(self, inputs: Any, passes: Sequence[Pass]) -> TakenBatch | None:
+        """The batch whose tensors are among the inputs, or None if only each pass's newest comes into question."""
+        addresses = {_address(tensor) for tensor in tensors_in(inputs)} - {0}
+        matched = [batch for each in self._passes for batch in each.batches if batch.holds(addresses)]
+        if matched and all(batch.weighs_as(matched[-1]) for batch in matched):
+            return matched[-1]
+        possible = matched or [batch for each in passes for batch in _possible(each)]
+        if all(batch.mixes_with(possible[-1]) for batch in possible) and (
+            len(possible) == len(passes) or possible[-1].origin.tail is None
+        ):
+            return None
+        raise RequestError(
+            f"It isn't clear which of {len(possible)} batches in hand this forward pass computes, and batches weigh"
+            " differently at the end of an epoch.",
+            "Take the next batch after backward(), give the model the loader's own tensors, or use drop_last=True in"
+            " each split.loader.",
+        )
+
+
+def _all_weigh_alike(newest: TakenBatch, batches: Sequence[TakenBatch], passes: Sequence[Pass]) -> bool:
+    """Whether it makes no difference, now or later in the epoch, which of the batches is computed."""
+    if any(not batch.mixes_with(newest) for batch in batches):
+        return False
+    return newest.origin.tail is None or all(batch.used for each in passes for batch in each.batches[:-1])
+
+
+def _possible(origin: Pass) -> list[TakenBatch]:
+    """The newest batch, and those before that no model has computed: taken early, unless the loop skipped them."""
+    waiting = [batch for batch in origin.batches[:-1] if not batch.used]
+    return [batch for batch in waiting if batch.is_alive() or len(waiting) == 1] + origin.batches[-1:]
+
+
+def tensors_in(data: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists and mappings."""
+    if isinstance(data, torch.Tensor):
+        yield data
+    elif isinstance(data, Mapping):
+        for item in data.values():
+            yield from tensors_in(item)
+    elif isinstance(data, tuple | list):
+        for item in data:
+            yield from tensors_in(item)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where its storage lies; a tensor without one (a sparse one) by itself."""
+    try:
+        return int(tensor.untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError):
+        return id(tensor)

@@ -1,0 +1,70 @@
+"""All ranks' rows of a batch on every rank, with gradients: for losses that compare the rows of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from evener.errors import RequestError
+from evener.shares import bounds, gradient_weight
+
+
+def gather_rows(rows: torch.Tensor, sizes: Sequence[int], rank: int, by_loss: bool) -> torch.Tensor:
+    """(n_i, ...) of every rank as (N, ...), in the batch's order; `sizes` are the n_i, and a rank with 0 gives any row.
+
+    The gradient of each rank's own rows is that of the ranks' losses weighted by their rows, so it is exact if every
+    rank has the whole batch's loss, and if each has the mean over its own rows; `by_loss`: the losses are weighted
+    already, else the model's gradients will be. RequestError for other shapes.
+    """
+    if len(rows) not in {sizes[rank], max(1, sizes[rank])}:
+        raise RequestError(
+            f"gather was given {len(rows)} rows on rank {rank}, which has {sizes[rank]} of the batch.",
+            "Give one row for each row of this rank's batch; gather two views of it one after the other.",
+        )
+    _check_same(rows)
+    gathered: torch.Tensor = _Gather.apply(rows, tuple(sizes), rank, by_loss)
+    return gathered
+
+
+def is_equal_everywhere(value: int, device: torch.device) -> bool:
+    """Whether all ranks have the same number."""
+    pair = torch.tensor([value, -value], device=device)
+    dist.all_reduce(pair, dist.ReduceOp.MAX)
+    return bool(pair[0] == -pair[1])
+
+
+def _check_same(rows: torch.Tensor) -> None:
+    kind = f"{rows.dtype} {tuple(rows.shape[1:])}"
+    if not is_equal_everywhere(crc32(kind.encode()), rows.device):
+        raise RequestError(
+            f"The ranks' rows can't be gathered: they differ in type or shape (here {kind}).",
+            "Pad or pool them to one shape first.",
+        )
+
+
+class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, sizes: tuple[int, ...], rank: int, by_loss: bool) -> torch.Tensor:
+        ctx.sizes, ctx.rank, ctx.shape = sizes, rank, rows.shape
+        ctx.weight = 1.0 if by_loss else gradient_weight(sizes, rank)
+        sent = rows.new_zeros((max(sizes), *rows.shape[1:]))
+        sent[: sizes[rank]] = rows[: sizes[rank]]
+        parts = [torch.empty_like(sent) for _ in sizes]
+        dist.all_gather(parts, sent)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        """Weighted before the sum over ranks; the model's gradients are weighted after this, so its own part isn't."""
+        total = gradient * ctx.weight if ctx.weight else torch.zeros_like(gradient)
+        dist.all_reduce(total)
+        start, stop = bounds(ctx.sizes)[ctx.rank]
+        own = gradient.new_zeros(ctx.shape)
+        if start < stop:
+            own[: stop - start] = total[start:stop] / ctx.weight
+        return own, None, None, None

@@ -1,0 +1,94 @@
+"""What a model is looked at for before it is wrapped, and hooks that notice gradients that nothing weighs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from evener.errors import RequestError
+
+_frozen_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> handle
+
+
+def find_ddp(model: Any) -> Any:
+    """The DistributedDataParallel that `model` is, compiled or not, or None; RequestError if one lies deeper in it."""
+    inner = getattr(model, "_orig_mod", model)  # of torch.compile
+    if isinstance(inner, DistributedDataParallel):
+        return inner
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise RequestError(
+            "A part of the model is in DistributedDataParallel already, and gradients would be exchanged twice.",
+            "Call split.wrap on the whole model before anything else wraps it, or on that part alone.",
+        )
+    return None
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether FSDP shards its parameters."""
+    kinds = {"FSDPModule", "FullyShardedDataParallel"}
+    return any(kind.__name__ in kinds for module in model.modules() for kind in type(module).__mro__)
+
+
+def check_not_inside_ddp() -> None:
+    """RequestError in the forward pass of a wrapped model that is a part of another DistributedDataParallel."""
+    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        raise RequestError(
+            "A model from split.wrap is inside another DistributedDataParallel, which exchanges gradients again.",
+            "Wrap it once: after accelerate, model = split.wrap(accelerator.prepare(model)).",
+        )
+
+
+def check_normalization(model: Any, weigh: str) -> None:
+    """Warn of normalization over a device's own rows; RequestError for what mixes the ranks' gradients unweighted."""
+    kinds = [type(module) for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
+    synchronized = any(issubclass(kind, torch.nn.SyncBatchNorm) for kind in kinds)
+    if synchronized and weigh == "gradients":
+        raise RequestError(
+            "SyncBatchNorm mixes the ranks' gradients before they can be weighted.",
+            "Use Split(..., weigh='loss') and split.scale(loss).backward(), which is exact.",
+        )
+    if kinds and not synchronized:
+        warnings.warn(
+            f"{kinds[0].__name__} normalizes over each device's own share, so training depends on the split; "
+            "SyncBatchNorm (on GPUs), GroupNorm or LayerNorm don't. A short last batch can leave a device a single "
+            "row, of which PyTorch takes no statistics: use drop_last=True.",
+            stacklevel=3,
+        )
+
+
+def watch_frozen(model: Any) -> None:
+    """Refuse the first gradient of a parameter that is frozen now: DistributedDataParallel won't exchange it."""
+    for parameter in model.parameters():
+        handle = _frozen_hooks.pop(parameter, None)
+        if handle is not None:
+            handle.remove()
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.requires_grad_(True)  # else it takes no hook
+            _frozen_hooks[parameter] = parameter.register_hook(_refuse_unfrozen)
+            parameter.requires_grad_(False)
+
+
+def _refuse_unfrozen(_: Any) -> None:
+    raise RequestError(
+        "A layer that was frozen when split.wrap was called is trained, but its gradients aren't exchanged.",
+        "Unfreeze layers before split.wrap, or wrap again: model = split.wrap(model.module).",
+    )
+
+
+def check_first_gradient(model: Any, check: Callable[[], None]) -> None:
+    """Call `check` in the model's first backward pass, and never again."""
+    handles: list[Any] = []
+
+    def hook(_: Any) -> None:
+        for handle in handles:
+            handle.remove()
+        handles.clear()
+        check()
+
+    handles += [parameter.register_hook(hook) for parameter in model.parameters() if parameter.requires_grad]

@@ -1,0 +1,83 @@
+"""Before an optimizer changes weights, a look at whether the gradients that it takes were weighted and exchanged."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from evener.errors import RequestError
+
+
+class Trainer(Protocol):
+    """Whose loader gave out the batch that is trained on."""
+
+    def is_training(self) -> bool:
+        """Whether a step is to be looked at."""
+
+    def check_trained(self, parameters: list[Any]) -> None:
+        """RequestError if gradients of these parameters are wrong."""
+
+
+class OptimizerCheck:
+    """Looks at each optimizer of the process before its first step, and again when it has other parameters."""
+
+    def __init__(self) -> None:
+        self.trainer: Callable[[], Trainer | None] = lambda: None
+        self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        trainer = self.trainer()
+        if self._counts.get(optimizer) == count or trainer is None or not trainer.is_training():
+            return None
+        closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
+        if closure is None:
+            return self._look(optimizer, count, trainer)
+
+        def checked() -> Any:
+            loss = closure()
+            self._look(optimizer, count, trainer)
+            return loss
+
+        if len(arguments) > 1:
+            return (arguments[0], checked, *arguments[2:]), keywords
+        return arguments, {**keywords, "closure": checked}
+
+    def _look(self, optimizer: Any, count: int, trainer: Trainer) -> None:
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        trained = [each for each in parameters if isinstance(each, Parameter) and each.grad is not None]
+        if trained:
+            trainer.check_trained(trained)
+            self._counts[optimizer] = count
+
+
+OPTIMIZER_CHECK = OptimizerCheck()
+
+
+def check_weighted(trained: list[Any], exchanged: Mapping[int, bool]) -> None:
+    """RequestError unless gradients of all parameters are weighted and were exchanged, as `exchanged` says by id."""
+    missing = sum(id(each) not in exchanged for each in trained)
+    if missing == len(trained):
+        raise RequestError(
+            "The optimizer trains a model whose gradients aren't weighted: the ranks would learn something else.",
+            "Write model = split.wrap(model) (after accelerate, split.wrap(accelerator.prepare(model)); of a copy,"
+            " split.wrap(copy.deepcopy(model.module)); for FSDP or Lightning, Split(..., weigh='loss') and"
+            " split.scale(loss)).",
+        )
+    if missing:
+        raise RequestError(
+            f"Of {len(trained)} parameters that the optimizer trains, {missing} weren't in the model when split.wrap"
+            " was called, so their gradients aren't exchanged.",
+            "Add and unfreeze layers before split.wrap, or wrap again: model = split.wrap(model.module).",
+        )
+    if not all(exchanged[id(each)] for each in trained):
+        raise RequestError(
+            "The gradients were never exchanged with the other ranks.",
+            "Call the model that split.wrap returned, not model.module, and end each window without no_sync.",
+        )
