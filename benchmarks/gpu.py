@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_bench import Bench, mps_daemon
+from benchmarks.gpu_bench import GpuBench, mps_daemon
 from benchmarks.gpu_screen import draw
 from benchmarks.gpu_watch import compare_monitors, loaded
 
@@ -33,13 +33,13 @@ BATCHES: dict[str, tuple[str, ...]] = {
 STEPS_WITHOUT_FAILURE = 500
 
 
-def look(bench: Bench) -> None:
+def look(bench: GpuBench) -> None:
     """1. The machine."""
     bench.run("doctor", "doctor", "--json")
     bench.run("devices", "devices", "--devices", "gpu", "--json")
 
 
-def watch(bench: Bench) -> None:
+def watch(bench: GpuBench) -> None:
     """1. evener's monitor and others under load, and the time of a tick."""
     sampling = [sys.executable, "-m", "benchmarks.sampling", "--devices", "gpu", "--seconds", "20"]
     with loaded(bench.gpus, 90.0):
@@ -48,13 +48,13 @@ def watch(bench: Bench) -> None:
     bench.keep("sampling", {"answer": done.stdout, "stderr": done.stderr[-2000:]})
 
 
-def control(bench: Bench) -> None:
+def control(bench: GpuBench) -> None:
     """2. Two equal GPUs: the even split."""
     for workload in WORKLOADS[bench.framework]:
         bench.balance(f"control {workload}", bench.pair, workload)
 
 
-def unequal(bench: Bench) -> None:
+def unequal(bench: GpuBench) -> None:
     """3. The second GPU at 60 % and 30 % of its multiprocessors, free and fixed global batch."""
     with mps_daemon(bench.out / "mps") as variables:
         for workload in WORKLOADS[bench.framework]:
@@ -63,7 +63,7 @@ def unequal(bench: Bench) -> None:
             bench.balance(f"30 % {workload} free", bench.limited("", "30%"), workload, env=variables)
 
 
-def neighbour(bench: Bench) -> None:
+def neighbour(bench: GpuBench) -> None:
     """3. The second GPU shared with another process, which runs matrix products; the driver shares the time."""
     for workload in WORKLOADS[bench.framework]:
         for name, fixed in BATCHES.items():
@@ -72,7 +72,7 @@ def neighbour(bench: Bench) -> None:
                     bench.balance(f"neighbour {workload} {name}", bench.pair, workload, *fixed)
 
 
-def engines(bench: Bench) -> None:
+def engines(bench: GpuBench) -> None:
     """3. Each of TensorFlow's engines at the same shares of two free GPUs."""
     for workload in WORKLOADS["tensorflow"] if bench.framework == "tensorflow" else ():
         for engine in ("towers", "mirrored", "multiworker"):
@@ -81,7 +81,7 @@ def engines(bench: Bench) -> None:
             bench.run(f"engine {engine} {workload}", "probe", *where, *shares, "--json")
 
 
-def caps(bench: Bench) -> None:
+def caps(bench: GpuBench) -> None:
     """4. 8 GiB and 5 GiB: real out-of-memory errors, how the search avoids them, and 500 steps of its plan."""
     devices = bench.limited("8GiB", "5GiB")
     for workload in WORKLOADS[bench.framework]:
@@ -95,7 +95,7 @@ def caps(bench: Bench) -> None:
         bench.run(f"500 steps {workload}", "probe", *where, *gpus, *steps)
 
 
-def regret(bench: Bench) -> None:
+def regret(bench: GpuBench) -> None:
     """5. A grid around the plan, in turns; then its winner and the plan once more, in pairs."""
     devices = bench.limited("", "60%")
     with mps_daemon(bench.out / "mps") as variables:
@@ -115,7 +115,7 @@ def regret(bench: Bench) -> None:
             print(done.stderr[-1500:], flush=True)
 
 
-def training(bench: Bench) -> None:
+def training(bench: GpuBench) -> None:
     """6. The example scripts with their plan: samples/s of the plan, of the training, and in the monitor."""
     common = ("--framework", bench.framework, "--devices", bench.pair, "--budget", bench.budget, "--repeat", "1")
     for batch, seconds in ((32768, 60), (4096, 60)):
@@ -139,13 +139,13 @@ def training(bench: Bench) -> None:
         print(out[-2000:], live[-2:], flush=True)
 
 
-def screen(bench: Bench) -> None:
+def screen(bench: GpuBench) -> None:
     """8. The app on a pseudo-terminal, as pictures."""
     small, _ = WORKLOADS[bench.framework]
     bench.keep("screen", draw(bench.pair, small, bench.out, bench.framework, bench.environment))
 
 
-def layouts(bench: Bench) -> None:
+def layouts(bench: GpuBench) -> None:
     """7. All layouts compared; XLA and mixed precision on the large network."""
     small, large = WORKLOADS[bench.framework]
     common = ("--framework", bench.framework, "--budget", bench.budget, "--json")
@@ -163,7 +163,7 @@ def layouts(bench: Bench) -> None:
     compare(f"{large} knobs", alone, large, "--global-batch", "512", "--layouts", "solo", "--try", knobs)
 
 
-def scaling(bench: Bench) -> None:
+def scaling(bench: GpuBench) -> None:
     """7. One, two, four GPUs at even shares."""
     devices = "gpu:" + ",".join(map(str, bench.gpus))
     common = ("--framework", bench.framework, "--budget", bench.budget, "--json", "--layouts", "solo,even")
@@ -200,7 +200,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the MPS daemon ends then, too
     gpus = tuple(int(gpu) for gpu in arguments.gpus.split(","))
-    bench = Bench(arguments.out, arguments.framework, gpus, arguments.match, arguments.budget)
+    bench = GpuBench(arguments.out, arguments.framework, gpus, arguments.match, arguments.budget)
     chosen = list(SECTIONS) if "all" in arguments.sections else arguments.sections
     try:
         for section in chosen:

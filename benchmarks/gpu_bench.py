@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Bench:
+class GpuBench:
     """Runs commands, each with its own time limit, and keeps their answers by name."""
 
     def __init__(self, out: Path, framework: str, gpus: tuple[int, ...], match: str, budget: str) -> None:

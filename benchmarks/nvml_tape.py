@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.gpu_watch import loaded, smi
 from evener.devices.nvidia.source import NvmlSource
-from tests.support.nvml_tape import Recorder
+from tests.support.nvml_tape import NvmlRecorder
 
 WITNESS_EVERY = 4  # ticks
 
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=int, default=32)
     options = parser.parse_args()
-    recorder = Recorder()
+    recorder = NvmlRecorder()
     source = NvmlSource(library=recorder)
     last, busy = len(source.devices()) - 1, (options.seconds // 4, 3 * options.seconds // 4)
     ticks: list[float] = []

@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from benchmarks.search_report import plot, report
-from benchmarks.search_runs import MODES, Job, Outcome, run
+from benchmarks.search_runs import MODES, Job, SearchOutcome, run
 from tests.support import machine_families as machines
 
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes, noises = (QUICK_SIZES, QUICK_NOISES) if options.quick else (machines.SIZES, machines.NOISES)
     todo = jobs(seeds, sizes, noises, options.quick)
     with ProcessPoolExecutor(options.processes) as pool:
-        outcomes: list[Outcome] = list(pool.map(run, todo, chunksize=2))
+        outcomes: list[SearchOutcome] = list(pool.map(run, todo, chunksize=2))
     command = "python -m benchmarks.search" + (" --quick" if options.quick else "")
     page = report(outcomes, seeds, command)
     if options.quick:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.search_runs import MODES, Outcome
+from benchmarks.search_runs import MODES, SearchOutcome
 
 WITHIN = 0.005  # a rival that is better by no more is a draw
 MODE_WORDS = {"free": "free batch, tolerance 0", "fixed": "fixed batch", "tolerant": "free batch, tolerance 2 %"}
@@ -31,7 +31,7 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, -(-round(share * len(ordered) * 1000) // 1000) - 1))]
 
 
-def report(outcomes: Sequence[Outcome], seeds: int, command: str) -> str:
+def report(outcomes: Sequence[SearchOutcome], seeds: int, command: str) -> str:
     """The whole page."""
     parts = [
         "# The search on simulated machines\n",
@@ -55,7 +55,7 @@ def report(outcomes: Sequence[Outcome], seeds: int, command: str) -> str:
     return "\n".join(parts)
 
 
-def targets(outcomes: Sequence[Outcome]) -> str:
+def targets(outcomes: Sequence[SearchOutcome]) -> str:
     """Targets, measured values and whether they are met; a miss names its families."""
     sharp = [o for o in outcomes if o.job.mode != "tolerant" and o.job.noise <= 0.01]
     noisy = [o for o in outcomes if o.job.mode != "tolerant" and o.job.noise > 0.01]
@@ -95,7 +95,7 @@ def targets(outcomes: Sequence[Outcome]) -> str:
     return head + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n\n" + _misses(outcomes)
 
 
-def families(outcomes: Sequence[Outcome], mode: str) -> str:
+def families(outcomes: Sequence[SearchOutcome], mode: str) -> str:
     """One row a family, and one overall."""
     head = (
         "| family | regret, median | 95th | worst | probes | splits | races | OOM, most | virtual s | interval holds | "
@@ -106,7 +106,7 @@ def families(outcomes: Sequence[Outcome], mode: str) -> str:
     return head + "\n".join(_family_row(name, some) for name, some in [*rows, ("**all**", mine)])
 
 
-def rivals(outcomes: Sequence[Outcome]) -> str:
+def rivals(outcomes: Sequence[SearchOutcome]) -> str:
     """One row a rival."""
     head = "| rival | machines | its regret, median | 95th | the search there, median | not beaten by it |\n|"
     rows = []
@@ -120,7 +120,7 @@ def rivals(outcomes: Sequence[Outcome]) -> str:
     return head + " --- |" * 6 + "\n" + "\n".join(rows) + "\n"
 
 
-def plot(outcomes: Sequence[Outcome], path: Path) -> None:
+def plot(outcomes: Sequence[SearchOutcome], path: Path) -> None:
     """Median regret against probes, the search and every rival."""
     import matplotlib
 
@@ -153,7 +153,7 @@ def _medians(courses: Sequence[Sequence[float]]) -> list[float]:
     return [max(5e-4, statistics.median(c[min(n, len(c) - 1)] for c in courses)) for n in range(length)]
 
 
-def _family_row(name: str, some: Sequence[Outcome]) -> str:
+def _family_row(name: str, some: Sequence[SearchOutcome]) -> str:
     regrets, ratios = [o.regret for o in some], [o.batch_ratio for o in some]
     cells = [
         name,
@@ -177,23 +177,30 @@ def _mark(holds: bool) -> str:
 
 
 def _limit(
-    what: str, some: Sequence[Outcome], of: Callable[[Outcome], float], share: float, limit: float, ratio: bool = False
+    what: str,
+    some: Sequence[SearchOutcome],
+    of: Callable[[SearchOutcome], float],
+    share: float,
+    limit: float,
+    ratio: bool = False,
 ) -> tuple[str, str, str, str]:
     value = quantile([of(o) for o in some], share)
     asked, got = (f"{v:.2f}" if ratio else f"{percent(v)} %" for v in (limit, value))
     return what, f"≤ {asked}", got, _mark(value <= limit)
 
 
-def _most(what: str, some: Sequence[Outcome], of: Callable[[Outcome], int], limit: int) -> tuple[str, str, str, str]:
+def _most(
+    what: str, some: Sequence[SearchOutcome], of: Callable[[SearchOutcome], int], limit: int
+) -> tuple[str, str, str, str]:
     value = max((of(o) for o in some), default=0)
     return what, f"≤ {limit}", str(value), _mark(value <= limit)
 
 
-def _unbeaten(some: Sequence[Outcome], name: str) -> float:
+def _unbeaten(some: Sequence[SearchOutcome], name: str) -> float:
     return statistics.fmean(o.regret <= o.rivals[name][-1] + WITHIN for o in some)
 
 
-def _rival_row(outcomes: Sequence[Outcome]) -> tuple[str, str, str, str]:
+def _rival_row(outcomes: Sequence[SearchOutcome]) -> tuple[str, str, str, str]:
     names = dict.fromkeys(name for o in outcomes for name in o.rivals)
     worst = min((_unbeaten([o for o in outcomes if name in o.rivals], name), name) for name in names)
     return (
@@ -204,7 +211,7 @@ def _rival_row(outcomes: Sequence[Outcome]) -> tuple[str, str, str, str]:
     )
 
 
-def _misses(outcomes: Sequence[Outcome]) -> str:
+def _misses(outcomes: Sequence[SearchOutcome]) -> str:
     """What misses its target, with the reason where one is known."""
     lines = []
     for name in dict.fromkeys(o.job.family for o in outcomes):

@@ -31,7 +31,7 @@ class Job(msgspec.Struct, frozen=True):
     rivals: tuple[str, ...] = ()
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class SearchOutcome(msgspec.Struct, frozen=True):
     """What came of a job; shares of 1, not per cent."""
 
     job: Job
@@ -52,7 +52,7 @@ class Outcome(msgspec.Struct, frozen=True):
     why: str
 
 
-def run(job: Job) -> Outcome:
+def run(job: Job) -> SearchOutcome:
     """The search on the job's machine, then its rivals with as many probes."""
     machine = machines.machine(job.family, job.devices, job.noise, job.seed)
     batch = machines.fixed_batch(machine, job.seed) if job.mode == "fixed" else None
@@ -124,14 +124,14 @@ def _outcome(
     cpu: float,
     course: tuple[float, ...],
     rivals: dict[str, tuple[float, ...]],
-) -> Outcome:
+) -> SearchOutcome:
     result = search.best()
     if result is None:
         raise RuntimeError(f"no layout was measured: {job}, {search.why_stopped()}")
     truth = machine.samples_per_second(result.layout.shares)
     stages = Counter(seen.probe.stage for seen in watched.seen)
     short = Counter(i for seen in watched.seen if isinstance(seen, OutOfMemory) for i in seen.devices)
-    return Outcome(
+    return SearchOutcome(
         job=job,
         regret=1 - truth / best.samples_per_second,
         batch_ratio=result.layout.global_batch / best.smallest_batch,

@@ -46,7 +46,7 @@ KEYS = (b"2", b"3", b"1", b"?", b"\x1b", b"T", b"T", b"s", b"\x1b[B", b"\x1b[A",
 SIZES = ((40, 132), (24, 80), (60, 200))  # rows, columns
 
 
-class Sample(msgspec.Struct, frozen=True):
+class UsageSample(msgspec.Struct, frozen=True):
     """A process at one moment."""
 
     memory_bytes: int
@@ -58,7 +58,7 @@ class Part(msgspec.Struct, frozen=True):
     """The samples of one process from its start to its end."""
 
     name: str
-    samples: tuple[Sample, ...]
+    samples: tuple[UsageSample, ...]
     seconds: float
     exit_code: int
 
@@ -161,7 +161,7 @@ def _run_parts(sessions: int, minutes: float, home: str) -> list[Part]:
 def _watch(name: str, command: list[str], environment: dict[str, str], _: float | None) -> Part:
     """Sample a process until it ends by itself."""
     started = time.monotonic()
-    samples: list[Sample] = []
+    samples: list[UsageSample] = []
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
             _sample(process.pid, samples)
@@ -172,7 +172,7 @@ def _watch(name: str, command: list[str], environment: dict[str, str], _: float 
 def _watch_on_terminal(name: str, command: list[str], environment: dict[str, str], seconds: float | None) -> Part:
     """Sample a process on a terminal of its own while keys are pressed and sizes change, then press q."""
     started = time.monotonic()
-    samples: list[Sample] = []
+    samples: list[UsageSample] = []
     ours, theirs = pty.openpty()
     with subprocess.Popen(
         command, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
@@ -205,11 +205,11 @@ def _leave(process: subprocess.Popen[bytes], terminal: int) -> None:
     process.kill()
 
 
-def _sample(pid: int, samples: list[Sample]) -> None:
+def _sample(pid: int, samples: list[UsageSample]) -> None:
     try:
         process = psutil.Process(pid)
         with process.oneshot():
-            samples.append(Sample(process.memory_info().rss, process.num_fds(), process.num_threads()))
+            samples.append(UsageSample(process.memory_info().rss, process.num_fds(), process.num_threads()))
     except psutil.Error:
         return  # it has just ended
 

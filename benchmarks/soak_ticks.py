@@ -52,7 +52,7 @@ SIZES = ((40, 132), (24, 80), (60, 200))  # rows, columns
 SHARE = 600  # samples of each step
 
 
-class Sample(msgspec.Struct, frozen=True):
+class AppSample(msgspec.Struct, frozen=True):
     """The app at one tick."""
 
     tick: int
@@ -167,7 +167,7 @@ def _resize(rows: int, columns: int) -> None:
     os.kill(os.getpid(), signal.SIGWINCH)
 
 
-def take_sample(tick: int, trim: bool) -> Sample:
+def take_sample(tick: int, trim: bool) -> AppSample:
     """Count what this process holds."""
     gc.collect()
     objects = gc.get_objects()
@@ -179,10 +179,10 @@ def take_sample(tick: int, trim: bool) -> Sample:
     if trim and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
         library.malloc_trim(0)
         trimmed = process.memory_info().rss
-    return Sample(tick, memory_bytes, count, cached, trimmed)
+    return AppSample(tick, memory_bytes, count, cached, trimmed)
 
 
-def report(samples: Sequence[Sample], devices: str, written_bytes: int, seconds: float) -> str:
+def report(samples: Sequence[AppSample], devices: str, written_bytes: int, seconds: float) -> str:
     """One row for each half hour, with the medians of its samples, as Markdown."""
     ticks = samples[-1].tick
     lines = [
@@ -225,7 +225,7 @@ def main() -> int:
         if code or not output.exists() or not output.read_bytes():
             print(screen.seen.decode(errors="replace")[-2000:], file=sys.stderr)
             return 1
-        samples = msgspec.json.decode(b"[" + b",".join(output.read_bytes().splitlines()) + b"]", type=list[Sample])
+        samples = msgspec.json.decode(b"[" + b",".join(output.read_bytes().splitlines()) + b"]", type=list[AppSample])
     print(report(samples, options.devices, screen.written_bytes, seconds))
     return 0
 

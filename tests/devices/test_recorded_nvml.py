@@ -13,7 +13,7 @@ from evener.devices.host.source_base import Surroundings
 from evener.devices.host.training_rates import TrainingRates
 from evener.devices.nvidia.source import NvmlSource
 from evener.devices.types import DeviceSample, Reading, Snapshot, State
-from tests.support.nvml_tape import Player, Recorder
+from tests.support.nvml_tape import NvmlPlayer, NvmlRecorder
 
 TAPE = Path(__file__).parents[1] / "recorded" / "h200x2-nvml.tape"
 LOADED = slice(14, 24)  # ticks, a second each, with matrix products on the second GPU all the while
@@ -39,7 +39,7 @@ def told_of(sample: DeviceSample, metric: str) -> tuple[State, float | None]:
 
 def test_a_tape_tells_what_the_driver_told(fake_nvml: Callable[..., Any], tmp_path: Path) -> None:
     nvml = fake_nvml(gpus=2)
-    recorder = Recorder(nvml)
+    recorder = NvmlRecorder(nvml)
     heats = [40, 55, 55, 70, 60, 61, 62, 63]
 
     def heat(look: int) -> None:
@@ -49,7 +49,7 @@ def test_a_tape_tells_what_the_driver_told(fake_nvml: Callable[..., Any], tmp_pa
 
     told = sampled(recorder, lambda: time.monotonic() - recorder.began, len(heats), heat)
     (tmp_path / "tape.jsonl").write_text("\n".join(recorder.lines()))
-    player = Player(tmp_path / "tape.jsonl")
+    player = NvmlPlayer(tmp_path / "tape.jsonl")
 
     def wind(look: int) -> None:
         player.now = look + 1.5
@@ -65,17 +65,17 @@ def test_a_tape_tells_what_the_driver_told(fake_nvml: Callable[..., Any], tmp_pa
 def test_what_is_no_tape_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match="no tape"):
-        Player(tmp_path / "other.jsonl")
+        NvmlPlayer(tmp_path / "other.jsonl")
 
 
 @pytest.fixture(scope="module")
-def tape() -> Player:
+def tape() -> NvmlPlayer:
     """Two H200: idle, then matrix products on the second, then idle again."""
-    return Player(TAPE)
+    return NvmlPlayer(TAPE)
 
 
 @pytest.fixture(scope="module")
-def seen(tape: Player) -> list[Snapshot]:
+def seen(tape: NvmlPlayer) -> list[Snapshot]:
     """What evener reads of the tape, at each of its ticks."""
     ticks = tape.header["ticks"]
 
@@ -85,7 +85,7 @@ def seen(tape: Player) -> list[Snapshot]:
     return sampled(tape, lambda: tape.now, len(ticks), wind)
 
 
-def test_every_reading_is_what_nvidia_smi_said(tape: Player, seen: list[Snapshot]) -> None:
+def test_every_reading_is_what_nvidia_smi_said(tape: NvmlPlayer, seen: list[Snapshot]) -> None:
     assert len(tape.header["nvidia_smi"]) == 8
     for at, rows in tape.header["nvidia_smi"]:
         snapshot = seen[int(at)]

@@ -28,7 +28,7 @@ RIGHT = 0.99  # of the truth's throughput
 PLACEMENT_BATCHES = (1, 4096)
 
 
-class Case(msgspec.Struct, frozen=True):
+class ComparisonCase(msgspec.Struct, frozen=True):
     """A machine and what is asked of it."""
 
     name: str
@@ -51,7 +51,7 @@ class Case(msgspec.Struct, frozen=True):
 class Score(msgspec.Struct, frozen=True):
     """How one verdict compares with the truth."""
 
-    case: Case
+    case: ComparisonCase
     named: str  # the way that the verdict names
     named_part: float  # the most that this way can truly have / the truth's best
     reached_part: float  # what the named layout itself truly has / the truth's best
@@ -65,7 +65,7 @@ class Score(msgspec.Struct, frozen=True):
         return self.named_part >= RIGHT
 
 
-def make_case(seed: int) -> Case:
+def make_case(seed: int) -> ComparisonCase:
     """The machine of a seed: all is drawn from it; every other one has a fixed global batch."""
     rng = random.Random(f"compare/{seed}")
     family, devices, noise = rng.choice(FAMILIES), rng.choice((1, 2, 2, 4)), rng.choice(NOISES)
@@ -75,10 +75,10 @@ def make_case(seed: int) -> Case:
     placements = _placements(rng, machine) if devices > 1 else ()
     machine = msgspec.structs.replace(machine, devices=parts, placements=placements)
     batch = machine_families.fixed_batch(machine, seed) if seed % 2 else None
-    return Case(f"{family}, {devices} devices, noise {noise:.1%}", machine, batch, seed)
+    return ComparisonCase(f"{family}, {devices} devices, noise {noise:.1%}", machine, batch, seed)
 
 
-def compare(case: Case) -> tuple[Search, int, float]:
+def compare(case: ComparisonCase) -> tuple[Search, int, float]:
     """Run a comparison to its end on the virtual clock; with the probes and the virtual seconds that it took."""
     wanted = LayoutOptions(placements=tuple(Placement(p.name, p.devices) for p in case.machine.placements))
     comparison = Search(case.problem, wanted)
@@ -91,7 +91,7 @@ def compare(case: Case) -> tuple[Search, int, float]:
     return comparison, probes, prober.now()
 
 
-def score(case: Case) -> Score:
+def score(case: ComparisonCase) -> Score:
     """Run one machine and hold its verdict against the truth."""
     comparison, probes, seconds = compare(case)
     truths = truth(case, comparison.common_batch())
@@ -104,7 +104,7 @@ def score(case: Case) -> Score:
     return Score(case, family, able / truths[best], reached / truths[best], best, probes, seconds)
 
 
-def truth(case: Case, common: int | None) -> dict[str, float]:
+def truth(case: ComparisonCase, common: int | None) -> dict[str, float]:
     """The highest true samples/s of each family that the machine has; placements have the `common` batch."""
     machine, batch = case.machine, case.global_batch
     oracle = search_oracle.fixed(machine, batch) if batch else search_oracle.free(machine, 0.0)

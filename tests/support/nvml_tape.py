@@ -24,7 +24,7 @@ UNKEYED = "nvmlDeviceGetProcessUtilization"  # its argument is a time, which wou
 Key = tuple[str, int | None, str]  # call or kind, GPU, arguments
 
 
-class Recorder:
+class NvmlRecorder:
     """The module, or a double of it, with an ear at each of its functions."""
 
     def __init__(self, library: Library = pynvml) -> None:
@@ -78,7 +78,7 @@ class Recorder:
         return [json.dumps(row, separators=(",", ":")) for row in ({"nvml_tape": FORMAT, **header}, *rows)]
 
 
-class Player:
+class NvmlPlayer:
     """The module's double: each question is answered as it was at the tape's time `now`, which a test moves on.
 
     A question that is not on the tape raises KeyError: it needs another recording.

@@ -23,7 +23,7 @@ CLASSES = torch.tensor([1.0, 0.0, 5.0], dtype=torch.float64)  # what each class 
 WIDTH = 7
 
 
-class Case(msgspec.Struct, frozen=True):
+class TrainingCase(msgspec.Struct, frozen=True):
     """One training."""
 
     optimizer: str = "sgd"
@@ -41,33 +41,33 @@ class Case(msgspec.Struct, frozen=True):
 
 
 CASES = {
-    "sgd": Case(),
-    "momentum": Case("momentum"),
-    "adam": Case("adam"),
-    "adamw": Case("adamw"),
-    "short tail": Case("momentum", rows=51),
-    "whole batches": Case("adam", rows=48),
-    "less than a batch": Case("momentum", rows=5),
-    "clip": Case("momentum", clip=0.05),
-    "clip adamw": Case("adamw", rows=50, clip=0.05),
-    "penalty": Case("sgd", penalty=1e-2),
-    "accumulate": Case("momentum", accumulate=3),
-    "accumulate adamw, short tail, clip": Case("adamw", rows=51, accumulate=4, clip=0.05),
-    "accumulate with sync": Case("momentum", accumulate=3, no_sync=False),
-    "accumulate, bucket view": Case("momentum", accumulate=3, options={"gradient_as_bucket_view": True}),
-    "small buckets": Case("adam", options={"bucket_cap_mb": 0.0001}),
-    "static graph": Case("momentum", options={"static_graph": True}),
-    "auxiliary": Case("momentum", auxiliary=True),
-    "loss": Case("momentum", weigh="loss"),
-    "ignored and weighted classes": Case("momentum", rows=51, ignore=True),
-    "the same, by loss, accumulated": Case("adam", rows=51, ignore=True, weigh="loss", accumulate=2),
-    "validation in each step": Case("momentum", validate=True),
-    "the same, by loss": Case("momentum", validate=True, weigh="loss"),
-    "loss, accumulate, penalty": Case("adamw", accumulate=3, weigh="loss", penalty=1e-2),
+    "sgd": TrainingCase(),
+    "momentum": TrainingCase("momentum"),
+    "adam": TrainingCase("adam"),
+    "adamw": TrainingCase("adamw"),
+    "short tail": TrainingCase("momentum", rows=51),
+    "whole batches": TrainingCase("adam", rows=48),
+    "less than a batch": TrainingCase("momentum", rows=5),
+    "clip": TrainingCase("momentum", clip=0.05),
+    "clip adamw": TrainingCase("adamw", rows=50, clip=0.05),
+    "penalty": TrainingCase("sgd", penalty=1e-2),
+    "accumulate": TrainingCase("momentum", accumulate=3),
+    "accumulate adamw, short tail, clip": TrainingCase("adamw", rows=51, accumulate=4, clip=0.05),
+    "accumulate with sync": TrainingCase("momentum", accumulate=3, no_sync=False),
+    "accumulate, bucket view": TrainingCase("momentum", accumulate=3, options={"gradient_as_bucket_view": True}),
+    "small buckets": TrainingCase("adam", options={"bucket_cap_mb": 0.0001}),
+    "static graph": TrainingCase("momentum", options={"static_graph": True}),
+    "auxiliary": TrainingCase("momentum", auxiliary=True),
+    "loss": TrainingCase("momentum", weigh="loss"),
+    "ignored and weighted classes": TrainingCase("momentum", rows=51, ignore=True),
+    "the same, by loss, accumulated": TrainingCase("adam", rows=51, ignore=True, weigh="loss", accumulate=2),
+    "validation in each step": TrainingCase("momentum", validate=True),
+    "the same, by loss": TrainingCase("momentum", validate=True, weigh="loss"),
+    "loss, accumulate, penalty": TrainingCase("adamw", accumulate=3, weigh="loss", penalty=1e-2),
 }
 GPU_CASES = {  # a row that only keeps step would count in the statistics: every rank has rows of its own in each step
-    "synchronized normalization": Case("momentum", rows=48, weigh="loss", normalize=True),
-    "the same, short tail": Case("momentum", rows=51, weigh="loss", normalize=True, accumulate=2),
+    "synchronized normalization": TrainingCase("momentum", rows=48, weigh="loss", normalize=True),
+    "the same, short tail": TrainingCase("momentum", rows=51, weigh="loss", normalize=True, accumulate=2),
 }
 
 
@@ -87,19 +87,19 @@ class Net(torch.nn.Module):
         return self.second(hidden)
 
 
-def data(case: Case) -> torch.utils.data.TensorDataset:
+def data(case: TrainingCase) -> torch.utils.data.TensorDataset:
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(case.rows, WIDTH, generator=generator, dtype=torch.float64)
     return torch.utils.data.TensorDataset(inputs, torch.randint(0, 3, (case.rows,), generator=generator))
 
 
-def model(case: Case) -> Net:
+def model(case: TrainingCase) -> Net:
     torch.manual_seed(3)
     net: Net = Net(case.normalize).double()
     return net
 
 
-def optimizer(case: Case, net: torch.nn.Module) -> torch.optim.Optimizer:
+def optimizer(case: TrainingCase, net: torch.nn.Module) -> torch.optim.Optimizer:
     makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "sgd": lambda p: torch.optim.SGD(p, 0.1),
         "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=1e-2),
@@ -109,7 +109,9 @@ def optimizer(case: Case, net: torch.nn.Module) -> torch.optim.Optimizer:
     return makers[case.optimizer](net.parameters())
 
 
-def objective(case: Case, net: Net, outputs: torch.Tensor, labels: torch.Tensor, split: Any = None) -> torch.Tensor:
+def objective(
+    case: TrainingCase, net: Net, outputs: torch.Tensor, labels: torch.Tensor, split: Any = None
+) -> torch.Tensor:
     weights = CLASSES.to(outputs.device)
     how = {"weight": weights if case.ignore else None, "ignore_index": 1 if case.ignore else -100}
     if case.ignore and split is not None:
@@ -122,7 +124,7 @@ def objective(case: Case, net: Net, outputs: torch.Tensor, labels: torch.Tensor,
     return loss + case.penalty * sum((weights**2).sum() for weights in net.parameters())
 
 
-def batches(case: Case, global_batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(case: TrainingCase, global_batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """What one device sees, epoch after epoch."""
     sampler = UnevenBatchSampler(case.rows, [global_batch], 0, seed=2)
     inputs, labels = data(case).tensors
@@ -132,7 +134,7 @@ def batches(case: Case, global_batch: int) -> Iterator[tuple[torch.Tensor, torch
             yield inputs[rows], labels[rows]
 
 
-def reference(case: Case, global_batch: int) -> tuple[list[torch.Tensor], list[float]]:
+def reference(case: TrainingCase, global_batch: int) -> tuple[list[torch.Tensor], list[float]]:
     """Final weights and losses of one process that knows no split."""
     net = model(case)
     update = optimizer(case, net)
@@ -145,7 +147,7 @@ def reference(case: Case, global_batch: int) -> tuple[list[torch.Tensor], list[f
     return [weights.detach() for weights in net.parameters()], losses
 
 
-def finish(case: Case, step: int, net: torch.nn.Module, update: torch.optim.Optimizer) -> None:
+def finish(case: TrainingCase, step: int, net: torch.nn.Module, update: torch.optim.Optimizer) -> None:
     if (step + 1) % case.accumulate == 0:
         if case.clip is not None:
             torch.nn.utils.clip_grad_norm_(net.parameters(), case.clip)
@@ -153,7 +155,7 @@ def finish(case: Case, step: int, net: torch.nn.Module, update: torch.optim.Opti
         update.zero_grad()
 
 
-def train(case: Case, plan: str) -> tuple[list[torch.Tensor], list[float]]:
+def train(case: TrainingCase, plan: str) -> tuple[list[torch.Tensor], list[float]]:
     """The same by the adapter: this rank's weights and the global losses."""
     from evener.torch_split import Split
 
