@@ -23,7 +23,7 @@ from evener.balancer.result.explain_failure import explain_no_plan
 from evener.balancer.result.outcome import build_outcome
 from evener.balancer.search.search import Search, Stop
 from evener.balancer.store import journal, replay, runs
-from evener.balancer.store.journal import Asked, Ended, Header, Journal, Known, Record, Seen
+from evener.balancer.store.journal import AskedEntry, EndedEntry, Header, Journal, FactsEntry, Record, ObservationEntry
 from evener.balancer.store.locks import RunLock, lock_devices
 from evener.balancer.types import Observation, OutOfMemory, Probe
 from evener.errors import RequestError
@@ -191,7 +191,7 @@ class Session:
             self._wait_while_paused()
             if self._halt.is_set():
                 return
-            self._write(Asked(probes, self._prober.now()))
+            self._write(AskedEntry(probes, self._prober.now()))
             self._measure(probes, ())
 
     def _measure(self, probes: tuple[Probe, ...], finished: tuple[Probe, ...]) -> None:
@@ -211,8 +211,8 @@ class Session:
         facts = self._prober.facts()
         if facts not in (self._facts, Facts()):
             self._facts = facts
-            self._write(Known(facts))
-        self._write(Seen(seen, at))
+            self._write(FactsEntry(facts))
+        self._write(ObservationEntry(seen, at))
         self._search.tell(seen)
         self._seen.append(seen)
         self._events.put(
@@ -262,7 +262,7 @@ class Session:
             raise explain_no_plan(self._header, seen, self._search.belief(), self._why_stopped(), self._interrupted)
         interrupted = self._interrupted and self._search.why_stopped() is None
         results = self._search.results()
-        ended = Ended(found.plan, results, found.verdict, interrupted, at)
+        ended = EndedEntry(found.plan, results, found.verdict, interrupted, at)
         if ended != self._record.ended:
             self._write(ended)
         return Finished(self.run_id, found.plan, results, found.verdict, interrupted, at)

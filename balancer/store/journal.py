@@ -44,27 +44,27 @@ class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
     schema: int = SCHEMA
 
 
-class Asked(msgspec.Struct, frozen=True, tag="asked", tag_field="entry"):
+class AskedEntry(msgspec.Struct, frozen=True, tag="asked", tag_field="entry"):
     """The search asked for these probes, to be run at the same time."""
 
     probes: tuple[Probe, ...]
     at_seconds: float  # of the session's clock
 
 
-class Seen(msgspec.Struct, frozen=True, tag="seen", tag_field="entry"):
+class ObservationEntry(msgspec.Struct, frozen=True, tag="seen", tag_field="entry"):
     """What came of a probe."""
 
     seen: Observation
     at_seconds: float
 
 
-class Known(msgspec.Struct, frozen=True, tag="known", tag_field="entry"):
+class FactsEntry(msgspec.Struct, frozen=True, tag="known", tag_field="entry"):
     """Versions and engine, once a child has told them."""
 
     facts: Facts
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
+class EndedEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
     """The session came to a plan. A resumed run may end again; the last one counts."""
 
     plan: Plan
@@ -74,7 +74,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
     at_seconds: float
 
 
-Entry = Header | Asked | Seen | Known | Ended
+Entry = Header | AskedEntry | ObservationEntry | FactsEntry | EndedEntry
 _decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
 
 
@@ -82,24 +82,24 @@ class Record(msgspec.Struct, frozen=True):
     """A journal as it was read; `whole_bytes` is where its torn last line, if any, begins."""
 
     header: Header
-    entries: tuple[Asked | Seen | Known | Ended, ...]
+    entries: tuple[AskedEntry | ObservationEntry | FactsEntry | EndedEntry, ...]
     whole_bytes: int
 
     @property
-    def seen(self) -> tuple[Seen, ...]:
+    def seen(self) -> tuple[ObservationEntry, ...]:
         """Every observation, in the order in which it was made."""
-        return tuple(entry for entry in self.entries if isinstance(entry, Seen))
+        return tuple(entry for entry in self.entries if isinstance(entry, ObservationEntry))
 
     @property
     def facts(self) -> Facts:
         """The last that was known."""
-        return next((entry.facts for entry in reversed(self.entries) if isinstance(entry, Known)), Facts())
+        return next((entry.facts for entry in reversed(self.entries) if isinstance(entry, FactsEntry)), Facts())
 
     @property
-    def ended(self) -> Ended | None:
+    def ended(self) -> EndedEntry | None:
         """The last end, unless something was measured after it."""
-        last = next((entry for entry in reversed(self.entries) if not isinstance(entry, Known | Asked)), None)
-        return last if isinstance(last, Ended) else None
+        last = next((entry for entry in reversed(self.entries) if not isinstance(entry, FactsEntry | AskedEntry)), None)
+        return last if isinstance(last, EndedEntry) else None
 
 
 class Journal:
@@ -191,9 +191,9 @@ def _entry(text: bytes, path: Path, number: int) -> Entry:
         if newer > SCHEMA:
             raise _too_new(path, newer) from None
         raise RequestError(f"{path}: line {number} is broken: {str(error)[:200]}.", remedy) from None
-    if isinstance(entry, Asked):
+    if isinstance(entry, AskedEntry):
         return msgspec.structs.replace(entry, probes=tuple(map(upgrade_probe, entry.probes)))
-    if isinstance(entry, Seen):
+    if isinstance(entry, ObservationEntry):
         return msgspec.structs.replace(entry, seen=upgrade_observation(entry.seen))
     if isinstance(entry, Header):
         if entry.schema > SCHEMA:
@@ -217,14 +217,14 @@ def _too_new(path: Path, schema: int) -> RequestError:
     )
 
 
-def _check(entry: Asked | Seen | Known | Ended, header: Header, where: str) -> None:
+def _check(entry: AskedEntry | ObservationEntry | FactsEntry | EndedEntry, header: Header, where: str) -> None:
     """Numbers that a measurement can have, for the devices of the header."""
     match entry:
-        case Asked():
+        case AskedEntry():
             sound = all(_layout_sound(probe.layout, header) for probe in entry.probes)
-        case Seen():
+        case ObservationEntry():
             sound = _layout_sound(entry.seen.probe.layout, header) and _observation_sound(entry.seen)
-        case Ended():
+        case EndedEntry():
             sound = len(entry.plan.layout.share) == len(header.devices)
         case _:
             sound = True

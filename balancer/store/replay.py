@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from evener.balancer.result.outcome import Outcome, build_outcome
 from evener.balancer.search.layouts import BALANCE
 from evener.balancer.search.search import Search, Stop
-from evener.balancer.store.journal import Asked, Header, Record, Seen
+from evener.balancer.store.journal import AskedEntry, Header, Record, ObservationEntry
 from evener.balancer.types import Observation, Probe, Problem
 from evener.errors import NoLayoutError
 
@@ -35,14 +35,14 @@ def make_search(header: Header, seen: Iterable[Observation]) -> Search:
     return search
 
 
-def find_pending(record: Record) -> tuple[Asked, tuple[Probe, ...]] | None:
+def find_pending(record: Record) -> tuple[AskedEntry, tuple[Probe, ...]] | None:
     """The last asking and those of its probes that have no observation yet; None if it was answered."""
-    last = max((i for i, entry in enumerate(record.entries) if isinstance(entry, Asked)), default=-1)
+    last = max((i for i, entry in enumerate(record.entries) if isinstance(entry, AskedEntry)), default=-1)
     if last < 0:
         return None
     asked = record.entries[last]
-    assert isinstance(asked, Asked)
-    answered = {entry.seen.probe for entry in record.entries[last + 1 :] if isinstance(entry, Seen)}
+    assert isinstance(asked, AskedEntry)
+    answered = {entry.seen.probe for entry in record.entries[last + 1 :] if isinstance(entry, ObservationEntry)}
     missing = tuple(probe for probe in asked.probes if probe not in answered)
     return (asked, missing) if missing else None
 

@@ -16,7 +16,7 @@ import msgspec
 
 from evener.balancer.store import journal
 from evener.balancer.store.folders import runs_folder
-from evener.balancer.store.journal import Ended, Header
+from evener.balancer.store.journal import EndedEntry, Header
 from evener.balancer.store.locks import RunLock
 from evener.balancer.types import Observation, Timed
 from evener.devices.types import Device
@@ -178,7 +178,7 @@ def _summarize(run: str) -> RunSummary:
     )
 
 
-def _describe_state(ended: Ended | None) -> State:
+def _describe_state(ended: EndedEntry | None) -> State:
     if ended is None:
         return "unfinished"
     return "interrupted" if ended.interrupted else "finished"

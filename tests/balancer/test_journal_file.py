@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from evener.balancer.request import Request
 from evener.balancer.store import journal
-from evener.balancer.store.journal import Asked, Header, Seen
+from evener.balancer.store.journal import AskedEntry, Header, ObservationEntry
 from evener.balancer.types import Failed, OutOfMemory, Probe, Timed, solo
 from evener.devices.types import Device
 from evener.errors import EvenerError, RequestError
@@ -25,10 +25,10 @@ HEADER = Header("20260101-000000-abcd", "2026-01-01T00:00:00Z", Request(), DEVIC
 PROBE = Probe(solo(2, 0, 8), "solo", 1.0)
 TIMED = Timed(PROBE, 0.01, 0.009, 0.011, 50, (1 << 20, None), (0.01, None), 0.1, 1.0)
 ENTRIES = [
-    Asked((PROBE,), 0.0),
-    Seen(TIMED, 1.0),
-    Seen(OutOfMemory(PROBE, (0,), "full", 0.5), 1.5),
-    Seen(Failed(PROBE, "signal", "SIGSEGV", (0,), 0.1), 1.6),
+    AskedEntry((PROBE,), 0.0),
+    ObservationEntry(TIMED, 1.0),
+    ObservationEntry(OutOfMemory(PROBE, (0,), "full", 0.5), 1.5),
+    ObservationEntry(Failed(PROBE, "signal", "SIGSEGV", (0,), 0.1), 1.6),
 ]
 
 

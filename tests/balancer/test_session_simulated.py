@@ -12,7 +12,7 @@ import pytest
 from evener.balancer.events import Event, Finished, Observed, Paused, ProbeStarted, Started
 from evener.balancer.session import Request, Session
 from evener.balancer.store import journal, runs
-from evener.balancer.store.journal import Ended, Seen
+from evener.balancer.store.journal import EndedEntry, ObservationEntry
 from evener.balancer.types import Probe
 from evener.errors import DeviceError, NoLayoutError, RequestError
 from evener.plan import Plan, load_plan, parse_plan, to_json, to_toml
@@ -324,5 +324,5 @@ def test_every_line_of_a_journal_is_one_of_the_known_entries() -> None:
     """The last is the plan."""
     run = ended(drive(PAIR)).run
     record = journal.read(runs.journal_path(run))
-    assert isinstance(record.entries[-1], Ended)
-    assert sum(isinstance(entry, Seen) for entry in record.entries) >= 8
+    assert isinstance(record.entries[-1], EndedEntry)
+    assert sum(isinstance(entry, ObservationEntry) for entry in record.entries) >= 8

@@ -267,7 +267,7 @@ def test_chatter_on_standard_output_is_no_message(make: Make) -> None:
 
 
 ASKS = (
-    "import evener.workloads.synthetic\nevener.workloads.synthetic.Synthetic.peak_memory_bytes = lambda self: input()"
+    "import evener.workloads.synthetic\nevener.workloads.synthetic.Synthetic.max_memory_bytes = lambda self: input()"
 )
 
 

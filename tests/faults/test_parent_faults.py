@@ -18,7 +18,7 @@ import pytest
 from evener.balancer.events import Event, Finished, Observed, Started
 from evener.balancer.session import Request, Session
 from evener.balancer.store import journal, replay, runs
-from evener.balancer.store.journal import Asked, Record, Seen
+from evener.balancer.store.journal import AskedEntry, Record, ObservationEntry
 from evener.balancer.types import Failed
 
 KILLS = int(os.environ.get("EVENER_KILLS", "12"))  # random moments; 200 and more by hand
@@ -92,9 +92,9 @@ def asked_as_replayed(run: str) -> Record:
     record = journal.read(runs.journal_path(run))
     search = replay.make_search(record.header, ())
     for entry in record.entries:
-        if isinstance(entry, Asked):
+        if isinstance(entry, AskedEntry):
             assert entry.probes == search.ask()
-        elif isinstance(entry, Seen):
+        elif isinstance(entry, ObservationEntry):
             search.tell(entry.seen)
     return record
 

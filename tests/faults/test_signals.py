@@ -24,7 +24,7 @@ import pytest
 
 import evener
 from evener.balancer.store import journal
-from evener.balancer.store.journal import Asked
+from evener.balancer.store.journal import AskedEntry
 from evener.balancer.types import Timed
 from evener.plan import load_plan
 
@@ -157,7 +157,7 @@ class Struck:
 
     def _races(self) -> bool:
         record = self.record()
-        asked = [entry for entry in record.entries if isinstance(entry, Asked)] if record else []
+        asked = [entry for entry in record.entries if isinstance(entry, AskedEntry)] if record else []
         return any(probe.stage == "race" for entry in asked for probe in entry.probes)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from evener.balancer.events import Event, Finished, Observed, ProbeStarted, Started
 from evener.balancer.store import journal, replay, runs
-from evener.balancer.store.journal import Asked, Ended, Record, Seen
+from evener.balancer.store.journal import AskedEntry, EndedEntry, Record, ObservationEntry
 from evener.balancer.types import OutOfMemory
 
 
@@ -25,15 +25,15 @@ def recorded_events(record: Record) -> Iterator[Event]:
     search = replay.make_search(header, ())
     probes = out_of_memory = 0
     for entry in record.entries:
-        if isinstance(entry, Asked):
+        if isinstance(entry, AskedEntry):
             for probe in entry.probes:
                 yield ProbeStarted(probe, entry.at_seconds)
-        elif isinstance(entry, Seen):
+        elif isinstance(entry, ObservationEntry):
             search.tell(entry.seen)
             probes += 1
             out_of_memory += isinstance(entry.seen, OutOfMemory)
             yield Observed(entry.seen, search.belief(), search.best(), probes, out_of_memory, entry.at_seconds)
-        elif isinstance(entry, Ended) and entry is record.ended:
+        elif isinstance(entry, EndedEntry) and entry is record.ended:
             yield Finished(header.run, entry.plan, entry.results, entry.verdict, entry.interrupted, entry.at_seconds)
 
 
