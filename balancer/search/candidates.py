@@ -20,8 +20,8 @@ from evener.balancer.search.model.machine_model import UNMEASURABLE, same_measur
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.packing import Packing
 from evener.balancer.search.predictions import Predictions
-from evener.balancer.search.ranking import SLACK
-from evener.balancer.types import Layout, OutOfMemory, Problem, Timed, solo
+from evener.balancer.search.ranking import SLACK, throughput
+from evener.balancer.types import Layout, OutOfMemory, Problem, solo
 
 RETREATS = 4  # of a layout that ran out of memory in the race, each to a smaller batch
 OTHER_BATCH = 0.03  # relative: tolerable global batches that differ by more are worth a race
@@ -98,6 +98,8 @@ class Candidates:
         if best is None:
             return []
         found = [Candidate("solo", best)]
+        if (other := self._overlooked_single(best)) is not None:
+            found.append(Candidate("solo", other, extra=True))
         fastest = self._predictions.fastest_single
         if fastest is not None and self._problem.global_batch is None:
             layout = self._predictions.layout(fastest)
@@ -113,16 +115,19 @@ class Candidates:
         whole = [layout for layout in ranked if self.seen.broken(layout) is None]
         return next(iter(whole or ranked), None)
 
+    def _overlooked_single(self, best: Layout) -> Layout | None:
+        """Another measured batch or device, where the race has the best single device slower than that; else None."""
+        turns = self.seen.turns(best)
+        if self._problem.global_batch is not None or not turns:
+            return None
+        least = throughput(turns).value * (1 + SLACK)
+        others = [layout for layout in self._measured_singles() if layout != best and self.single_rate(layout) > least]
+        return next(iter(others), None)
+
     def _measured_singles(self) -> list[Layout]:
-        """Each device at its fastest measured batch, the fastest device first."""
-        best: dict[int, Timed] = {}
-        for turns in self.seen.standing(self.seen.timed(("solo", "rest"))).values():
-            for one in turns:
-                (position,) = one.probe.layout.active
-                if position not in best or one.samples_per_second > best[position].samples_per_second:
-                    best[position] = one
-        ranked = sorted(best.values(), key=lambda one: -one.samples_per_second)
-        return [one.probe.layout for one in ranked]
+        """Every batch that exploration measured on one device and that may still run, the fastest first."""
+        standing = self.seen.standing(self.seen.timed(("solo", "rest")))
+        return sorted(standing, key=lambda layout: -max(one.samples_per_second for one in standing[layout]))
 
     def _fixed_singles(self) -> list[Layout]:
         """Each device that holds the fixed batch, the fastest first, those that surely do before the others."""
@@ -219,8 +224,8 @@ class Candidates:
         count = len(positions)
         if splits:
             return splits[0].global_batch * count // len(self._model.live)
-        best = self._measured_singles()
-        each = min((layout.global_batch for layout in best if layout.active[0] in positions), default=0) * count
+        best = {layout.active[0]: layout.global_batch for layout in reversed(self._measured_singles())}
+        each = min((best[i] for i in positions if i in best), default=0) * count
         return min(each, self._problem.max_global_batch or each)
 
     # ------------------------------------------------------------------ placements and packs

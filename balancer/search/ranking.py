@@ -16,7 +16,7 @@ import msgspec
 
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.observations import Turns, relative_error
-from evener.balancer.search.statistics import normal_cdf, normal_density, student
+from evener.balancer.search.statistics import normal_cdf, normal_density, relative_half_width, student
 from evener.balancer.types import Interval, Layout, Problem, Timed
 
 TIE = 0.01  # relative; less than that is not worth a change
@@ -25,6 +25,8 @@ DRIFT = 0.007  # relative standard deviation between two probes, before turns sh
 DRIFT_WEIGHT = 4  # turns that this assumption counts for
 LEAST_GAIN = 0.002  # relative: a gain that is not worth another turn, whatever the tolerance
 GAIN_OF_TOLERANCE = 0.25  # the same as a part of the tolerance
+ROUGH = 0.05  # relative half-width of the leader's figure, beyond which it is measured again,
+ENOUGH_TURNS = 3  # until it had so many turns
 SLACK = 0.005  # of the throughput: what a tolerable layout may miss by where the measurements can't tell
 
 TurnsByLayout = Mapping[Layout, Turns]
@@ -107,18 +109,25 @@ def unsettled(
     """
     if len(ran) < 2:
         return [], False
-    leader = max(ran, key=lambda one: throughput(turns[one.layout]).value)
+    leader, *others = sorted(ran, key=lambda one: -throughput(turns[one.layout]).value)
     rivals, tied = [], False
-    for one in ran:
+    for one in others:
         gap = compare_turns(turns[one.layout], turns[leader.layout])
-        if one is leader or gap.expected_gain() <= smallest_gain(tolerance):
+        if gap.expected_gain() <= smallest_gain(tolerance):
             continue
         left = min(turns_left, most_turns - gap.turns)
         if left >= 1 and gap.expected_gain(left) <= smallest_gain(tolerance):
             rivals.append(one)
         else:
             tied = True
+    if not rivals and turns_left >= 1 and _is_rough(turns[leader.layout]):
+        rivals = others[:1]
     return ([one for one in ran if one is leader or one in rivals] if rivals else []), tied
+
+
+def _is_rough(turns: Turns) -> bool:
+    """Whether a figure says too little for a plan, though nothing else would be chosen."""
+    return len(turns) < ENOUGH_TURNS and relative_half_width(throughput(turns)) > ROUGH
 
 
 def smallest_gain(tolerance: float) -> float:
