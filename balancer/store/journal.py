@@ -1,7 +1,7 @@
-"""The journal of a run: append-only JSON lines, on the disk before anybody acts on them.
+"""The journal of a run: JSON lines that are only ever appended, and are on the disk before anybody acts on them.
 
-A torn last line is what a kill or a full disk leaves, and is cut off; a broken line before it is an error that
-names it. Only a file of this user's own that nobody else may write is believed.
+An incomplete last line is what a kill or a full disk leaves, and is cut off; a broken line before it is an error that
+names the line. Only a file of this user's own that nobody else may write is trusted.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 import os
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,7 +31,7 @@ LARGEST_NUMBER = 1e15
 
 
 class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
-    """The first line: what was asked, where."""
+    """The first line: what was asked for, on which devices."""
 
     run: str
     created: str  # UTC, RFC 3339
@@ -52,20 +53,20 @@ class AskedEntry(msgspec.Struct, frozen=True, tag="asked", tag_field="entry"):
 
 
 class ObservationEntry(msgspec.Struct, frozen=True, tag="seen", tag_field="entry"):
-    """What came of a probe."""
+    """The observation of a probe."""
 
     seen: Observation
     at_seconds: float
 
 
 class FactsEntry(msgspec.Struct, frozen=True, tag="known", tag_field="entry"):
-    """Versions and engine, once a child has told them."""
+    """Versions and engine, once a child has reported them."""
 
     facts: Facts
 
 
 class EndedEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
-    """The session came to a plan. A resumed run may end again; the last one counts."""
+    """The session ended with a plan. A resumed run may end again; the last end counts."""
 
     plan: Plan
     results: tuple[Result, ...]
@@ -74,15 +75,16 @@ class EndedEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
     at_seconds: float
 
 
-Entry = Header | AskedEntry | ObservationEntry | FactsEntry | EndedEntry
+LaterEntry = AskedEntry | ObservationEntry | FactsEntry | EndedEntry
+Entry = Header | LaterEntry
 _decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
 
 
 class Record(msgspec.Struct, frozen=True):
-    """A journal as it was read; `whole_bytes` is where its torn last line, if any, begins."""
+    """The content of a journal; `whole_bytes` is the size without an incomplete last line."""
 
     header: Header
-    entries: tuple[AskedEntry | ObservationEntry | FactsEntry | EndedEntry, ...]
+    entries: tuple[LaterEntry, ...]
     whole_bytes: int
 
     @property
@@ -92,7 +94,7 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def facts(self) -> Facts:
-        """The last that was known."""
+        """The last that were reported."""
         return next((entry.facts for entry in reversed(self.entries) if isinstance(entry, FactsEntry)), Facts())
 
     @property
@@ -110,33 +112,28 @@ class Journal:
         self._stream = stream
 
     def append(self, entry: Entry) -> None:
-        """Write one line; if that fails, what stood before it still stands, and RequestError says why it failed."""
+        """Write one line; RequestError if that fails, and what was there before is unchanged."""
         before = os.lseek(self._stream.fileno(), 0, os.SEEK_END)
         try:
             _write_all(self._stream.fileno(), msgspec.json.encode(entry) + b"\n")
             os.fsync(self._stream.fileno())
         except OSError as error:
-            _cut(self._stream.fileno(), before)
-            raise RequestError(
-                f"The journal {self.path} can't be written: {error.strerror or error}.",
-                "Make room there; then go on with evener balance --resume.",
-            ) from None
+            with suppress(OSError):  # an incomplete line is also cut off when the journal is read
+                os.ftruncate(self._stream.fileno(), before)
+            raise _unwritable(self.path, error, "Free disk space, then go on with evener balance --resume.") from None
 
     def close(self) -> None:
-        """Let go of the file; it may be called twice."""
+        """Close the file; safe to call twice."""
         self._stream.close()
 
 
 def create(path: Path, header: Header) -> Journal:
-    """Begin a journal in a folder for this user only; RequestError if it can't be written."""
+    """Start a journal in a folder for this user alone; RequestError if it can't be written."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise RequestError(
-            f"The journal {path} can't be written: {error.strerror or error}.",
-            "Set XDG_STATE_HOME to a folder that you may write.",
-        ) from None
+        raise _unwritable(path, error, "Set XDG_STATE_HOME to a folder that you may write.") from None
     journal = Journal(path, os.fdopen(descriptor, "r+b", buffering=0))
     try:
         journal.append(header)
@@ -148,23 +145,20 @@ def create(path: Path, header: Header) -> Journal:
 
 
 def reopen(path: Path) -> tuple[Journal, Record]:
-    """Read a journal and go on with it: its torn last line is cut off."""
+    """Read a journal and open it for more entries; an incomplete last line is cut off."""
     record = read(path)
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
         os.ftruncate(descriptor, record.whole_bytes)
     except OSError as error:
-        raise RequestError(
-            f"The journal {path} can't be written: {error.strerror or error}.", "Check who may write it."
-        ) from None
+        raise _unwritable(path, error, "Check who may write it.") from None
     return Journal(path, os.fdopen(descriptor, "r+b", buffering=0)), record
 
 
 def read(path: Path) -> Record:
-    """The journal's lines; RequestError names the file and the line that can't be believed."""
-    content = _trusted_bytes(path)
-    *lines, torn = content.split(b"\n")
-    whole = len(content) - len(torn)
+    """The content of a journal; RequestError names the file and the line that is wrong."""
+    content = _read_trusted(path)
+    *lines, incomplete = content.split(b"\n")
     if not lines:
         raise RequestError(f"{path} holds no whole line.", "Delete the run: nothing was measured in it.")
     entries = [_entry(text, path, number) for number, text in enumerate(lines, 1)]
@@ -174,20 +168,20 @@ def read(path: Path) -> Record:
     others = []
     for number, entry in enumerate(rest, 2):
         if isinstance(entry, Header):
-            raise RequestError(f"{path}: line {number} is a second header.", "Cut the file off before it.")
+            raise RequestError(f"{path}: line {number} is a second header.", "Delete the file from that line on.")
         _check(entry, header, f"{path}: line {number}")
         others.append(entry)
-    return Record(header, tuple(others), whole)
+    return Record(header, tuple(others), len(content) - len(incomplete))
 
 
 def _entry(text: bytes, path: Path, number: int) -> Entry:
-    remedy = f"Cut the file off before line {number} to keep what stands above it."
+    remedy = f"Delete the file from line {number} on to keep what is above it."
     if len(text) > LONGEST_LINE_BYTES:
         raise RequestError(f"{path}: line {number} is longer than any entry.", remedy)
     try:
         entry = _decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        newer = _schema(text) if number == 1 else 0
+        newer = _read_schema(text) if number == 1 else 0
         if newer > SCHEMA:
             raise _too_new(path, newer) from None
         raise RequestError(f"{path}: line {number} is broken: {str(error)[:200]}.", remedy) from None
@@ -203,7 +197,8 @@ def _entry(text: bytes, path: Path, number: int) -> Entry:
     return entry
 
 
-def _schema(text: bytes) -> int:
+def _read_schema(text: bytes) -> int:
+    """The schema in a line that can't be decoded as an entry; 0 if it has none."""
     try:
         found = msgspec.json.decode(text).get("schema", 0)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, AttributeError):
@@ -212,13 +207,12 @@ def _schema(text: bytes) -> int:
 
 
 def _too_new(path: Path, schema: int) -> RequestError:
-    return RequestError(
-        f"{path} has schema {schema}; this evener reads up to {SCHEMA}.", "Update evener on this machine."
-    )
+    message = f"{path} has schema {schema}; this evener reads up to {SCHEMA}."
+    return RequestError(message, "Update evener on this machine.")
 
 
-def _check(entry: AskedEntry | ObservationEntry | FactsEntry | EndedEntry, header: Header, where: str) -> None:
-    """Numbers that a measurement can have, for the devices of the header."""
+def _check(entry: LaterEntry, header: Header, where: str) -> None:
+    """RequestError for numbers that no measurement on the header's devices can have."""
     match entry:
         case AskedEntry():
             sound = all(_layout_sound(probe.layout, header) for probe in entry.probes)
@@ -230,7 +224,7 @@ def _check(entry: AskedEntry | ObservationEntry | FactsEntry | EndedEntry, heade
             sound = True
     if not sound:
         raise RequestError(
-            f"{where} holds numbers that no measurement has.", "Cut the file off before it to keep what stands above."
+            f"{where} holds numbers that no measurement has.", "Delete the file from it on to keep what is above it."
         )
 
 
@@ -264,15 +258,12 @@ def _sane(numbers: Iterable[float]) -> bool:
     return all(math.isfinite(number) and 0 <= number <= LARGEST_NUMBER for number in numbers)
 
 
-def _trusted_bytes(path: Path) -> bytes:
-    """The file's content if it is a plain file of this user that nobody else may write, and of bounded size."""
+def _read_trusted(path: Path) -> bytes:
+    """The content of a plain file of this user that nobody else may write, and that isn't too large."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            _check_trust(path, os.fstat(descriptor))
-            return _read_all(descriptor)
-        finally:
-            os.close(descriptor)
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
+            _check_trust(path, os.fstat(stream.fileno()))
+            return stream.read()
     except OSError as error:
         raise RequestError(
             f"The journal {path} can't be read: {error.strerror or error}.", "List the runs with evener runs."
@@ -285,26 +276,16 @@ def _check_trust(path: Path, status: os.stat_result) -> None:
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise RequestError(
             f"{path} belongs to, or may be written by, somebody else, and is not trusted.",
-            "Make it yours and chmod 600 it, if you know what is in it.",
+            "If you know what is in it, make it yours and chmod 600 it.",
         )
     if status.st_size > LARGEST_FILE_BYTES:
         raise RequestError(f"{path} is larger than any journal.", "Delete the run.")
 
 
-def _read_all(descriptor: int) -> bytes:
-    parts = []
-    while part := os.read(descriptor, 1 << 20):
-        parts.append(part)
-    return b"".join(parts)
+def _unwritable(path: Path, error: OSError, remedy: str) -> RequestError:
+    return RequestError(f"The journal {path} can't be written: {error.strerror or error}.", remedy)
 
 
 def _write_all(descriptor: int, content: bytes) -> None:
     while content:
         content = content[os.write(descriptor, content) :]
-
-
-def _cut(descriptor: int, length: int) -> None:
-    try:
-        os.ftruncate(descriptor, length)
-    except OSError:
-        return  # the torn line is cut off when the journal is read

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from evener.balancer.result.outcome import Outcome, build_outcome
 from evener.balancer.search.layouts import BALANCE
 from evener.balancer.search.search import Search, Stop
-from evener.balancer.store.journal import AskedEntry, Header, Record, ObservationEntry
+from evener.balancer.store.journal import AskedEntry, Header, ObservationEntry, Record
 from evener.balancer.types import Observation, Probe, Problem
 from evener.errors import NoLayoutError
 

@@ -153,7 +153,7 @@ def test_a_stop_keeps_the_best_plan_so_far_and_resuming_goes_on() -> None:
     stopped = ended(events)
     assert stopped.interrupted
     assert 6 <= stopped.plan.search.probes < 12
-    assert stopped.plan.search.why_stopped == "interrupted"
+    assert "interrupted" in stopped.plan.search.why_stopped
     resumed = ended(drive(Request(), resume="last"))
     assert not resumed.interrupted
     undisturbed = ended(drive(PAIR))
@@ -309,7 +309,7 @@ def test_runs_are_listed_newest_first_with_their_state() -> None:
     cut_off = runs.load_run(second.run)
     assert cut_off.interrupted
     assert cut_off.plan is not None
-    assert cut_off.plan.search.why_stopped == "the run was cut off"
+    assert "run was cut off" in cut_off.plan.search.why_stopped
 
 
 def test_a_plan_travels_through_its_file_unchanged(tmp_path: Path) -> None:
