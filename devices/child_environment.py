@@ -1,7 +1,7 @@
 """What a child process needs so that it trains on its devices and on nothing else: variables, cores, memory.
 
 CPU slices are held by affinity and thread counts, GPUs by CUDA_VISIBLE_DEVICES; limits by the allocator, by the address
-space or by MPS. A slice's percentage is no matter of the environment: the child spins after each step.
+space or by MPS. A slice's percentage isn't set here: the child spins after each step.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def child_environment(devices: Sequence[Device], framework: str) -> ChildEnviron
 
 
 def import_path(inherited: str) -> str:
-    """PYTHONPATH for a child that is to import this very evener.
+    """PYTHONPATH for a child that must import this same evener.
 
     Where `evener` was found through a folder on `sys.path`, that folder leads. An editable install needs no folder: the
     checkout's would offer its other packages too, and a user's `workloads` folder may have the name of one.
@@ -106,7 +106,7 @@ def _tensorflow_on_cores(threads: int, memory_bytes: int | None, limited: bool) 
     """TensorFlow's thread pools and its allocator's cap.
 
     With oneDNN on, a step that meets the cap ends in a signal; off, it raises ResourceExhaustedError but takes twice
-    the time. So only a limit that was asked for turns it off; the slice's own memory merely guards the machine.
+    the time. So it is off only for a limit that was asked for; the slice's own memory merely protects the machine.
     """
     # Two threads between operations: a collective that waits must not hold the only one.
     variables = {"TF_NUM_INTRAOP_THREADS": str(threads), "TF_NUM_INTEROP_THREADS": "2"}
@@ -134,7 +134,7 @@ def _on_gpus(devices: Sequence[Device]) -> ChildEnvironment:
             limited = ", ".join(device.label for device in devices)
             raise DeviceError(
                 f"{limited} can't be held to {percent:g} %: no MPS daemon runs.",
-                "Start one with nvidia-cuda-mps-control -d, or leave the percentage out.",
+                "Start one with nvidia-cuda-mps-control -d, or omit the percentage.",
             )
         variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{percent:g}"
     return ChildEnvironment(variables)

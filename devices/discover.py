@@ -1,18 +1,18 @@
-"""What `--devices` means: a request in words to the devices that it names, and to what samples them.
+"""What `--devices` means: the devices that a request names, and the source that samples them.
 
     request = term ("," term)*
-    term    = device ["@" limit]              the limit holds for what stands directly in front of it
+    term    = device ["@" limit]              the limit holds for what stands directly before it
     device  = "auto"                          NVIDIA GPUs; without any, slices of the CPU; stands alone
             | "gpu" [":" pick]                all GPUs, or one
-            | "cpu" ["/" COUNT] [":" pick]    all slices of the CPU cut into COUNT (two unless said), or one
+            | "cpu" ["/" COUNT] [":" pick]    all slices of the CPU cut into COUNT (default 2), or one
             | "sim:" NAME                     from the catalogue
             | "sim:" FILE                     a machine file: ends in .toml or holds a "/"; stands alone
             | UUID                            GPU-... or MIG-...: a GPU, as in `gpu:UUID`
             | pick                            goes on with the kind of the term before it: `cpu:0,1`, `sim:t4,t4`
     pick    = INDEX | UUID or the unique beginning of one | NAME
 
-So `cpu:0,1@60%` slows slice 1 alone, `cpu@60%` every slice, and `gpu:0,gpu:1@60%+8GiB` limits the second GPU. Kinds
-don't mix in a request: a step waits for all its devices, and GPUs, CPU slices and simulated time have none in common.
+So `cpu:0,1@60%` slows slice 1 alone, `cpu@60%` every slice, and `gpu:0,gpu:1@60%+8GiB` limits the second GPU. A
+request has one kind of devices: GPUs, CPU slices and simulated devices can't train one step together.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from evener.errors import DeviceError, RequestError
 Kind = Literal["auto", "gpu", "cpu", "sim"]
 REMEDY = "Write auto, gpu, gpu:0,2, cpu, cpu/4, cpu:0,1@60%, sim:gtx1080ti,gtx1080 or sim:machine.toml."
 NO_LIMIT = Limit()
-CROWDED = 0.05  # of a GPU's memory in others' hands before it is said aloud
+CROWDED = 0.05  # of a GPU's memory: others' use above it is worth a note
 _TERM = re.compile(r"(auto|gpu|cpu|sim)(?:/(\d{1,6}))?(:(.*))?", re.IGNORECASE | re.ASCII | re.DOTALL)
 _UUID = re.compile(r"(?:gpu|mig)-.+", re.IGNORECASE)
 
@@ -48,10 +48,10 @@ class Term(msgspec.Struct, frozen=True):
 
 
 class Discovery(msgspec.Struct, frozen=True):
-    """The devices of a request, and what should be said about them."""
+    """The devices of a request, and notes on them."""
 
     devices: tuple[Device, ...]
-    notes: tuple[str, ...] = ()  # said aloud: what `auto` chose and why, a GPU that others use
+    notes: tuple[str, ...] = ()  # to be shown: what `auto` chose and why, a GPU that others use
     machine: Machine | None = None  # the physics, if the devices are simulated
 
 
@@ -93,7 +93,7 @@ def parse_request(spec: str) -> tuple[Term, ...]:
         terms.append(_parse_term(text.strip(), terms[-1] if terms else None, spec))
     kinds = list(dict.fromkeys(term.kind for term in terms))
     if "auto" in kinds and len(terms) > 1:
-        raise RequestError(f"{spec!r} has more beside auto.", "Ask for auto alone, or name the devices.")
+        raise RequestError(f"auto can't be combined, as in {spec!r}.", "Ask for auto alone, or name the devices.")
     if len(kinds) > 1:
         raise RequestError(
             f"{spec!r} mixes {' and '.join(kinds)}: they can't train one step together.",
@@ -105,7 +105,7 @@ def parse_request(spec: str) -> tuple[Term, ...]:
 def _parse_term(text: str, before: Term | None, spec: str) -> Term:
     body, limit = _split_limit(text)
     if not body:
-        raise RequestError(f"{spec!r} names no device at one place.", REMEDY)
+        raise RequestError(f"One part of {spec!r} is empty.", REMEDY)
     found = _TERM.fullmatch(body)
     if found is None:
         if _UUID.fullmatch(body):
@@ -116,7 +116,7 @@ def _parse_term(text: str, before: Term | None, spec: str) -> Term:
     kind: Kind = found[1].lower()  # type: ignore[assignment]
     pick = (found[4] or "").strip()
     if (found[3] and not pick) or (kind == "sim" and not pick):
-        raise RequestError(f"{body!r} names no device behind the colon.", REMEDY)
+        raise RequestError(f"{body!r} names no device after the colon.", REMEDY)
     if (found[2] and kind != "cpu") or (found[3] and kind == "auto"):
         raise RequestError(f"{body!r} is not a device.", REMEDY)
     return Term(kind, pick, limit, int(found[2]) if found[2] else None)
@@ -146,7 +146,7 @@ def _gpus(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
     listing = list_gpus()
     gpus = tuple(listed.device for listed in listing.gpus)
     if not gpus:
-        raise DeviceError("The NVIDIA driver lists no GPU that answers.", "Look at nvidia-smi and dmesg.")
+        raise DeviceError("The NVIDIA driver lists no GPU that answers.", "Check nvidia-smi and dmesg.")
     hidden = variables.get("CUDA_VISIBLE_DEVICES")
     chosen: list[Device] = []
     for term in terms:
@@ -172,14 +172,14 @@ def _slices(terms: Sequence[Term]) -> Discovery:
 
     counts = {term.slices for term in terms}
     if len(counts) > 1:
-        raise RequestError("The CPU is cut in two ways in one request.", "Give the same cpu/N everywhere.")
+        raise RequestError("One request cuts the CPU in two ways.", "Use the same cpu/N everywhere.")
     every = slices(counts.pop())
     chosen: list[Device] = []
     for term in terms:
         picked = (_find_slice(every, term.pick),) if term.pick else every
         chosen += [_limited(device, term.limit) for device in picked]
     spare = len(allowed_cpus()) - sum(len(device.cores) for device in every)
-    note = f"{spare} of {len(allowed_cpus())} logical CPUs are left over by {len(every)} equal slices."
+    note = f"{len(every)} equal slices leave {spare} of {len(allowed_cpus())} logical CPUs unused."
     return Discovery(tuple(chosen), (note,) if spare else ())
 
 
@@ -197,7 +197,9 @@ def _simulated(terms: Sequence[Term]) -> Discovery:
 
     files = [term.pick for term in terms if term.pick.lower().endswith(".toml") or "/" in term.pick]
     if files and len(terms) > 1:
-        raise RequestError(f"The machine file {files[0]!r} stands beside other devices.", "Put them into the file.")
+        raise RequestError(
+            f"The machine file {files[0]!r} can't be combined with other devices.", "Add them to the file."
+        )
     machine = load_machine(files[0]) if files else catalogue([term.pick for term in terms])
     limits = (terms[0].limit,) * len(machine.devices) if files else tuple(term.limit for term in terms)
     if any(limits):

@@ -1,4 +1,4 @@
-"""Send a signal to exactly the process that was confirmed, known by its pid and start time."""
+"""Send a signal to exactly the process that was confirmed, identified by its pid and start time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ START_TIME_TOLERANCE_SECONDS = 0.05  # psutil works it out from clock ticks
 
 
 def send_signal(row: ProcessSample, name: str) -> None:
-    """Send SIG`name`; RequestError if the process ended, its pid is another's now, or it belongs to someone else.
+    """Send SIG`name`; RequestError if the process ended, its pid is another's now, or it belongs to another user.
 
     The process is held by a descriptor while its start time and owner are checked, so the pid can't change hands.
     """
@@ -29,7 +29,7 @@ def send_signal(row: ProcessSample, name: str) -> None:
     except (ProcessLookupError, psutil.NoSuchProcess):
         raise RequestError(f"Process {row.pid} has ended.", "Nothing was sent.") from None
     except (PermissionError, psutil.AccessDenied):
-        raise RequestError(f"Process {row.pid} may not be signalled by you.", "Nothing was sent.") from None
+        raise RequestError(f"You may not signal process {row.pid}.", "Nothing was sent.") from None
     finally:
         os.close(held)
 
@@ -37,6 +37,6 @@ def send_signal(row: ProcessSample, name: str) -> None:
 def _check_same(row: ProcessSample) -> None:
     process = psutil.Process(row.pid)
     if abs(process.create_time() - row.start_time) > START_TIME_TOLERANCE_SECONDS:
-        raise RequestError(f"Process {row.pid} is another one now.", "Nothing was sent.")
+        raise RequestError(f"Pid {row.pid} is another process now.", "Nothing was sent.")
     if os.geteuid() != 0 and process.uids().real != os.geteuid():
         raise RequestError(f"Process {row.pid} belongs to another user.", "Ask them, or an administrator.")

@@ -1,4 +1,4 @@
-"""Recordings of the monitor: JSON lines under a version header, written as they happen, read one at a time.
+"""Recordings of the monitor: JSON lines after a version header, written as they happen, read one at a time.
 
 A torn last line is what a kill leaves and is skipped; a broken line before it, or another version, is one sentence.
 """
@@ -138,7 +138,7 @@ class Recording:
         if header.evener_monitor != VERSION:
             raise RequestError(
                 f"{self.path} is a recording of version {header.evener_monitor}; this evener reads version {VERSION}.",
-                "Replay it with the evener that wrote it.",
+                "Replay it with the version of evener that wrote it.",
             )
         return header
 

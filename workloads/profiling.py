@@ -30,7 +30,7 @@ Event = tuple[str, float, int | None]  # name, seconds, bytes
 
 
 def profile(framework: str, run: Callable[[], None]) -> tuple[Transfer, ...]:
-    """What moved between devices while `run` ran, the dearest first; RequestError without a profiler for it."""
+    """What moved between devices while `run` ran, the longest first; RequestError without a profiler for it."""
     home = _PROFILERS.get(framework)
     if home is None:
         raise RequestError(f"There is no profiler for framework {framework!r}.", "Profile tensorflow or torch.")

@@ -210,7 +210,7 @@ def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
         except msgspec.ValidationError:
             raise RequestError(
                 f"The setting {key} of {entry.name} can't be {value!r}.",
-                f"It is {_article(kind)}, {settings[key]!r} unless said.",
+                f"It is {_article(kind)}, {settings[key]!r} by default.",
             ) from None
     return settings
 

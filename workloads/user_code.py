@@ -1,6 +1,6 @@
 """The user's own model as a workload: finds the function, calls it, and says which of the user's lines is wrong.
 
-Which framework its result belongs to decides which recipe trains it; neither framework is imported here.
+The framework decides which backend trains it; no framework is imported here.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def guard_steps(workload: Workload, source: Path | None) -> Workload:
 
 
 def explain(error: BaseException, source: Path | None, remedy: str = "") -> UserCodeError:
-    """One line: the user's file, the line in it where the error passed, the error. A child's listener says the rest."""
+    """One line: the user's file, the last line of it in the traceback, and the error."""
     text = " ".join(str(error).split())[:300]
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
@@ -184,7 +184,7 @@ def _parsed(path: Path) -> ast.Module:
     except OSError as error:
         raise RequestError(f"{path} can't be read: {error.strerror or error}.", "Check the path.") from None
     except (SyntaxError, ValueError) as error:
-        raise explain(error, path, "Mend that line.") from None
+        raise explain(error, path, "Correct that line.") from None
 
 
 def _without_function(name: str, path: Path) -> RequestError:

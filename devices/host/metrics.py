@@ -1,4 +1,4 @@
-"""The machine around the devices: its CPUs, its memory, and the facts of processes, read from the kernel."""
+"""The machine around the devices: its CPUs, its memory and its processes, read from the kernel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CpuUse(msgspec.Struct, frozen=True):
 
 
 class CpuMeter:
-    """Turns the kernel's tick counters into percentages between two readings; the first counts from its making."""
+    """Turns the kernel's tick counters into percentages between two readings; the first counts from its creation."""
 
     def __init__(self, stat: Path = STAT) -> None:
         self._stat = stat

@@ -1,4 +1,4 @@
-"""Samples/s of the devices and processes: what trainings report of themselves, laid onto this machine's devices."""
+"""Samples/s of the devices and processes: what trainings report of themselves, assigned to this machine's devices."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Activity:
             self._read_at = now
 
     def _give_up(self, failed: Reading, now: float) -> Mapping[int, Reading]:
-        """Say why, and try again after a pause that doubles up to a minute: nothing is latched for good."""
+        """Say why, and try again after a pause that doubles up to a minute."""
         longest = LONGEST_BACKOFF_SECONDS
         self._retry_at = now + (longest if failed is UNSUPPORTED else self._backoff)
         self._backoff = min(longest, self._backoff * 2)

@@ -1,4 +1,4 @@
-"""Everything that NVML tells of one GPU, in tiers by cost: each tick, every few seconds, once.
+"""Everything that NVML reports about one GPU, in tiers by cost: each tick, every few seconds, once.
 
 Costs on an H200: GetPcieThroughput blocks for 21 ms and is never called; static figures take 2 – 3 ms, the temperature
 and the clock 0.4 ms each; one batch of fields and the GPM pair cover the rest.
@@ -98,8 +98,8 @@ class GpuReader:
             memory_total_bytes=UNSUPPORTED if self.device.memory_bytes is None else value(self.device.memory_bytes),
             temperature_celsius=read["temperature"],
             temperature_limit_celsius=read["temperature_limit"],
-            power_watts=self._power(now),
-            power_limit_watts=self._power_limit(slow, now),
+            power_watts=self._current(self._fields.read(now)[POWER_AVERAGE].scaled(1e-3), "power", now),
+            power_limit_watts=self._current(slow[POWER_LIMIT].scaled(1e-3), "power_limit", now),
             energy_joules=self._energy(energy),
             clock_mhz=read["clock"],
             clock_max_mhz=read["clock_max"],
@@ -141,14 +141,9 @@ class GpuReader:
             raise self.nvml.NVMLError(self.nvml.NVML_ERROR_NOT_SUPPORTED)
         return used
 
-    def _power(self, now: float) -> Reading:
-        """The driver's own mean over a second; else the plain call."""
-        told = self._fields.read(now)[POWER_AVERAGE].scaled(1e-3)
-        return told if told.current is not None else first_value(self._metrics["power"].read(now), told)
-
-    def _power_limit(self, slow: Mapping[int, Reading], now: float) -> Reading:
-        told = slow[POWER_LIMIT].scaled(1e-3)
-        return told if told.current is not None else first_value(self._metrics["power_limit"].read(now), told)
+    def _current(self, field: Reading, fallback: str, now: float) -> Reading:
+        """The field's value; else that of the plain call."""
+        return field if field.current is not None else first_value(self._metrics[fallback].read(now), field)
 
     def _energy(self, millijoules: Reading) -> Reading:
         joules = millijoules.scaled(1e-3)
@@ -167,14 +162,14 @@ class GpuReader:
             named = sorted((field for field in shares if shares[field] >= SPOKEN_SHARE), key=lambda f: -shares[f])
             age = max(rate.age_seconds for rate in rates.values())
             return value(max(shares.values()), age), tuple(THROTTLING[field] for field in named)
-        told = first_value(*rates.values())
-        if told.state is not State.UNSUPPORTED:
-            return told, ()
+        rate = first_value(*rates.values())
+        if rate.state is not State.UNSUPPORTED:
+            return rate, ()
         mask = int(self._metrics["reasons"].read(now).current or 0)
         return UNSUPPORTED, tuple(words for bit, words in EVENT_REASONS.items() if mask & bit)
 
     def _traffic(self, activity: Mapping[int, Reading], now: float) -> dict[str, Any]:
-        """Bytes per second of PCIe and NVLink: from GPM, else from counters, asked only where it tells none."""
+        """Bytes per second of PCIe and NVLink: from GPM, else from counters, asked only where GPM has none."""
         found = {name: activity[metric].scaled(MIB) for name, metric, _ in _TRAFFIC.values()}
         if all(reading.current is not None for reading in found.values()):
             return found
@@ -186,7 +181,7 @@ class GpuReader:
         return found
 
 
-_FALLBACKS = frozenset({"power", "power_limit", "reasons"})  # asked only where the fields don't tell
+_FALLBACKS = frozenset({"power", "power_limit", "reasons"})  # asked only where the fields have no value
 _TRAFFIC = {
     PCIE_RECEIVE_BYTES: ("pcie_receive_bytes_per_second", gpm.PCIE_RECEIVE, 1),
     PCIE_SEND_BYTES: ("pcie_send_bytes_per_second", gpm.PCIE_SEND, 1),

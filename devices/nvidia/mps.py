@@ -1,7 +1,7 @@
-"""An MPS daemon of our own: in a folder of its own, and ended whatever happens to this process.
+"""An MPS daemon of evener's own: in its own folder, and ended whatever happens to this process.
 
 A guard process starts NVIDIA's control program and holds a pipe from us. When the pipe closes, because we closed it or
-because we are no more, however that came, it tells the daemon to quit, kills what is left of it and removes the folder.
+because this process died, it tells the daemon to quit, kills what is left of it and removes the folder.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class MpsDaemon:
         program = find_program()
         if program is None:
             raise DeviceError(
-                f"There is no MPS daemon to start: {PROGRAM} is not installed.", "Leave --mps out, or install it."
+                f"There is no MPS daemon to start: {PROGRAM} is not installed.", "Omit --mps, or install it."
             )
         guard = subprocess.Popen(
             [sys.executable, "-P", "-m", "evener.devices.nvidia.mps", program],
@@ -80,7 +80,7 @@ class MpsDaemon:
         if word != "ready":
             self._guard = guard
             self.close()
-            raise DeviceError(f"The MPS daemon did not start: {rest or 'no answer'}.", "Leave --mps out.")
+            raise DeviceError(f"The MPS daemon did not start: {rest or 'no answer'}.", "Omit --mps.")
         self._guard, self._folder = guard, rest
 
 

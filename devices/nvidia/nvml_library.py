@@ -1,4 +1,4 @@
-"""NVML behind one seam: loaded when first needed, opened and closed, its errors sorted, its GPUs listed."""
+"""NVML behind one interface: loaded when first needed, opened and closed, its errors sorted, its GPUs listed."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def failed_reading(code: int) -> Reading:
 
 
 def driver_fault(error: Exception) -> DeviceError:
-    """The sentence for a driver that can't be talked to."""
+    """The error for a driver that can't be used."""
     known = {
         LIBRARY_NOT_FOUND: ("No NVIDIA driver: libnvidia-ml.so.1 is not on this machine.", "Install the driver."),
         DRIVER_NOT_LOADED: (
@@ -83,17 +83,17 @@ def driver_fault(error: Exception) -> DeviceError:
             "The NVIDIA driver in the kernel and its library have different versions.",
             "Reboot, or reload the kernel modules, after a driver update.",
         ),
-        NO_PERMISSION: ("This user may not talk to the NVIDIA driver.", "Check the rights on /dev/nvidia*."),
+        NO_PERMISSION: ("This user may not use the NVIDIA driver.", "Check the rights on /dev/nvidia*."),
     }
     words = known.get(
-        error_code(error), (f"The NVIDIA driver does not answer: {error}.", "Look at nvidia-smi and dmesg.")
+        error_code(error), (f"The NVIDIA driver does not answer: {error}.", "Check nvidia-smi and dmesg.")
     )
     return DeviceError(*words)
 
 
 @contextmanager
 def opened(library: Library | None = None) -> Iterator[Library]:
-    """The library between init and shutdown; DeviceError if the driver can't be talked to."""
+    """The library between init and shutdown; DeviceError if the driver can't be used."""
     chosen = load() if library is None else library
     try:
         chosen.nvmlInit()
@@ -189,7 +189,7 @@ def describe(nvml: Library, handle: Handle, index: int) -> Device:
 
 
 def memory(nvml: Library, handle: Handle) -> tuple[int | None, int | None]:
-    """Bytes that programs can have, and bytes in use; None where the chip has no memory of its own to tell of.
+    """Bytes that programs can have, and bytes in use; None where the chip has no memory of its own.
 
     Drivers before 510 lack the second version, which tells what the driver keeps for itself.
     """

@@ -1,4 +1,4 @@
-"""What can spoil a measurement on one GPU: it holds itself back, others take its memory, or its driver goes silent.
+"""What can spoil a measurement on one GPU: it throttles, others take its memory, or its driver goes silent.
 
 Asked between two timed blocks, on a thread of its own: a driver that hangs holds up that thread and nobody else.
 """
@@ -32,18 +32,18 @@ HELD_BITS, CAPPED_BITS = 0x08 | 0x20 | 0x40 | 0x80, 0x04  # of the reasons' mask
 
 
 class Vitals(msgspec.Struct, frozen=True):
-    """One look at a GPU; None for what it doesn't tell. Seconds are counted up since the driver or the watch began."""
+    """One reading of a GPU; None for what it doesn't report. Seconds add up since the driver or the watch began."""
 
     at_seconds: float = 0.0  # monotonic
     held_seconds: float | None = None  # by heat, a power brake or a fault: the longest of these
     capped_seconds: float | None = None  # by its power limit
-    used_bytes: int | None = None  # by everybody; asked in full looks only, and so the next
-    processes: Mapping[int, int] = {}  # pid -> bytes, as far as the driver tells
+    used_bytes: int | None = None  # by everybody; read only in full readings, as are the processes
+    processes: Mapping[int, int] = {}  # pid -> bytes, as far as the driver reports
     trouble: str = ""  # why the GPU can't be used now, as a sentence
 
 
 class GpuVitals:
-    """The watch over one GPU, by its UUID. A driver that was never there is no trouble: then nothing is known."""
+    """The watch over one GPU, by its UUID. A driver that was never there is no trouble: nothing is reported then."""
 
     def __init__(self, uuid: str, library: Library | None = None) -> None:
         self._uuid = uuid
@@ -143,7 +143,7 @@ class GpuVitals:
 
 
 class _Reader:
-    """The calls behind a look: one batch of counters, and in a full look memory and processes."""
+    """The calls behind a reading: one batch of counters; memory and processes in a full one."""
 
     def __init__(self, nvml: Library, handle: Handle) -> None:
         self._nvml, self._handle = nvml, handle
@@ -154,7 +154,7 @@ class _Reader:
         self._memory: tuple[int | None, Mapping[int, int]] = (None, {})
 
     def read(self, full: bool) -> Vitals:
-        """A look; GpuGoneError or DriverGoneError if there is nobody to ask."""
+        """One reading; GpuGoneError or DriverGoneError if there is nothing left to ask."""
         now = time.monotonic()
         held, capped = self._slowed(now)
         if full:
@@ -163,18 +163,18 @@ class _Reader:
         return Vitals(now, held, capped, used, processes)
 
     def _slowed(self, now: float) -> tuple[float | None, float | None]:
-        """Seconds counted by the driver in nanoseconds, else what the mask said at each look, for the time between."""
+        """Seconds by the driver's nanosecond counters, else estimated from the mask at each reading."""
         found = self._fields.read(now)
         counts = {field: reading.current / 1e9 for field, reading in found.items() if reading.current is not None}
         if counts:
             held = [counts[field] for field in HELD_FIELDS if field in counts]
             return (max(held) if held else None), counts.get(POWER_CAP)
         if any(reading.state is not State.UNSUPPORTED for reading in found.values()):
-            return None, None  # it has the counters, and doesn't tell just now
-        told = self._reasons.read(now).current
-        if told is None:
+            return None, None  # it has the counters, but doesn't answer just now
+        reasons = self._reasons.read(now).current
+        if reasons is None:
             return None, None
-        mask, elapsed = int(told), now - self._mask_at
+        mask, elapsed = int(reasons), now - self._mask_at
         self._held += elapsed * (bool(mask & HELD_BITS) + bool(self._mask & HELD_BITS)) / 2
         self._capped += elapsed * (bool(mask & CAPPED_BITS) + bool(self._mask & CAPPED_BITS)) / 2
         self._mask, self._mask_at = mask, now

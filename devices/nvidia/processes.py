@@ -33,7 +33,7 @@ class GpuProcesses:
         self._seen: tuple[OnDevice, ...] = ()
 
     def read(self, now: float) -> Sequence[OnDevice]:
-        """The processes now; GpuGoneError or DriverGoneError if there is nobody to ask."""
+        """The processes now; GpuGoneError or DriverGoneError if there is nothing left to ask."""
         if now < self._due:
             return self._seen
         self._due = now + PERIOD_SECONDS

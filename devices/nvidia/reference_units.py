@@ -1,4 +1,4 @@
-"""Reference GPU units: what a model is expected to do, next to what was measured.
+"""Reference GPU units: what a model is expected to do, to compare with what was measured.
 
 Source: Digital Research Alliance of Canada, "Allocations and compute scheduling", as the slides "Squeeze more juice out
 of a single GPU" give it: RGU = 1.6 * FP32 score + 1.6 * FP16 score + 0.8 * memory score, an A100 of 40 GB having 4.

@@ -29,7 +29,9 @@ RETRY_GPU_SECONDS = 5.0
 RETRY_DRIVER_SECONDS = 2.0
 REOPEN_FOR_LOST_SECONDS = 60.0  # a GPU that was reset is listed again only after a new init
 DENIED_WORDS = "This user may not read this GPU; check the rights on /dev/nvidia*."
-SILENT_WORDS = "The driver answers, but tells nothing of this GPU; in a container, its rights may have been taken."
+SILENT_WORDS = (
+    "The driver answers but reports nothing about this GPU; in a container, access to it may have been revoked."
+)
 
 
 class _Slot:
@@ -119,7 +121,7 @@ class NvmlSource:
                 self._attach(gpu)
 
     def _watch_events(self) -> None:
-        """From the third look on, so that a single look needn't wait for the watching thread to end."""
+        """From the third sample on, so that a single sample needn't wait for the watching thread to end."""
         self._looks += 1
         if self._is_open and self._events is None and self._looks > 2:
             self._events = EventWatch(self._nvml, [slot.reader.handle for slot in self._slots.values() if slot.reader])
@@ -200,7 +202,7 @@ def lost_sample(device: Device, note: str, events: tuple[str, ...] = ()) -> Devi
 
 
 def doubt(sample: DeviceSample) -> str:
-    """A sentence for a row of which nothing can be read just now; empty for any other."""
+    """A sentence for a device that can't be read at all just now; empty for any other."""
     vital = (sample.utilization_percent, sample.memory_used_bytes, sample.temperature_celsius, sample.clock_mhz)
     if any(reading.current is not None for reading in vital):
         return ""

@@ -1,4 +1,4 @@
-"""Simulated machines: the written-down physics of devices that aren't here. Pure arithmetic, no noise drawn.
+"""Simulated machines: the physics of devices that aren't here, as written in a file. Pure arithmetic, without noise.
 
 device_seconds(b) = ceil_to(stall_ms, curve(b)) / compute share * (1 + contention while others work)
 step_seconds      = max over devices with samples of device_seconds + (base_ms + per_device_ms * (k - 1) for k >= 2)
@@ -39,7 +39,7 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_device_ms: Amount = 0.0
 
     def seconds(self, devices: int) -> float:
-        """Cost for so many devices with samples; one device has nobody to wait for."""
+        """Cost for so many devices with samples; one device waits for nobody."""
         return (self.base_ms + self.per_device_ms * (devices - 1)) / 1000 if devices >= 2 else 0.0
 
 
@@ -116,7 +116,7 @@ class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What befalls one device of a machine file for a time of the session's clock."""
+    """What happens to one device of a machine file, for some time on the session's clock."""
 
     at_seconds: Amount
     device: Annotated[int, Meta(ge=0)]  # its place in the file, from 0
@@ -130,7 +130,7 @@ class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"it ends at {self.until_seconds} s, before it begins")
 
     def holds(self, position: int, at_seconds: float) -> bool:
-        """Whether it befalls that device then."""
+        """Whether it happens to that device then."""
         return position == self.device and self.at_seconds <= at_seconds < self.until_seconds
 
 
@@ -148,7 +148,7 @@ class Machine(msgspec.Struct, frozen=True):
         return self.limits[position] if self.limits else Limit()
 
     def described(self) -> tuple[Device, ...]:
-        """The devices as the rest of the program knows them."""
+        """The devices as the rest of the program describes devices."""
         return tuple(
             Device(
                 id=f"sim-{position}-{device.slug}",
@@ -201,7 +201,7 @@ class Machine(msgspec.Struct, frozen=True):
         return own if capped is None else min(own, capped)
 
     def short_bytes(self, position: int, at_seconds: float) -> int:
-        """How much less than that it is then, as somebody else holds it."""
+        """How much of that others hold then."""
         taken = sum(each.memory_taken_mib for each in self.events if each.holds(position, at_seconds))
         left = max(0, round((self.devices[position].memory_mib - taken) * MIB))
         return max(0, self.usable_memory_bytes(position) - left)

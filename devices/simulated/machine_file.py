@@ -50,7 +50,7 @@ def load_machine(path: str | PathLike[str]) -> Machine:
     except (OSError, ValueError) as error:
         raise RequestError(
             f"The machine file {source} can't be read: {getattr(error, 'strerror', None) or error}.",
-            "Name a TOML file that is there.",
+            "Name an existing TOML file.",
         ) from None
     if len(text) > LARGEST_FILE_BYTES:
         raise RequestError(f"{source} is not a machine file.", "Name a TOML file with [[device]] tables.")
@@ -89,7 +89,7 @@ def catalogue_names() -> tuple[str, ...]:
 
 
 def catalogue(names: Sequence[str]) -> Machine:
-    """A machine of catalogue devices; a mixed one pays for keeping in step as its dearest device does."""
+    """A machine of catalogue devices; a mixed one synchronises at the cost of its most expensive device."""
     entries, default = _entries()
     for name in names:
         if name.lower() not in entries:
@@ -120,7 +120,7 @@ def _decode(text: bytes, source: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text.decode())
     except (RecursionError, ValueError) as error:  # also of text that isn't Unicode, and of endless numbers
-        raise RequestError(f"{source} is not TOML: {error}.", "Mend that line.") from None
+        raise RequestError(f"{source} is not TOML: {error}.", "Correct that line.") from None
 
 
 def _where(source: str, kind: str, position: int, table: object) -> str:
@@ -157,7 +157,7 @@ def _explain(message: str, table: Any, where: str) -> str:
 def _check_memory_keys(table: dict[str, Any], where: str) -> None:
     straight = [key for key in ("memory_base_mib", "memory_per_sample_mib") if key in table]
     if "memory_curve" in table and straight:
-        raise RequestError(f"{where}: `memory_curve` and `{straight[0]}` contradict each other.", "Keep one of them.")
+        raise RequestError(f"{where}: `memory_curve` and `{straight[0]}` exclude each other.", "Keep one of them.")
     if "memory_curve" not in table and len(straight) < 2:
         missing = "memory_per_sample_mib" if "memory_base_mib" in straight else "memory_base_mib"
         raise RequestError(f"{where}: missing key `{missing}`.", "Give both of the memory line, or `memory_curve`.")

@@ -152,7 +152,7 @@ def test_a_machine_file_stands_alone(tmp_path: Path) -> None:
     table = '[[device]]\nname = "A"\nmemory_mib = 9\nmemory_base_mib = 0\nmemory_per_sample_mib = 1\n'
     path.write_text((table + "curve = [[1, 1], [2, 2]]\n") * 2)
     assert ids(discover(f"sim:{path}", environ=EMPTY)) == ["SIM:0", "SIM:1"]
-    with pytest.raises(RequestError, match="beside other devices"):
+    with pytest.raises(RequestError, match="combined with other devices"):
         discover(f"sim:{path},t4", environ=EMPTY)
     with pytest.raises(RequestError, match="can't be read"):
         discover("sim:nowhere.toml", environ=EMPTY)

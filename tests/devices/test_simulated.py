@@ -209,7 +209,7 @@ BROKEN = {
     "a truth value": (DEVICE + "noise = true", "`noise` is True: Expected `float`"),
     "missing curve": (DEVICE.replace("curve", "#"), "missing key `curve`"),
     "missing slope": (DEVICE.replace("memory_per_sample_mib", "#"), "missing key `memory_per_sample_mib`"),
-    "two lines": (DEVICE + "memory_curve = [[1, 2.0], [2, 3.0]]", "contradict"),
+    "two lines": (DEVICE + "memory_curve = [[1, 2.0], [2, 3.0]]", "exclude each other"),
     "falling memory": (
         DEVICE.replace("memory_base", "#").replace("memory_per", "#") + "memory_curve = [[1, 3.0], [2, 2.0]]",
         "`memory_curve` falls from batch 1 to 2",

@@ -1,6 +1,6 @@
 """The user's own compiled Keras model as a workload.
 
-What it trains on stands beside the function: `training_data()`, which returns what the training is fed with, or
+Its data come from other functions of the same file: `training_data()`, which returns what the training uses, or
 `sample_batch(n)`, which makes n rows of (x, y). Without either, rows are made from the model's shapes.
 """
 

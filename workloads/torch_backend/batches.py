@@ -1,7 +1,7 @@
-"""What a PyTorch workload trains on: its data, fed by the loader that a training uses, so that a step costs the same.
+"""What a PyTorch workload trains on: its data, by the loader that a training uses, so that a step costs the same.
 
-Data that have rows of their own keep them, with epochs and reshuffling; what only makes batches is asked for a pool of
-rows, larger than a processor's cache where that is no burden, which goes round.
+A data set is read epoch after epoch, reshuffled each time. A function that only makes batches is called once, for a
+pool of rows that is used again and again: larger than a processor's cache, unless rows are slow to make.
 """
 
 from __future__ import annotations

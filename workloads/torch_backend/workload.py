@@ -39,7 +39,7 @@ class Recipe(msgspec.Struct, frozen=True):
 
 
 BuildRecipe = Callable[[], Recipe]
-Lay = Callable[[Any, tuple[torch.device, ...]], Any]  # puts a module's parts on devices and gives what to call
+Lay = Callable[[Any, tuple[torch.device, ...]], Any]  # puts a module's parts on devices and returns what to call
 
 
 class TorchWorkload:

@@ -1,4 +1,4 @@
-"""The seed's network: MNIST with far more layers than it needs, so that GPUs of different sizes sweat. Never converges.
+"""The seed's network: MNIST with far more layers than it needs, to load GPUs of different sizes. It never converges.
 
 Source: jinkos/multi-gpus, gpu_maxing_model.py; 78,923,530 parameters, 2.0 GMAC forward per sample.
 """
