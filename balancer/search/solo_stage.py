@@ -158,9 +158,10 @@ class SoloStage:
         if curve is None or not ran or self._problem.global_batch is not None:
             return 0
         most = self._largest_that_matters(position)
+        if most <= GROWN * ran:
+            return 0
         rate = most / curve.seconds(most)
-        best = max((p.batch / p.seconds for p in device.alone), default=0.0)
-        if most <= GROWN * ran or rate <= best * (1 + WORTH):
+        if rate <= (1 + WORTH) * max((p.batch / p.seconds for p in device.alone), default=0.0):
             return 0
         enough = single_reaching(DeviceCurve(position, curve, most), rate * (1 - ENOUGH), self._quantum)
         return self._stride(ran, max(ran, enough.global_batch if enough else most))
