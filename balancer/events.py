@@ -1,4 +1,4 @@
-"""What a session reports while it runs. Frozen records; a terminal, a journal viewer or a screen draws them."""
+"""What a session reports while it runs, for a terminal, a screen or a viewer of journals to draw."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     workload: str
     budget_seconds: float | None
     replayed: int
-    notes: tuple[str, ...] = ()  # to be said aloud: what `auto` chose, devices that others use
+    notes: tuple[str, ...] = ()  # to show: what `auto` chose, devices that others use
     virtual_time: bool = False  # simulated devices: seconds are those of their clock
 
 
@@ -28,7 +28,7 @@ class ProbeStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class ProbeProgress(msgspec.Struct, frozen=True, tag=True):
-    """How a running measurement is doing. A later one replaces it."""
+    """How a running measurement is doing. A later report replaces it."""
 
     probe: Probe
     phase: str  # starting | building | warming up | measuring
@@ -38,18 +38,18 @@ class ProbeProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Observed(msgspec.Struct, frozen=True, tag=True):
-    """A measurement ended, was journalled, and was told to the search."""
+    """A measurement ended, was journalled, and the search has it."""
 
     seen: Observation
     belief: Belief
     best: Result | None
-    probes: int  # so far, replayed ones counted
+    probes: int  # so far, including replayed ones
     out_of_memory: int
     at_seconds: float
 
 
 class Paused(msgspec.Struct, frozen=True, tag=True):
-    """No new probe starts until the session goes on."""
+    """No new probe starts until the session continues."""
 
     at_seconds: float
 

@@ -16,14 +16,14 @@ import msgspec
 
 from evener import __version__
 from evener.balancer import resolve
-from evener.balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
+from evener.balancer.events import Event, Finished, Observed, Paused, ProbeStarted, Started
 from evener.balancer.probes.prober import Facts, Prober
 from evener.balancer.request import Request, ResolvedRequest
 from evener.balancer.result.explain_failure import explain_no_plan
 from evener.balancer.result.outcome import build_outcome
 from evener.balancer.search.search import Search, Stop
 from evener.balancer.store import journal, replay, runs
-from evener.balancer.store.journal import AskedEntry, EndedEntry, Header, Journal, FactsEntry, Record, ObservationEntry
+from evener.balancer.store.journal import AskedEntry, EndedEntry, FactsEntry, Header, Journal, ObservationEntry, Record
 from evener.balancer.store.locks import RunLock, lock_devices
 from evener.balancer.types import Observation, OutOfMemory, Probe
 from evener.errors import RequestError
@@ -69,7 +69,7 @@ class Session:
 
     @property
     def search(self) -> Search:
-        """What decides on probes, for who shows more of it than the events; to be read once the session has ended."""
+        """What decided on the probes; read it once the session has ended."""
         return self._search
 
     @property
@@ -120,7 +120,7 @@ class Session:
             run, created, request, found.devices, found.workload, found.framework, __version__, found.largest_share,
             found.notes,
         )  # fmt: skip
-        replay.make_search(header, ())  # a request that no search can meet leaves no run behind
+        replay.make_search(header, ())  # raises for a request that no search can meet, before a run is made
         try:
             self._locks.enter_context(RunLock(run))
             self._journal = journal.create(runs.journal_path(run), header)
@@ -199,7 +199,7 @@ class Session:
             self._events.put(ProbeStarted(probe, self._prober.now()))
         alarm = self._alarm()
         try:
-            for seen in self._prober.measure(probes, self._report, self._halt, finished):
+            for seen in self._prober.measure(probes, self._events.put, self._halt, finished):
                 self._take(seen)
         finally:
             if alarm is not None:
@@ -226,11 +226,8 @@ class Session:
             )
         )
 
-    def _report(self, progress: ProbeProgress) -> None:
-        self._events.put(progress)
-
     def _alarm(self) -> threading.Timer | None:
-        """Ends the running probes when the budget and its grace are over; virtual time is the search's own affair."""
+        """Ends running probes when the budget and its grace are over; in virtual time the search keeps to it."""
         budget = self._header.request.budget_seconds
         if budget is None or self._resolved.machine is not None:
             return None
@@ -255,7 +252,7 @@ class Session:
         self._paused_seconds += time.monotonic() - started
 
     def _finish(self) -> Finished:
-        """The best plan so far, journalled; NoLayoutError if there is none."""
+        """Journal the best plan so far; NoLayoutError if there is none."""
         seen, at = tuple(self._seen), self._prober.now()
         found = build_outcome(self._header, self._search, seen, self._facts, self._why_stopped(), self._seconds())
         if found is None:
@@ -268,7 +265,7 @@ class Session:
         return Finished(self.run_id, found.plan, results, found.verdict, interrupted, at)
 
     def _seconds(self) -> float:
-        """What the search took, pauses not counted; a replayed run that is complete keeps its own."""
+        """Seconds that the search took, without pauses; a replayed run that is complete keeps its own."""
         if len(self._seen) == len(self._record.seen):
             return replay.read_clock(self._record)
         return max(0.0, self._prober.now() - self._paused_seconds)
@@ -290,7 +287,7 @@ class Session:
 
 
 class _Events(Iterator[Event]):
-    """Events as they come; an exception in whoever waits leaves the session as it is."""
+    """Events as they come. Unlike a generator, it can be read on after an exception in the reader."""
 
     def __init__(self, source: queue.SimpleQueue[Event | BaseException | None]) -> None:
         self._source = source

@@ -1,8 +1,8 @@
-"""When a step's time is known well enough: a small machine that says how many steps to run next.
+"""Decides how many steps to time next, and when a step's time is known well enough. Pure: it has no clock.
 
-Pure: it sees blocks of steps and decides; whoever runs the steps owns the clock. It warms up until two windows agree,
-then times blocks of equal length until the 95 % interval of the mean step is within `TIGHT`, or the time is spent. What
-drifted or throttled meanwhile is timed once more, and said all the same. A whole run ends with its time or steps alone.
+It warms up until two windows of steps agree, then takes blocks of equal length until the 95 % interval of the mean step
+is within `TIGHT`, or the time is spent. A probe whose speed drifted or was throttled is timed once more, with a warning
+in any case. A whole run ends with its time or its steps, however sure the figure is.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ WARM_UP_WINDOWS = 24  # at most
 FEWEST_BLOCKS = 3  # even when they take longer than the probe's seconds
 ENOUGH_BLOCKS = 5  # before an interval is believed to be tight
 MOST_BLOCKS = 400
-FINEST = 200  # a whole run has no most: each block takes at least 1 / this of the steps before it
-BLOCKS_A_PROBE = 16  # the block length aimed at is the probe's seconds / this,
+FINEST = 200  # in a whole run, which may be long, each block takes at least 1 / this of the steps before it
+BLOCKS_PER_PROBE = 16  # a block is meant to take the probe's seconds / this,
 SHORTEST_BLOCK_SECONDS, LONGEST_BLOCK_SECONDS = 0.02, 0.5  # within these
 
 NOISY = 0.03  # half-width / mean
 DRIFT = 0.02  # between the halves' means, and DRIFT_ERRORS standard errors
 DRIFT_ERRORS = 4.0
 THROTTLED = 0.05  # gap between the mean and the median block, or share of the time in which a device was held back
-CAPPED = 0.2  # share of the time at the power limit that is worth a word
+CAPPED = 0.2  # share of the time at the power limit that is worth a warning
 STALLED = 3.0  # a block that took so many times the median
 DISTURBED = 0.95  # CPU time / wall time of a process that never waits
 DISTURBED_SHARE = 0.2  # of the blocks
 TOO_SHORT_SECONDS = 0.05
-UNSTEADY = ("drift", "throttled")  # seen in a first round, it is measured again,
+UNSTEADY = ("drift", "throttled")  # after these warnings a probe is timed again,
 AGAIN_SHARE = 0.5  # for this part of its time
 
 
 class Block(msgspec.Struct, frozen=True):
-    """Steps that were timed together. `own_seconds`: each device's own compute, where it can tell."""
+    """Steps that were timed together. `own_seconds`: each device's own compute, where that is known."""
 
     steps: int
     wall_seconds: float
@@ -57,12 +57,12 @@ class Block(msgspec.Struct, frozen=True):
 
     @property
     def disturbed(self) -> bool:
-        """Somebody else took part of its cores."""
+        """Whether other processes took a part of its cores."""
         return self.cpu_share is not None and self.cpu_share < DISTURBED
 
 
 class StepTiming(msgspec.Struct, frozen=True):
-    """What the blocks say of one step."""
+    """The time of one step, according to the blocks."""
 
     step: Interval  # seconds
     steps: int
@@ -71,29 +71,31 @@ class StepTiming(msgspec.Struct, frozen=True):
 
 
 class BlockTimer:
-    """Asks for blocks by `next_steps` (0: enough) and takes them by `add`."""
+    """Asks for blocks by `next_steps`, which is 0 at the end, and takes them by `add`."""
 
     def __init__(self, seconds: float, whole: bool = False, steps: int = 0) -> None:
         self._whole = whole or steps > 0  # it lasts as long as it was asked to
         self._steps_asked = steps  # 0: it lasts by its seconds
         self._seconds = max(seconds, SHORTEST_BLOCK_SECONDS)
-        self._block_seconds = min(max(self._seconds / BLOCKS_A_PROBE, SHORTEST_BLOCK_SECONDS), LONGEST_BLOCK_SECONDS)
+        self._block_seconds = min(max(self._seconds / BLOCKS_PER_PROBE, SHORTEST_BLOCK_SECONDS), LONGEST_BLOCK_SECONDS)
         self._windows: list[Block] = []
         self._blocks: list[Block] = []
-        self._steps = 0  # of each measured block; 0 while warming up
+        self._steps = 0  # of each timed block; 0 while warming up
         self._slow_start = 0.0
-        self._unsteady: tuple[Warned, ...] | None = None  # what made the first round be measured again
+        self._unsteady: tuple[Warned, ...] | None = (
+            None  # warnings of the first round, after its end
+        )
 
     @property
     def phase(self) -> str:
-        """For whoever watches: warming up | measuring."""
+        """For display: warming up | measuring."""
         return "measuring" if self._steps else "warming up"
 
     def next_steps(self) -> int:
-        """Steps to run as the next block; 0 when the measurement is over."""
+        """Steps to run as the next block; 0 when it is over."""
         if not self._steps:
             return self._sized(self._windows[-1]) if self._windows else 1
-        return 0 if self._over() and not self._again() else self._block_steps()
+        return 0 if self._over() and not self._start_again() else self._block_steps()
 
     def add(self, block: Block) -> None:
         """Take the block that `next_steps` asked for."""
@@ -104,7 +106,7 @@ class BlockTimer:
         if self._steady():
             self._steps = self._sized(block)
             if self._steps_asked:
-                self._steps = max(1, min(self._steps, self._steps_asked // BLOCKS_A_PROBE))
+                self._steps = max(1, min(self._steps, self._steps_asked // BLOCKS_PER_PROBE))
 
     def interval(self) -> Interval | None:
         """Seconds per step so far; None before the second block."""
@@ -112,7 +114,7 @@ class BlockTimer:
         return _interval(clean) if len(clean) > 1 else None
 
     def result(self) -> StepTiming | None:
-        """What is known; None if nothing was timed after the warm-up."""
+        """The step's time; None if nothing was timed after the warm-up."""
         clean = self._clean()
         if not clean:
             return None
@@ -141,15 +143,15 @@ class BlockTimer:
             self._slow_start = gap
         return over
 
-    def _again(self) -> bool:
-        """Once, where speed drifted or was held back: a round of half the time follows, and its figure counts.
+    def _start_again(self) -> bool:
+        """After an unsteady first round, once: a round of half the time follows, and its figure counts.
 
-        Not in a whole run: the time or the steps that were asked for are what was measured.
+        Not in a whole run, which lasts for the time or the steps that were asked for.
         """
-        measured = self.result()
-        if self._whole or self._unsteady is not None or measured is None:
+        timing = self.result()
+        if self._whole or self._unsteady is not None or timing is None:
             return False
-        self._unsteady = tuple(doubt for doubt in measured.warnings if doubt.code in UNSTEADY)
+        self._unsteady = tuple(warning for warning in timing.warnings if warning.code in UNSTEADY)
         if self._unsteady:
             self._blocks, self._seconds = [], self._seconds * AGAIN_SHARE
         return bool(self._unsteady)
@@ -158,7 +160,7 @@ class BlockTimer:
         return sum(block.steps for block in self._blocks)
 
     def _block_steps(self) -> int:
-        """Of the next block; in a whole run they grow with those done, and the last block ends with the steps asked."""
+        """Of the next block; in a whole run they grow with those done, and the last block ends as asked."""
         if not self._whole:
             return self._steps
         done = self._done()
@@ -196,10 +198,7 @@ class BlockTimer:
         gap = abs(step.value - middle) / middle
         seen = {
             "slow_start": (self._slow_start, self._slow_start > 0),
-            "too_short": (
-                spent,
-                len(clean) < FEWEST_BLOCKS or spent < TOO_SHORT_SECONDS,
-            ),
+            "too_short": (spent, len(clean) < FEWEST_BLOCKS or spent < TOO_SHORT_SECONDS),
             "noisy": (relative_half_width(step), relative_half_width(step) > NOISY),
             "drift": _drift(means),
             "throttled": (max(slowed, gap), slowed > THROTTLED or (gap > THROTTLED and len(means) >= ENOUGH_BLOCKS)),
@@ -213,7 +212,7 @@ class BlockTimer:
             for code, (value, holds) in seen.items()
             if holds
         }
-        before = (doubt for doubt in self._unsteady or () if doubt.code not in found)
+        before = (warning for warning in self._unsteady or () if warning.code not in found)
         return (*found.values(), *before)
 
 
@@ -222,14 +221,14 @@ def _interval(blocks: Sequence[Block]) -> Interval:
 
 
 def _own(blocks: Sequence[Block]) -> tuple[float | None, ...]:
-    """Each device's own compute a step, over all blocks; None where any block could not tell."""
+    """Each device's own compute per step, over all blocks; None where it is unknown in one of them."""
     steps = sum(block.steps for block in blocks)
     columns = zip(*(block.own_seconds for block in blocks), strict=True)
     return tuple(None if None in column else sum(s for s in column if s is not None) / steps for column in columns)
 
 
 def _drift(means: Sequence[float]) -> tuple[float, bool]:
-    """The later half's mean against the earlier one's, and whether noise alone does not explain it."""
+    """How much the later half's mean differs from the earlier one's, and whether that is more than noise."""
     if len(means) < 2 * FEWEST_BLOCKS:
         return 0.0, False
     half = len(means) // 2

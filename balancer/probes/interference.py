@@ -61,7 +61,7 @@ class InterferenceMonitor:
         """Bytes that each device lacks because others hold them; positions that lack nothing are left out.
 
         `own` are the pids of the session's children, `clean` the positions where none of them runs. Where the driver
-        doesn't name processes, what others hold can only be told on a clean device.
+        doesn't name processes, what others hold is known only on a clean device.
         """
         found: dict[int, int] = {}
         for position in dict.fromkeys(positions):
@@ -160,7 +160,7 @@ def _unclear_bytes(memory_bytes: int) -> float:
 
 
 def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | None:
-    """Bytes that others hold; None if they can't be told from the session's own."""
+    """Bytes that others hold; None if the session's own can't be separated."""
     if vitals.used_bytes is None:
         return None
     mine = [size for pid, size in vitals.processes.items() if pid in own]

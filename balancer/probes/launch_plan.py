@@ -66,7 +66,7 @@ def assign_devices(resolved: ResolvedRequest, key: GroupKey) -> list[list[Device
 def map_ranks(
     resolved: ResolvedRequest, key: GroupKey, environments: Sequence[ChildEnvironment], busy_cores: Mapping[int, float]
 ) -> RankMap:
-    """Where those children lie on the devices; `busy_cores` by position, as far as solo probes have told."""
+    """Where those children lie on the devices; `busy_cores` by position, as far as solo probes have shown."""
     threads = environments[0].threads or 1
     positions = key.positions * key.processes
     return RankMap(
