@@ -1,6 +1,6 @@
 """Makes the pictures of the app in docs/pictures from simulated runs: `python -m docs.pictures`.
 
-Clock, host and readings are fixed and nothing is drawn from this machine, so the same program makes the same pictures.
+Clock, host and readings are fixed, so that the same program makes the same pictures on every machine.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from textual.pilot import Pilot
 
 from evener.balancer.session import Request, Session
 from evener.devices.discover import discover
+from evener.devices.host.source_base import Surroundings
+from evener.devices.host.training_rates import TrainingRates
 from evener.devices.sampler import History
 from evener.devices.simulated.machine import Machine
 from evener.devices.simulated.source import SimulatedSource
@@ -38,19 +40,19 @@ HOST = HostSample(
 
 
 class PicturePublisher:
-    """Simulated devices on a clock that the picture sets, with trainings that the picture names."""
+    """Publishes simulated devices on a clock and with trainings that the picture sets."""
 
     def __init__(self, machine: Machine, speeds: Sequence[tuple[float, int]]) -> None:
         self.interval_seconds = 1.0
         self.state = ""
         self._clock = 0.0
-        self._source = SimulatedSource(machine, seed=7, clock=lambda: self._clock)
+        self._source = SimulatedSource(machine, 7, Surroundings(TrainingRates(lambda: ()), lambda: self._clock))
         self._speeds = speeds
         self._history = History(600)
         self._post: Post | None = None
 
     def start(self, post: Post) -> None:
-        """Live through some minutes at once, then show the last moment."""
+        """Simulate some minutes at once, then show the last moment."""
         self._post = post
         for tick in range(150):
             self._set_loads(tick)
@@ -97,14 +99,14 @@ class PicturePublisher:
         return tuple(rows)
 
     def stop(self) -> None:
-        """Nothing runs."""
+        """Nothing to stop."""
 
     def history(self, device_id: str, metric: str) -> tuple[float | None, ...]:
-        """As a sampler keeps it."""
+        """A metric's newest values."""
         return self._history.values(device_id, metric)
 
     def set_loads(self, loads: object) -> None:
-        """The picture's own loads stay."""
+        """Keep the picture's own loads."""
 
 
 def _app(spec: str, theme: str) -> EvenerApp:
@@ -123,7 +125,7 @@ async def _wait(pilot: Pilot[int], condition: Callable[[], object]) -> None:
         if condition():
             return
         await pilot.pause(0.05)
-    raise RuntimeError("the picture never came")
+    raise RuntimeError("the picture did not appear")
 
 
 async def _monitor(pilot: Pilot[int]) -> None:
@@ -180,7 +182,7 @@ PICTURES: dict[str, tuple[str, tuple[int, int], str, Callable[[Pilot[int]], obje
 
 
 def _cleaned(svg: str) -> str:
-    """The picture without fonts from elsewhere and without numbers that change by chance."""
+    """The picture without web fonts and without random numbers."""
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r"font-family: Fira Code, monospace", FONT, svg)
     svg = re.sub(r"terminal-\d+", "terminal-evener", svg)

@@ -1,6 +1,6 @@
 """Training runs at batch sizes that a person chooses, timed one after another.
 
-Per-device figures come from the step itself where a device's own part of it can be told from waiting (CPU slices,
+Per-device figures come from the step itself where a device's own work can be separated from waiting (CPU slices,
 simulated devices); elsewhere each device is timed alone at its share.
 """
 

@@ -100,7 +100,7 @@ def imports_by_module(package: Path) -> dict[str, set[str]]:
 
 
 def circles(imports: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of modules that reach each other; whatever imports nothing that is left is taken away, then the reverse."""
+    """Modules in circles, or between two: what nothing imports, or imports nothing, is removed until none is left."""
     left = {name: set(wanted) for name, wanted in imports.items()}
     while True:
         imported = set().union(*left.values()) if left else set()

@@ -148,7 +148,7 @@ async def test_help_tells_keys_marks_and_notes(app_of: Any, script: Any) -> None
         await until(pilot, lambda: isinstance(app.screen, DetailsDialog), "help")
         page = app.screen.query_one("Text").text
         assert "send a signal" in page
-        assert "it could, but not to this user" in page
+        assert "this user may not read it" in page
         assert "No driver: libnvidia-ml is missing." in page
         await pilot.press("escape")
 

@@ -102,7 +102,7 @@ def test_the_doctor_tells_of_a_runs_folder_that_cannot_be(tmp_path: Path, monkey
     """As one check among the others."""
     (tmp_path / "taken").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "taken"))
-    monkeypatch.setattr("evener.balancer.diagnostics._ASK", {})
+    monkeypatch.setattr("evener.balancer.diagnostics._QUERIES", {})
     checks = {check.name: check for check in check_machine()}
     assert checks["runs folder"].level == "problem"
     assert "XDG_STATE_HOME" in checks["runs folder"].remedy

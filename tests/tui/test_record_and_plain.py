@@ -128,7 +128,7 @@ def test_only_keeps_devices_and_names_a_wrong_one() -> None:
 
 
 def test_too_short_an_interval_is_refused_with_its_reason() -> None:
-    with pytest.raises(RequestError, match="slows the devices down"):
+    with pytest.raises(RequestError, match="slow the devices down"):
         run_monitor(SIM, interval_seconds=0.01, stdout=io.StringIO())
 
 

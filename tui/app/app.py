@@ -86,7 +86,7 @@ class EvenerApp(BaseApp):
             try:
                 loop.add_signal_handler(number, self.exit, 128 + number)
             except (ValueError, RuntimeError, NotImplementedError):
-                break  # not in the main thread: whoever runs us there handles signals
+                break  # not in the main thread: the caller handles signals
         self.publisher.start(self.post_message)
 
     def hang_up(self) -> None:

@@ -1,4 +1,4 @@
-"""The two themes, and the colours that carry a meaning on every screen."""
+"""The two themes, and the colours that have a meaning on every screen."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _DEVICES_LIGHT = ("#0b62c4", "#b35309", "#15803d", "#7e3fc4", "#c0266b", "#0e749
 
 
 def _meanings(colours: dict[str, str], devices: tuple[str, ...]) -> dict[str, str]:
-    """Theme variables: one for each tone of `evener.tui.view.cells` that the theme doesn't name already."""
-    return {**{f"ev-{name}": colour for name, colour in colours.items()}} | {
+    """Theme variables: one for each tone of `evener.tui.view.cells` that Textual's themes lack."""
+    return {f"ev-{name}": colour for name, colour in colours.items()} | {
         f"ev-device{position}": colour for position, colour in enumerate(devices)
     }
 

@@ -1,4 +1,4 @@
-"""The command line of what looks at past runs: `evener export`, `evener report`, `evener runs`."""
+"""The commands for past runs: `evener export`, `evener report`, `evener runs`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import typer
 from evener.tui.cli.options import JsonOption
 
 runs_app = typer.Typer(help="Past runs: list, show, delete.", invoke_without_command=True)
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the start of one, or `last`.")]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the beginning of one, or `last`.")]
 
 
 def export(
     run_id: RunName,
-    form: Annotated[str | None, typer.Option("--format", help="toml or json.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="A file; without: standard output.")] = None,
+    form: Annotated[str | None, typer.Option("--format", help="toml or json. Default: by the ending, or toml.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Output file. Default: stdout.")] = None,
 ) -> None:
     """Write a past run's plan."""
     from evener.tui.cli.commands.runs import run_export
@@ -26,9 +26,9 @@ def export(
 
 def report(
     run_id: RunName,
-    output: Annotated[Path, typer.Option("-o", "--output", help="report.html, .png or .svg.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Output file, like report.html, .png or .svg.")],
 ) -> None:
-    """Write a run as one page with pictures, or as one picture."""
+    """Write a report of a run: a page with pictures (.html), or one picture (.png, .svg)."""
     from evener.tui.cli.commands.runs import run_report
 
     raise typer.Exit(run_report(run_id, output))
@@ -36,7 +36,7 @@ def report(
 
 @runs_app.callback()
 def runs(context: typer.Context, as_json: JsonOption = False) -> None:
-    """List the runs unless a command says otherwise."""
+    """Without a command: list the runs."""
     if context.invoked_subcommand is None:
         from evener.tui.cli.commands.runs import run_list
 
@@ -60,13 +60,13 @@ def runs_show(context: typer.Context, run_id: RunName, as_json: JsonOption = Fal
 
 
 def _json_before(context: typer.Context) -> bool:
-    """Whether `--json` stands between `runs` and the command."""
+    """Whether `--json` was given between `runs` and the command."""
     return context.parent is not None and bool(context.parent.params.get("as_json"))
 
 
 @runs_app.command("delete")
 def runs_delete(
-    run_ids: Annotated[list[str], typer.Argument(metavar="RUN...", help="Ids, or starts of them, or `last`.")],
+    run_ids: Annotated[list[str], typer.Argument(metavar="RUN...", help="Ids, beginnings of ids, or `last`.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
 ) -> None:
     """Delete runs, after asking."""

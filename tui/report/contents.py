@@ -1,4 +1,4 @@
-"""What a report of a run shows, read from its journal: points, walls, shares, the ranking, the timeline. No drawing."""
+"""What a run's report shows, read from its journal: curves, shares, ranking, timeline. Draws nothing."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from evener.plan import SOLO_PREFIX, Plan, PlanLayout, Throughput
 from evener.tui.text.formatting import plain
 
 
-class DeviceCurve(msgspec.Struct, frozen=True):
-    """One device alone: (batch, samples/s) as measured, rising in batch, and the smallest batch that did not fit."""
+class SoloCurve(msgspec.Struct, frozen=True):
+    """One device alone: measured (batch, samples/s), by batch, and the smallest batch that did not fit."""
 
     label: str
     points: tuple[tuple[int, float], ...]
     wall_batch: int | None
 
 
-class Bar(msgspec.Struct, frozen=True):
-    """One layout of the ranking: where it lies, and its samples/s with their 95 % interval."""
+class RankedLayout(msgspec.Struct, frozen=True):
+    """One layout of the ranking: its devices, and its samples/s with the 95 % interval."""
 
     name: str
     where: str
@@ -32,7 +32,7 @@ class Bar(msgspec.Struct, frozen=True):
     chosen: bool
 
 
-class Span(msgspec.Struct, frozen=True):
+class ProbeSpan(msgspec.Struct, frozen=True):
     """One probe on the session's clock, in seconds."""
 
     start: float
@@ -42,7 +42,7 @@ class Span(msgspec.Struct, frozen=True):
     lanes: tuple[int, ...]  # positions of the devices that took part
 
 
-class Report(msgspec.Struct, frozen=True):
+class RunReport(msgspec.Struct, frozen=True):
     """A run, ready to be drawn."""
 
     run: str
@@ -52,15 +52,15 @@ class Report(msgspec.Struct, frozen=True):
     names: tuple[str, ...]
     plan: Plan
     verdict: str
-    curves: tuple[DeviceCurve, ...]
-    ranking: tuple[Bar, ...]  # fastest first
-    spans: tuple[Span, ...]
+    curves: tuple[SoloCurve, ...]
+    ranking: tuple[RankedLayout, ...]  # fastest first
+    spans: tuple[ProbeSpan, ...]
 
 
-def read_report(name: str) -> Report:
+def read_report(name: str) -> RunReport:
     """The report of a run by its id, the beginning of one, or `last`; RequestError if it has no plan.
 
-    A run that was cut off has the plan of what it had measured, as when it is exported.
+    An unfinished run has the plan of what it measured, as in an export.
     """
     found = runs.load_run(name)
     header, run = found.header, found.header.run
@@ -69,7 +69,7 @@ def read_report(name: str) -> Report:
             f"The run {run} has no plan yet.", f"Finish it with evener balance --resume {run}, or choose another run."
         )
     record = journal.read(runs.journal_path(run))
-    return Report(
+    return RunReport(
         run=run,
         created=header.created,
         workload=header.workload,
@@ -83,7 +83,7 @@ def read_report(name: str) -> Report:
     )
 
 
-def _curve(record: Record, position: int) -> DeviceCurve:
+def _curve(record: Record, position: int) -> SoloCurve:
     points: dict[int, float] = {}
     failed: list[int] = []
     for entry in record.seen:
@@ -95,31 +95,31 @@ def _curve(record: Record, position: int) -> DeviceCurve:
         elif isinstance(entry.seen, OutOfMemory):
             failed.append(layout.global_batch)
     label = record.header.devices[position].label
-    return DeviceCurve(label, tuple(sorted(points.items())), min(failed, default=None))
+    return SoloCurve(label, tuple(sorted(points.items())), min(failed, default=None))
 
 
-def _ranking(plan: Plan, labels: Sequence[str]) -> tuple[Bar, ...]:
-    """The plan and its rivals; each device alone is in the curves."""
+def _ranking(plan: Plan, labels: Sequence[str]) -> tuple[RankedLayout, ...]:
+    """The plan and its rivals, without the solos, which are in the curves."""
     bars = [_bar("the plan", plan.layout, plan.throughput, labels)]
     rivals = [rival for rival in plan.evidence if not rival.name.startswith(SOLO_PREFIX)]
     bars += [_bar(plain(rival.name, 40), rival.layout, rival.throughput, labels) for rival in rivals]
     return tuple(sorted(bars, key=lambda bar: bar.throughput.samples_per_second, reverse=True))
 
 
-def _bar(name: str, layout: PlanLayout, throughput: Throughput, labels: Sequence[str]) -> Bar:
+def _bar(name: str, layout: PlanLayout, throughput: Throughput, labels: Sequence[str]) -> RankedLayout:
     parts = zip(labels, layout.share, strict=True)
     where = " + ".join(f"{label}[{share.batch}]" for label, share in parts if share.batch)
     many = layout.processes
     rate = throughput.samples_per_second
     step = layout.global_batch * many / rate if rate else 0.0
-    return Bar(name, f"{many} x {where}" if many > 1 else where, throughput, step, name == "the plan")
+    return RankedLayout(name, f"{many} x {where}" if many > 1 else where, throughput, step, name == "the plan")
 
 
-def _spans(record: Record) -> tuple[Span, ...]:
+def _spans(record: Record) -> tuple[ProbeSpan, ...]:
     spans = []
     for entry in record.seen:
         seen = entry.seen
         outcome = "timed" if isinstance(seen, Timed) else "out of memory" if isinstance(seen, OutOfMemory) else "failed"
         start = max(0.0, entry.at_seconds - seen.elapsed_seconds)
-        spans.append(Span(start, entry.at_seconds, seen.probe.stage, outcome, seen.probe.layout.active))
+        spans.append(ProbeSpan(start, entry.at_seconds, seen.probe.stage, outcome, seen.probe.layout.active))
     return tuple(spans)

@@ -1,4 +1,4 @@
-"""A report's pictures, by matplotlib: for a page that is dark or light, ink and lines take the page's own colours."""
+"""A report's pictures, by matplotlib; text and lines take the colours of a dark or light page."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 from evener.errors import RequestError
-from evener.tui.report.contents import Report
+from evener.tui.report.contents import RunReport
 from evener.tui.text.formatting import percent
 
-INK, LINES = "#010203", "#040506"  # stand for the page's colours until the picture is in it
+INK, LINES = "#010203", "#040506"  # placeholders for the page's colours
 PAPER_LINES = "#d0d4d9"  # on white
 SERIES = ("#2f81d6", "#c96f14", "#23947d", "#b05cc4", "#cf4f56", "#7c8c12", "#7a6ff0", "#a0714f")
 STAGES = {"solo": SERIES[0], "split": SERIES[2], "pack": SERIES[3], "race": SERIES[1]}
 FAILED = SERIES[4]
 Axes = Any  # matplotlib is not typed
-Draw = Callable[[Report, Axes], None]
+Draw = Callable[[RunReport, Axes], None]
 
 
 def figure_module() -> Any:
@@ -32,8 +32,8 @@ def figure_module() -> Any:
     return matplotlib.figure
 
 
-def draw_throughput(report: Report, axes: Axes) -> None:
-    """Samples/s against the batch of each device alone; a dotted line where its memory ended."""
+def draw_throughput(report: RunReport, axes: Axes) -> None:
+    """Samples/s against batch of each device alone; a dotted line where it ran out of memory."""
     for number, curve in enumerate(report.curves):
         colour = SERIES[number % len(SERIES)]
         if curve.points:
@@ -49,8 +49,8 @@ def draw_throughput(report: Report, axes: Axes) -> None:
         axes.legend(frameon=False, labelcolor=INK, fontsize=8)
 
 
-def draw_shares(report: Report, axes: Axes) -> None:
-    """How the global batch lies on the devices."""
+def draw_shares(report: RunReport, axes: Axes) -> None:
+    """How the global batch is split over the devices."""
     shares = report.plan.layout.share
     rows = range(len(shares))
     colours = [SERIES[number % len(SERIES)] for number in rows]
@@ -63,7 +63,7 @@ def draw_shares(report: Report, axes: Axes) -> None:
     axes.margins(x=0.3)
 
 
-def draw_ranking(report: Report, axes: Axes) -> None:
+def draw_ranking(report: RunReport, axes: Axes) -> None:
     """Every layout measured, with its 95 % interval; the plan in the second colour."""
     figures = [bar.throughput for bar in report.ranking]
     values = [figure.samples_per_second for figure in figures]
@@ -77,8 +77,8 @@ def draw_ranking(report: Report, axes: Axes) -> None:
     axes.set_xlabel("samples/s")
 
 
-def draw_timeline(report: Report, axes: Axes) -> None:
-    """When each device was probed, coloured by stage; what did not run is hatched."""
+def draw_timeline(report: RunReport, axes: Axes) -> None:
+    """When each device was probed, coloured by stage; failures are hatched."""
     seen: set[str] = set()
     for span in report.spans:
         failed = span.outcome != "timed"
@@ -99,7 +99,7 @@ def draw_timeline(report: Report, axes: Axes) -> None:
             seen.add(label)
     axes.set_yticks(range(len(report.labels)), report.labels)
     axes.invert_yaxis()
-    axes.set_xlabel("seconds of the session")
+    axes.set_xlabel("seconds since the start")
     if seen:
         axes.legend(
             frameon=False, labelcolor=INK, fontsize=8, ncols=len(seen), loc="upper left", bbox_to_anchor=(0, 1.25)
@@ -114,7 +114,7 @@ PICTURES: tuple[tuple[str, Draw], ...] = (
 )
 
 
-def draw_svg(report: Report, draw: Draw) -> str:
+def draw_svg(report: RunReport, draw: Draw) -> str:
     """One picture as an SVG element whose ink is `currentColor` and whose lines are `var(--lines)`."""
     figure = figure_module().Figure(figsize=(7.2, _height(report, draw)), layout="constrained")
     _draw(report, draw, figure.subplots())
@@ -124,7 +124,7 @@ def draw_svg(report: Report, draw: Draw) -> str:
     return _page_colours(element)
 
 
-def save_sheet(report: Report, form: str) -> bytes:
+def save_sheet(report: RunReport, form: str) -> bytes:
     """All pictures on one sheet: png on white; svg for a dark or a light viewer."""
     figure = figure_module().Figure(figsize=(13, 8.5), layout="constrained")
     figure.suptitle(f"evener run {report.run}: {report.workload}", color=INK)
@@ -149,12 +149,12 @@ def _page_colours(svg: str) -> str:
     return svg.replace(INK, "currentColor").replace(LINES, "var(--lines)")
 
 
-def _height(report: Report, draw: Draw) -> float:
+def _height(report: RunReport, draw: Draw) -> float:
     rows = {draw_shares: len(report.labels), draw_ranking: len(report.ranking), draw_timeline: len(report.labels) + 1}
     return 3.4 if draw not in rows else min(12.0, 1.2 + 0.38 * rows[draw])
 
 
-def _draw(report: Report, draw: Draw, axes: Axes, lines: str = LINES) -> None:
+def _draw(report: RunReport, draw: Draw, axes: Axes, lines: str = LINES) -> None:
     axes.set_facecolor("none")
     draw(report, axes)
     axes.tick_params(colors=INK, labelsize=9)

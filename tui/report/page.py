@@ -1,4 +1,4 @@
-"""A report as one page that needs nothing else: inline pictures, no script, no network, dark or light."""
+"""A report as one self-contained page: inline pictures, no script, no network, dark or light."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from evener.tui.report.contents import Report
+from evener.tui.report.contents import RunReport
 from evener.tui.report.figures import PICTURES, draw_ranking, draw_svg
 from evener.tui.text.formatting import duration, rate
 
 RANKING = [draw for _, draw in PICTURES].index(draw_ranking)
-PARTED = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)")  # where no line may end: within a figure, before its per cent
+PARTED = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)")  # where no line may break: within a figure, before its %
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2128; --paper: #ffffff; --lines: #c4c9cf; --soft: #f2f4f6; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e2e6ea; --paper: #15181c; --lines: #49505a; --soft: #20252b; } }
@@ -26,7 +26,7 @@ td.number, th.number { text-align: right; white-space: nowrap; font-variant-nume
 """
 
 
-def html_page(report: Report) -> str:
+def html_page(report: RunReport) -> str:
     """The whole page."""
     title = f"evener run {report.run}"
     parts = [
@@ -43,20 +43,20 @@ def html_page(report: Report) -> str:
     return f'<!doctype html>\n<html lang="en"><head>{head}<style>{STYLE}</style></head>\n<body>{body}</body></html>\n'
 
 
-def _figure(report: Report, number: int) -> str:
+def _figure(report: RunReport, number: int) -> str:
     title, draw = PICTURES[number]
     svg = draw_svg(report, draw).replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
     return f"<h2>{escape(title)}</h2><figure>{_own_names(svg, number)}</figure>"
 
 
 def _own_names(svg: str, number: int) -> str:
-    """Names inside a picture are the page's: each picture's get a prefix, so that none stands for another's."""
+    """Give a picture's ids a prefix, since all pictures share the page's ids."""
     for before in ('id="', 'href="#', "url(#"):
         svg = svg.replace(before, f"{before}p{number}-")
     return svg
 
 
-def _shares(report: Report) -> str:
+def _shares(report: RunReport) -> str:
     rows = [
         (label, name, str(share.batch) if share.batch else "left out", f"{share.ratio:.3f}")
         for label, name, share in zip(report.labels, report.names, report.plan.layout.share, strict=True)
@@ -67,7 +67,7 @@ def _shares(report: Report) -> str:
     return f"<h2>The plan: {escape(kind)}</h2>{_table(('device', 'name', 'share', 'ratio'), rows, numbers_from=2)}"
 
 
-def _ranking(report: Report) -> str:
+def _ranking(report: RunReport) -> str:
     rows = [
         (
             bar.name,
@@ -81,7 +81,7 @@ def _ranking(report: Report) -> str:
     return _table(("layout", "where", "samples/s", "95 % interval", "step ms"), rows, numbers_from=2)
 
 
-def _facts(report: Report) -> str:
+def _facts(report: RunReport) -> str:
     plan = report.plan
     rows = [
         ("made", report.created),

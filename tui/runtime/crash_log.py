@@ -1,4 +1,4 @@
-"""Where a crash leaves its traceback."""
+"""The file that keeps a crash's traceback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def write_crash_log(error: BaseException) -> Path | None:
-    """Write the traceback to a file of its own and return its path; None where nothing can be written."""
+    """Write the traceback to a new file and return its path; None if no file can be written."""
     import platformdirs
 
     name = f"crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
@@ -21,7 +21,7 @@ def write_crash_log(error: BaseException) -> Path | None:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = folder / name
-            # a new file for its user alone: a name in a folder of everybody's may be a link that somebody laid there
+            # new and private: in a shared folder, an existing name could be another user's link
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as stream:
                 stream.write(text)
         except OSError:

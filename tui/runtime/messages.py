@@ -1,4 +1,4 @@
-"""What the threads tell the app: frozen records, of which a slow screen skips all but the newest."""
+"""Messages from the threads to the app; a slow screen skips all but the newest of a kind."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Sampled(Message):
         self.snapshot = snapshot
 
     def can_replace(self, message: Message) -> bool:
-        """A newer tick makes one that still waits needless."""
+        """A newer tick replaces one that is still waiting."""
         return isinstance(message, Sampled)
 
 
 class SessionReported(Message):
-    """A session, or the replay of one, reports an event; `source` tells sessions apart."""
+    """An event of a session, or of the replay of one; `source` says of which."""
 
     def __init__(self, source: int, event: Event) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class SessionReported(Message):
         self.event = event
 
     def can_replace(self, message: Message) -> bool:
-        """Only progress of the same probe is replaced: every other event counts."""
+        """Only progress of the same probe is replaced; every other event counts."""
         return (
             isinstance(message, SessionReported)
             and isinstance(message.event, ProbeProgress)
@@ -40,7 +40,7 @@ class SessionReported(Message):
 
 
 class SessionEnded(Message):
-    """A session's thread is over; `fault` and `remedy` say why if it didn't end well."""
+    """A session's thread has ended; `fault` and `remedy` say why if it failed."""
 
     def __init__(self, source: int, fault: str = "", remedy: str = "") -> None:
         super().__init__()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from evener.balancer.events import Event, Finished, Observed, ProbeStarted, Started
 from evener.balancer.store import journal, replay, runs
-from evener.balancer.store.journal import AskedEntry, EndedEntry, Record, ObservationEntry
+from evener.balancer.store.journal import AskedEntry, EndedEntry, ObservationEntry, Record
 from evener.balancer.types import OutOfMemory
 
 

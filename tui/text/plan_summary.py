@@ -71,7 +71,7 @@ def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
 
 
 def align(rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:
-    """Columns two spaces apart, those from `numbers_from` flush right."""
+    """Columns separated by two spaces, right-aligned from `numbers_from` on."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:

@@ -1,7 +1,6 @@
-"""JSON and TOML as they are printed: no sign in them can steer a terminal, and they still say the same.
+"""JSON and TOML for printing: their meaning is unchanged, and no character in them can control a terminal.
 
-Encoders escape the ASCII control characters; those above ASCII, and signs that turn the direction of text, they let
-through.
+Encoders escape ASCII control characters only, not those beyond ASCII or those that reverse the direction of text.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from collections.abc import Callable
 
 import msgspec
 
-_STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")
+_UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def json_text(data: object) -> str:
-    """`data` as one line of JSON; the bytes of a file name that are no text become question marks."""
+    """`data` as one line of JSON; undecodable bytes of file names become question marks."""
     try:
         text = msgspec.json.encode(data).decode()
     except UnicodeEncodeError:
@@ -25,20 +24,20 @@ def json_text(data: object) -> str:
 
 
 def harmless_json(document: bytes) -> str:
-    """A JSON document as it may be shown."""
+    """A JSON document that is safe to print."""
     return _harmless(document.decode(), lambda sign: json.dumps(sign)[1:-1])
 
 
 def toml_text(document: bytes) -> str:
-    """A TOML document as it may be shown; its strings are basic ones, in which escapes count."""
+    """A TOML document that is safe to print; its strings are basic ones, which allow escapes."""
     return _harmless(document.decode(), lambda sign: f"\\U{ord(sign):08x}")
 
 
 def _harmless(text: str, escape: Callable[[str], str]) -> str:
-    """The text with every sign beyond ASCII that could steer a terminal escaped; line ends stay."""
+    """The text with every non-ASCII control character escaped."""
     if text.isascii() and "\x7f" not in text:
         return text
-    return "".join(escape(sign) if sign > "\x7e" and unicodedata.category(sign) in _STEERING else sign for sign in text)
+    return "".join(escape(sign) if sign > "\x7e" and unicodedata.category(sign) in _UNSAFE else sign for sign in text)
 
 
 def _as_unicode(data: object) -> object:

@@ -1,4 +1,4 @@
-"""Spans of text with a meaning, and lines of them that fill an exact number of terminal cells."""
+"""Spans of text with a tone, and lines of them that fill an exact number of terminal cells."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from evener.tui.text.formatting import NO_BREAK, plain, unbroken
 
 Tone = Literal[
     "text",  # ordinary
-    "dim",  # of less weight: units, titles of figures, what is not there
+    "dim",  # less important: units, captions, what is missing
     "title",  # column heads and captions
-    "strong",  # what the eye should find first
+    "strong",  # the most important
     "accent",  # busy: utilisation
     "memory",
     "power",
@@ -37,7 +37,7 @@ DEVICE_TONES: tuple[Tone, ...] = tuple(tone for tone in TONES if tone.startswith
 
 
 class Span(NamedTuple):
-    """Some text in one tone; `action` is what a click on it does, as Textual writes actions."""
+    """Some text in one tone; `action` is Textual's action for a click on it."""
 
     text: str
     tone: Tone = "text"
@@ -45,7 +45,7 @@ class Span(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One row of the terminal; `cursor`: the row that the keys act on."""
+    """One row of the terminal; `cursor` marks the row that keys act on."""
 
     spans: tuple[Span, ...] = ()
     cursor: bool = False
@@ -65,12 +65,12 @@ def line(*spans: Span | str, cursor: bool = False) -> Line:
 
 
 def device_tone(position: int) -> Tone:
-    """The colour that a device keeps on every screen of a session."""
+    """A device's colour, the same on every screen of a session."""
     return DEVICE_TONES[position % len(DEVICE_TONES)]
 
 
 def cells(text: str) -> int:
-    """Terminal cells that `text` takes: East Asian wide signs two, combining marks none."""
+    """Terminal cells that `text` takes: two for wide East Asian characters, none for combining marks."""
     if text.isascii():
         return len(text)
     return sum(_sign_cells(sign) for sign in text)
@@ -83,7 +83,7 @@ def _sign_cells(sign: str) -> int:
 
 
 def cut(text: str, width: int, ellipsis: str = "…") -> str:
-    """`text` in at most `width` cells, ending in the ellipsis if something is missing."""
+    """`text` in at most `width` cells, ending in the ellipsis if it was cut."""
     if cells(text) <= width:
         return text
     room = width - cells(ellipsis)
@@ -106,7 +106,7 @@ def fit(text: str, width: int, align: Literal["left", "right"] = "left", ellipsi
 
 
 def clean(text: str, limit: int = 500) -> str:
-    """Text from a process, a driver or a file, harmless to a terminal."""
+    """Text from a process, a driver or a file, made safe for a terminal."""
     return plain(text, limit)
 
 
@@ -116,7 +116,7 @@ def span_cells(spans: Iterable[Span]) -> int:
 
 
 def pad(spans: tuple[Span, ...], width: int, align: Literal["left", "right"] = "left") -> tuple[Span, ...]:
-    """The spans in exactly `width` cells: cut on the right, or filled with blanks."""
+    """The spans in exactly `width` cells: cut on the right, or padded with spaces."""
     missing = width - span_cells(spans)
     if missing == 0:
         return spans
@@ -135,7 +135,7 @@ def pad(spans: tuple[Span, ...], width: int, align: Literal["left", "right"] = "
 
 
 def spread(left: tuple[Span, ...], right: tuple[Span, ...], width: int) -> Line:
-    """A line with one part at each end; the right part goes first where both don't fit."""
+    """A line with one part at each end; the right part is dropped if both don't fit."""
     gap = width - span_cells(left) - span_cells(right)
     if gap >= 1:
         return Line((*left, Span(" " * gap), *right))
@@ -143,7 +143,7 @@ def spread(left: tuple[Span, ...], right: tuple[Span, ...], width: int) -> Line:
 
 
 def wrap(text: str, width: int, most: int) -> tuple[str, ...]:
-    """`text` broken at blanks, though not within a figure, into at most `most` lines of at most `width` cells."""
+    """`text` broken at spaces, but not within figures, into at most `most` lines of at most `width` cells."""
     lines: list[str] = []
     current = ""
     for word in filter(None, unbroken(text).split(" ")):

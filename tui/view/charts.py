@@ -1,4 +1,4 @@
-"""Bars, sparklines and small graphs out of single cells; for axes and labels there is plotext."""
+"""Bars, sparklines and small graphs made of single cells; charts with axes use plotext."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from evener.tui.view.marks import Marks
 
 
 def bar(share: float, width: int, marks: Marks, tone: Tone = "accent") -> tuple[Span, ...]:
-    """A bar of `width` cells filled to `share` of 1; the filled part differs from the rest without colour too."""
+    """A bar of `width` cells filled to `share` of 1, readable without colour."""
     if width <= 0:
         return ()
     halves = round(max(0.0, min(1.0, share)) * width * 2)
     if share > 0 and halves == 0:
-        halves = 1  # what is above nothing shows
+        halves = 1  # anything above 0 is visible
     full, half = divmod(halves, 2)
     if not marks.half:
         full, half = min(width, full + half), 0
@@ -25,7 +25,7 @@ def bar(share: float, width: int, marks: Marks, tone: Tone = "accent") -> tuple[
 
 
 def spark(values: Sequence[float | None], width: int, marks: Marks, highest: float | None = None) -> str:
-    """The newest `width` values as heights between 0 and the highest; a missing one is a blank."""
+    """The newest `width` values as heights between 0 and the highest; a missing one is a space."""
     shown = list(values)[-width:]
     top = highest or max((number for number in shown if number is not None), default=0.0)
     steps = len(marks.spark) - 1
@@ -37,7 +37,7 @@ def spark(values: Sequence[float | None], width: int, marks: Marks, highest: flo
 
 
 def graph(values: Sequence[float | None], width: int, height: int, marks: Marks, highest: float) -> tuple[str, ...]:
-    """A filled graph of the newest values, one a column, `height` lines from the top down."""
+    """A filled graph of the newest values, one per column, as `height` lines from the top down."""
     if width <= 0 or height <= 0:
         return ()
     newest = list(values)[-width:]
@@ -55,14 +55,14 @@ def _steps(number: float | None, highest: float, most: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _stack(count: int, height: int, levels: str, shade: str) -> tuple[str, ...]:
-    """One column of cells, from the top down, `count` steps high: an edge, and a shade under it."""
+    """One column of cells from the top down, `count` steps high: an edge, and shade below it."""
     each = len(levels) - 1
     belows = range((height - 1) * each, -1, -each)
     return tuple(shade if count - below > each else levels[max(0, min(each, count - below))] for below in belows)
 
 
 def nice_ceiling(number: float) -> float:
-    """The next of 1, 2, 2.5, 5, 10 times a power of ten: an axis that doesn't move at each tick."""
+    """The next of 1, 2, 2.5, 5, 10 times a power of ten, so that an axis rarely changes."""
     if number <= 0 or not math.isfinite(number):
         return 1.0
     power = 10.0 ** math.floor(math.log10(number))

@@ -1,4 +1,4 @@
-"""The help page: keys by screen, and what the marks and colours mean."""
+"""The help page: keys by screen, and what the marks mean."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ _KEYS = {
         ("Ctrl-P", "command palette"),
         ("T", "dark or light"),
         ("? h F1", "this page"),
-        ("q, Ctrl-C", "quit; at once"),
+        ("q, Ctrl-C", "quit, quit at once"),
     ),
     "Monitor": (
         ("/", "filter the processes; Esc ends it"),
-        ("s F6, S", "sort by the next column, turn the order round"),
+        ("s F6, S", "sort by the next column, reverse the order"),
         ("K F9", "send a signal to the process, after asking"),
-        ("Space", "hold the picture"),
+        ("Space", "pause the picture"),
         ("+ -", "sample more or less often"),
-        ("r F5", "draw again"),
+        ("r F5", "redraw"),
     ),
     "Balance": (
         ("Ctrl-S", "start"),
         ("p", "pause: no new probe starts"),
         ("x", "stop; the best plan so far is kept"),
         ("e", "export the plan as TOML or JSON"),
-        ("n", "a new search, once the last has ended"),
+        ("n", "new search, when the last one has ended"),
     ),
     "Runs": (
-        ("Space", "take this run to compare it with the one under the cursor"),
+        ("Space", "mark this run to compare it with the one under the cursor"),
         ("e", "export its plan"),
         ("r", "replay its journal"),
         ("d Delete", "delete it, after asking"),
-        ("F5", "look again"),
+        ("F5", "reload"),
     ),
 }
 
@@ -65,14 +65,14 @@ def _entry(sign: str, text: str, tone: Tone, width: int) -> list[Line]:
 
 def _legend(marks: Marks, width: int) -> list[Line]:
     rows: tuple[tuple[str, str, Tone], ...] = (
-        (marks.none, "this device can't tell", "dim"),
-        (f"{marks.denied} denied", "it could, but not to this user", "dim"),
-        (f"{marks.lost} lost", "the device or its driver went away", "bad"),
+        (marks.none, "this device doesn't report it", "dim"),
+        (f"{marks.denied} denied", "this user may not read it", "dim"),
+        (f"{marks.lost} lost", "the device or its driver is gone", "bad"),
         (f"{marks.stale}62", "an old value; details say how old", "dim"),
         (marks.alarm, "the device reported an error; details say which", "bad"),
         ("12P", "12 % of the time throttled: P power, T thermal, B brake, S sync or software, H hardware", "warn"),
-        ("history", "samples/s where something reports them, else utilisation", "speed"),
-        ("link", "PCIe and NVLink together, both ways, bytes a second", "text"),
-        ("SM TC DR", "multiprocessors, tensor cores, memory bandwidth: busy per cent", "text"),
+        ("history", "samples/s where a training reports them, else utilisation", "speed"),
+        ("link", "PCIe and NVLink together, both ways, in bytes/s", "text"),
+        ("SM TC DR", "multiprocessors, tensor cores, memory bandwidth: per cent busy", "text"),
     )
     return [entry for sign, text, tone in rows for entry in _entry(sign, text, tone, width)]

@@ -1,4 +1,4 @@
-"""The form that starts a search: what was ticked and typed, as the request that it means."""
+"""The form that starts a search: what was ticked and typed, as the options of a request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from evener.errors import RequestError
 
 
 def subset(spec: str, devices: Sequence[Device], chosen: Sequence[int]) -> str:
-    """`--devices` for the chosen positions of the devices that `spec` names; RequestError if none is, or can't be."""
+    """`--devices` for the chosen ones of the devices in `spec`; RequestError for none, or a part of a machine file."""
     if not chosen:
         raise RequestError("No device is chosen.", "Tick at least one with Space.")
     if len(chosen) == len(devices):
@@ -33,7 +33,7 @@ def _limited(name: str, device: Device) -> str:
 def _simulated(spec: str, devices: Sequence[Device], chosen: Sequence[int]) -> str:
     pieces = [piece.strip().removeprefix("sim:") for piece in spec.split(",")]
     if len(pieces) != len(devices):
-        raise RequestError("A machine file is used whole.", "Tick every device, or write a smaller file.")
+        raise RequestError("A machine file can't be used in part.", "Tick every device, or write a smaller file.")
     return "sim:" + ",".join(pieces[position] for position in chosen)
 
 
@@ -48,7 +48,7 @@ def whole_number(text: str, name: str) -> int | None:
 
 
 def number(text: str, name: str) -> float:
-    """A number above or at 0; RequestError names the field."""
+    """A number; RequestError names the field."""
     try:
         return float(text)
     except ValueError:
@@ -56,7 +56,7 @@ def number(text: str, name: str) -> float:
 
 
 def request_fields(devices: str, workload: str, framework: str, typed: Mapping[str, str]) -> dict[str, object]:
-    """The arguments of `make_request` that the form means; an empty field is the option's default."""
+    """The form as arguments of `make_request`; an empty field is the option's default."""
     fields: dict[str, object] = {
         "devices": devices,
         "workload": workload or None,

@@ -25,7 +25,7 @@ class Lines(UsesApp, Widget):
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"tone--{tone}" for tone in TONES} | {"tone--cursor"}
 
     class Resized(Message):
-        """The widget has another size; whoever fills it must rebuild its lines."""
+        """The widget has another size; its lines must be rebuilt."""
 
     class RowClicked(Message):
         """A row was clicked, outside any span with its own action; `row` counts from the first line."""

@@ -1,4 +1,4 @@
-"""`evener devices`: what `--devices` means on this machine."""
+"""`evener devices`: the devices that `--devices` selects on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from evener.tui.text.safe_documents import json_text
 
 
 def run_devices(spec: str, as_json: bool) -> int:
-    """List the devices in the order that shares will have."""
+    """List the devices in the order of a plan's shares."""
     found = discover(spec)
     references = _references(found.devices)
     if as_json:
@@ -42,11 +42,18 @@ def run_devices(spec: str, as_json: bool) -> int:
 def _row(device: Device) -> tuple[str, str, str, str, str, str]:
     memory = size(device.memory_bytes) if device.memory_bytes is not None else "?"
     cores = ",".join(map(str, device.cores)) or "-"
-    return (device.label, plain(device.name, 40), memory, limit_words(device.limit) or "-", cores, plain(device.id, 80))
+    return (
+        device.label,
+        plain(device.name, 40),
+        memory,
+        describe_limit(device.limit) or "-",
+        cores,
+        plain(device.id, 80),
+    )
 
 
 def _references(devices: Sequence[Device]) -> list[tuple[float | None, float | None]]:
-    """Each device's reference units, and its measured part over the expected one, where they are known."""
+    """Each device's reference units, and its measured share over the expected one, None where unknown."""
     units = [reference_units(device.name, device.memory_bytes) for device in devices]
     rates: Sequence[float | None] = [None] * len(units)
     if sum(unit is not None for unit in units) > 1:
@@ -60,7 +67,7 @@ def _reference_row(units: float | None, part: float | None) -> tuple[str, str]:
     return ("-" if units is None else f"{units:.1f}", "-" if part is None else f"{part:.2f}")
 
 
-def limit_words(limit: Limit) -> str:
+def describe_limit(limit: Limit) -> str:
     """A limit as it was given: "60%+8 GiB"; empty without one."""
     parts = []
     if limit.percent is not None:

@@ -12,7 +12,7 @@ _MARKS: dict[Level, str] = {"ok": "ok  ", "note": "note", "problem": "FAIL"}
 
 
 def run_doctor(as_json: bool) -> int:
-    """Print every check; 0: all well, 1: something to know, 2: balance can't run here."""
+    """Print every check; returns 0: all well, 1: notes, 2: balance can't run here."""
     checks = check_machine()
     code = exit_code(checks)
     if as_json:
@@ -29,6 +29,6 @@ def run_doctor(as_json: bool) -> int:
 
 
 def exit_code(checks: tuple[Check, ...]) -> int:
-    """The worst of the checks: 0 ok, 1 note, 2 problem."""
+    """The code of the worst check: 0 ok, 1 note, 2 problem."""
     order: tuple[Level, ...] = ("ok", "note", "problem")
     return max(order.index(check.level) for check in checks)

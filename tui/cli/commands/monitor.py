@@ -57,7 +57,8 @@ def run_monitor(
             _write(out, _json(kept) if json else _text(kept, out, ascii))
             if recorder is not None and not recorder.write(kept):
                 print(
-                    f"evener: {plain(str(record))} is as large as a recording may get; it ends here.", file=sys.stderr
+                    f"evener: {plain(str(record))} is as large as a recording may get; recording ends.",
+                    file=sys.stderr,
                 )
                 break
     return 0
@@ -66,8 +67,8 @@ def run_monitor(
 def _check_interval(interval_seconds: float | None) -> None:
     if interval_seconds is not None and not SHORTEST_INTERVAL_SECONDS <= interval_seconds <= 86400:
         raise RequestError(
-            f"-i {interval_seconds:g} is not an interval to read a driver at.",
-            f"Give seconds, from {SHORTEST_INTERVAL_SECONDS:g} on: below that, reading itself slows the devices down.",
+            f"-i {interval_seconds:g} is not a usable interval.",
+            f"Give {SHORTEST_INTERVAL_SECONDS:g} seconds or more; reading more often would slow the devices down.",
         )
 
 
@@ -88,7 +89,7 @@ def _check_indices(source: Source, only: tuple[int, ...] | None) -> None:
 
 
 def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapshot]:
-    """One settled reading, or one every `pause` seconds; a recording's without end of its own ends with it."""
+    """One settled reading, or one every `pause` seconds; a recording's last one, or all of them."""
     recorded = source if isinstance(source, ReplaySource) else None
     if recorded is None:
         source.sample()
@@ -126,7 +127,7 @@ def _text(snapshot: Snapshot, out: TextIO, ascii_only: bool) -> str:
 
 
 def _marks(out: TextIO, ascii_only: bool) -> Marks:
-    """Plain ASCII where it is asked for, or where the stream's encoding has nothing else."""
+    """Plain ASCII if requested, or if the stream's encoding has nothing else."""
     try:
         "━╸▸…".encode(getattr(out, "encoding", None) or "utf-8")
     except (UnicodeEncodeError, LookupError):
