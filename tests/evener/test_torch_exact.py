@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
+from tests.support import torch_ranks as RANKS  # noqa: N812 - its cases are constants
+from tests.support.torch_start import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
-SCRIPT = Path(__file__).parents[1] / "support" / "torch_ranks.py"
-
-
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("torch_ranks", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["torch_ranks"] = module  # msgspec looks annotations up there
-    spec.loader.exec_module(module)
-    return module
-
-
-RANKS = script()
+SCRIPT = Path(RANKS.__file__)
 
 
 def plan(batches: tuple[int, ...]) -> Plan:
@@ -50,29 +33,11 @@ def plan(batches: tuple[int, ...]) -> Plan:
     )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def run_ranks(batches: tuple[int, ...], folder: Path, gpus: bool = False) -> list[Any]:
-    """Train every case under a plan with these shares, a rank for each device as torchrun starts them."""
+def run(batches: tuple[int, ...], folder: Path, gpus: bool = False) -> list[Any]:
+    """Train every case under a plan with these shares, a rank for each device."""
     plan(batches).save(folder / "plan.json")
     world = sum(1 for batch in batches if batch)
-    common = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
-    if not gpus:
-        common["CUDA_VISIBLE_DEVICES"] = ""
-    children = []
-    for rank in range(world):
-        place = {**common, "RANK": rank, "LOCAL_RANK": rank}
-        environment = {**os.environ, **{key: str(value) for key, value in place.items()}}
-        arguments = [str(folder / "plan.json"), str(folder / f"rank{rank}.pt")]
-        command = [sys.executable, "-W", "ignore", str(SCRIPT), *arguments]
-        children.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    errors = [child.communicate(timeout=240)[1] for child in children]
-    assert [child.returncode for child in children] == [0] * world, "\n".join(errors)
+    run_ranks(SCRIPT, world, lambda rank: [str(folder / "plan.json"), str(folder / f"rank{rank}.pt")], folder, gpus)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]
 
 
@@ -88,7 +53,7 @@ def check(ended: list[dict[str, Any]], name: str, case: Any, global_batch: int) 
 @pytest.fixture(scope="module", params=[(6, 2), (5, 2, 1), (5, 0, 1)], ids=str)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The global batch, and every case trained under one plan, rank by rank: 3:1, 5:2:1, and the middle left out."""
-    return sum(request.param), run_ranks(request.param, tmp_path_factory.mktemp("ranks"))
+    return sum(request.param), run(request.param, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", RANKS.CASES)
@@ -100,7 +65,7 @@ def test_the_weights_are_those_of_one_process(trained: Any, name: str) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_two_gpus_too(tmp_path: Path) -> None:
     """NCCL, and batch normalization over the global batch."""
-    ended = run_ranks((6, 2), tmp_path, gpus=True)
+    ended = run((6, 2), tmp_path, gpus=True)
     for name, case in {**RANKS.CASES, **RANKS.GPU_CASES}.items():
         check(ended, name, case, 8)
 

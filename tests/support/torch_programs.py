@@ -545,7 +545,7 @@ def a_mean_over_tokens(shares: tuple[int, ...], rows: TensorDataset) -> list[tor
     return weights(model)
 
 
-def a_mean_over_tokens_inside(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def mean_inside(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
     """What can't be noticed."""
 
     class Own(nn.Module):
@@ -817,6 +817,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     shares = tuple(int(share) for share in sys.argv[2:])
     wanted = {**EXACT, **{name: program for name, (_, program) in REFUSED.items()}}
-    wanted["a_mean_over_tokens_inside"] = a_mean_over_tokens_inside
+    wanted["mean_inside"] = mean_inside
     torch.save({(name, rows): run(wanted[name], shares, rows) for name in wanted for rows in ROWS}, sys.argv[1])
     dist.destroy_process_group()

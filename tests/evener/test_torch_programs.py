@@ -1,0 +1,103 @@
+"""Programs as users write them end with the weights of one process, or with a sentence that names what to change.
+
+The rows of the table in docs/training_torch.md; data sets of 41 and 45 rows, whose last batches of 8 have 1 and 5.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evener.torch_split import Split
+from tests.support import torch_programs as programs
+from tests.support.torch_start import run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
+
+Ended = dict[tuple[str, int], Any]
+
+
+@pytest.fixture(scope="module", params=[(6, 2), (5, 2, 1)], ids=str)
+def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
+    """What every program returned or was refused with, on each of two and of three ranks."""
+    folder = tmp_path_factory.mktemp("programs")
+    shares = [str(share) for share in request.param]
+    script = Path(programs.__file__)
+    run_ranks(script, len(shares), lambda rank: [str(folder / f"rank{rank}.pt"), *shares], folder)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(len(shares))]
+
+
+@cache
+def one_process(name: str, rows: int) -> list[torch.Tensor]:
+    result = programs.run(programs.EXACT[name], (8,), rows)
+    assert not isinstance(result, str), result
+    return result
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("rows", programs.ROWS)
+@pytest.mark.parametrize("name", programs.EXACT)
+def test_it_learns_what_one_process_learns(ended: list[Ended], name: str, rows: int) -> None:
+    expected = one_process(name, rows)
+    for rank in ended:
+        assert not isinstance(rank[name, rows], str), rank[name, rows]
+        for mine, tensor in zip(rank[name, rows], expected, strict=True):
+            torch.testing.assert_close(mine, tensor, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("rows", programs.ROWS)
+@pytest.mark.parametrize("name", programs.REFUSED)
+def test_it_is_refused_on_every_rank(ended: list[Ended], name: str, rows: int) -> None:
+    words, _ = programs.REFUSED[name]
+    for rank in ended:
+        assert isinstance(rank[name, rows], str)
+        assert words in rank[name, rows]
+
+
+@pytest.mark.parametrize("rows", programs.ROWS)
+def test_a_mean_over_tokens_inside_the_model_is_not_noticed(ended: list[Ended], rows: int) -> None:
+    """As docs say: it trains, the ranks agree, and it isn't what one process learns."""
+    result = programs.run(programs.mean_inside, (8,), rows)
+    first = ended[0]["mean_inside", rows]
+    assert all(map(torch.equal, first, ended[1]["mean_inside", rows]))
+    assert max(float((mine - its).abs().max()) for mine, its in zip(first, result, strict=True)) > 1e-2
+
+
+def test_the_programs_move_the_weights() -> None:
+    """What is compared isn't the start."""
+    start = programs.weights(programs.network())
+    for mine, before in zip(one_process("plain", 45), start, strict=True):
+        assert float((mine - before).abs().max()) > 1e-3
+
+
+@pytest.fixture
+def one_rank_of_two(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A process group of one rank that takes itself for the first of two, so that models are wrapped."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+    split = Split(ratios=[3, 1], global_batch=8)
+    monkeypatch.undo()
+    yield split
+    torch.distributed.destroy_process_group()
+
+
+def test_models_that_are_dropped_are_not_kept(one_rank_of_two: Split) -> None:
+    """A hundred models wrapped, trained for a short step and dropped leave nothing behind."""
+    split = one_rank_of_two
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    for _ in range(100):
+        model = split.wrap(programs.network())
+        for sizes in ((6, 2), (1, 0)):
+            split.begin(sizes)
+            model(programs.data(5).tensors[0]).sum().backward()
+        alive.add(model)
+    del model
+    gc.collect()
+    assert len(alive) == 0
