@@ -72,5 +72,5 @@ def test_memory_that_is_being_freed_is_waited_for(nvml: Any, monkeypatch: pytest
     """A process that has just ended still holds its memory for a moment."""
     fill(nvml, 0, GIB)
     fill(nvml, 1, GIB)
-    monkeypatch.setattr(busy_gpus.time, "sleep", lambda _: fill(nvml, 0, 100 * GIB))
+    monkeypatch.setattr("evener.devices.nvidia.busy_gpus.time.sleep", lambda _: fill(nvml, 0, 100 * GIB))
     assert any(note.startswith("GPU:1 has too little") for note in resolve_notes())

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from evener.balancer.request import Request
 from evener.balancer.store import journal
-from evener.balancer.store.journal import AskedEntry, Header, ObservationEntry
+from evener.balancer.store.journal import AskedEntry, Header, LaterEntry, ObservationEntry
 from evener.balancer.types import Failed, OutOfMemory, Probe, Timed, solo
 from evener.devices.types import Device
 from evener.errors import EvenerError, RequestError
@@ -24,7 +24,7 @@ DEVICES = (Device("cpu-0-of-2", 0, "CPU", "cpu", 1 << 30, (0,)), Device("cpu-1-o
 HEADER = Header("20260101-000000-abcd", "2026-01-01T00:00:00Z", Request(), DEVICES, "synthetic", "none", "0")
 PROBE = Probe(solo(2, 0, 8), "solo", 1.0)
 TIMED = Timed(PROBE, 0.01, 0.009, 0.011, 50, (1 << 20, None), (0.01, None), 0.1, 1.0)
-ENTRIES = [
+ENTRIES: list[LaterEntry] = [
     AskedEntry((PROBE,), 0.0),
     ObservationEntry(TIMED, 1.0),
     ObservationEntry(OutOfMemory(PROBE, (0,), "full", 0.5), 1.5),

@@ -22,7 +22,7 @@ from evener.balancer.probes.launch_plan import (
 from evener.balancer.probes.memory_budget import CONTEXT_BYTES, MemoryBudget
 from evener.balancer.probes.protocol import Build
 from evener.balancer.request import Request, ResolvedRequest
-from evener.balancer.types import Layout, Probe, Timed, layout_of, solo
+from evener.balancer.types import Layout, Probe, Stage, Timed, layout_of, solo
 from evener.devices.child_environment import ChildEnvironment, child_environment
 from evener.devices.types import Device, Limit
 from tests.support.probers import child_prober
@@ -130,7 +130,7 @@ def crowd() -> Iterator[ChildProber]:
 
 def measure(prober: ChildProber, layout: Layout) -> Timed:
     """A short probe."""
-    stage = "solo" if layout.kind == "solo" else "split"
+    stage: Stage = "solo" if layout.kind == "solo" else "split"
     (seen,) = prober.measure((Probe(layout, stage, 0.1),), lambda _: None, threading.Event())
     assert isinstance(seen, Timed), seen
     return seen

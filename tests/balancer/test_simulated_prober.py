@@ -100,13 +100,13 @@ def test_a_probe_s_figure_depends_on_the_seed_and_on_nothing_before_it() -> None
 def test_solo_probes_of_one_asking_run_together_and_a_resumed_one_is_not_alone() -> None:
     """Contention slows the second device when the first is busy, or was in the asking that is resumed."""
     a, b = Probe(solo(2, 0, 64), "solo", 2.0), Probe(solo(2, 1, 64), "solo", 2.0)
-    together = observe(SimulatedProber(MACHINE, 0), a, b)
-    alone = observe(SimulatedProber(MACHINE, 0), b)
-    resumed = observe(SimulatedProber(MACHINE, 0), b, finished=(a,))
-    assert resumed[b] == together[b]
-    assert isinstance(together[b], Timed)
-    assert isinstance(alone[b], Timed)
-    assert 1.05 < together[b].step_seconds / alone[b].step_seconds < 1.15
+    together = observe(SimulatedProber(MACHINE, 0), a, b)[b]
+    alone = observe(SimulatedProber(MACHINE, 0), b)[b]
+    resumed = observe(SimulatedProber(MACHINE, 0), b, finished=(a,))[b]
+    assert resumed == together
+    assert isinstance(together, Timed)
+    assert isinstance(alone, Timed)
+    assert 1.05 < together.step_seconds / alone.step_seconds < 1.15
 
 
 def test_the_clock_is_virtual_and_goes_by_the_longest_probe() -> None:

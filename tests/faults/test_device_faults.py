@@ -238,15 +238,20 @@ async def test_the_app_obeys_its_keys_while_the_driver_hangs_and_ends_in_time(fa
     nvml = fake_nvml(2)
     source = NvmlSource(library=nvml)
     app = EvenerApp(SourcePublisher(source, 0.1), devices="gpu", trainable=source.devices())
+
+    def shown() -> State | None:
+        return None if app.snapshot is None else app.snapshot.devices[0].temperature_celsius.state
+
     try:
         async with app.run_test(size=(120, 30)) as pilot:
-            while app.snapshot is None:
+            while shown() is None:
                 await pilot.pause(0.05)
             nvml.hang("nvmlDeviceGetTemperature")
             until = time.monotonic() + 15
-            while app.snapshot.devices[0].temperature_celsius.state is not State.STALE:
+            while shown() is not State.STALE:
                 assert time.monotonic() < until
                 await pilot.pause(0.05)
+            assert app.snapshot is not None
             assert "does not answer" in app.snapshot.notes[-1]
             threading.Timer(10.0, nvml.release).start()
             while not nvml.released.is_set():
@@ -257,7 +262,7 @@ async def test_the_app_obeys_its_keys_while_the_driver_hangs_and_ends_in_time(fa
                     assert time.monotonic() - began < 8, "keys wait for the driver"
                 await pilot.pause(0.5)
             until = time.monotonic() + 15
-            while app.snapshot.devices[0].temperature_celsius.state is not State.VALUE:
+            while shown() is not State.VALUE:
                 assert time.monotonic() < until
                 await pilot.pause(0.05)
             nvml.hang("nvmlDeviceGetTemperature")
@@ -286,7 +291,7 @@ def test_memory_that_another_process_takes_midway_is_measured_anew(
     (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("EVENER_TAKEN", str(flag))
-    settings = {"memory_per_sample_mib": 2.0, "base_ms": 20.0}
+    settings: dict[str, Any] = {"memory_per_sample_mib": 2.0, "base_ms": 20.0}
     request = Request(
         devices="cpu:0", workload="synthetic", settings=settings, budget_seconds=10.0, max_global_batch=600
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,13 +46,6 @@ def test_a_text_torn_anywhere_is_a_value_or_one_sentence(name: str) -> None:
             call(TARGETS[name], data[:end])
 
 
-@pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder to run in."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 HARMLESS = (
     ("devices", "--devices", "{}"),
     ("balance", "--devices", "sim:t4", "--budget", "{}", "--max-global-batch", "8"),
@@ -94,7 +86,7 @@ WORDS = st.text(max_size=20) | st.sampled_from(
 
 @pytest.mark.parametrize("command", HARMLESS, ids=" ".join)
 def test_any_word_on_the_command_line_is_an_exit_code(
-    command: tuple[str, ...], workplace: Path, capsys: pytest.CaptureFixture[str]
+    command: tuple[str, ...], own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """0 to 3 and no escape character, as text and as JSON, for words that no shell would stop."""
 

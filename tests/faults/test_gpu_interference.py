@@ -15,7 +15,7 @@ import pytest
 from evener.balancer.probes.block_timing import Block
 from evener.balancer.probes.interference import READ_SECONDS, InterferenceMonitor, ProbeInterference
 from evener.balancer.result.explain_measurements import add_doubt, explain_doubts
-from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed, layout_of, solo
+from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Stage, Timed, layout_of, solo
 from evener.devices.discover import discover
 from evener.devices.nvidia.gpu_reader import HARDWARE_HEAT, POWER_CAP
 from tests.support.probers import child_prober
@@ -44,7 +44,7 @@ class Bench:
 
     def probe(self, layout: Layout, seconds: float = 0.6) -> Observation:
         """What comes of it."""
-        stage = "solo" if layout.kind == "solo" else "split"
+        stage: Stage = "solo" if layout.kind == "solo" else "split"
         (seen,) = self.prober.measure((Probe(layout, stage, seconds),), lambda _: None, threading.Event())
         return seen
 

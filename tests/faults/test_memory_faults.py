@@ -100,7 +100,8 @@ def test_memory_that_a_real_process_takes_midway(monkeypatch: pytest.MonkeyPatch
     request = Request(
         devices="cpu:0", workload="synthetic", settings=settings, budget_seconds=7.0, max_global_batch=400
     )
-    session, strangers, killed = Session(request), [], []
+    session = Session(request)
+    strangers, killed = list[subprocess.Popen[bytes]](), list[int]()
     try:
         for event in session.events():
             if isinstance(event, ProbeStarted) and event.probe.layout.global_batch > 64 and not strangers:

@@ -18,7 +18,7 @@ import pytest
 from evener.balancer.events import Event, Finished, Observed, Started
 from evener.balancer.session import Request, Session
 from evener.balancer.store import journal, replay, runs
-from evener.balancer.store.journal import AskedEntry, Record, ObservationEntry
+from evener.balancer.store.journal import AskedEntry, ObservationEntry, Record
 from evener.balancer.types import Failed
 
 KILLS = int(os.environ.get("EVENER_KILLS", "12"))  # random moments; 200 and more by hand
