@@ -187,22 +187,16 @@ class ReplaySource:
         return tuple(sample.device for sample in self._first.devices)
 
     def sample(self) -> Snapshot:
-        """The next snapshot; a broken line ends the recording there, and is said."""
-        if self.ended:
-            return self._last()
-        self.position += 1
+        """The next snapshot; a broken line ends the recording there, and a note says so."""
+        ended, last = self.ended, len(self.recording) - 1
+        self.position = last if ended else self.position + 1
         try:
-            return self.recording.snapshot(self.position)
+            snapshot = self.recording.snapshot(self.position)
         except RequestError as fault:
-            broken, self.position = fault, len(self.recording) - 1
-            return msgspec.structs.replace(self._first, devices=(), processes=(), notes=(str(broken),))
-
-    def _last(self) -> Snapshot:
-        try:
-            last = self.recording.snapshot(len(self.recording) - 1)
-        except RequestError as fault:
+            self.position = last
             return msgspec.structs.replace(self._first, devices=(), processes=(), notes=(str(fault),))
-        return msgspec.structs.replace(last, notes=(*last.notes, "The recording ends here."))
+        notes = ("The recording ends here.",) if ended else ()
+        return msgspec.structs.replace(snapshot, notes=(*snapshot.notes, *notes))
 
     def close(self) -> None:
         """Let go of the file."""
