@@ -82,7 +82,7 @@ def fuzz_one(name: str, seconds: float, engine: str | None = None) -> int:
 
 
 def _with_atheris(name: str, target: Target, first: tuple[bytes, ...], seconds: float, home: str) -> None:
-    import atheris  # type: ignore[import-untyped, unused-ignore]
+    import atheris
 
     corpus = Path(home) / "corpus"
     corpus.mkdir()

@@ -135,7 +135,7 @@ def clock_callback(wanted: int, batch: int) -> Any:
     """A callback that stops after this number of steps and has their samples/s, without the first ones."""
     import keras
 
-    class Clock(keras.callbacks.Callback):  # type: ignore[misc]
+    class Clock(keras.callbacks.Callback):
         steps, rate, skipped, started = 0, 0.0, max(2, min(20, wanted // 10)), 0.0
 
         def on_train_batch_end(self, batch_: int, logs: Any = None) -> None:
