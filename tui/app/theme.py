@@ -50,33 +50,28 @@ LIGHT_MEANINGS = _meanings(
     _DEVICES_LIGHT,
 )
 
-DARK = Theme(
-    name="evener-dark",
-    primary="#58b4f0",
-    secondary="#b794f4",
-    accent="#5fd38d",
-    success="#5fd38d",
-    warning="#f0b450",
-    error="#ff6b70",
-    foreground="#d3dbe7",
-    background="#0d1219",
-    surface="#0d1219",
-    panel="#161d28",
-    dark=True,
-    variables=DARK_MEANINGS | {"footer-key-foreground": "#58b4f0", "footer-background": "#161d28"},
-)
-LIGHT = Theme(
-    name="evener-light",
-    primary="#0b62c4",
-    secondary="#7e3fc4",
-    accent="#15803d",
-    success="#15803d",
-    warning="#9a5b00",
-    error="#c4212b",
-    foreground="#1d2530",
-    background="#fbfcfe",
-    surface="#fbfcfe",
-    panel="#e6ebf2",
-    dark=False,
-    variables=LIGHT_MEANINGS | {"footer-key-foreground": "#0b62c4", "footer-background": "#e6ebf2"},
-)
+
+def _theme(name: str, base: tuple[str, ...], meanings: dict[str, str], *, dark: bool) -> Theme:
+    """A theme of `base` colours: primary, secondary, accent, warning, error, foreground, background, panel."""
+    primary, secondary, accent, warning, error, foreground, background, panel = base
+    return Theme(
+        name=name,
+        primary=primary,
+        secondary=secondary,
+        accent=accent,
+        success=accent,
+        warning=warning,
+        error=error,
+        foreground=foreground,
+        background=background,
+        surface=background,
+        panel=panel,
+        dark=dark,
+        variables=meanings | {"footer-key-foreground": primary, "footer-background": panel},
+    )
+
+
+_BASE_DARK = ("#58b4f0", "#b794f4", "#5fd38d", "#f0b450", "#ff6b70", "#d3dbe7", "#0d1219", "#161d28")
+_BASE_LIGHT = ("#0b62c4", "#7e3fc4", "#15803d", "#9a5b00", "#c4212b", "#1d2530", "#fbfcfe", "#e6ebf2")
+DARK = _theme("evener-dark", _BASE_DARK, DARK_MEANINGS, dark=True)
+LIGHT = _theme("evener-light", _BASE_LIGHT, LIGHT_MEANINGS, dark=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -27,19 +27,19 @@ from evener.tui.widgets.lines import Lines
 from evener.workloads import registry
 
 _OWN = "your own"
-_CHOICES = {"objective": OBJECTIVES, "precision": PRECISIONS, "input": INPUTS}
+_CHOICES = {"objective": OBJECTIVES, "precision": PRECISIONS, "inputs": INPUTS}
 _ENGINE = {"engine": ENGINES}
 _FRAMEWORKS = tuple(name for name in registry.FRAMEWORKS if name != "none")
 _FIELDS = {"budget": "120s", "global_batch": "", "max_global_batch": "", "tolerance": "0.02", "settings": ""}
 _PACE = {"pace": "0.2"}  # simulated devices
 _HINTS = REQUEST_HELP | {
-    "input": REQUEST_HELP["inputs"],
     "engine": f"{REQUEST_HELP['engine'][:-1]}; auto: one process for idle GPUs, else one per device.",
     "global_batch": f"{REQUEST_HELP['global_batch'][:-1]}; empty: free.",
     "own": "Your own workload, file.py:build; typing here ticks the last entry of the list.",
     "framework": "The framework of your own workload.",
     "settings": "Parameters of the workload: key=value key=value.",
 }
+_LABELS = {"own": f"{_OWN} workload", "inputs": "input"}
 _BUTTON_CELLS = 12
 
 
@@ -79,8 +79,8 @@ class Setup(UsesApp, VerticalScroll):
             yield self._row(name, Input(default, _HINTS[name], id=name, compact=True))
 
     def _row(self, name: str, *fields: Widget) -> Widget:
-        words = f"{_OWN} workload" if name == "own" else name.replace("_", " ")
-        return Horizontal(Static(f" {words}", classes="label", markup=False), *fields, classes="field")
+        label = _LABELS.get(name) or name.replace("_", " ")
+        return Horizontal(Static(f" {label}", classes="label", markup=False), *fields, classes="field")
 
     @property
     def _simulated(self) -> bool:
@@ -168,28 +168,19 @@ class Setup(UsesApp, VerticalScroll):
             problem.show([line(Span(f" {shown}", "dim"))])
 
     def _read(self) -> tuple[Request, tuple[Device, ...]]:
-        known = self.evener.trainable
+        devices = self.evener.trainable
         chosen = sorted(self.query_one("#pick-devices", Ticks).ticked)
-        spec = subset(self.evener.devices, known, chosen)
-        names = registry.names()
-        place = min(self.query_one("#pick-workload", Ticks).ticked)
-        workload = names[place] if place < len(names) else ""
-        fields = request_fields(spec, *self._workload(workload), self._typed())
-        return make_request(**fields), tuple(known[position] for position in chosen)  # type: ignore[arg-type]
-
-    def _workload(self, name: str) -> tuple[str, str]:
-        """The workload and its framework; without a name, the user's own."""
-        if name:
-            framework = registry.find(name).framework
-            return name, framework if framework != "none" else "tensorflow"
-        own = self.query_one("#own", Input).value.strip()
-        if not own:
+        spec = subset(self.evener.devices, devices, chosen)
+        fields = (*self.query(Input), *self.query(OneOf))
+        typed = {field.id or "": field.value for field in fields}
+        own, framework = typed.pop("own").strip(), typed.pop("framework", None)
+        names, place = registry.names(), min(self.query_one("#pick-workload", Ticks).ticked)
+        if place < len(names):
+            own, framework = names[place], None
+        elif not own:
             raise RequestError("No workload of your own is named.", "Write train.py:build, or tick another one.")
-        return own, "tensorflow" if self._simulated else self.query_one("#framework", OneOf).value
-
-    def _typed(self) -> Mapping[str, str]:
-        typed = {field.id or "": field.value for field in self.query(Input)}
-        return typed | {choice.id or "": choice.value for choice in self.query(OneOf)}
+        request = make_request(devices=spec, workload=own, framework=framework, **request_fields(typed))
+        return request, tuple(devices[position] for position in chosen)
 
 
 def _memory(device: Device) -> str:

@@ -80,32 +80,9 @@ ASCII = Marks(
     alarm="!",
 )
 
-_PLAIN = str.maketrans(
-    {
-        "…": "~",
-        "–": "-",
-        "—": "-",
-        "·": "|",
-        "×": "x",
-        "±": "+",
-        "°": " ",
-        "→": ">",
-        "≤": "<",
-        "≥": ">",
-        "─": "-",
-        "│": "|",
-        "┤": "+",
-        "├": "+",
-        "┬": "+",
-        "┴": "+",
-        "┌": "+",
-        "┐": "+",
-        "└": "+",
-        "┘": "+",
-        "┼": "+",
-        "\u202f": " ",
-        "\u00a0": " ",
-    }
+_SIMILAR = str.maketrans(
+    "…–—·×±°→≤≥─│┤├┬┴┌┐└┘┼\u202f\u00a0",
+    "~--|x+ ><>-|+++++++++  ",
 )
 
 
@@ -113,4 +90,4 @@ def to_ascii(text: str) -> str:
     """`text` with every other character replaced by a similar ASCII one, cell for cell."""
     if text.isascii():
         return text
-    return text.translate(_PLAIN).encode("ascii", "replace").decode("ascii")
+    return text.translate(_SIMILAR).encode("ascii", "replace").decode("ascii")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from evener.devices.limits import write_limit
 from evener.devices.types import Device
@@ -37,14 +38,12 @@ def _simulated(spec: str, devices: Sequence[Device], chosen: Sequence[int]) -> s
     return "sim:" + ",".join(pieces[position] for position in chosen)
 
 
-def whole_number(text: str, name: str) -> int | None:
-    """A number of samples, None if the field is empty; RequestError names the field."""
-    if not text.strip():
-        return None
+def whole_number(text: str, name: str) -> int:
+    """A number of samples; RequestError names the field."""
     try:
         return int(text.replace(" ", ""))
     except ValueError:
-        raise RequestError(f"{name} {text.strip()!r} is not a whole number.", "Give samples, like 1024.") from None
+        raise RequestError(f"{name} {text!r} is not a whole number.", "Give samples, like 1024.") from None
 
 
 def number(text: str, name: str) -> float:
@@ -52,27 +51,19 @@ def number(text: str, name: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise RequestError(f"{name} {text.strip()!r} is not a number.", "Write it like 0.5.") from None
+        raise RequestError(f"{name} {text!r} is not a number.", "Write it like 0.5.") from None
 
 
-def request_fields(devices: str, workload: str, framework: str, typed: Mapping[str, str]) -> dict[str, object]:
-    """The form as arguments of `make_request`; an empty field is the option's default."""
-    fields: dict[str, object] = {
-        "devices": devices,
-        "workload": workload or None,
-        "framework": framework,
-        "settings": typed.get("settings", "").split(),
-        "objective": typed["objective"],
-        "precision": typed["precision"],
-        "inputs": typed["input"],
-        "engine": typed.get("engine", "auto"),
-        "global_batch": whole_number(typed.get("global_batch", ""), "global batch"),
-        "max_global_batch": whole_number(typed.get("max_global_batch", ""), "max global batch"),
+def request_fields(typed: Mapping[str, str]) -> dict[str, Any]:
+    """The form's fields as arguments of `make_request`; an empty one is left out."""
+    readers: dict[str, Callable[[str, str], Any]] = {
+        "settings": lambda text, _: text.split(),
+        "global_batch": whole_number,
+        "max_global_batch": whole_number,
+        "tolerance": number,
+        "pace": number,
     }
-    if typed.get("budget", "").strip():
-        fields["budget"] = typed["budget"].strip()
-    if typed.get("tolerance", "").strip():
-        fields["tolerance"] = number(typed["tolerance"], "tolerance")
-    if typed.get("pace", "").strip():
-        fields["pace"] = number(typed["pace"], "pace")
-    return fields
+    filled = {name: text.strip() for name, text in typed.items() if text.strip()}
+    return {
+        name: readers[name](text, name.replace("_", " ")) if name in readers else text for name, text in filled.items()
+    }

@@ -12,6 +12,7 @@ from evener.devices.discover import discover
 from evener.devices.nvidia.reference_units import over_expected, reference_units
 from evener.devices.types import Device, Limit
 from evener.tui.text.formatting import plain, size
+from evener.tui.text.plan_summary import align
 from evener.tui.text.safe_documents import json_text
 
 
@@ -33,9 +34,7 @@ def run_devices(spec: str, as_json: bool) -> int:
     if any(units is not None for units, _ in references):
         added = [("RGU", "measured/expected"), *(_reference_row(*pair) for pair in references)]
         rows = [(*row[:-1], *more, row[-1]) for row, more in zip(rows, added, strict=True)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    print("\n".join(align(rows, numbers_from=len(rows[0]))))
     return 0
 
 
