@@ -34,7 +34,7 @@ from textual.events import Key
 
 from benchmarks.monitor import Screen
 from evener.devices.discover import discover
-from evener.devices.host.source_base import Surroundings
+from evener.devices.host.snapshot_builder import SnapshotBuilder
 from evener.devices.host.training_rates import TrainingRates
 from evener.devices.sampler import History
 from evener.devices.simulated.source import SimulatedSource
@@ -74,8 +74,8 @@ class TickPublisher:
             raise SystemExit(f"{devices} are no simulated devices; name some, like sim:t4,t4.")
         self._seconds = 0.0
         self._began = time.time()
-        around = Surroundings(TrainingRates(clock=self._clock), self._clock)
-        self.source = SimulatedSource(machine, surroundings=around)
+        around = SnapshotBuilder(TrainingRates(clock=self._clock), self._clock)
+        self.source = SimulatedSource(machine, builder=around)
         self._history = History(600)
         self._reporter = Reporter()
         self._post: Post | None = None

@@ -1,7 +1,7 @@
 """What a child process needs so that it trains on its devices and on nothing else: variables, cores, memory.
 
-CPU slices are held by affinity and thread counts, GPUs by CUDA_VISIBLE_DEVICES; limits by the allocator, by the address
-space or by MPS. A slice's percentage isn't set here: the child spins after each step.
+Affinity and thread counts confine it to CPU slices, CUDA_VISIBLE_DEVICES to GPUs; the allocator, the address space or
+MPS enforce limits. A slice's percentage isn't set here: the child spins after each step.
 """
 
 from __future__ import annotations

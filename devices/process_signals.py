@@ -17,7 +17,7 @@ START_TIME_TOLERANCE_SECONDS = 0.05  # psutil works it out from clock ticks
 def send_signal(row: ProcessSample, name: str) -> None:
     """Send SIG`name`; RequestError if the process ended, its pid is another's now, or it belongs to another user.
 
-    The process is held by a descriptor while its start time and owner are checked, so the pid can't change hands.
+    A descriptor holds the process while its start time and owner are checked, so the pid can't be reused meanwhile.
     """
     try:
         held = os.pidfd_open(row.pid)

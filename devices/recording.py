@@ -1,6 +1,6 @@
 """Recordings of the monitor: JSON lines after a version header, written as they happen, read one at a time.
 
-A torn last line is what a kill leaves and is skipped; a broken line before it, or another version, is one sentence.
+A torn last line is what a kill leaves, and is skipped. A broken line before it, or another version, is an error.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _unwritable(path: Path, error: OSError) -> RequestError:
 
 
 def _plain_file(path: Path) -> BinaryIO:
-    """The file open for reading; refuses a pipe, which could hold the reader, and a device, which might never end."""
+    """The file open for reading. Refused: a pipe, which could block the reader, and a device, which might never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Samples a source on a thread of its own, keeps the history, tells subscribers; a source that hangs blocks nobody."""
+"""Samples a source on its own thread, keeps the history, notifies subscribers; a source that hangs blocks nobody."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class Sampler:
     """One polling thread over a source. Subscribers are called on the sampler's threads, one at a time.
 
-    The period is kept: ticks stand at whole intervals from the start, and those that a slow source missed are left out.
+    Ticks are whole intervals from the start; those that a slow source missed are skipped.
     """
 
     def __init__(self, source: Source, interval_seconds: float = 1.0, history_ticks: int = HISTORY_TICKS) -> None:
@@ -120,7 +120,7 @@ class Sampler:
         self._tell(snapshot)
 
     def _watch(self) -> None:
-        """Tell subscribers of a stale snapshot each interval that the source is overdue."""
+        """Send subscribers a stale snapshot in each interval that the source is overdue."""
         while not self._stop.wait(self.interval_seconds):
             latest = self.latest()
             if latest is not None and latest is not self._last:
@@ -177,7 +177,7 @@ class History:
 
 
 def stale(snapshot: Snapshot, age_seconds: float) -> Snapshot:
-    """The same snapshot with every value called what it is: too old to be current."""
+    """The same snapshot with every value marked as too old to be current."""
     note = f"No reading for {age_seconds:.0f} s: the driver does not answer."
     return msgspec.structs.replace(
         snapshot,

@@ -1,4 +1,4 @@
-"""Devices, their limits, and readings that never lie: a metric is a value, or the reason why there is none."""
+"""Devices, their limits and their readings: a metric is a value, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def value(number: float, age_seconds: float = 0.0) -> Reading:
 
 
 class DeviceSample(msgspec.Struct, frozen=True, kw_only=True):
-    """Every metric of one device at one tick. Units stand in the names; percentages are 0 – 100."""
+    """Every metric of one device at one tick. Names give the units; percentages are 0 – 100."""
 
     device: Device
     utilization_percent: Reading = UNSUPPORTED  # share of time in which any kernel ran
@@ -104,7 +104,7 @@ class DeviceSample(msgspec.Struct, frozen=True, kw_only=True):
     clock_mhz: Reading = UNSUPPORTED  # of the multiprocessors
     clock_max_mhz: Reading = UNSUPPORTED
     throttled_percent: Reading = UNSUPPORTED  # share of the tick, from nanosecond counters where they exist
-    throttle_reasons: tuple[str, ...] = ()  # e.g. "power cap", "thermal", as people say it
+    throttle_reasons: tuple[str, ...] = ()  # in words, like "power cap"
     pcie_receive_bytes_per_second: Reading = UNSUPPORTED
     pcie_send_bytes_per_second: Reading = UNSUPPORTED
     link_receive_bytes_per_second: Reading = UNSUPPORTED  # NVLink, all links

@@ -19,7 +19,7 @@ from textual.pilot import Pilot
 
 from evener.balancer.session import Request, Session
 from evener.devices.discover import discover
-from evener.devices.host.source_base import Surroundings
+from evener.devices.host.snapshot_builder import SnapshotBuilder
 from evener.devices.host.training_rates import TrainingRates
 from evener.devices.sampler import History
 from evener.devices.simulated.machine import Machine
@@ -46,7 +46,7 @@ class PicturePublisher:
         self.interval_seconds = 1.0
         self.state = ""
         self._clock = 0.0
-        self._source = SimulatedSource(machine, 7, Surroundings(TrainingRates(lambda: ()), lambda: self._clock))
+        self._source = SimulatedSource(machine, 7, SnapshotBuilder(TrainingRates(lambda: ()), lambda: self._clock))
         self._speeds = speeds
         self._history = History(600)
         self._post: Post | None = None

@@ -47,7 +47,7 @@ def available_memory_bytes() -> int:
 
 @cache
 def product_name() -> str:
-    """The processor as its maker calls it, without the decoration."""
+    """The processor's product name, without trademark signs and the like."""
     with suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         if found:

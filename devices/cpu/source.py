@@ -1,4 +1,4 @@
-"""Samples slices of the CPU: how busy their cores are, and what the machine tells of memory, heat and clock."""
+"""Samples slices of the CPU: how busy their cores are, and the machine's memory, heat and clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from evener.devices.host.source_base import Surroundings
+from evener.devices.host.snapshot_builder import SnapshotBuilder
 from evener.devices.types import UNSUPPORTED, Device, DeviceSample, HostSample, Reading, Snapshot, State, value
 
 SLOW_PERIOD_SECONDS = 5.0  # heat and clock: reading them may wake cores
@@ -23,11 +23,11 @@ class CpuSource:
     def __init__(
         self,
         devices: Sequence[Device],
-        surroundings: Surroundings | None = None,
+        builder: SnapshotBuilder | None = None,
         notes: tuple[str, ...] = (),
     ) -> None:
         self._devices, self._notes = tuple(devices), notes
-        self._around = surroundings or Surroundings()
+        self._builder = builder or SnapshotBuilder()
         self._slow_due = 0.0
         self._heat: tuple[Reading, Reading] = (UNSUPPORTED, UNSUPPORTED)
         self._clocks: dict[str, tuple[Reading, Reading]] = {}
@@ -38,20 +38,20 @@ class CpuSource:
 
     def sample(self) -> Snapshot:
         """All slices now."""
-        started = self._around.begin()
-        host = self._around.host()
+        started = self._builder.begin()
+        host = self._builder.host()
         if started >= self._slow_due:
             self._slow_due = started + SLOW_PERIOD_SECONDS
             self._heat = read_heat()
             self._clocks = {device.id: read_clock(device.cores) for device in self._devices}
         samples = [self._sample(device, host) for device in self._devices]
-        return self._around.snapshot(samples, self._notes, host=host)
+        return self._builder.snapshot(samples, self._notes, host=host)
 
     def close(self) -> None:
         """Nothing is held."""
 
     def _sample(self, device: Device, host: HostSample) -> DeviceSample:
-        busy = [self._around.by_cpu[core] for core in device.cores if core in self._around.by_cpu]
+        busy = [self._builder.by_cpu[core] for core in device.cores if core in self._builder.by_cpu]
         clock, clock_max = self._clocks.get(device.id, (UNSUPPORTED, UNSUPPORTED))
         return DeviceSample(
             device=device,

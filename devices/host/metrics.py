@@ -92,7 +92,7 @@ class HostMeter:
 
 
 class ProcessFacts(msgspec.Struct, frozen=True):
-    """Who a process is; what can't be known of it is empty."""
+    """Who a process is; unknown facts are empty."""
 
     pid: int
     start_time: float = 0.0  # seconds since the epoch; 0: unknown
@@ -100,36 +100,36 @@ class ProcessFacts(msgspec.Struct, frozen=True):
     command: str = ""
 
 
-class Look(msgspec.Struct, frozen=True):
+class ProcessReading(msgspec.Struct, frozen=True):
     """A process at one moment."""
 
     facts: ProcessFacts
-    cpu_percent: float | None = None  # since the look before, 100 for one core; None at first, or where denied
+    cpu_percent: float | None = None  # since the reading before, 100 for one core; None at first, or where denied
     memory_bytes: int | None = None  # resident in the machine's memory
 
 
-class ProcessBook:
-    """Facts of processes, looked up once for each process that lives; a pid that is used again is another process."""
+class ProcessTable:
+    """Facts of processes, looked up once for each live process; a reused pid is another process."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[psutil.Process, ProcessFacts]] = {}
         self._users: dict[int, str] = {}
 
-    def look(self, pid: int) -> Look:
-        """Who `pid` is and what it takes; a process of another container or user may stay a bare number."""
+    def look(self, pid: int) -> ProcessReading:
+        """Who `pid` is and what it uses; for processes of other containers or users perhaps only the pid."""
         known = self._known.get(pid)
         entry = self._entry(pid)
         if entry is None:
-            return Look(ProcessFacts(pid))
+            return ProcessReading(ProcessFacts(pid))
         process, facts = entry
         try:
             percent = process.cpu_percent(None)
-            return Look(facts, percent if known is entry else None, process.memory_info().rss)
+            return ProcessReading(facts, percent if known is entry else None, process.memory_info().rss)
         except psutil.Error:
-            return Look(facts)
+            return ProcessReading(facts)
 
     def forget_others(self, pids: Iterable[int]) -> None:
-        """Drop what is known of all processes but these."""
+        """Forget all processes but these."""
         kept = set(pids)
         for pid in [pid for pid in self._known if pid not in kept]:
             del self._known[pid]
@@ -166,5 +166,5 @@ class ProcessBook:
 
 
 def clean_text(text: str) -> str:
-    """Text without anything that could steer a terminal or turn its direction; at most 4096 characters."""
+    """Text without anything that could control a terminal or reverse its direction; at most 4096 characters."""
     return "".join(sign if sign.isprintable() else " " for sign in text[:LONGEST_COMMAND]).strip()

@@ -1,4 +1,4 @@
-"""What every source shows beside its devices: the host line, and the processes with their samples/s."""
+"""What every source adds to its devices' samples: the host line, and the processes with their samples/s."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from evener.devices.host.metrics import HostMeter, Look, ProcessBook
+from evener.devices.host.metrics import HostMeter, ProcessReading, ProcessTable
 from evener.devices.host.training_rates import Rates, TrainingRates, rate_reading
 from evener.devices.types import (
     UNSUPPORTED,
@@ -30,15 +30,15 @@ class OnDevice(msgspec.Struct, frozen=True):
     sm_percent: Reading = UNSUPPORTED
 
 
-class Surroundings:
-    """What a source shows beside its devices, tick by tick; not safe in two threads at once."""
+class SnapshotBuilder:
+    """Makes a source's samples a snapshot, tick by tick; not safe in two threads at once."""
 
     def __init__(self, rates: TrainingRates | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.interval_seconds = 0.0  # from the tick before to this one
         self._started = clock()
         self._meter = HostMeter()
-        self._book = ProcessBook()
+        self._book = ProcessTable()
         self._rates = rates or TrainingRates()
 
     def begin(self) -> float:
@@ -92,13 +92,13 @@ class Surroundings:
 
 
 def _on(device: Device, seen: Sequence[OnDevice], rates: Rates) -> list[OnDevice]:
-    """The processes on one device: seen by its driver, or only heard of from themselves."""
+    """The processes on one device: seen by its driver, or known only by their own reports."""
     known = {each.pid for each in seen}
     reported = [OnDevice(pid) for pid, identity in rates if identity == device.id and pid not in known]
     return [*seen, *reported]
 
 
-def _row(device: Device, seen: OnDevice, look: Look, rate: tuple[float, float] | None) -> ProcessSample:
+def _row(device: Device, seen: OnDevice, look: ProcessReading, rate: tuple[float, float] | None) -> ProcessSample:
     facts, percent, memory_bytes = look.facts, look.cpu_percent, seen.memory_bytes
     unknown = Reading(State.STALE) if facts.start_time else UNSUPPORTED
     if device.kind == "cpu" and look.memory_bytes is not None:

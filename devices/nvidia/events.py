@@ -1,4 +1,4 @@
-"""XID errors, ECC errors and lost GPUs as the driver reports them, caught by a thread that never holds up an exit."""
+"""XID errors, ECC errors and lost GPUs as the driver reports them, read by a thread that never delays an exit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ XIDS = {  # NVIDIA's "XID errors" document
 
 
 class EventWatch:
-    """Events of all GPUs, from its making until `close`."""
+    """Events of all GPUs, from its creation until `close`."""
 
     def __init__(self, nvml: Library, handles: Sequence[Handle]) -> None:
         self._nvml = nvml
@@ -115,7 +115,7 @@ def describe(kind: int, data: int) -> str:
 
 
 def address(handle: Handle) -> int:
-    """What tells handles of two GPUs apart: the pointer that NVML gave."""
+    """What identifies the GPU of a handle: the pointer that NVML gave."""
     try:
         return ctypes.cast(handle, ctypes.c_void_p).value or 0
     except (ctypes.ArgumentError, TypeError):

@@ -1,4 +1,4 @@
-"""Activity between two ticks by NVIDIA's GPU performance monitoring (Hopper and later), without a sleep of its own.
+"""Activity between two ticks by NVIDIA's GPU performance monitoring (Hopper and later), without sleeping.
 
 Each tick's sample is kept and paired with the next one's, so a figure covers the whole tick.
 """

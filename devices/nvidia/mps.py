@@ -40,7 +40,7 @@ class MpsDaemon:
         self._folder = ""
 
     def variables(self) -> dict[str, str]:
-        """What leads a CUDA program to this daemon, which runs when this returns; DeviceError if it can't."""
+        """The variables that lead a CUDA program to this daemon, started if needed; DeviceError if it can't start."""
         if self._guard is None or self._guard.poll() is not None:
             self._start()
         return folder_variables(self._folder)

@@ -34,7 +34,7 @@ class DriverGoneError(Exception):
 
 
 def raise_if_gone(code: int) -> None:
-    """Leave the metrics alone if the device or the driver behind them has gone."""
+    """Raise GpuGoneError or DriverGoneError if the device or its driver has gone."""
     if code in GPU_GONE:
         raise GpuGoneError(code)
     if code in DRIVER_GONE:
@@ -57,27 +57,27 @@ class Schedule:
         return now >= self._due
 
     def kept(self, now: float) -> Reading:
-        """What the last answer is worth now."""
+        """The last answer, with its age."""
         return self._last if now <= self._at else self._last.aged(now - self._at)
 
-    def took(self, now: float, number: float) -> Reading:
+    def record(self, now: float, number: float) -> Reading:
         """The call answered."""
         if not math.isfinite(number):
-            return self.failed_now(now)
+            return self.record_passing_failure(now)
         self._last, self._at, self._due = value(number), now, now + self._period
         return self._last
 
-    def failed(self, now: float, code: int) -> Reading:
+    def record_failure(self, now: float, code: int) -> Reading:
         """The call failed with NVML's `code`; GpuGoneError or DriverGoneError if there is nothing left to ask."""
         raise_if_gone(code)
         reading = failed_reading(code)
         if reading.state not in RETRY_SECONDS:
-            return self.failed_now(now)
+            return self.record_passing_failure(now)
         self._last, self._due = reading, now + RETRY_SECONDS[reading.state]
         return reading
 
-    def failed_now(self, now: float) -> Reading:
-        """The call failed for a passing reason: the last value stands, called stale."""
+    def record_passing_failure(self, now: float) -> Reading:
+        """The call failed for a passing reason: the last value stays, marked stale."""
         last = self.kept(now)
         self._due = now + min(self._period, FAILED_RETRY_SECONDS)
         return PENDING if last.value is None else last.aged(last.age_seconds, State.STALE)
@@ -99,11 +99,11 @@ class Metric:
         if not schedule.is_due(now):
             return schedule.kept(now)
         try:
-            return schedule.took(now, self._call())
+            return schedule.record(now, self._call())
         except self._error as error:
-            return schedule.failed(now, error_code(error))
+            return schedule.record_failure(now, error_code(error))
         except AttributeError:  # a binding older than the function
-            return schedule.failed(now, FUNCTION_NOT_FOUND)
+            return schedule.record_failure(now, FUNCTION_NOT_FOUND)
 
 
 class Fields:
@@ -135,19 +135,19 @@ class Fields:
             answers = self._nvml.nvmlDeviceGetFieldValues(self._handle, [self._all[field] for field in due])
         except self._nvml.NVMLError as error:
             for field in due:
-                self._readings[field] = self._schedules[field].failed(now, error_code(error))
+                self._readings[field] = self._schedules[field].record_failure(now, error_code(error))
             return
         for field, answer in zip(due, answers, strict=True):
             schedule = self._schedules[field]
             if answer.nvmlReturn != 0:
-                self._readings[field] = schedule.failed(now, answer.nvmlReturn)
+                self._readings[field] = schedule.record_failure(now, answer.nvmlReturn)
             else:
                 member = self._getters.get(answer.valueType, "ullVal")
-                self._readings[field] = schedule.took(now, getattr(answer.value, member))
+                self._readings[field] = schedule.record(now, getattr(answer.value, member))
 
 
 class Counter:
-    """A number that only grows, turned into its rate; the first look, a wrap and a reset give no rate.
+    """A number that only grows, turned into its rate; the first reading, a wrap and a reset give no rate.
 
     Drivers renew some counters ten times a second: `shortest_seconds` is the least time that a rate is taken over.
     """

@@ -45,7 +45,7 @@ class ListedGpu(msgspec.Struct, frozen=True):
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """What NVML lists, and what it could not say."""
+    """The GPUs that NVML lists, and notes on those that don't answer."""
 
     gpus: tuple[ListedGpu, ...]
     notes: tuple[str, ...] = ()

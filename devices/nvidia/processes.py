@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evener.devices.host.source_base import OnDevice
+from evener.devices.host.snapshot_builder import OnDevice
 from evener.devices.nvidia.nvml_calls import raise_if_gone
 from evener.devices.nvidia.nvml_library import NOT_FOUND, SUCCESS, Handle, Library, error_code, failed_reading
 from evener.devices.types import UNSUPPORTED, Reading, value
@@ -21,7 +21,7 @@ LISTS = {
 
 
 class GpuProcesses:
-    """The process table of one GPU; keeps the last answer between two looks and through passing failures."""
+    """The process table of one GPU; keeps the last answer between two readings and through passing failures."""
 
     def __init__(self, nvml: Library, handle: Handle, is_mig: bool) -> None:
         self._nvml, self._handle, self._is_mig = nvml, handle, is_mig

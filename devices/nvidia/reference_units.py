@@ -37,7 +37,7 @@ def reference_units(name: str, memory_bytes: int | None) -> float | None:
 def over_expected(units: Sequence[float | None], rates: Sequence[float | None]) -> tuple[float | None, ...]:
     """Each device's measured part of all samples/s over its part of all units; None where either is unknown.
 
-    Units say nothing of one device alone: two that are known, and were measured, are needed.
+    It takes at least two devices with known units and a measured rate.
     """
     known = [i for i, (unit, rate) in enumerate(zip(units, rates, strict=True)) if unit and rate]
     if len(known) < 2:

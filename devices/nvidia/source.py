@@ -1,4 +1,4 @@
-"""NVIDIA GPUs as a source: opens the driver, keeps a reader for each GPU, finds lost GPUs and new drivers again."""
+"""NVIDIA GPUs as a source: opens the driver, keeps a reader for each GPU, and finds what was lost again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import msgspec
 
-from evener.devices.host.source_base import OnDevice, Surroundings
+from evener.devices.host.snapshot_builder import OnDevice, SnapshotBuilder
 from evener.devices.nvidia.events import EventWatch
 from evener.devices.nvidia.gpu_reader import GpuReader
 from evener.devices.nvidia.nvml_calls import DriverGoneError, GpuGoneError
@@ -50,7 +50,7 @@ class _Slot:
 class NvmlSource:
     """A Source over NVIDIA GPUs: those given, or all. Not safe in two threads at once.
 
-    DeviceError if the driver can't be talked to at first; later trouble is in the rows, and heals by itself.
+    DeviceError if the driver can't be used at first; later trouble shows in the rows, and ends by itself.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class NvmlSource:
         devices: Sequence[Device] | None = None,
         notes: tuple[str, ...] = (),
         library: Library | None = None,
-        surroundings: Surroundings | None = None,
+        builder: SnapshotBuilder | None = None,
     ) -> None:
         self._nvml = load() if library is None else library
-        self._around = surroundings or Surroundings()
+        self._builder = builder or SnapshotBuilder()
         self._notes = notes
         self._wanted = None if devices is None else {device.id for device in devices}
         self._slots = {device.id: _Slot(device) for device in devices or ()}
@@ -72,15 +72,15 @@ class NvmlSource:
         self._retry_at = 0.0
         self._reopen_at = 0.0
         self._looks = 0
-        self._open(self._around.begin())
+        self._open(self._builder.begin())
 
     def devices(self) -> tuple[Device, ...]:
-        """The GPUs, in order; one that came later stands last."""
+        """The GPUs, in order; one that came later is the last."""
         return tuple(slot.device for slot in self._slots.values())
 
     def sample(self) -> Snapshot:
         """All GPUs now."""
-        now = self._around.begin()
+        now = self._builder.begin()
         self._heal(now)
         self._watch_events()
         samples, seen = [], {}
@@ -89,7 +89,7 @@ class NvmlSource:
             samples.append(sample)
             seen[slot.device.id] = processes
         notes = (*self._notes, *([self._trouble] if self._trouble else []))
-        return self._around.snapshot(samples, notes, seen, self._driver)
+        return self._builder.snapshot(samples, notes, seen, self._driver)
 
     def close(self) -> None:
         """Let go of the driver; never waits longer than a second or two."""
@@ -164,7 +164,7 @@ class NvmlSource:
             except DriverGoneError:
                 self._lose_driver(now, "The NVIDIA driver was unloaded or replaced.")
             else:
-                note = sample.note or doubt(sample)
+                note = sample.note or explain_unreadable(sample)
                 return msgspec.structs.replace(sample, events=slot.events, note=note), processes
         return lost_sample(slot.device, slot.note or self._trouble or "The GPU does not answer.", slot.events), ()
 
@@ -201,7 +201,7 @@ def lost_sample(device: Device, note: str, events: tuple[str, ...] = ()) -> Devi
     return DeviceSample(device=device, note=note, events=events, **lost)  # type: ignore[arg-type]
 
 
-def doubt(sample: DeviceSample) -> str:
+def explain_unreadable(sample: DeviceSample) -> str:
     """A sentence for a device that can't be read at all just now; empty for any other."""
     vital = (sample.utilization_percent, sample.memory_used_bytes, sample.temperature_celsius, sample.clock_mhz)
     if any(reading.current is not None for reading in vital):

@@ -44,7 +44,7 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One device of a machine file, key for key; ValueError for curves that are none."""
+    """One device of a machine file, key for key; ValueError for curves that are not in order."""
 
     name: str
     memory_mib: Positive  # what a training process can have
@@ -76,7 +76,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """One step alone and unlimited; 0 for no samples."""
         if batch <= 0:
             return 0.0
-        milliseconds = max(0.0, along(self.curve, batch))
+        milliseconds = max(0.0, interpolate(self.curve, batch))
         if self.stall_ms >= SMALLEST_STALL_MS:
             milliseconds = math.ceil(milliseconds / self.stall_ms - 1e-9) * self.stall_ms
         return milliseconds / 1000
@@ -89,14 +89,14 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         if points[0][0] > 1:
             points = ((1, 1.0), *points)
         last, most = points[-1]
-        return most if processes >= last else along(points, processes)
+        return most if processes >= last else interpolate(points, processes)
 
     def memory_bytes(self, batch: int) -> int:
         """Peak of a training process at `batch`; 0 for no samples."""
         if batch <= 0:
             return 0
         bent = self.memory_curve
-        mib = along(bent, batch) if bent else self.memory_base_mib + self.memory_per_sample_mib * batch
+        mib = interpolate(bent, batch) if bent else self.memory_base_mib + self.memory_per_sample_mib * batch
         return round(max(0.0, mib) * MIB)
 
 
@@ -112,7 +112,7 @@ class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     def seconds(self, batch: int) -> float:
         """One step without noise."""
-        return max(0.0, along(self.curve, batch)) / 1000
+        return max(0.0, interpolate(self.curve, batch)) / 1000
 
 
 class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -129,7 +129,7 @@ class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if not self.until_seconds > self.at_seconds:
             raise ValueError(f"it ends at {self.until_seconds} s, before it begins")
 
-    def holds(self, position: int, at_seconds: float) -> bool:
+    def applies_to(self, position: int, at_seconds: float) -> bool:
         """Whether it happens to that device then."""
         return position == self.device and self.at_seconds <= at_seconds < self.until_seconds
 
@@ -148,7 +148,7 @@ class Machine(msgspec.Struct, frozen=True):
         return self.limits[position] if self.limits else Limit()
 
     def described(self) -> tuple[Device, ...]:
-        """The devices as the rest of the program describes devices."""
+        """The devices, in the form that all devices have."""
         return tuple(
             Device(
                 id=f"sim-{position}-{device.slug}",
@@ -202,17 +202,17 @@ class Machine(msgspec.Struct, frozen=True):
 
     def short_bytes(self, position: int, at_seconds: float) -> int:
         """How much of that others hold then."""
-        taken = sum(each.memory_taken_mib for each in self.events if each.holds(position, at_seconds))
+        taken = sum(each.memory_taken_mib for each in self.events if each.applies_to(position, at_seconds))
         left = max(0, round((self.devices[position].memory_mib - taken) * MIB))
         return max(0, self.usable_memory_bytes(position) - left)
 
     def slowed(self, position: int, at_seconds: float) -> float:
         """The share of its speed that the device holds back then."""
-        return max((each.slowed for each in self.events if each.holds(position, at_seconds)), default=0.0)
+        return max((each.slowed for each in self.events if each.applies_to(position, at_seconds)), default=0.0)
 
     def lost(self, position: int, at_seconds: float) -> bool:
         """Whether the device is gone then."""
-        return any(each.lost and each.holds(position, at_seconds) for each in self.events)
+        return any(each.lost and each.applies_to(position, at_seconds) for each in self.events)
 
     def out_of_memory(self, shares: Sequence[int]) -> tuple[int, ...]:
         """Positions of the devices whose samples don't fit."""
@@ -230,7 +230,7 @@ def check_rising(key: str, points: Points) -> None:
             raise ValueError(f"`{key}` {'repeats' if size1 == size0 else 'is not sorted at'} {size1}")
 
 
-def along(points: Points, batch: float) -> float:
+def interpolate(points: Points, batch: float) -> float:
     """Linear between points; outside them the line through the two nearest, or level where that line falls."""
     right = min(max(bisect_left(points, batch, key=lambda point: point[0]), 1), len(points) - 1)
     (batch0, y0), (batch1, y1) = points[right - 1], points[right]

@@ -13,7 +13,7 @@ import threading
 
 import msgspec
 
-from evener.devices.host.source_base import Surroundings
+from evener.devices.host.snapshot_builder import SnapshotBuilder
 from evener.devices.simulated.machine import Machine, SimulatedDevice
 from evener.devices.types import Device, DeviceSample, Snapshot, value
 
@@ -44,10 +44,10 @@ class _State(msgspec.Struct):
 class SimulatedSource:
     """A Source over a Machine; the same seed and times give the same readings. `set_load` is safe from any thread."""
 
-    def __init__(self, machine: Machine, seed: int = 0, surroundings: Surroundings | None = None) -> None:
+    def __init__(self, machine: Machine, seed: int = 0, builder: SnapshotBuilder | None = None) -> None:
         self.machine = machine
         self._devices = machine.described()
-        self._around = surroundings or Surroundings()
+        self._builder = builder or SnapshotBuilder()
         self._lock = threading.Lock()
         self._states = [
             _State(SimulatedLoad(), AMBIENT_CELSIUS + 3, 0.0, random.Random(f"{seed}/{device.id}"))
@@ -65,18 +65,18 @@ class SimulatedSource:
 
     def sample(self) -> Snapshot:
         """All devices now."""
-        self._around.begin()
+        self._builder.begin()
         with self._lock:
             samples = [self._sample(position) for position in range(len(self._devices))]
         notes = ("Simulated devices: every reading is computed, none is measured.",)
-        return self._around.snapshot(samples, notes)
+        return self._builder.snapshot(samples, notes)
 
     def close(self) -> None:
         """Nothing is held."""
 
     def _sample(self, position: int) -> DeviceSample:
         device, state = self._devices[position], self._states[position]
-        interval = self._around.interval_seconds
+        interval = self._builder.interval_seconds
         physics, load = self.machine.devices[position], state.load
         busy, effort = self._busy(position, load), min(1.0, load.samples_per_second / fastest(physics))
         jitter = state.random.gauss(0.0, 0.006)

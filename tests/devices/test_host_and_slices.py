@@ -13,8 +13,8 @@ import pytest
 
 from evener.devices.cpu.slices import slices
 from evener.devices.cpu.source import CpuSource
-from evener.devices.host.metrics import CpuMeter, HostMeter, Look, ProcessBook, ProcessFacts, clean_text
-from evener.devices.host.source_base import OnDevice, Surroundings
+from evener.devices.host.metrics import CpuMeter, HostMeter, ProcessFacts, ProcessReading, ProcessTable, clean_text
+from evener.devices.host.snapshot_builder import OnDevice, SnapshotBuilder
 from evener.devices.host.training_rates import TrainingRates, rate_reading
 from evener.devices.types import Device, DeviceSample, Reading, State
 from evener.live import LiveDevice, Training
@@ -61,7 +61,7 @@ def test_the_first_host_line_is_a_real_one() -> None:
 
 
 def test_process_facts_are_known_and_cannot_steer_a_terminal(sleeper: subprocess.Popen[bytes]) -> None:
-    book = ProcessBook()
+    book = ProcessTable()
     look = book.look(sleeper.pid)
     assert look.cpu_percent is None  # the first look has nothing to compare with
     assert (look.memory_bytes or 0) > 1 << 20
@@ -74,12 +74,12 @@ def test_process_facts_are_known_and_cannot_steer_a_terminal(sleeper: subprocess
 
 
 def test_a_dead_process_is_forgotten_and_a_stranger_stays_a_number(sleeper: subprocess.Popen[bytes]) -> None:
-    book = ProcessBook()
+    book = ProcessTable()
     assert book.look(sleeper.pid).facts.start_time > 0
     sleeper.kill()
     sleeper.wait()
     for pid in (sleeper.pid, 2**30, -1):
-        assert book.look(pid) == Look(ProcessFacts(pid))
+        assert book.look(pid) == ProcessReading(ProcessFacts(pid))
 
 
 def test_text_is_cleaned_of_what_is_not_printed() -> None:
@@ -141,7 +141,7 @@ def test_an_old_report_is_stale_and_does_not_count_beside_a_fresh_one() -> None:
 
 def test_rows_are_what_the_driver_sees_and_who_reports_itself(sleeper: subprocess.Popen[bytes]) -> None:
     reports = [training(30.0, sleeper.pid, (LiveDevice(SLICE.id, 0, 8, 30.0),))]
-    source = CpuSource([SLICE, OTHER], Surroundings(TrainingRates(lambda: reports)))
+    source = CpuSource([SLICE, OTHER], SnapshotBuilder(TrainingRates(lambda: reports)))
     source.sample()
     first, second = source.sample().devices
     assert first.samples_per_second.current == 30.0
@@ -154,14 +154,14 @@ def test_rows_are_what_the_driver_sees_and_who_reports_itself(sleeper: subproces
 
 def test_a_process_on_two_devices_is_measured_once_a_tick() -> None:
     """Its CPU share is the same in both rows: a second look right after the first would show nothing."""
-    around = Surroundings(TrainingRates(lambda: ()))
+    builder = SnapshotBuilder(TrainingRates(lambda: ()))
     samples = [DeviceSample(device=SLICE), DeviceSample(device=OTHER)]
     seen = {SLICE.id: [OnDevice(os.getpid())], OTHER.id: [OnDevice(os.getpid())]}
-    around.complete(samples, seen)
+    builder.complete(samples, seen)
     until = time.process_time() + 0.1
     while time.process_time() < until:
         pass
-    _, rows = around.complete(samples, seen)
+    _, rows = builder.complete(samples, seen)
     assert rows[0].cpu_percent == rows[1].cpu_percent
     assert (rows[0].cpu_percent.current or 0) > 5
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from evener.devices.discover import discover, open_source
-from evener.devices.host.source_base import Surroundings
+from evener.devices.host.snapshot_builder import SnapshotBuilder
 from evener.devices.host.training_rates import TrainingRates
 from evener.devices.nvidia.events import describe
 from evener.devices.nvidia.source import DENIED_WORDS, SILENT_WORDS, NvmlSource
@@ -27,7 +27,7 @@ class Rig:
     def __init__(self, nvml: Any) -> None:
         self.nvml = nvml
         self.now = 1000.0
-        self.source = NvmlSource(library=nvml, surroundings=Surroundings(TrainingRates(lambda: ()), lambda: self.now))
+        self.source = NvmlSource(library=nvml, builder=SnapshotBuilder(TrainingRates(lambda: ()), lambda: self.now))
 
     def tick(self, seconds: float = 1.0, times: int = 1) -> Snapshot:
         """Let time pass, then sample."""
@@ -171,7 +171,9 @@ def test_gpm_denied_for_a_while_comes_back(rig: Rig) -> None:
 def test_gpm_is_not_asked_twice_within_a_tenth_of_a_second(rig: Rig) -> None:
     rig.tick(times=2)
     before = rig.nvml.calls["nvmlGpmSampleGet"]
-    assert rig.tick(0.05).devices[0].sm_percent == Reading(State.VALUE, 80.0, pytest.approx(0.05))
+    again = rig.tick(0.05).devices[0].sm_percent
+    assert (again.state, again.value) == (State.VALUE, 80.0)
+    assert again.age_seconds == pytest.approx(0.05)
     assert rig.nvml.calls["nvmlGpmSampleGet"] == before
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from evener.devices.host.source_base import Surroundings
+from evener.devices.host.snapshot_builder import SnapshotBuilder
 from evener.devices.host.training_rates import TrainingRates
 from evener.devices.nvidia.source import NvmlSource
 from evener.devices.types import DeviceSample, Reading, Snapshot, State
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 def sampled(library: Any, clock: Callable[[], float], times: int, move: Callable[[int], None]) -> list[Snapshot]:
     """Looks at what a library tells, `move` being told the number of each before it."""
-    source = NvmlSource(library=library, surroundings=Surroundings(TrainingRates(lambda: ()), clock))
+    source = NvmlSource(library=library, builder=SnapshotBuilder(TrainingRates(lambda: ()), clock))
     found = []
     for look in range(times):
         move(look)

@@ -35,9 +35,9 @@ def snapshot(celsius: float = 50.0) -> Snapshot:
 
 
 class Scripted:
-    """A source that does what it is told at each sample."""
+    """A source that calls `act` at each sample."""
 
-    def __init__(self, act: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(self, act: Callable[[int], object] = lambda _: None) -> None:
         self.act, self.count, self.closed = act, 0, 0
         self.at: list[float] = []
 
@@ -68,7 +68,7 @@ def sampler_threads() -> list[threading.Thread]:
 
 
 def test_subscribers_get_every_snapshot_and_the_source_is_closed_once() -> None:
-    source, got = Scripted(), []
+    source, got = Scripted(), list[Snapshot]()
     with Sampler(source, 0.1) as sampler:
         end = sampler.subscribe(got.append)
         wait_for(lambda: len(got) >= 3)
@@ -103,7 +103,7 @@ def test_ticks_that_a_slow_source_missed_are_left_out() -> None:
 
 def test_a_source_that_hangs_blocks_no_reader_and_its_readings_turn_stale() -> None:
     free = threading.Event()
-    source, got = Scripted(lambda count: free.wait(30) if count == 3 else None), []
+    source, got = Scripted(lambda count: free.wait(30) if count == 3 else None), list[Snapshot]()
     sampler = Sampler(source, 0.1)
     sampler.subscribe(got.append)
     sampler.start()
@@ -137,7 +137,7 @@ def test_a_source_or_subscriber_that_raises_ends_nothing(caplog: pytest.LogCaptu
     def fail(_: Snapshot) -> None:
         raise RuntimeError("another")
 
-    source, got = Scripted(act), []
+    source, got = Scripted(act), list[Snapshot]()
     with Sampler(source, 0.1) as sampler:
         sampler.subscribe(fail)
         sampler.subscribe(got.append)

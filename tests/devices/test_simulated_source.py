@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.devices.discover import discover, open_source
-from evener.devices.host.source_base import Surroundings
+from evener.devices.host.snapshot_builder import SnapshotBuilder
 from evener.devices.host.training_rates import TrainingRates
 from evener.devices.simulated.machine import Machine
 from evener.devices.simulated.machine_file import catalogue
@@ -20,7 +20,7 @@ class Run:
 
     def __init__(self, machine: Machine, seed: int = 0) -> None:
         self.now = 0.0
-        self.source = SimulatedSource(machine, seed, Surroundings(TrainingRates(lambda: ()), lambda: self.now))
+        self.source = SimulatedSource(machine, seed, SnapshotBuilder(TrainingRates(lambda: ()), lambda: self.now))
 
     def tick(self, times: int = 1) -> tuple[DeviceSample, ...]:
         """Seconds pass."""

@@ -19,7 +19,7 @@ from evener.balancer.search.layouts import LayoutOptions, Placement
 from evener.balancer.search.pack_sizes import MOST_PROCESSES
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, Problem
-from evener.devices.simulated.machine import Machine, SimulatedPlacement, along
+from evener.devices.simulated.machine import Machine, SimulatedPlacement, interpolate
 from tests.support import machine_families, search_oracle
 
 NOISES = (0.002, 0.01, 0.03)
@@ -144,7 +144,7 @@ def _placements(rng: random.Random, machine: Machine) -> tuple[SimulatedPlacemen
     for name in ("towers", "alternate"):
         factor, extra = rng.uniform(0.62, 1.4), rng.uniform(0.0, 10.0)
         curve = tuple(
-            (batch, min(max(0.01, along(device.curve, batch)) for device in machine.devices) * factor + extra)
+            (batch, min(max(0.01, interpolate(device.curve, batch)) for device in machine.devices) * factor + extra)
             for batch in (low, 64, 256, 1024, high)
         )
         found.append(SimulatedPlacement(name=name, curve=curve))
