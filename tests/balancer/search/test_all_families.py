@@ -1,4 +1,4 @@
-"""A comparison on simulated machines whose truth is known, and the laws of asking and telling."""
+"""Searches with all families on simulated machines whose truth is known, and the laws of asking and telling."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from evener.balancer.probes.simulated import SimulatedProber
-from evener.balancer.search.comparison import SETTLED, Comparison
-from evener.balancer.search.layouts import Placement, Wanted
+from evener.balancer.search.layouts import LayoutOptions, Placement
+from evener.balancer.search.search import Search, Stop
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
 from evener.devices.simulated.machine import Machine, SimulatedDevice, SimulatedPlacement, Sync
 from tests.support import comparison_cases
 
-ALL = Wanted(placements=(Placement("towers"),))
+ALL = LayoutOptions(placements=(Placement("towers"),))
 
 
 def device(name: str, step_ms: float, **changes: object) -> SimulatedDevice:
@@ -39,21 +39,21 @@ def machine(*devices: SimulatedDevice, sync_ms: float = 1.0, towers_ms: float = 
 
 
 def problem(of: Machine, batch: int | None = 256, budget: float | None = None) -> Problem:
-    """What the comparison is given."""
+    """What the search is given."""
     sizes = tuple(of.usable_memory_bytes(i) for i in range(len(of.devices)))
     return Problem(len(of.devices), sizes, global_batch=batch, budget_seconds=budget)
 
 
-def run(of: Machine, wanted: Wanted = ALL, batch: int | None = 256, budget: float | None = None) -> Comparison:
-    """A comparison to its end."""
-    comparison, prober = Comparison(problem(of, batch, budget), wanted), SimulatedProber(of, seed=1)
+def run(of: Machine, options: LayoutOptions = ALL, batch: int | None = 256, budget: float | None = None) -> Search:
+    """A search to its end."""
+    search, prober = Search(problem(of, batch, budget), options), SimulatedProber(of, seed=1)
     for _ in range(500):
-        asked = comparison.ask()
+        asked = search.ask()
         if not asked:
-            return comparison
+            return search
         for seen in prober.measure(asked, lambda _: None, threading.Event()):
-            comparison.tell(seen)
-    raise AssertionError("a comparison ends")
+            search.tell(seen)
+    raise AssertionError("a search ends")
 
 
 def test_the_verdict_names_the_true_winner_on_seeded_machines() -> None:
@@ -73,26 +73,26 @@ def test_the_verdict_names_the_true_winner_on_seeded_machines() -> None:
     ],
 )
 def test_each_way_wins_where_it_is_truly_best(of: Machine, kind: str) -> None:
-    comparison = run(of)
-    best = comparison.best()
+    search = run(of)
+    best = search.best()
     assert best is not None
     assert best.layout.kind == kind
-    assert comparison.why_stopped() == SETTLED
+    assert search.why_stopped() == Stop.SETTLED.value
 
 
 def test_equal_devices_without_a_cost_are_split_evenly() -> None:
-    comparison = run(machine(device("A", 40.0), device("B", 40.0), sync_ms=0.0))
-    best = comparison.best()
+    search = run(machine(device("A", 40.0), device("B", 40.0), sync_ms=0.0))
+    best = search.best()
     assert best is not None
     assert best.layout.shares == (128, 128)
-    assert comparison.standings()[0].candidate.family == "even"
+    assert search.ranking()[0].candidate.family == "even"
 
 
 def test_packing_is_measured_against_memory_and_out_of_memory_ends_it() -> None:
     """Each training holds 1012 MiB at 256 samples: seven fit."""
     gain = ((1, 1.0), (7, 5.0))
-    comparison = run(machine(device("A", 40.0, pack_gain=gain)), Wanted(("solo", "pack")))
-    best = comparison.best()
+    search = run(machine(device("A", 40.0, pack_gain=gain)), LayoutOptions(("solo", "pack")))
+    best = search.best()
     assert best is not None
     assert best.layout.processes == 7
 
@@ -101,7 +101,7 @@ def test_a_free_batch_makes_room_for_more_trainings() -> None:
     """The single device fills its memory; packed, each training has a batch that fits N times."""
     gain = ((1, 1.0), (4, 3.5))
     of = machine(device("A", 40.0, memory_mib=1500.0, memory_base_mib=100.0, pack_gain=gain))
-    best = run(of, Wanted(("solo", "pack")), batch=None).best()
+    best = run(of, LayoutOptions(("solo", "pack")), batch=None).best()
     assert best is not None
     assert best.layout.kind == "pack"
     assert best.layout.processes >= 3
@@ -109,62 +109,62 @@ def test_a_free_batch_makes_room_for_more_trainings() -> None:
 
 def test_asking_changes_nothing_and_the_order_of_telling_does_not_matter() -> None:
     of = machine(device("A", 40.0), device("B", 30.0, pack_gain=((1, 1.0), (2, 1.4))))
-    comparison, prober = Comparison(problem(of), ALL), SimulatedProber(of, seed=3)
+    search, prober = Search(problem(of), ALL), SimulatedProber(of, seed=3)
     seen: list[Observation] = []
-    while asked := comparison.ask():
-        assert comparison.ask() == asked
+    while asked := search.ask():
+        assert search.ask() == asked
         for one in prober.measure(asked, lambda _: None, threading.Event()):
-            comparison.tell(one)
+            search.tell(one)
             seen.append(one)
     for seed in range(3):
-        other = Comparison(problem(of), ALL)
+        other = Search(problem(of), ALL)
         for one in random.Random(seed).sample([*seen, *seen[:5]], len(seen) + 5):
             other.tell(one)
-        assert other.standings() == comparison.standings()
+        assert other.ranking() == search.ranking()
         assert other.ask() == ()
 
 
 def test_a_journal_in_the_middle_asks_the_same_next() -> None:
     of = machine(device("A", 40.0), device("B", 30.0))
-    comparison, prober = Comparison(problem(of), ALL), SimulatedProber(of, seed=3)
-    told: list[Observation] = []
-    while asked := comparison.ask():
-        again = Comparison(problem(of), ALL)
-        for one in told:
+    search, prober = Search(problem(of), ALL), SimulatedProber(of, seed=3)
+    so_far: list[Observation] = []
+    while asked := search.ask():
+        again = Search(problem(of), ALL)
+        for one in so_far:
             again.tell(one)
         assert again.ask() == asked
         for one in prober.measure(asked, lambda _: None, threading.Event()):
-            comparison.tell(one)
-            told.append(one)
+            search.tell(one)
+            so_far.append(one)
 
 
 def test_a_layout_that_fails_is_named_and_the_others_still_run() -> None:
     of = machine(device("A", 40.0), device("B", 30.0))
-    comparison = run(of, Wanted(placements=(Placement("towers"), Placement("unknown"))))
-    assert [(c.layout.placement, type(seen).__name__) for c, seen in comparison.broken()] == [("unknown", "Failed")]
-    assert {one.candidate.family for one in comparison.standings()} >= {"solo", "even", "place"}
+    search = run(of, LayoutOptions(placements=(Placement("towers"), Placement("unknown"))))
+    assert [(c.layout.placement, type(seen).__name__) for c, seen in search.broken()] == [("unknown", "Failed")]
+    assert {one.candidate.family for one in search.ranking()} >= {"solo", "even", "place"}
 
 
 def test_one_device_has_nothing_to_split_or_place() -> None:
-    comparison = run(machine(device("A", 40.0)))
-    assert {one.candidate.family for one in comparison.standings()} <= {"solo", "pack"}
+    search = run(machine(device("A", 40.0)))
+    assert {one.candidate.family for one in search.ranking()} <= {"solo", "pack"}
 
 
 def test_the_budget_holds() -> None:
     """Virtual time over all probes stays within the budget and one probe."""
     of = machine(device("A", 40.0), device("B", 30.0))
-    comparison, prober = Comparison(problem(of, budget=20.0), ALL), SimulatedProber(of, seed=1)
-    while asked := comparison.ask():
+    search, prober = Search(problem(of, budget=20.0), ALL), SimulatedProber(of, seed=1)
+    while asked := search.ask():
         for one in prober.measure(asked, lambda _: None, threading.Event()):
-            comparison.tell(one)
+            search.tell(one)
     assert prober.now() <= 22.0
-    assert comparison.best() is not None
+    assert search.best() is not None
 
 
 def test_a_winner_with_knobs_is_measured_in_turns_of_its_own() -> None:
     """A prober that makes XLA 20 % faster and mixed precision impossible: XLA wins, the other is named."""
     of = machine(device("A", 40.0))
-    comparison = Comparison(problem(of), Wanted(("solo",), knobs=("xla", "mixed")))
+    search = Search(problem(of), LayoutOptions(("solo",), knobs=("xla", "mixed")))
     prober = SimulatedProber(of, seed=1)
 
     def measure(probe: Probe) -> Observation:
@@ -182,18 +182,18 @@ def test_a_winner_with_knobs_is_measured_in_turns_of_its_own() -> None:
             high_seconds=seen.high_seconds * factor,
         )
 
-    while asked := comparison.ask():
+    while asked := search.ask():
         for probe in asked:
-            comparison.tell(measure(probe))
-    first, second = comparison.standings()
+            search.tell(measure(probe))
+    first, second = search.ranking()
     assert first.candidate.layout.knobs == ("xla",)
     assert second.against is not None
     assert second.against.value == pytest.approx(1 / 1.2 - 1, abs=0.01)
 
 
 def test_a_layout_of_another_request_is_ignored() -> None:
-    comparison = Comparison(problem(machine(device("A", 40.0))), ALL)
-    before = comparison.ask()
+    search = Search(problem(machine(device("A", 40.0))), ALL)
+    before = search.ask()
     probe = Probe(Layout("split", (1, 1)), "race", 1.0)
-    comparison.tell(OutOfMemory(probe, (0,), "", 1.0))
-    assert comparison.ask() == before
+    search.tell(OutOfMemory(probe, (0,), "", 1.0))
+    assert search.ask() == before

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 from evener.balancer.probes.simulated import SimulatedProber
-from evener.balancer.search.comparison import Comparison
-from evener.balancer.search.layouts import Wanted
+from evener.balancer.search.layouts import LayoutOptions
+from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, OutOfMemory, Problem
 from evener.devices.simulated.machine import Machine, SimulatedDevice
 from tests.support import comparison_cases
@@ -14,7 +14,7 @@ from tests.support import comparison_cases
 BEND = ((1, 901.2), (500, 1500.0), (1000, 2600.0))  # samples, MiB
 
 
-def compared(**changes: object) -> tuple[Machine, Comparison, list[Layout]]:
+def compared(**changes: object) -> tuple[Machine, Search, list[Layout]]:
     """A comparison to its end, and what ran out of memory in it."""
     keys: dict[str, object] = {
         "name": "bent",
@@ -24,19 +24,19 @@ def compared(**changes: object) -> tuple[Machine, Comparison, list[Layout]]:
         "noise": 0.002,
     }
     machine = Machine((SimulatedDevice(**(keys | changes)),))  # type: ignore[arg-type]
-    comparison = Comparison(Problem(1, (machine.usable_memory_bytes(0),), tolerance=0.0), Wanted())
+    search = Search(Problem(1, (machine.usable_memory_bytes(0),), tolerance=0.0), LayoutOptions())
     prober, full = SimulatedProber(machine, seed=1), list[Layout]()
-    while asked := comparison.ask():
+    while asked := search.ask():
         for seen in prober.measure(asked, lambda _: None, threading.Event()):
-            comparison.tell(seen)
+            search.tell(seen)
             full += [seen.probe.layout] if isinstance(seen, OutOfMemory) else []
-    return machine, comparison, full
+    return machine, search, full
 
 
 def test_packs_below_the_bend_are_sized_by_the_memory_there() -> None:
     """The line through the two largest batches, past the bend, says that small ones take less than nothing."""
-    machine, comparison, full = compared(pack_gain=((1, 1.0), (2, 1.5)))
-    best = comparison.best()
+    machine, search, full = compared(pack_gain=((1, 1.0), (2, 1.5)))
+    best = search.best()
     assert best is not None
     assert best.layout.processes == 2
     assert not [layout for layout in full if layout.kind == "pack"]
@@ -46,8 +46,8 @@ def test_packs_below_the_bend_are_sized_by_the_memory_there() -> None:
 
 def test_one_device_is_measured_beyond_what_four_rounds_reach() -> None:
     """A bend hides how much fits; with nothing to split, the search goes on alone."""
-    machine, comparison, _ = compared(curve=((1, 60.0), (1000, 300.0)))
-    best = comparison.best()
+    machine, search, _ = compared(curve=((1, 60.0), (1000, 300.0)))
+    best = search.best()
     assert best is not None
     truth = max(b / machine.device_seconds(0, b, False) for b in range(1, 1001))
     assert comparison_cases.true_throughput(machine, best.layout) >= 0.985 * truth

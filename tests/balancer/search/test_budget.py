@@ -11,17 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.balancer.probes.simulated import SimulatedProber
-from evener.balancer.result.build_comparison import left_out
-from evener.balancer.search.comparison import BUDGET, Comparison
-from evener.balancer.search.comparison_ration import within
-from evener.balancer.search.comparison_told import Told
-from evener.balancer.search.layouts import PackMode, Placement, Wanted, smaller
-from evener.balancer.search.probe_costs import Costs
-from evener.balancer.search.search import Search
-from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
+from evener.balancer.result.outcome import explain_unmeasured
+from evener.balancer.search.budget import Budget
+from evener.balancer.search.layouts import BALANCE, LayoutOptions, PackMode, Placement, shrink
+from evener.balancer.search.observations import Observations
+from evener.balancer.search.search import Search, Stop
+from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed, solo
 from evener.devices.simulated.machine import Machine, SimulatedDevice, SimulatedPlacement, Sync
 
-ALL = Wanted(placements=(Placement("towers"), Placement("alternate")))
+ALL = LayoutOptions(placements=(Placement("towers"), Placement("alternate")))
 LABELS = ("SIM:0", "SIM:1")
 
 
@@ -35,16 +33,16 @@ class SlowStarts:
         self.full: set[Layout] = set()
         self.asked: list[Probe] = []
 
-    def run(self, comparison: Comparison) -> Comparison:
+    def run(self, search: Search) -> Search:
         """To its end."""
         for _ in range(300):
-            probes = comparison.ask()
+            probes = search.ask()
             if not probes:
-                return comparison
+                return search
             for probe, seen in zip(probes, self._measured(probes), strict=True):
                 self.asked.append(probe)
-                comparison.tell(self._late(msgspec.structs.replace(seen, probe=probe)))
-        raise AssertionError("a comparison ends")
+                search.tell(self._late(msgspec.structs.replace(seen, probe=probe)))
+        raise AssertionError("a search ends")
 
     def _measured(self, probes: Sequence[Probe]) -> list[Observation]:
         """As plain processes: simulated devices know no other mode of packing."""
@@ -80,23 +78,23 @@ def machine(per_sample_ms: float = 0.8) -> Machine:
     return Machine((device, device), Sync(1.0), placements=places)
 
 
-def compared(budget: float | None, start: float, batch: int | None = None) -> tuple[Comparison, SlowStarts]:
-    """A comparison with everything wanted, to its end."""
+def compared(budget: float | None, start: float, batch: int | None = None) -> tuple[Search, SlowStarts]:
+    """A search of all families, to its end."""
     of, prober = machine(), SlowStarts(machine(), start)
     sizes = tuple(of.usable_memory_bytes(i) for i in range(2))
-    return prober.run(Comparison(Problem(2, sizes, global_batch=batch, budget_seconds=budget), ALL)), prober
+    return prober.run(Search(Problem(2, sizes, global_batch=batch, budget_seconds=budget), ALL)), prober
 
 
 @pytest.mark.parametrize(("budget", "start"), [(100.0, 6.0), (60.0, 3.0), (150.0, 9.0), (30.0, 0.5)])
 def test_every_way_is_measured_within_the_budget(budget: float, start: float) -> None:
     """Children that start slowly, as a framework's do: no family is left out, and none of it comes from a long step."""
-    comparison, _ = compared(budget, start)
-    assert comparison.unmeasured() == ()
-    found = comparison.standings()
+    search, _ = compared(budget, start)
+    assert search.unmeasured() == ()
+    found = search.ranking()
     assert {one.candidate.family for one in found} >= {"solo", "even", "place", "pack"}, "the best split may be even"
     assert {one.candidate.layout.placement for one in found} >= {"towers", "alternate"}
     assert min(one.turns for one in found) >= 1
-    assert comparison._told.spent_seconds() <= budget
+    assert search.spent_seconds() <= budget
 
 
 def test_nothing_is_measured_twice_before_everything_was_once() -> None:
@@ -110,33 +108,33 @@ def test_nothing_is_measured_twice_before_everything_was_once() -> None:
     assert max(placed) < again
 
 
-def test_what_a_budget_can_not_hold_is_the_dearest_and_is_told_with_one_that_can() -> None:
+def test_a_budget_that_was_too_short_is_named_with_one_that_suffices() -> None:
     """Starts of 12 s in a budget of 70 s: the verdict stands on what was measured, and the budget named suffices."""
-    comparison, _ = compared(70.0, 12.0)
-    missing = comparison.unmeasured()
+    search, _ = compared(70.0, 12.0)
+    missing = search.unmeasured()
     assert missing
-    assert comparison.best() is not None
-    assert comparison.why_stopped() == BUDGET
-    (sentence,) = left_out(comparison, LABELS)
+    assert search.best() is not None
+    assert search.why_stopped() == Stop.BUDGET.value
+    (sentence,) = explain_unmeasured(search, LABELS)
     assert "pack of 2" in sentence
     enough = float(sentence.partition("--budget ")[2].partition("s should")[0])
     assert 70 < enough < 400
     assert compared(enough, 12.0)[0].unmeasured() == ()
 
 
-def packed(budget: float | None, start: float, *modes: PackMode) -> tuple[Comparison, SlowStarts]:
-    """One device, of which packs get more up to six trainings, to the end of its comparison."""
+def packed(budget: float | None, start: float, *modes: PackMode) -> tuple[Search, SlowStarts]:
+    """One device, of which packs get more up to six trainings, to the end of its search."""
     device = msgspec.structs.replace(machine().devices[0], pack_gain=((1, 1.0), (6, 2.5), (40, 2.0)))
     of = Machine((device,), Sync(1.0))
     prober = SlowStarts(of, start)
     problem = Problem(1, (of.usable_memory_bytes(0),), global_batch=64, budget_seconds=budget)
-    return prober.run(Comparison(problem, Wanted(("solo", "pack"), pack_modes=modes))), prober
+    return prober.run(Search(problem, LayoutOptions(("solo", "pack"), pack_modes=modes))), prober
 
 
-def test_packs_that_still_gained_are_told_with_a_budget_that_tries_another() -> None:
-    comparison, _ = packed(60.0, 3.0, "")
-    (larger,) = comparison.ungrown()
-    (sentence,) = left_out(comparison, ("SIM:0",))
+def test_packs_that_still_gained_are_named_with_a_budget_that_tries_another() -> None:
+    search, _ = packed(60.0, 3.0, "")
+    (larger,) = search.ungrown()
+    (sentence,) = explain_unmeasured(search, ("SIM:0",))
     assert f"pack of {larger.layout.processes}" in sentence
     enough = float(sentence.partition("--budget ")[2].partition("s should")[0])
     assert 60 < enough < 200
@@ -145,44 +143,45 @@ def test_packs_that_still_gained_are_told_with_a_budget_that_tries_another() -> 
 
 
 def test_packs_that_were_grown_to_their_best_are_no_matter_of_budget() -> None:
-    comparison, _ = packed(600.0, 3.0, "")
-    assert left_out(comparison, ("SIM:0",)) == ()
-    assert comparison.standings()[0].candidate.layout.processes in (5, 6, 7)
+    search, _ = packed(600.0, 3.0, "")
+    assert explain_unmeasured(search, ("SIM:0",)) == ()
+    assert search.ranking()[0].candidate.layout.processes in (5, 6, 7)
 
 
 def test_modes_of_packing_grow_in_step() -> None:
     """So that time which ends early ends early for both."""
-    comparison, prober = packed(90.0, 2.0, "", "mps")
+    search, prober = packed(90.0, 2.0, "", "mps")
     grown = [probe.layout for probe in prober.asked if probe.stage == "pack"]
     assert len(grown) >= 4
     assert [layout.processes for layout in grown] == sorted(layout.processes for layout in grown)
     plain, mps = (sum(layout.placement == mode for layout in grown) for mode in ("", "mps"))
     assert abs(plain - mps) <= 1
-    assert len(comparison.ungrown()) == 2
+    assert len(search.ungrown()) == 2
 
 
 @pytest.mark.parametrize("budget", [120.0, 600.0, None])
 def test_equal_parts_of_the_memory_wait_for_the_number_of_trainings(budget: float | None) -> None:
     """Their children are started once, with as many trainings as ran best."""
-    comparison, prober = packed(budget, 2.0, "", "logical")
-    best = max(comparison.packs()[""], key=lambda seen: seen.samples_per_second if isinstance(seen, Timed) else 0.0)
+    search, prober = packed(budget, 2.0, "", "logical")
+    best = max(search.packs()[""], key=lambda seen: seen.samples_per_second if isinstance(seen, Timed) else 0.0)
     sizes = {probe.layout.processes for probe in prober.asked if probe.layout.placement == "logical"}
     assert len(sizes) == 1
     assert abs(sizes.pop() - best.probe.layout.processes) <= 1, "of equals the fewest"
-    assert comparison.unmeasured() == ()
+    assert search.unmeasured() == ()
 
 
 @given(st.floats(0.1, 60), st.floats(0, 60), st.integers(2, 30), st.integers(1, 30), st.integers(1, 50))
 def test_a_larger_pack_starts_no_slower_than_in_proportion(
     first: float, more: float, least: int, further: int, processes: int
 ) -> None:
-    """And no quicker than the largest known, if it is larger; two sizes that took the same promise the same."""
-    told = Told()
+    """And no quicker than the largest one so far, if it is larger; two sizes that took the same promise the same."""
+    problem = Problem(1, (None,))
+    seen = Observations(problem)
     for size, seconds in ((least, first), (least + further, first + more)):
         probe = Probe(Layout("pack", (8,), size), "pack", 1.0)
-        told.add(Timed(probe, 0.1, 0.1, 0.1, 10, (None,), (None,), 0.1, seconds + 1, start_seconds=seconds))
+        seen.add(Timed(probe, 0.1, 0.1, 0.1, 10, (None,), (None,), 0.1, seconds + 1, start_seconds=seconds))
     most = least + further
-    asked = Costs(told).start(Layout("pack", (8,), most + processes))
+    asked = Budget(problem, LayoutOptions(), seen).start_seconds(Layout("pack", (8,), most + processes))
     assert first + more <= asked * (1 + 1e-9)
     assert asked <= (first + more) / most * (most + processes) * (1 + 1e-9)
     if not more:
@@ -190,32 +189,32 @@ def test_a_larger_pack_starts_no_slower_than_in_proportion(
 
 
 def test_without_a_budget_nothing_is_left_out() -> None:
-    comparison, _ = compared(None, 12.0)
-    assert comparison.unmeasured() == ()
-    assert left_out(comparison, LABELS) == ()
+    search, _ = compared(None, 12.0)
+    assert search.unmeasured() == ()
+    assert explain_unmeasured(search, LABELS) == ()
 
 
 def test_a_layout_that_runs_out_of_memory_in_the_race_comes_back_smaller() -> None:
-    """Its family is not lost, and the reader is told."""
-    comparison, _ = compared(None, 0.0)
-    even = next(one.candidate.layout for one in comparison.standings() if one.candidate.layout.placement == "towers")
+    """Its family is not lost, and the plan says so."""
+    search, _ = compared(None, 0.0)
+    even = next(one.candidate.layout for one in search.ranking() if one.candidate.layout.placement == "towers")
     again = SlowStarts(machine(), 0.0)
-    again.full = {even, smaller(even) or even}
+    again.full = {even, shrink(even) or even}
     sizes = tuple(machine().usable_memory_bytes(i) for i in range(2))
-    found = again.run(Comparison(Problem(2, sizes), ALL))
-    towers = [one.candidate.layout for one in found.standings() if one.candidate.layout.placement == "towers"]
+    found = again.run(Search(Problem(2, sizes), ALL))
+    towers = [one.candidate.layout for one in found.ranking() if one.candidate.layout.placement == "towers"]
     assert [layout.global_batch < even.global_batch * 0.55 for layout in towers] == [True]
     assert found.broken() == ()
-    assert any("ran out of memory" in line and "measured instead" in line for line in left_out(found, LABELS))
+    assert any("ran out of memory" in line and "measured instead" in line for line in explain_unmeasured(found, LABELS))
 
 
 def test_a_batch_that_is_given_does_not_shrink() -> None:
-    comparison, _ = compared(None, 0.0, batch=64)
-    towers = next(one.candidate.layout for one in comparison.standings() if one.candidate.layout.placement == "towers")
+    search, _ = compared(None, 0.0, batch=64)
+    towers = next(one.candidate.layout for one in search.ranking() if one.candidate.layout.placement == "towers")
     prober = SlowStarts(machine(), 0.0)
     prober.full = {towers}
     sizes = tuple(machine().usable_memory_bytes(i) for i in range(2))
-    found = prober.run(Comparison(Problem(2, sizes, global_batch=64), ALL))
+    found = prober.run(Search(Problem(2, sizes, global_batch=64), ALL))
     assert [candidate.layout for candidate, _ in found.broken()] == [towers]
 
 
@@ -232,14 +231,21 @@ def test_no_split_is_raced_that_memory_is_not_known_to_hold(budget: float | None
                 assert probe.layout.shares[i] <= max(most, min(limit, 1.25 * most))
 
 
+def longest_step(options: LayoutOptions, start: float, budget: float | None = 100.0) -> float:
+    """Of two devices whose first children took so long to start."""
+    problem = Problem(2, (None, None), budget_seconds=budget)
+    seen = Observations(problem)
+    probe = Probe(solo(2, 0, 8), "solo", 1.0)
+    seen.add(Timed(probe, 0.01, 0.01, 0.01, 10, (None, None), (None, None), 0.01, start + 1, start_seconds=start))
+    return Budget(problem, options, seen).longest_step()
+
+
 def test_a_short_budget_tries_no_long_steps() -> None:
     """The longest step falls with the number of layouts and with what starting takes; without a budget any will do."""
-    problem = Problem(2, (None, None), budget_seconds=100.0)
-    slow, quick = (within(problem, ALL, start).longest_step_seconds or 0.0 for start in (6.0, 0.5))
-    fewer = within(problem, Wanted(("solo", "even")), 6.0).longest_step_seconds or 0.0
-    assert 0 < slow < quick < 10
-    assert slow < fewer
-    assert within(msgspec.structs.replace(problem, budget_seconds=None), ALL, 6.0).longest_step_seconds is None
+    assert 0 < longest_step(ALL, 6.0) < longest_step(ALL, 0.5) < 10
+    assert longest_step(ALL, 6.0) < longest_step(LayoutOptions(("solo", "even")), 6.0)
+    assert longest_step(ALL, 6.0) < longest_step(BALANCE, 6.0)
+    assert longest_step(ALL, 6.0, None) > 10
 
 
 def test_a_search_tries_no_step_that_is_longer_than_the_problem_allows() -> None:
@@ -255,6 +261,6 @@ def test_a_search_tries_no_step_that_is_longer_than_the_problem_allows() -> None
 
 
 def test_no_layout_shrinks_to_nothing() -> None:
-    assert smaller(Layout("split", (1, 8))) is None
-    assert smaller(Layout("split", (10, 8)), 4) == Layout("split", (4, 4))
-    assert smaller(Layout("solo", (0, 3)), 4) is None
+    assert shrink(Layout("split", (1, 8))) is None
+    assert shrink(Layout("split", (10, 8)), 4) == Layout("split", (4, 4))
+    assert shrink(Layout("solo", (0, 3)), 4) is None

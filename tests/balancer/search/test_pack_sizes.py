@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.balancer.search.pack_growth import MOST_PROCESSES, best_size, next_size
+from evener.balancer.search.pack_sizes import MOST_PROCESSES, best_size, next_size
 
 
 def grow(rate: Callable[[int], float | None], most: int = MOST_PROCESSES) -> dict[int, float | None]:

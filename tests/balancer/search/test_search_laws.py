@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.balancer.search.drive import simple
 from evener.balancer.search.search import Search
 from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Problem, Timed
 from evener.errors import RequestError
@@ -53,7 +52,7 @@ def test_every_prefix_can_be_taken_up_again(bench: Bench, data: st.DataObject) -
     resumed = Search(bench.problem())
     for one in seen[: data.draw(st.integers(0, len(seen)))]:
         resumed.tell(one)
-    simple(resumed, bench.measure)
+    resumed.run(bench.measure)
     assert resumed.best() == search.best()
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import random
-import statistics
 
 import pytest
 
 from evener.balancer.search import statistics as stats
-from evener.balancer.types import Interval
 
 
 def test_student_meets_the_normal_and_the_table() -> None:
@@ -54,35 +51,3 @@ def test_a_lone_block_is_not_believed() -> None:
     assert stats.relative_half_width(stats.interval_of([(10, 1.0)])) == pytest.approx(0.5)
     with pytest.raises(ValueError, match="step"):
         stats.interval_of([])
-
-
-def test_pairing_cancels_drift() -> None:
-    """A common drift over the turns leaves the paired difference tight."""
-    drift = [1.0, 1.1, 1.3]
-    rng = random.Random(3)
-    a = [1.02 * d * (1 + rng.gauss(0, 0.0005)) for d in drift]
-    interval = stats.paired(a, drift)
-    assert interval.low < 0.02 < interval.high
-    assert interval.high - interval.low < 0.01 < statistics.stdev(a)
-
-
-def test_one_turn_has_no_interval() -> None:
-    """A single pair gives a value and no certainty."""
-    assert stats.paired([1.1], [1.0]).high == math.inf
-
-
-def test_pooling_tightens_agreeing_turns_and_widens_disagreeing_ones() -> None:
-    """Turns that differ by more than their widths are not averaged into false certainty."""
-    same = stats.pooled([stats.Interval(1.0, 0.98, 1.02)] * 4, [1.0] * 4)
-    assert same.high - same.low == pytest.approx(0.02)
-    apart = stats.pooled([stats.Interval(0.9, 0.89, 0.91), stats.Interval(1.1, 1.09, 1.11)], [1.0, 1.0])
-    assert apart.low < 0.9
-    assert apart.high > 1.1
-
-
-def test_a_turn_without_any_spread_does_not_widen_the_rest_beyond_reason() -> None:
-    """Two turns 2 % apart, one of them timed without noise: the interval holds both and is no wider than that."""
-    joined = stats.pooled([Interval(1.0, 1.0, 1.0), Interval(1.02, 1.019, 1.021)], [1.0, 1.0])
-    assert joined.low <= 1.0
-    assert joined.high >= 1.02
-    assert (joined.high - joined.low) / 2 <= 0.02 * 1.001

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.balancer.search import predictions, solo_stage
-from evener.balancer.search.model import throughput_peak
-from evener.balancer.search.model.device_model import REACH
-from evener.balancer.search.model.points import Point
+from evener.balancer.search.model.machine_model import REACH
+from evener.balancer.search.model.step_time import Point
+from evener.balancer.search.model.throughput_drop import guess_faster_batch, throughput_falls
 from evener.balancer.search.search import Search
 from evener.balancer.types import Observation, Timed
 from tests.support.search_machines import Bench, benches, searched
@@ -80,7 +80,7 @@ def test_a_fall_is_worth_two_rounds_more_and_nothing_else_is() -> None:
     """Four rounds are enough for machines whose samples/s only rise."""
     for seed in range(4):
         _, seen = searched(bench := seeded(seed), bench.problem(tolerance=0.0))
-        assert solo_stage.MOST_ROUNDS <= 1 + max(_solo_turns(seen)) <= solo_stage.PEAK_ROUNDS
+        assert solo_stage.MOST_ROUNDS <= 1 + max(_solo_turns(seen)) <= solo_stage.FALLING_ROUNDS
     straight = Bench(((20.0, 0.05, 0, 30_000), (15.0, 0.1, 0, 20_000)))
     _, seen = searched(straight, straight.problem(tolerance=0.0))
     assert 1 + max(_solo_turns(seen)) == solo_stage.MOST_ROUNDS
@@ -115,7 +115,7 @@ def test_a_free_batch_grows_in_bounded_steps(bench: Bench, known: bool) -> None:
     ran = [0] * len(bench.devices)
     for one in seen:
         shares = one.probe.layout.shares
-        alone = predictions.REACH_ALONE if one.probe.stage == "split" else solo_stage.FARTHEST
+        alone = predictions.REACH_ALONE if one.probe.stage == "rest" else solo_stage.FARTHEST
         most = REACH if one.probe.layout.kind == "split" else alone
         assert all(share <= most * size for share, size in zip(shares, ran, strict=True) if size)
         ran = [
@@ -136,24 +136,24 @@ def test_a_fixed_batch_needs_no_point_on_the_way() -> None:
 def test_falls_are_told_from_noise() -> None:
     """A larger batch that is a few per cent slower has fallen only if its error is small."""
     slower = (Point(8, 0.8, 0.001), Point(64, 0.64, 0.001), Point(512, 5.6, 0.001))
-    assert throughput_peak.fallen(slower)
-    assert not throughput_peak.fallen([Point(p.batch, p.seconds, 0.05) for p in slower])
-    assert not throughput_peak.fallen(slower[:2])
-    assert not throughput_peak.fallen(())
+    assert throughput_falls(slower)
+    assert not throughput_falls([Point(p.batch, p.seconds, 0.05) for p in slower])
+    assert not throughput_falls(slower[:2])
+    assert not throughput_falls(())
 
 
 @given(st.floats(0.1, 50.0), st.floats(0.01, 2.0), st.lists(st.integers(1, 9000), min_size=1, max_size=6, unique=True))
 def test_a_straight_line_gives_no_hope_of_a_peak(fixed: float, slope: float, batches: list[int]) -> None:
     """Between points of one line there is nothing better than the largest."""
-    assert not throughput_peak.hoped([Point(b, fixed + slope * b, 0.001) for b in batches])
+    assert not guess_faster_batch([Point(b, fixed + slope * b, 0.001) for b in batches])
 
 
 def test_the_gap_before_a_fall_is_halved() -> None:
     """Its geometric middle, a whole number of quanta, until neighbours lie near."""
     points = [Point(b, t / 1000, 0.001) for b, t in (WHOLE[1], WHOLE[2], (2048, 124.8), WHOLE[-1])]
-    assert throughput_peak.hoped(points) == pytest.approx((2048 * 8819) ** 0.5, abs=1)
-    assert throughput_peak.hoped(points, 64) % 64 == 0
-    while middle := throughput_peak.hoped(points):
+    assert guess_faster_batch(points) == pytest.approx((2048 * 8819) ** 0.5, abs=1)
+    assert guess_faster_batch(points, 64) % 64 == 0
+    while middle := guess_faster_batch(points):
         assert middle not in [p.batch for p in points]
         points = sorted([*points, Point(middle, H200.own(0, middle), 0.001)], key=lambda p: p.batch)
     top = max(points, key=lambda p: p.batch / p.seconds).batch

@@ -10,63 +10,63 @@ from hypothesis import strategies as st
 
 from evener.balancer.search import waterfill
 from evener.balancer.search.model.step_time import Curve
-from evener.balancer.search.waterfill import Lane
+from evener.balancer.search.waterfill import DeviceCurve
 
 
 @st.composite
 def curves(draw: st.DrawFn) -> Curve:
-    """A rising broken line with one to three pieces, smooth or in stairs."""
+    """A rising broken line with one to three pieces."""
     batches, times = [0.0], [draw(st.floats(0.1, 20.0))]
     for _ in range(draw(st.integers(1, 2))):
         batches.append(batches[-1] + draw(st.integers(1, 8)))
         times.append(times[-1] + draw(st.floats(0.0, 10.0)))
-    slope = draw(st.floats(0.05, 3.0))
-    stair = draw(st.sampled_from([0.0, 0.0, 2.5]))
-    return Curve(tuple(batches), tuple(times), slope, stair)
+    return Curve(tuple(batches), tuple(times), draw(st.floats(0.05, 3.0)))
 
 
 @st.composite
-def lanes(draw: st.DrawFn, most: int = 3, ceiling: int = 9) -> list[Lane]:
+def device_curves(draw: st.DrawFn, most: int = 3, limit: int = 9) -> list[DeviceCurve]:
     count = draw(st.integers(2, most))
-    return [Lane(i, draw(curves()), draw(st.integers(1, ceiling))) for i in range(count)]
+    return [DeviceCurve(i, draw(curves()), draw(st.integers(1, limit))) for i in range(count)]
 
 
 def costs(count: int, base: float, each: float) -> tuple[float, ...]:
     return tuple(base + each * (k - 1) if k > 1 else 0.0 for k in range(count + 1))
 
 
-def seconds(some: list[Lane], shares: tuple[int, ...], cost: tuple[float, ...]) -> float:
+def seconds(some: list[DeviceCurve], shares: tuple[int, ...], cost: tuple[float, ...]) -> float:
     active = [i for i, share in enumerate(shares) if share]
     return max(some[i].curve.seconds(shares[i]) for i in active) + cost[len(active)]
 
 
-def every_layout(some: list[Lane], fewest: int) -> list[tuple[int, ...]]:
-    shares = product(*(range(lane.ceiling + 1) for lane in some))
+def every_layout(some: list[DeviceCurve], fewest: int) -> list[tuple[int, ...]]:
+    shares = product(*(range(device.limit + 1) for device in some))
     return [one for one in shares if sum(1 for share in one if share) >= fewest]
 
 
 @settings(max_examples=120, deadline=None)
-@given(lanes(), st.floats(0, 5), st.floats(0, 5), st.integers(1, 25), st.integers(1, 2))
-def test_a_fixed_batch_is_solved_exactly(some: list[Lane], base: float, each: float, batch: int, fewest: int) -> None:
+@given(device_curves(), st.floats(0, 5), st.floats(0, 5), st.integers(1, 25), st.integers(1, 2))
+def test_a_fixed_batch_is_solved_exactly(
+    some: list[DeviceCurve], base: float, each: float, batch: int, fewest: int
+) -> None:
     """No share vector that sums to the batch is faster."""
     cost = costs(len(some), base, each)
-    found = waterfill.fixed(some, cost, batch, 1, fewest)
+    found = waterfill.split_fixed(some, cost, batch, 1, fewest)
     rivals = [one for one in every_layout(some, fewest) if sum(one) == batch]
     if not rivals:
         assert found is None
         return
     assert found is not None
     assert found.global_batch == batch
-    assert all(1 <= share <= some[i].ceiling for i, share in found.shares)
+    assert all(1 <= share <= some[i].limit for i, share in found.shares)
     assert found.seconds == pytest.approx(min(seconds(some, one, cost) for one in rivals), rel=1e-6)
 
 
 @settings(max_examples=120, deadline=None)
-@given(lanes(), st.floats(0, 5), st.floats(0, 5), st.integers(1, 2))
-def test_a_free_batch_is_solved_to_a_sample(some: list[Lane], base: float, each: float, fewest: int) -> None:
+@given(device_curves(), st.floats(0, 5), st.floats(0, 5), st.integers(1, 2))
+def test_a_free_batch_is_solved_to_a_sample(some: list[DeviceCurve], base: float, each: float, fewest: int) -> None:
     """No share vector is faster by more than one sample of rounding at a finish time makes."""
     cost = costs(len(some), base, each)
-    found = waterfill.free(some, cost, 1, None, fewest)
+    found = waterfill.split_free(some, cost, 1, None, fewest)
     top = max(sum(one) / seconds(some, one, cost) for one in every_layout(some, fewest))
     assert found is not None
     true = sum(share for _, share in found.shares) / found.seconds
@@ -76,13 +76,13 @@ def test_a_free_batch_is_solved_to_a_sample(some: list[Lane], base: float, each:
 
 
 @settings(max_examples=80, deadline=None)
-@given(lanes(), st.floats(0, 5), st.floats(0.5, 1.0))
-def test_the_smallest_batch_reaches_its_rate(some: list[Lane], base: float, part: float) -> None:
+@given(device_curves(), st.floats(0, 5), st.floats(0.5, 1.0))
+def test_the_smallest_batch_reaches_its_rate(some: list[DeviceCurve], base: float, part: float) -> None:
     """What is said to reach a throughput does, with no larger a batch than the fastest layout."""
     cost = costs(len(some), base, 0.1)
-    fastest = waterfill.free(some, cost)
+    fastest = waterfill.split_free(some, cost)
     assert fastest is not None
-    found = waterfill.smallest(some, cost, fastest.samples_per_second * part)
+    found = waterfill.smallest_reaching(some, cost, fastest.samples_per_second * part)
     assert found is not None
     assert found.samples_per_second >= fastest.samples_per_second * part * (1 - 1e-9)
     assert found.global_batch <= fastest.global_batch
@@ -92,14 +92,14 @@ def test_the_smallest_batch_reaches_its_rate(some: list[Lane], base: float, part
 @given(st.lists(curves(), min_size=5, max_size=8), st.floats(0, 3), st.floats(0, 2), st.integers(20, 200))
 def test_sorting_replaces_the_enumeration_of_subsets(shapes: list[Curve], base: float, each: float, batch: int) -> None:
     """With a cost that depends only on how many take part, the most able k devices are the best subset of k."""
-    some = [Lane(i, curve, 30) for i, curve in enumerate(shapes)]
+    some = [DeviceCurve(i, curve, 30) for i, curve in enumerate(shapes)]
     cost = costs(len(some), base, each)
-    found = waterfill.fixed(some, cost, batch)
+    found = waterfill.split_fixed(some, cost, batch)
     single = []
     for k in range(2, len(some) + 1):
         for subset in combinations(some, k):
             only = tuple(cost[k] for _ in range(k + 1))  # this subset, whole: no cheaper count inside it
-            part = waterfill.fixed(list(subset), only, batch, 1, k)
+            part = waterfill.split_fixed(list(subset), only, batch, 1, k)
             if part is not None:
                 single.append(part.seconds)
     assert (found is None) == (not single)
@@ -109,9 +109,9 @@ def test_sorting_replaces_the_enumeration_of_subsets(shapes: list[Curve], base: 
 
 def test_many_devices_are_solved_as_well_as_few() -> None:
     """The sweep used beyond 32 devices finds what solving every count finds."""
-    some = [Lane(i, Curve((0.0, 1.0), (2.0 + i % 7, 3.0 + i % 7), 1.0 + (i % 5) / 3), 500) for i in range(40)]
+    some = [DeviceCurve(i, Curve((0.0, 1.0), (2.0 + i % 7, 3.0 + i % 7), 1.0 + (i % 5) / 3), 500) for i in range(40)]
     cost = costs(len(some), 1.0, 0.4)
-    found = waterfill.fixed(some, cost, 1600)
+    found = waterfill.split_fixed(some, cost, 1600)
     best = min(
         seconds
         for k in range(2, 41)

@@ -1,0 +1,187 @@
+"""Curves from few noisy points, what keeping in step costs, and how a split slows its devices."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evener.balancer.search.model.contention import slow_by_contention
+from evener.balancer.search.model.device_groups import group_devices
+from evener.balancer.search.model.memory import Memory
+from evener.balancer.search.model.step_time import Point, fit_curve, merge_points
+from evener.balancer.search.model.sync_cost import fit_sync_costs
+from evener.balancer.search.observations import DeviceEvidence
+
+positive = st.floats(1e-4, 10.0)
+
+
+def device(alone: list[Point], in_splits: tuple[Point, ...] = (), lost: str = "") -> DeviceEvidence:
+    """A device with these points."""
+    return DeviceEvidence(tuple(alone), (), in_splits, Memory(None), len(alone), lost)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 5000), positive, st.floats(0, 0.05)), min_size=1, max_size=8))
+def test_every_fit_rises(points: list[tuple[int, float, float]]) -> None:
+    """Water-filling needs curves that rise; where times fall, a curve stays level."""
+    curve = fit_curve(Point(*point) for point in points)
+    assert curve is not None
+    times = [curve.seconds(batch) for batch in range(1, 6000, 37)]
+    assert all(a <= b * (1 + 1e-9) for a, b in pairwise(times))
+    assert all(math.isfinite(time) and time >= 0 for time in times)
+
+
+def test_without_points_there_is_no_curve() -> None:
+    assert fit_curve(()) is None
+
+
+@given(positive, st.floats(1e-6, 1e-2), st.integers(300, 5000))
+def test_a_straight_line_is_found(fixed: float, slope: float, far: int) -> None:
+    """Three exact points of a line predict every other."""
+    curve = fit_curve(Point(b, fixed + slope * b, 0.001) for b in (8, 64, far))
+    assert curve is not None
+    assert curve.straight
+    assert not curve.bent
+    for batch in (1, 30, far // 2, 2 * far):
+        assert curve.seconds(batch) == pytest.approx(fixed + slope * batch, rel=1e-3)
+
+
+def test_one_point_is_all_slope() -> None:
+    """Nothing is known of a fixed cost, so that the next batch is not held back by one."""
+    curve = fit_curve([Point(8, 0.04, 0.001)])
+    assert curve is not None
+    assert curve.seconds(16) == pytest.approx(0.08)
+
+
+def test_a_knee_is_found() -> None:
+    """Flat to 400 samples and straight after it: four points place the knee."""
+    truth = {b: 0.02 * max(1.0, b / 400) for b in (8, 64, 1100, 2000)}
+    curve = fit_curve(Point(b, t, 0.002) for b, t in truth.items())
+    assert curve is not None
+    assert curve.straight
+    assert curve.flat
+    for batch in (200, 390, 500, 800, 1500, 4000):
+        assert curve.seconds(batch) == pytest.approx(0.02 * max(1.0, batch / 400), rel=0.01)
+
+
+def test_a_knee_with_one_point_behind_it_lies_at_the_last_flat_one() -> None:
+    """Anywhere from 64 to 1000 would do; the latest is the steepest, and promises the most for the batches before."""
+    curve = fit_curve(Point(b, t, 0.001) for b, t in ((8, 0.02), (64, 0.02), (1000, 0.05)))
+    assert curve is not None
+    assert curve.seconds(64) == pytest.approx(0.02)
+    assert curve.seconds(532) == pytest.approx(0.035)
+    assert curve.seconds(1000) == pytest.approx(0.05)
+
+
+def test_a_bend_goes_through_its_points_and_keeps_its_factor_beyond_them() -> None:
+    """0.01 + 1.3e-5 * b^1.21 is on no simple shape: exact points are met, those between nearly."""
+    batches = (8, 64, 317, 611, 1000)
+    curve = fit_curve(Point(b, 0.01 + 1.3e-5 * b**1.21, 0.0005) for b in batches)
+    assert curve is not None
+    assert not curve.straight
+    assert curve.bent
+    for batch in (*batches, 480, 800):
+        assert curve.seconds(batch) == pytest.approx(0.01 + 1.3e-5 * batch**1.21, rel=0.02)
+    line = (curve.seconds(3000) - curve.seconds(2000)) / 1000
+    assert curve.seconds(1500) == pytest.approx(curve.seconds(1000) + 500 * line, rel=1e-6)
+
+
+def test_noise_is_not_taken_for_shape() -> None:
+    """Points that scatter by their errors stay a straight line, and their mean is nearer than each of them."""
+    rng = random.Random(5)
+    off = []
+    for _ in range(200):
+        points = [Point(b, (10 + 0.2 * b) * (1 + rng.gauss(0, 0.01)), 0.01) for b in (8, 64, 500, 1000)]
+        curve = fit_curve(points)
+        assert curve is not None
+        off.append(abs(curve.seconds(700) / 150 - 1))
+    assert sorted(off)[100] < 0.007
+
+
+def test_a_time_that_falls_leaves_the_curve_level_and_near_both() -> None:
+    """128 rows in 7.39 ms and 256 in 7.08, as a recorded GPU had it."""
+    curve = fit_curve(Point(b, t / 1000, 0.002) for b, t in ((8, 6.9), (64, 7.3), (128, 7.39), (256, 7.08), (512, 9.0)))
+    assert curve is not None
+    assert curve.seconds(128) == pytest.approx(0.00739, rel=0.03)
+    assert curve.seconds(256) == pytest.approx(0.00708, rel=0.06)
+    assert curve.seconds(512) == pytest.approx(0.009, rel=0.03)
+
+
+def test_points_of_nearly_one_batch_are_averaged_by_their_errors() -> None:
+    """100 and 101 samples are one batch; the surer one counts for more, and their mean is surer than both."""
+    (merged,) = merge_points([Point(100, 1.0, 0.01), Point(101, 1.3, 0.1)])
+    assert merged.batch in (100, 101)
+    assert merged.seconds == pytest.approx(1.0, rel=0.02)
+    assert merged.error < 0.01
+    assert len(merge_points([Point(100, 1.0, 0.01), Point(103, 1.3, 0.1)])) == 2
+
+
+def test_costs_between_and_beyond_the_splits_that_ran() -> None:
+    """One cost is believed to shrink with fewer devices; two make a line."""
+    assert fit_sync_costs([], 3) == (0.0, 0.0, 0.0, 0.0)
+    one = fit_sync_costs([(4, 0.3, 0.01)], 8)
+    assert one[4] == pytest.approx(0.3)
+    assert one[2] == pytest.approx(0.1)
+    assert one[8] == pytest.approx(0.3)
+    assert one[1] == 0.0
+    two = fit_sync_costs([(4, 0.3, 0.01), (2, 0.2, 0.01)], 6)
+    assert two[6] == pytest.approx(0.4)
+    assert two[1] == 0.0
+
+
+def test_costs_of_one_number_of_devices_are_averaged_and_never_negative() -> None:
+    """The surer sample counts for more; a step quicker than its slowest device is noise."""
+    assert fit_sync_costs([(2, 0.2, 0.01), (2, 0.3, 0.1)], 2)[2] == pytest.approx(0.201, abs=1e-3)
+    assert fit_sync_costs([(2, -0.1, 0.01)], 2) == (0.0, 0.0, 0.0)
+
+
+def test_a_split_that_slows_its_devices_slows_their_whole_curves() -> None:
+    """20 % at a batch that ran alone too; a little more than the error is needed."""
+    alone = [Point(b, 0.01 + 1e-4 * b, 0.002) for b in (8, 64, 400)]
+    slower = slow_by_contention(device(alone, (Point(400, 0.06, 0.002),)), fit_curve(alone))
+    assert [p.seconds for p in slower] == pytest.approx([1.2 * p.seconds for p in alone], rel=0.01)
+    noise = device(alone, (Point(400, 0.05 * 1.004, 0.002),))
+    assert slow_by_contention(noise, fit_curve(alone)) == noise.alone
+
+
+def test_a_split_beyond_the_solo_batches_tells_the_shape_and_no_contention() -> None:
+    """Where nothing near it ran alone, its time may as well be the curve's."""
+    alone = [Point(b, 0.01 + 1e-4 * b, 0.002) for b in (8, 64, 400)]
+    one = device(alone, (Point(800, 0.2, 0.002),))
+    assert slow_by_contention(one, fit_curve(alone)) == one.alone
+
+
+def test_a_knee_between_batches_is_no_sign_of_contention() -> None:
+    """Where a curve has a knee that few points place, a share between two of them tells the shape, not a slow-down."""
+    alone = [Point(8, 1.005, 0.005), Point(64, 1.002, 0.005), Point(2048, 9.816, 0.014), Point(2638, 13.132, 0.01)]
+    curve = fit_curve(alone)
+    assert curve is not None
+    assert curve.bent
+    one = device(alone, (Point(480, 3.02, 0.006),))
+    assert slow_by_contention(one, curve) == one.alone
+
+
+def line(factor: float = 1.0, error: float = 0.002) -> list[Point]:
+    """Three batches of one straight curve, slower by a factor."""
+    return [Point(b, factor * (0.01 + 1e-4 * b), error) for b in (8, 64, 400)]
+
+
+@pytest.mark.parametrize(
+    ("devices", "groups"),
+    [
+        ([device(line()), device(line(1.001)), device(line(1.2))], [[0, 1], [2]]),
+        ([device(line(1.2)), device(line()), device(line(1.001))], [[0], [1, 2]]),
+        ([device(line(1.0, 0.05)), device(line(1.03, 0.05))], [[0, 1]]),
+        ([device(line()), device(line(), lost="gone")], [[0], [1]]),
+        ([device(line()), device(line()[:1])], [[0], [1]]),
+        ([device(line()), device([*line()[:2], Point(400, 0.055, 0.002)])], [[0], [1]]),
+    ],
+)
+def test_devices_that_noise_tells_apart_share_no_curve(devices: list[DeviceEvidence], groups: list[list[int]]) -> None:
+    """A 10 % slower largest batch, one batch in common, a lost device: each is its own."""
+    assert sorted(group_devices(devices)) == groups
