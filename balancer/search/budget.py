@@ -163,14 +163,21 @@ class Budget:
 
         For new ones it is guessed from the solo probes', which are the first of all and so the slowest.
         """
-        group = _children(layout)
-        own = [seen.start_seconds for seen in self._timed if _children(seen.probe.layout) == group]
+        own = self._starts.get(_children(layout))
         if own:
             paid = [seconds for seconds in own if seconds]
             return min(paid) if len(paid) > 1 else 0.0
         if layout.kind == "pack" and (starts := self._pack_starts()):
             return _extrapolate_start(starts, layout.processes)
         return self._solo_start * STARTS[layout.kind] * layout.processes
+
+    @cached_property
+    def _starts(self) -> dict[Layout, list[float]]:
+        """Seconds that each group of children took to start, once for each probe."""
+        starts: defaultdict[Layout, list[float]] = defaultdict(list)
+        for seen in self._timed:
+            starts[_children(seen.probe.layout)].append(seen.start_seconds)
+        return dict(starts)
 
     @cached_property
     def _solo_start(self) -> float:
@@ -187,8 +194,17 @@ class Budget:
 
     def _warm_up(self, layout: Layout, step_seconds: float) -> float:
         """What a probe takes on top of its start and the time it is given to measure."""
-        own = [_untimed_seconds(seen) for seen in self._timed if seen.probe.layout == layout]
-        return min(own) if own else self.overhead_seconds + self.tuning_steps * step_seconds
+        own = self._warm_ups.get(layout)
+        return own if own is not None else self.overhead_seconds + self.tuning_steps * step_seconds
+
+    @cached_property
+    def _warm_ups(self) -> dict[Layout, float]:
+        """The least that a probe of each layout took so far."""
+        found: dict[Layout, float] = {}
+        for seen in self._timed:
+            seconds, layout = _untimed_seconds(seen), seen.probe.layout
+            found[layout] = min(seconds, found.get(layout, seconds))
+        return found
 
     @cached_property
     def overhead_seconds(self) -> float:

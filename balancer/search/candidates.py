@@ -11,6 +11,7 @@ from evener.balancer.search.layouts import (
     LayoutOptions,
     PackMode,
     device_counts,
+    find_family,
     pack_on,
     place_on,
     shrink,
@@ -74,7 +75,11 @@ class Candidates:
         splits = self._splits() if "split" in families else []
         if "even" in families:
             found += self._evens(splits)
-        found += [Candidate("split", layout, extra=i > 0) for i, layout in enumerate(splits)]
+        found += [
+            Candidate(family, layout, extra=i > 0)
+            for i, layout in enumerate(splits)
+            if (family := find_family(layout)) in families  # what is tolerable may be one device
+        ]
         if "place" in families:
             found += self._placed()
         return (*self._distinct(found), *self._packed())
@@ -120,9 +125,9 @@ class Candidates:
         turns = self.seen.turns(best)
         if self._problem.global_batch is not None or not turns:
             return None
-        least = throughput(turns).value * (1 + SLACK)
-        others = [layout for layout in self._measured_singles() if layout != best and self.single_rate(layout) > least]
-        return next(iter(others), None)
+        other = next((layout for layout in self._measured_singles() if layout != best), None)
+        faster = other is not None and self.single_rate(other) > throughput(turns).value * (1 + SLACK)
+        return other if faster else None
 
     def _measured_singles(self) -> list[Layout]:
         """Every batch that exploration measured on one device and that may still run, the fastest first."""
@@ -138,12 +143,12 @@ class Candidates:
 
     def _rate_at_rest(self, layout: Layout) -> float:
         """Samples/s as measured at rest, else as the curve has it: the same for devices that can't be told apart."""
-        timed = self.seen.timed(("rest",)).get(layout, ())
+        timed = self.seen.timed_in(layout, "rest")
         return max((one.samples_per_second for one in timed), default=self._model.predicted_rate(layout))
 
     def single_rate(self, layout: Layout) -> float:
         """Samples/s of a device alone: the most that was measured of the layout, else as its curve has it."""
-        timed = self.seen.timed(("rest",)).get(layout) or self.seen.timed(("solo",)).get(layout) or []
+        timed = self.seen.timed_in(layout, "rest") or self.seen.timed_in(layout, "solo")
         return max((one.samples_per_second for one in timed), default=self._model.predicted_rate(layout))
 
     # ------------------------------------------------------------------ several devices

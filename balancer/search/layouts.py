@@ -62,6 +62,11 @@ class Candidate(msgspec.Struct, frozen=True):
         return (len(layout.knobs), SIMPLEST_FIRST.index(self.family), len(layout.active), layout.processes)
 
 
+def find_family(layout: Layout) -> Family:
+    """The family of one training on one device, or on several."""
+    return "solo" if layout.kind == "solo" else "split"
+
+
 def device_counts(devices: int) -> tuple[int, ...]:
     """2, 4, 8, ... and all of them: how many devices an even split is measured on."""
     counts, count = [], 2

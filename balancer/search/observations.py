@@ -132,6 +132,11 @@ class Observations:
                     layouts.setdefault(seen.probe.layout, []).append(seen)
         return layouts
 
+    def timed_in(self, layout: Layout, stage: Stage) -> list[Timed]:
+        """What a stage timed of one layout."""
+        seen = [self._seen[probe] for probe in self._by_layout.get(layout, ()) if probe.stage == stage]
+        return [one for one in seen if isinstance(one, Timed)]
+
     def all_timed(self) -> list[Timed]:
         """Everything that ran."""
         return [seen for seen in self._seen.values() if isinstance(seen, Timed)]

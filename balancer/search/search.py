@@ -9,7 +9,7 @@ import msgspec
 
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.candidates import Candidates
-from evener.balancer.search.layouts import BALANCE, Candidate, Family, LayoutOptions, PackMode
+from evener.balancer.search.layouts import BALANCE, Candidate, LayoutOptions, PackMode, find_family
 from evener.balancer.search.model.machine_model import MachineModel, same_measurement
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.predictions import Predictions
@@ -113,7 +113,7 @@ class Search:
         }
         fit = [layout for layout in eligible if batch is None or layout.global_batch == batch]
         layouts = [layout for layout in fit if layout not in repeats] or fit
-        candidates = [pool.get(layout, Candidate(_family(layout), layout)) for layout in layouts]
+        candidates = [pool.get(layout, Candidate(find_family(layout), layout)) for layout in layouts]
         if not candidates:
             return None
         turns = {layout: self._turns(layout) for layout in layouts}
@@ -259,7 +259,7 @@ class Search:
     def _turns(self, layout: Layout) -> dict[int, Timed]:
         """Its turns; what ran only while other devices were at work has no turn, and counts as measured there."""
         turns = self._seen.turns(layout)
-        return turns or dict(enumerate(self._seen.timed(("solo",)).get(layout, ())))
+        return turns or dict(enumerate(self._seen.timed_in(layout, "solo")))
 
     def _result_for(self, layout: Layout) -> Result:
         turns = self._turns(layout)
@@ -349,10 +349,6 @@ def _sketch(model: MachineModel, position: int) -> CurveSketch:
         points = tuple((size, curve.seconds(size)) for size in sizes)
     seen = tuple((p.batch, p.seconds) for p in device.alone)
     return CurveSketch(position, points, seen, largest, device.memory.failed)
-
-
-def _family(layout: Layout) -> Family:
-    return "solo" if layout.kind == "solo" else "split"
 
 
 def _result(one: Standing) -> Result:
