@@ -285,9 +285,8 @@ def session_of() -> type[ScriptedSession]:
 
 
 @pytest.fixture
-def app_of(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EvenerApp]:
-    """Makes an app over a scripted feed, with a state folder of its own."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+def app_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EvenerApp]:
+    """Makes an app over scripted snapshots."""
     monkeypatch.delenv("NO_COLOR", raising=False)
 
     def make(*snapshots: Snapshot, **options: Any) -> EvenerApp:

@@ -182,3 +182,15 @@ def _make_runs(count: int) -> None:
             assert list(session.events())
         finally:
             session.close()
+
+
+async def test_only_the_focused_list_shows_its_cursor(app_of: Any) -> None:
+    """Two cursors would leave open where the keys go."""
+    app = app_of()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _form(pilot)
+        app.screen.query_one("#pick-devices").focus()
+        await until(pilot, lambda: "▸" in text(app, "#pick-devices"), "the cursor")
+        app.screen.query_one("#pick-workload").focus()
+        await until(pilot, lambda: "▸" in text(app, "#pick-workload"), "the cursor moves")
+        assert "▸" not in text(app, "#pick-devices")

@@ -17,6 +17,8 @@ from evener.plan import load_plan, to_json, to_toml
 from evener.tui.cli.main import run
 from evener.tui.cli.streams import draws_screens
 
+pytestmark = pytest.mark.usefixtures("own_folder")
+
 PAIR = "sim:gtx1080ti,gtx1080"
 ALONE = """
 [sync]
@@ -37,13 +39,6 @@ memory_per_sample_mib = 4.0
 noise = 0.002
 curve = [[64, 300.0], [512, 2000.0]]
 """
-
-
-@pytest.fixture(autouse=True)
-def own_state(cores_of_one_user: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs are kept in the test's own folder."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.chdir(tmp_path)
 
 
 def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:

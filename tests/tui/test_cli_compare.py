@@ -17,6 +17,8 @@ import pytest
 from evener.plan import load_plan, parse_plan
 from evener.tui.cli.main import run
 
+pytestmark = pytest.mark.usefixtures("own_folder")
+
 MACHINE = """
 [sync]
 base_ms = {sync}
@@ -41,13 +43,6 @@ curve = [[16, 12.0], [256, 55.0]]
 """
 FLAT = "[[2, 0.97], [8, 0.9]]"
 QUICK = ("-w", "synthetic", "--set", "base_ms=2", "--set", "per_sample_ms=0.02", "--global-batch", "32")
-
-
-@pytest.fixture(autouse=True)
-def own_state(cores_of_one_user: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs are kept in the test's own folder."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.chdir(tmp_path)
 
 
 def machine(sync: float = 22.0, gain: str = FLAT) -> str:

@@ -20,15 +20,10 @@ from evener.balancer.store.runs import journal_path
 from evener.devices.discover import discover
 from evener.tui.cli.main import run
 
+pytestmark = pytest.mark.usefixtures("own_folder")
+
 PAIR = "sim:gtx1080ti,gtx1080"
 FULL = Path("/dev/full")
-
-
-@pytest.fixture(autouse=True)
-def own_state(cores_of_one_user: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs are kept in the test's own folder."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.chdir(tmp_path)
 
 
 def _last_run(capsys: pytest.CaptureFixture[str]) -> str:

@@ -14,16 +14,11 @@ from evener.tui.cli.main import run
 
 pytest.importorskip("matplotlib")
 
-
-@pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs are kept in the test's own folder."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 @pytest.fixture
-def a_run(own_state: None, capsys: pytest.CaptureFixture[str]) -> str:
+def a_run(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """The id of a balanced run of the seed's two cards."""
     assert run(["balance", "-d", "sim:gtx1080ti,gtx1080", "--json"]) == 0
     return str(json.loads(capsys.readouterr().out)["run"])

@@ -6,7 +6,7 @@ import msgspec
 
 from evener.balancer.events import Observed, ProbeProgress, ProbeStarted, Started
 from evener.balancer.types import Belief, Failed, Interval, Layout, OutOfMemory, Probe, Result, Timed, layout_of, solo
-from evener.plan import Evidence, Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
+from evener.plan import Evidence, Fingerprint, Kind, Plan, SearchSummary, Share, Throughput, make_layout
 from evener.tui.text.plan_summary import summary_lines
 from evener.tui.text.progress import Progress, observation_words
 
@@ -16,7 +16,7 @@ LABELS = ("GPU:0", "GPU:1")
 
 def evidence(name: str, batches: tuple[int, ...], samples_per_second: float) -> Evidence:
     """A rival with a made-up figure."""
-    kind = "solo" if 0 in batches else "split"
+    kind: Kind = "solo" if 0 in batches else "split"
     throughput = Throughput(samples_per_second, samples_per_second * 0.99, samples_per_second * 1.01)
     return Evidence(name, make_layout(kind, SHARES, batches), throughput)
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -86,8 +86,11 @@ class Terminal:
         os.close(self.primary)
 
 
+Open = Callable[..., Terminal]
+
+
 @pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[type[Terminal]]:
+def terminal(tmp_path: Path) -> Iterator[Open]:
     """Opens terminals with a state folder of their own, and closes them."""
     opened: list[Terminal] = []
 
@@ -101,8 +104,8 @@ def terminal(tmp_path: Path) -> Iterator[type[Terminal]]:
         one.close()
 
 
-def test_quitting_leaves_the_terminal_as_it_was(terminal: type[Terminal]) -> None:
-    one = terminal(RUN.format(devices="sim:gtx1080ti,gtx1080"))  # type: ignore[call-arg]
+def test_quitting_leaves_the_terminal_as_it_was(terminal: Open) -> None:
+    one = terminal(RUN.format(devices="sim:gtx1080ti,gtx1080"))
     one.read_until(b"GTX 1080 Ti")
     one.press(b"q")
     assert one.wait() == 0
@@ -110,13 +113,11 @@ def test_quitting_leaves_the_terminal_as_it_was(terminal: type[Terminal]) -> Non
 
 
 @pytest.mark.parametrize("redirect", ["2>{file}", "2>&-"])
-def test_the_app_draws_on_the_terminal_wherever_stderr_goes(
-    terminal: type[Terminal], tmp_path: Path, redirect: str
-) -> None:
+def test_the_app_draws_on_the_terminal_wherever_stderr_goes(terminal: Open, tmp_path: Path, redirect: str) -> None:
     """Textual draws on stderr; a log file must not get the screen, and what is printed there must reach it."""
     log = tmp_path / "err.log"
     code = "import sys; from evener.tui.cli.main import main; code = main(['-d', 'sim:gtx1080ti']); "
-    one = terminal(f"{code}print('after', file=sys.stderr); sys.exit(code)", redirect.format(file=log))  # type: ignore[call-arg]
+    one = terminal(f"{code}print('after', file=sys.stderr); sys.exit(code)", redirect.format(file=log))
     one.read_until(b"GTX 1080 Ti")
     one.press(b"q")
     assert one.wait() == 0
@@ -126,17 +127,17 @@ def test_the_app_draws_on_the_terminal_wherever_stderr_goes(
 
 
 @pytest.mark.parametrize("devices", ["sim:gtx1080ti,gtx1080", "cpu"])
-def test_a_terminal_that_goes_without_a_signal_ends_the_app(terminal: type[Terminal], devices: str) -> None:
+def test_a_terminal_that_goes_without_a_signal_ends_the_app(terminal: Open, devices: str) -> None:
     """The app has a session of its own here, so that nobody tells it; its writer would wait for ever."""
-    one = terminal(RUN.format(devices=devices))  # type: ignore[call-arg]
+    one = terminal(RUN.format(devices=devices))
     one.read_until(b"Monitor")
     os.close(one.primary)
     one.primary = os.open(os.devnull, os.O_RDONLY)
     assert one.child.wait(30) == 129
 
 
-def test_a_crash_leaves_a_log_and_a_clean_terminal(terminal: type[Terminal], tmp_path: Path) -> None:
-    one = terminal(BREAK)  # type: ignore[call-arg]
+def test_a_crash_leaves_a_log_and_a_clean_terminal(terminal: Open, tmp_path: Path) -> None:
+    one = terminal(BREAK)
     one.read_until(b"GTX 1080 Ti")
     one.press(b"r")
     assert one.wait() == 70
@@ -150,8 +151,8 @@ def test_a_crash_leaves_a_log_and_a_clean_terminal(terminal: type[Terminal], tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_no_probe_child_outlives_the_app(terminal: type[Terminal], ending: signal.Signals) -> None:
-    one = terminal(RUN.format(devices="cpu").replace("'cpu'", "'cpu', workload='synthetic'"))  # type: ignore[call-arg]
+def test_no_probe_child_outlives_the_app(terminal: Open, ending: signal.Signals) -> None:
+    one = terminal(RUN.format(devices="cpu").replace("'cpu'", "'cpu', workload='synthetic'"))
     one.read_until(b"CPU:1")
     one.press(b"2")
     one.read_until(b"Options")

@@ -93,7 +93,7 @@ def test_real_devices_show_the_speed_of_running_probes_beside_the_driver(script:
 
 
 def test_a_session_posts_every_event_then_its_end(events: Any, session_of: Any) -> None:
-    session, messages = session_of(events), []
+    session, messages = session_of(events), list[Any]()
     thread = SessionThread(lambda: session, messages.append)
     thread.start()
     _wait(lambda: messages and isinstance(messages[-1], SessionEnded))
@@ -104,7 +104,7 @@ def test_a_session_posts_every_event_then_its_end(events: Any, session_of: Any) 
 
 
 def test_closing_ends_a_session_that_still_runs(events: Any, session_of: Any) -> None:
-    session, messages = session_of(events, hold=True), []
+    session, messages = session_of(events, hold=True), list[Any]()
     thread = SessionThread(lambda: session, messages.append)
     thread.start()
     _wait(lambda: len(messages) == len(events) - 1)
@@ -216,4 +216,4 @@ def test_progress_is_a_frozen_record(events: Any) -> None:
     progress = events[2]
     assert isinstance(progress, ProbeProgress)
     with pytest.raises(AttributeError):
-        progress.phase = "other"
+        progress.phase = "other"  # type: ignore[misc]

@@ -34,7 +34,7 @@ def _device(index: int = 0) -> Device:
 
 @settings(max_examples=40, deadline=None)
 @given(st.fixed_dictionaries(dict.fromkeys(READINGS, STATES)), st.integers(1, 260), st.sampled_from([UNICODE, ASCII]))
-def test_any_readings_fill_the_columns_exactly(readings: dict[str, Reading], width: int, marks: Marks) -> None:
+def test_any_readings_fill_the_columns_exactly(readings: dict[str, Any], width: int, marks: Marks) -> None:
     sample = DeviceSample(device=_device(), throttle_reasons=("power cap", "thermal"), **readings)
     lines, _ = device_lines([DeviceRow(sample)], width, 5, marks, Position())
     assert span_cells(lines[0].spans) <= max(width, 80)
@@ -70,7 +70,7 @@ def test_rows_scroll_with_the_cursor(script: Any) -> None:
 
 def test_what_is_not_known_is_never_a_zero() -> None:
     """Every state but a value shows as itself, in the row and in words in the details."""
-    readings = dict.fromkeys(READINGS, UNSUPPORTED) | {
+    readings: dict[str, Any] = dict.fromkeys(READINGS, UNSUPPORTED) | {
         "power_watts": DENIED,
         "temperature_celsius": LOST,
         "utilization_percent": Reading(State.STALE, 62.0, 9.0),
@@ -95,7 +95,7 @@ def test_a_stale_figure_that_does_not_fit_keeps_its_mark_not_its_digits() -> Non
 
 
 def test_a_lost_device_tells_what_happened_in_place_of_figures(script: Any) -> None:
-    lost = dict.fromkeys(READINGS, LOST)
+    lost: dict[str, Any] = dict.fromkeys(READINGS, LOST)
     sample = DeviceSample(device=script.device(3), note="GPU is lost: XID 79; reset it.", **lost)
     row = device_lines([DeviceRow(sample)], 80, 3, UNICODE)[0][1]
     assert row.text.startswith(" !GPU:3 H200")

@@ -44,9 +44,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-app.command("export")(export)
-app.command("report")(report)
-app.add_typer(runs_app, name="runs")
 
 
 @app.callback()
@@ -89,7 +86,7 @@ def _refuse_misplaced(given: tuple[bool, ...], command: str) -> None:
 
 
 @app.command()
-@takes_request(*TRAINING, *SEARCH, "objective")
+@takes_request(*TRAINING, *SEARCH)
 def balance(
     request: Request,
     export: ExportOption = None,
@@ -103,7 +100,7 @@ def balance(
 
 
 @app.command()
-@takes_request(*TRAINING, *SEARCH)
+@takes_request(*TRAINING, *(name for name in SEARCH if name != "objective"))
 def compare(
     request: Request,
     layouts: Annotated[
@@ -125,7 +122,7 @@ def compare(
 
 
 @app.command()
-@takes_request(*TRAINING)
+@takes_request(*TRAINING, "seed")
 def probe(
     request: Request,
     batches: Annotated[list[int], typer.Option("--batches", help="Samples per step for each device.")],
@@ -198,6 +195,11 @@ def monitor(
         ascii=ascii_only,
     )
     raise typer.Exit(code)
+
+
+app.command("export")(export)
+app.command("report")(report)
+app.add_typer(runs_app, name="runs")
 
 
 def main(arguments: list[str]) -> int:

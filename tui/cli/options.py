@@ -12,8 +12,8 @@ import typer
 from evener.balancer.request import Request
 from evener.tui.text.parsing import REQUEST_HELP, make_request
 
-TRAINING = ("devices", "workload", "framework", "settings", "precision", "xla", "inputs", "engine", "share", "seed")
-SEARCH = ("global_batch", "max_global_batch", "multiple_of", "budget", "tolerance", "pace")
+TRAINING = ("devices", "workload", "framework", "settings", "precision", "xla", "inputs", "engine", "share")
+SEARCH = ("global_batch", "max_global_batch", "multiple_of", "budget", "tolerance", "seed", "pace", "objective")
 _FLAGS = {
     "devices": ("--devices", "-d"),
     "workload": ("--workload", "-w"),
@@ -28,9 +28,9 @@ _TYPED: dict[str, tuple[Any, Any]] = {  # options whose text `make_request` pars
 }
 
 
-def _request_option(name: str) -> Any:
+def _request_option(name: str, panel: str | None = None) -> Any:
     flags = _FLAGS.get(name, (f"--{name.replace('_', '-')}",))
-    return typer.Option(*flags, help=REQUEST_HELP[name])
+    return typer.Option(*flags, help=REQUEST_HELP[name], rich_help_panel=panel)
 
 
 DevicesOption = Annotated[str, _request_option("devices")]
@@ -48,7 +48,7 @@ def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., N
 
     def parameter(name: str) -> inspect.Parameter:
         kind, default = _TYPED[name] if name in _TYPED else (types[name], fields[name].default)
-        annotation: Any = Annotated[kind, _request_option(name)]
+        annotation: Any = Annotated[kind, _request_option(name, "Search" if name in SEARCH else "Training")]
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
     def decorate(command: Callable[..., int]) -> Callable[..., None]:

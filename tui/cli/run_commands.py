@@ -15,7 +15,7 @@ RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the beg
 
 def export(
     run_id: RunName,
-    form: Annotated[str | None, typer.Option("--format", help="toml or json. Default: by the ending, or toml.")] = None,
+    form: Annotated[str | None, typer.Option("--format", help="toml or json. Default: by the file, or toml.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Output file. Default: stdout.")] = None,
 ) -> None:
     """Write a past run's plan."""

@@ -21,13 +21,13 @@ REQUEST_HELP = {
     "inputs": "Where batches come from: host memory, as in training, or the device itself.",
     "engine": "How TensorFlow synchronises a split: auto, towers, mirrored or multiworker.",
     "share": "Run even if another session is using the devices.",
-    "seed": "The same seed makes the same choices.",
+    "seed": "Random seed; the same seed makes the same choices.",
     "global_batch": "Fixed number of samples per step.",
     "max_global_batch": "Upper limit for the global batch, in samples.",
     "multiple_of": "Make every share a multiple of this number.",
     "objective": "What to maximise; throughput is samples/s.",
-    "budget": "Time for measuring, like 120s or 5m; none: until the result is certain.",
-    "tolerance": "Take the smallest global batch that is within this fraction of the fastest.",
+    "budget": "Most time to spend on measuring, like 120s or 5m; none: no limit.",
+    "tolerance": "Take the smallest global batch within this fraction of the fastest; 0.02 is 2 %.",
     "pace": "Simulated devices: 1 runs in real time, 0 doesn't wait.",
 }
 _FRAMEWORKS = ("tensorflow", "torch")

@@ -115,12 +115,9 @@ class OneOf(Lines):
         """Show the first word."""
         self.redraw()
 
-    def on_focus(self) -> None:
-        """Highlight the word."""
-        self.redraw()
-
-    def on_blur(self) -> None:
-        """Remove the highlight."""
+    def watch_has_focus(self, has_focus: bool) -> None:
+        """Highlight the word, or not."""
+        super().watch_has_focus(has_focus)
         self.redraw()
 
     def redraw(self) -> None:

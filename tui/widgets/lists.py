@@ -91,10 +91,7 @@ class ListPanel(Lines):
         event.stop()
         self.action_move(event.rows)
 
-    def on_focus(self) -> None:
-        """Show the cursor."""
-        self.redraw()
-
-    def on_blur(self) -> None:
-        """Hide the cursor."""
+    def watch_has_focus(self, has_focus: bool) -> None:
+        """Show or hide the cursor."""
+        super().watch_has_focus(has_focus)
         self.redraw()
