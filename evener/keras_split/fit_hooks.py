@@ -29,16 +29,6 @@ from evener.keras_split.data import (
 )
 from evener.plan_check import check_global_batch
 
-HOOKS = (
-    "make_train_function",
-    "make_test_function",
-    "make_predict_function",
-    "fit",
-    "evaluate",
-    "get_compile_config",
-    "__reduce__",
-)
-
 
 class FitHooks:
     """What replaces methods of a model so that an engine trains it; `batches` and `deal` are the split's.
@@ -72,19 +62,22 @@ class FitHooks:
         """Replace the model's steps by the engine's, and what prepares them."""
         model, engine = self.model, self.engine
         for name in ("train_step", "test_step", "predict_step"):
-            if name != "train_step" and overrides(model, name):
-                setattr(model, name, functools.partial(self._own_step, name))
-            elif hasattr(engine, name):
-                setattr(model, name, getattr(engine, name))
+            own = not hasattr(engine, name) or (name != "train_step" and overrides(model, name))
+            setattr(model, name, functools.partial(self._own_step, name) if own else getattr(engine, name))
+        for name in ("make_train_function", "make_test_function", "make_predict_function"):
+            setattr(model, name, functools.partial(self._make, name))
         if hasattr(engine, "metrics_result"):
             model.get_metrics_result = engine.metrics_result
-        added = {"multiworker": ("train_on_batch",), "mirrored": ("predict_on_batch",)}.get(engine.name, ())
-        for name in (*HOOKS, *added):
-            setattr(model, name, self._as_own(name))
+        if engine.name == "multiworker":
+            model.train_on_batch = self.train_on_batch
+        if engine.name == "mirrored":
+            model.predict_on_batch = self.predict_on_batch
+        model.get_compile_config, model.__reduce__ = self.compile_config, self.reduce
+        model.fit, model.evaluate = self._as_own("fit"), self._as_own("evaluate")
 
     def _as_own(self, name: str) -> Any:
         """The hook of this name with the signature and documentation of the method that it replaces."""
-        hook = getattr(self, {"__reduce__": "reduce"}.get(name, name))
+        hook = getattr(self, name)
 
         @functools.wraps(MethodType(getattr(type(self.model), name), self.model))
         def method(*arguments: Any, **keywords: Any) -> Any:
@@ -94,33 +87,23 @@ class FitHooks:
         return method
 
     def _own_step(self, name: str, data: Any) -> Any:
-        """A step of the user's own: on the whole batch, on the device that has the weights."""
+        """The model's own step: on the whole batch, on the device that has the weights."""
         with tf.device(self.devices[0] if self._in_process else None):
             return getattr(type(self.model), name)(self.model, data)
 
-    def make_train_function(self, force: bool = False) -> Any:
-        """Refuse what the engine can't train, then do as Keras does, without XLA."""
-        CHECKS[self.engine.name](self.model)
-        if self.group is not None and (self._starts or self.model.train_function is None):
-            self._share_weights()
-        self._starts = False
-        return self._make("make_train_function", force)
-
-    def make_test_function(self, force: bool = False) -> Any:
-        """As Keras does, without XLA."""
-        if not self._in_process:
-            check_test_step(self.model, self.engine.name)
-        return self._make("make_test_function", force)
-
-    def make_predict_function(self, force: bool = False) -> Any:
-        """As Keras does, without XLA."""
-        return self._make("make_predict_function", force)
-
-    def _make(self, name: str, force: bool) -> Any:
-        """XLA would place the whole step on one device."""
-        if self.model.jit_compile and self.engine.name != "mirrored" and not getattr(self.engine, "xla", False):
-            self.model.jit_compile = False
-        return getattr(type(self.model), name)(self.model, force)
+    def _make(self, name: str, force: bool = False) -> Any:
+        """As Keras does, after refusing what the engine can't do, and without XLA, which is for one device."""
+        model, engine = self.model, self.engine.name
+        if name == "make_train_function":
+            CHECKS[engine](model)
+            if self.group is not None and (self._starts or model.train_function is None):
+                self._share_weights()
+            self._starts = False
+        elif name == "make_test_function" and not self._in_process:
+            check_test_step(model, engine)
+        if model.jit_compile and engine != "mirrored" and not (engine == "solo" and self.devices[0].endswith(":0")):
+            model.jit_compile = False
+        return getattr(type(model), name)(model, force)
 
     def fit(self, *arguments: Any, **keywords: Any) -> Any:
         """`keras.Model.fit`; the default batch size is the split's global batch."""
@@ -160,7 +143,7 @@ class FitHooks:
         """As Keras does on one device; under a strategy it would predict the whole batch on each replica."""
         return self.model.predict(x, batch_size=array_rows(x), verbose=0)
 
-    def get_compile_config(self) -> Any:
+    def compile_config(self) -> Any:
         """As Keras does; clone_model asks for it too, and makes a model that isn't split."""
         if any(frame.f_code.co_name == "clone_model" for frame, _ in traceback.walk_stack(None)):
             self._warn_of_copy()

@@ -173,7 +173,7 @@ class Split:
     def _make_engine(self, model: Any) -> SingleDevice | Towers | Mirrored | Workers:
         match self.engine:
             case "solo":
-                return SingleDevice(model, self.devices[0])
+                return SingleDevice(model)
             case "mirrored":
                 return Mirrored(model)
             case "multiworker":

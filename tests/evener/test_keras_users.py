@@ -54,16 +54,28 @@ def test_towers_do_with_a_users_model_what_one_device_does(found: Any, case: str
     assert found["towers"][case] <= 1e-12
 
 
-@pytest.mark.parametrize("case", ["instance", "single samples", "single vectors", "rebatched", "batched"])
+@pytest.mark.parametrize("case", ["single samples", "single vectors", "rebatched instance", "eager"])
 def test_what_users_give_is_taken_as_it_is_meant(found: Any, case: str) -> None:
     """A model instead of a function; tf.data pipelines of single samples, or of batches of another size."""
     assert found["towers"][case] <= 1e-12
 
 
 @pytest.mark.parametrize("process", ["mirrored", "chief", "worker"])
-def test_single_samples_are_batched_by_every_engine(found: Any, process: str) -> None:
-    """In fit, in its validation and in evaluate."""
-    assert found[process]["single samples"] <= 1e-12
+@pytest.mark.parametrize("case", ["own predict", "added", "single samples"])
+def test_every_engine_does_what_one_device_does(found: Any, process: str, case: str) -> None:
+    """A predict_step of the user's own, losses inside layers, and pipelines of single samples."""
+    assert found[process][case] <= 1e-12
+
+
+def test_a_dataset_becomes_global_batches(found: Any) -> None:
+    """Of single samples, or of batches of another size, whose size is read where it is static and where it is not."""
+    assert found["towers"]["batch sizes"] == [[24, 24, 1]] * 2
+    assert found["towers"]["rows"] == [20, 20]
+
+
+def test_losses_that_a_model_adds_itself_are_warned_of(found: Any) -> None:
+    """A sum over rows would count by rows."""
+    assert any("adds losses of its own" in sentence for sentence in found["towers"]["adds"])
 
 
 def test_fit_shows_keras_own_signature(found: Any) -> None:
@@ -91,14 +103,14 @@ def test_each_prediction_draws_fresh_numbers(found: Any) -> None:
 
 def test_a_report_counts_the_batch_that_is_fitted(found: Any) -> None:
     """Not the split's own, where fit is given another; and the CPU isn't taken for a GPU of that number."""
-    assert found["towers"]["reported"]["other batch"] == [12, ["cpu:0", "cpu:1", "cpu:2"]]
+    assert found["towers"]["reported"]["samples"] == [16, 16, 16, 1] * 2
+    assert found["towers"]["reported"]["devices"] == ["cpu:0", "cpu:1", "cpu:2"]
 
 
 def test_a_report_leaves_out_the_first_step_of_each_batch_size(found: Any) -> None:
     """Also that of the short last batch, which is counted by its own size, and where nobody says its size."""
     reported = found["towers"]["reported"]
-    assert reported["samples"] == [24, 24, 1] * 2
-    assert reported["timed arrays"] == [False, True, False, True, True, True]
+    assert reported["timed arrays"] == [False, True, True, False, True, True, True, True]
     assert reported["timed dataset"] == [False, True, False, True, True, True]
 
 
@@ -126,6 +138,9 @@ def test_devices_go_by_any_name_that_tensorflow_has_for_them(found: Any) -> None
         ("towers", "words", "A ratio of '3'"),
         ("towers", "plan and ratios", "Both a plan and ratios"),
         ("mirrored", "own test", "a test_step of its own"),
+        ("mirrored", "single", "a single number"),
+        ("chief", "own test", "a test_step of its own"),
+        ("worker", "single", "a single number"),
     ],
 )
 def test_what_a_split_would_do_otherwise_is_refused(found: Any, engine: str, case: str, says: str) -> None:
@@ -145,9 +160,10 @@ def test_validation_by_a_pydataset_is_that_of_one_device(found: Any, process: st
     assert found[process]["validated"] <= 1e-12
 
 
-def test_replicas_with_nothing_to_train_train_nothing(found: Any) -> None:
-    """A frozen model is evaluated, as on one device."""
-    assert found["mirrored"]["frozen"] <= 1e-12
+@pytest.mark.parametrize("case", ["sparse", "frozen"])
+def test_replicas_do_what_one_device_does(found: Any, case: str) -> None:
+    """Sparse batches from a tf.data pipeline; a model with nothing to train."""
+    assert found["mirrored"][case] <= 1e-12
 
 
 def test_a_chief_is_the_first_of_a_group(found: Any) -> None:

@@ -339,9 +339,44 @@ def uncompiled() -> Any:
     return keras.Sequential([keras.Input((8, 8, 1)), layers.Flatten(), layers.Dense(5)])
 
 
+class OwnLoss(keras.Sequential):
+    """A model with a compute_loss of its own."""
+
+    def compute_loss(self, *given: Any, **words: Any) -> Any:
+        """As the base class."""
+        return super().compute_loss(*given, **words)
+
+
+def own_loss() -> Any:
+    """A compiled model with its own loss."""
+    model = OwnLoss([keras.Input((8, 8, 1)), layers.Flatten(), layers.Dense(5, activation="softmax")])
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return model
+
+
+def stateful() -> Any:
+    """A recurrent layer whose rows go on in the next batch."""
+    model = keras.Sequential([keras.Input(batch_shape=(BATCH, 8, 8)), layers.SimpleRNN(5, stateful=True)])
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return model
+
+
+ALWAYS_TRIED = ("own step", "uncompiled", "small batch", "stateful", "synchronized")
+PARTIAL_LOSS = ("sum", "executions", "mask", "own loss", "validation split", "generator")  # what towers train
+TRIED = {
+    "towers": (*ALWAYS_TRIED, "xla"),
+    "multiworker": (*ALWAYS_TRIED, *PARTIAL_LOSS, "eager"),
+    "mirrored": (
+        *(*ALWAYS_TRIED, *PARTIAL_LOSS),
+        *("clip", "accumulation", "scaled", "xla", "outside", "unknown length", "dataset's classes"),
+    ),
+}
+
+
 def refusals(split: Split) -> dict[str, str]:
-    """What each attempt is answered with; those that towers train are proved elsewhere."""
+    """What each attempt is answered with; those that an engine trains are proved elsewhere."""
     sgd = optimizers.SGD
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
     normal = layers.BatchNormalization
     total = losses.SparseCategoricalCrossentropy(reduction="sum")
     tried: dict[str, Callable[[], Any]] = {
@@ -357,9 +392,45 @@ def refusals(split: Split) -> dict[str, str]:
         "synchronized": fit_once(split, lambda: network(sgd(), extra=[normal(synchronized=True)])),
         "mask": lambda: split.build(masked_network).fit(WORDS[:BATCH], WORDS[:BATCH, :, None], verbose=0),
         "outside": lambda: split.model(rules()["sgd"]()),
+        "stateful": fit_once(split, stateful),
+        "own loss": fit_once(split, own_loss),
+        "validation split": fit_once(split, rules()["sgd"], validation_split=0.5),
+        "eager": fit_once(split, lambda: network(sgd(), run_eagerly=True)),
+        "generator": lambda: split.build(rules()["sgd"]).fit(iter(data), verbose=0),
+        "unknown length": lambda: split.build(rules()["sgd"]).fit(data.filter(lambda x, _: tf.size(x) > 0), verbose=0),
+        "dataset's classes": lambda: split.build(rules()["sgd"]).fit(data, class_weight={0: 2.0}, verbose=0),
     }
-    same = ("own step", "uncompiled", "small batch", "synchronized", "xla")
-    return {name: said(action) for name, action in tried.items() if split.engine == "mirrored" or name in same}
+    return {name: said(tried[name]) for name in TRIED[split.engine]}
+
+
+def warned(split: Split) -> dict[str, Any]:
+    """What is said before the first step of models that run with a difference, and whether XLA stays on."""
+    compiled = split.build(lambda: network(optimizers.SGD(), jit_compile=split.engine != "mirrored"))
+    compiled.make_train_function()
+    found: dict[str, Any] = {"xla": compiled.jit_compile}
+    for name, make in {
+        "normalization": lambda: network(optimizers.SGD(), extra=[layers.BatchNormalization()]),
+        "embedding": embedding_network,
+        "two heads": two_headed_network,
+        "plain": rules()["adam"],
+    }.items():
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            split.build(make).make_train_function()
+        found[name] = [str(each.message) for each in seen if each.category is SplitWarning]
+    return found
+
+
+def rounding(split: Split) -> float:
+    """How far mixed_bfloat16 is from one device."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        one, many = rules()["sgd"](), split.build(rules()["sgd"])
+    finally:
+        keras.config.set_dtype_policy("float64")
+    for model in (one, many):
+        model.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+    return max(float(np.abs(a - b).max()) for a, b in zip(one.get_weights(), many.get_weights(), strict=True))
 
 
 def requests() -> dict[str, str]:
@@ -418,6 +489,8 @@ def main(engine: str, folder: str) -> dict[str, Any]:
     cases["orders"] = lambda: orders(by["3:1"])
     cases["limits"] = limits
     cases["noted"] = lambda: noted(by["5:0:1"])
+    cases["warned"] = lambda: warned(by["3:1"])
+    cases["rounding"] = lambda: rounding(by["3:1"])
     found: dict[str, Any] = {name: case() for name, case in cases.items()}
     return found | {"refusals": refusals(by["3:1"]), "requests": requests()}
 
@@ -439,8 +512,8 @@ def gpu_cases(engine: str) -> dict[str, Any]:
 
 
 def mirrored_cases() -> dict[str, Any]:
-    """Over two devices only: groups of two sizes can't live in one process."""
-    split = Split(devices=["CPU:0", "CPU:2"], ratios=[5, 1], global_batch=BATCH, engine="mirrored")
+    """By a plan that leaves a device out; over two devices only: groups of two sizes can't live in one process."""
+    split = Split(make_plan(20, 0, 4), engine="mirrored")
     by = dict.fromkeys(("3:1", "5:2:1", "5:0:1"), split)
     found: dict[str, Any] = {name: case() for name, case in common(by).items()}
     found["synchronized"] = compare(split, synchronized, X, Y)
@@ -449,6 +522,8 @@ def mirrored_cases() -> dict[str, Any]:
     found["evaluate"] = evaluated(split)
     found["dataset"] = from_dataset(split)
     found["two heads"] = compare_totals(split)
+    found["warned"] = warned(split)
+    found["rounding"] = rounding(split)
     return found | {"refusals": refusals(split)}
 
 
@@ -500,24 +575,19 @@ def limits() -> list[str]:
     return [str(each.message) for each in seen if each.category is SplitWarning]
 
 
-def noted(split: Split) -> dict[str, list[str]]:
-    """What is said of batches that aren't the plan's, by two fits of a model, and of batches that are."""
-    batches = tf.data.Dataset.from_tensor_slices((X, Y))
-    tried: dict[str, Callable[[Any], Any]] = {
-        "arrays": lambda model: model.fit(X, Y, batch_size=20, verbose=0),
-        "dataset": lambda model: model.fit(batches.batch(20).prefetch(1), verbose=0),
-        "static": lambda model: model.fit(batches.batch(20, drop_remainder=True), verbose=0),
-        "plan's": lambda model: (model.fit(X, Y, verbose=0), model.fit(batches, verbose=0)),
-    }
-    found = {}
-    for name, action in tried.items():
-        model = split.build(rules()["sgd"])
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                action(model)
-        found[name] = [str(each.message) for each in seen if each.category is SplitWarning]
-    return found
+def noted(split: Split) -> list[str]:
+    """What is said of batches that are the plan's, and then, in turn, of others: arrays, and a dataset's own."""
+    singles = tf.data.Dataset.from_tensor_slices((X, Y))
+    first, second = split.build(rules()["sgd"]), split.build(rules()["sgd"])
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        first.fit(X, Y, verbose=0)
+        first.fit(singles, verbose=0)
+        for _ in range(2):
+            warnings.warn("turn", stacklevel=1)
+            first.fit(X, Y, batch_size=20, verbose=0)
+            second.fit(singles.batch(20).prefetch(1), verbose=0)
+    return [str(each.message) for each in seen if each.category is SplitWarning or str(each.message) == "turn"]
 
 
 def orders(split: Split) -> dict[str, Any]:
@@ -558,7 +628,7 @@ def group_cases() -> dict[str, Any]:
     clipped = lambda: network(optimizers.SGD(0.1, global_clipnorm=0.1))  # noqa: E731
     make = rules()
     rows = ROWS if size == 2 else ONE_OVER
-    cases = {
+    cases: dict[str, Callable[[], Any]] = {
         "adam L2": lambda: compare(split, make["adam"], X[:rows], Y[:rows], validation_data=(X[:40], Y[:40])),
         "clipnorm": lambda: compare(split, clipped, X[:rows], Y[:rows], sample_weight=WEIGHTS[:rows]),
     }
@@ -574,6 +644,9 @@ def group_cases() -> dict[str, Any]:
             "dataset": lambda: compare_dataset(split, make["adam"]),
             "evaluate": lambda: evaluated(split),
             "two heads": lambda: compare_totals(split),
+            "warned": lambda: warned(split),
+            "rounding": lambda: rounding(split),
+            "refusals": lambda: refusals(split),
         }
     found: dict[str, Any] = {name: case() for name, case in cases.items()}
     found["engine"] = split.engine

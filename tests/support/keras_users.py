@@ -27,6 +27,7 @@ from keras import layers
 
 from evener.errors import EvenerError
 from evener.keras_split import Report, Split, make_logical_cpus
+from evener.keras_split.data import batch_rows
 
 BATCH = 24
 RANDOM = np.random.default_rng(7)
@@ -203,6 +204,11 @@ def fit(x: Any = X, y: Any = Y, **words: Any) -> Callable[[Model], list[float]]:
     return run
 
 
+def fit_two_outputs(model: Model) -> Any:
+    """Training where one of two outputs has a loss."""
+    return model.fit(X, {"kind": Y}, verbose=0)
+
+
 def sparse_batches(model: Model) -> list[float]:
     """A dataset of sparse batches."""
     data = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(X), Y)).batch(BATCH)
@@ -215,6 +221,11 @@ def watched(model: Model) -> list[float]:
     model.reset_metrics()
     model.predict(X, batch_size=BATCH, verbose=0)
     return [*figures, float(model.layers[1].seen.result()), float(model.layers[1].calls.numpy())]
+
+
+def predict(model: Model) -> list[float]:
+    """All outputs."""
+    return [float(figure) for figure in np.ravel(model.predict(X, batch_size=BATCH, verbose=0))]
 
 
 def own_test(model: Model) -> list[float]:
@@ -251,13 +262,11 @@ def fit_vectors(model: Model) -> list[float]:
     return list(model.fit(data if is_split(model) else data.batch(BATCH), epochs=2, verbose=0).history["loss"])
 
 
-def fit_other_batches(split: Split, batch: int) -> Callable[[Model], list[float]]:
-    """Training on batches of another size, or single samples, that the split makes whole again."""
+def fit_other_batches(split: Split) -> Callable[[Model], list[float]]:
+    """Training on batches of another size, which the split makes whole again."""
 
     def run(model: Model) -> list[float]:
-        data = samples().batch(BATCH)
-        if is_split(model):
-            data = split.data(samples().batch(batch) if batch else samples())
+        data = split.data(samples().batch(10)) if is_split(model) else samples().batch(BATCH)
         return list(model.fit(data, epochs=2, verbose=0).history["loss"])
 
     return run
@@ -294,22 +303,26 @@ def towers() -> dict[str, Any]:
     by_batch = fit(batch_size=np.int64(BATCH))
     noisy = split.build(lambda: network(Watched()))
     noise = [noisy.predict(X[:8], verbose=0) for _ in range(2)]
+    distances: list[float] = []
+    data = samples()
     fresh = Split(devices=["CPU:0", "CPU:1"], global_batch=BATCH)
     return {
-        "instance": apart(split, network, by_batch, instance=True),
         "single samples": apart(split, network, fit_samples),
         "single vectors": apart(split, vectors, fit_vectors),
-        "rebatched": apart(split, network, fit_other_batches(split, 10)),
-        "batched": apart(split, network, fit_other_batches(split, 0)),
+        "rebatched instance": apart(split, network, fit_other_batches(split), instance=True),
+        "batch sizes": [[len(x) for x, _ in split.data(data)] for data in (samples(), samples().batch(10))],
+        "rows": [batch_rows(data.batch(20).prefetch(1)), batch_rows(data.batch(20, drop_remainder=True))],
+        "eager": apart(split, lambda: network(run_eagerly=True), fit(X[:BATCH], Y[:BATCH], batch_size=BATCH)),
         "signatures": str(inspect.signature(noisy.fit)) == str(inspect.signature(keras.Sequential().fit)),
         "copies": copies(split),
         "documented": documented(split),
         "own loss": apart(split, lambda: network(base=OwnLoss), by_batch),
         "own test": apart(split, lambda: network(base=OwnSteps, metrics=None), own_test),
-        "own predict": apart(split, lambda: network(base=OwnSteps), lambda m: [m.predict(X, verbose=0).sum()]),
-        "added": apart(split, added, lambda m: fit(y=None, batch_size=BATCH)(m)),
+        "own predict": apart(split, lambda: network(base=OwnSteps), predict),
+        "adds": warned(lambda: distances.append(apart(split, added, fit(y=None, batch_size=BATCH)))),
+        "added": distances.pop(),
         "watched": apart(split, lambda: network(Watched()), watched),
-        "without training": apart(split, without_training, by_batch),
+        "without training": apart(split, without_training, fit(x=Batches(), y=None)),
         "frozen": apart(split, frozen, by_batch),
         "sparse": apart(split, sparse, sparse_batches),
         "fresh noise": float(np.abs(noise[0] - noise[1]).max()),
@@ -320,7 +333,7 @@ def towers() -> dict[str, Any]:
         "refusals": {
             "assigned": refused(split, lambda: network(layers.SpectralNormalization(layers.Dense(8))), by_batch),
             "stateful": refused(split, stateful, lambda m: m.fit(X[:BATCH].reshape(-1, 3, 2), X[:BATCH, :4])),
-            "single": refused(split, single, lambda m: m.fit(X, {"kind": Y}, verbose=0)),
+            "single": refused(split, single, fit_two_outputs),
             "inner": refused(split, lambda: network(Block()), by_batch),
             "numbers": refused(split, network, lambda _: split.data(X, list(Y))),
             "elsewhere": elsewhere(),
@@ -347,10 +360,9 @@ def reports(split: Split, x: Any, y: Any = None, **words: Any) -> list[dict[str,
 
 def reported(split: Split) -> dict[str, Any]:
     """What is reported where fit is given another batch size, and of whole and short batches."""
-    first = reports(split, X, Y, batch_size=12)[0]
-    arrays, dataset = reports(split, X, Y), reports(split, samples())
+    arrays, dataset = reports(split, X, Y, batch_size=16), reports(split, samples())
     return {
-        "other batch": [first["samples"], first["devices"]],
+        "devices": arrays[0]["devices"],
         "samples": [call["samples"] for call in arrays],
         "timed arrays": [call["timed"] for call in arrays],
         "timed dataset": [call["timed"] for call in dataset],
@@ -421,10 +433,13 @@ def mirrored() -> dict[str, Any]:
     return {
         "steps": apart(split, network, steps),
         "single samples": apart(split, network, fit_samples),
+        "own predict": apart(split, lambda: network(base=OwnSteps), predict),
+        "added": apart(split, added, fit(y=None, batch_size=BATCH)),
+        "sparse": apart(split, sparse, sparse_batches),
         "assigned": assigned,
         "frozen": apart(split, frozen, fit(batch_size=BATCH)),
         "validated": apart(split, network, fit(batch_size=BATCH, validation_data=Batches())),
-        "refusals": {"own test": own},
+        "refusals": {"own test": own, "single": refused(split, single, fit_two_outputs)},
     }
 
 
@@ -434,10 +449,16 @@ def chief() -> dict[str, Any]:
     assigned = apart(split, lambda: network(layers.SpectralNormalization(layers.Dense(8)), metrics=None), steps)
     return {
         "rank": split.required_group.rank,
-        "steps": apart(split, without_training, steps),
+        "steps": apart(split, without_training, steps, instance=True),
         "single samples": apart(split, network, fit_samples),
+        "own predict": apart(split, lambda: network(base=OwnSteps), predict),
+        "added": apart(split, added, fit(y=None, batch_size=BATCH)),
         "assigned": assigned,
         "validated": apart(split, network, fit(batch_size=BATCH, validation_data=Batches())),
+        "refusals": {
+            "own test": refused(split, lambda: network(base=OwnSteps), lambda m: m.evaluate(X, Y, verbose=0)),
+            "single": refused(split, single, fit_two_outputs),
+        },
     }
 
 

@@ -1,10 +1,8 @@
-"""Keras' own steps: what every engine's step keeps of them, and engine solo, which runs them on one device."""
+"""Keras' own step: the parts of it that every engine keeps, and engine solo, which runs it on one device."""
 
 from __future__ import annotations
 
 from typing import Any
-
-import tensorflow as tf
 
 from evener.keras_split.nested_rows import Tensors
 
@@ -24,31 +22,9 @@ def update_metrics(
 
 
 class SingleDevice:
-    """The model's own steps, in the scope of a device that need not be TensorFlow's first."""
+    """Keras' own steps, on a device that need not be TensorFlow's first."""
 
     name = "solo"
 
-    def __init__(self, model: Any, device: str) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
-        self.device = device
-
-    @property
-    def xla(self) -> bool:
-        """XLA compiles for TensorFlow's first device only."""
-        return self.device.endswith(":0")
-
-    def train_step(self, data: Tensors) -> Any:
-        """The model's own."""
-        return self._run("train_step", data)
-
-    def test_step(self, data: Tensors) -> Any:
-        """The model's own."""
-        return self._run("test_step", data)
-
-    def predict_step(self, data: Tensors) -> Any:
-        """The model's own."""
-        return self._run("predict_step", data)
-
-    def _run(self, step: str, data: Tensors) -> Any:
-        with tf.device(self.device):
-            return getattr(type(self.model), step)(self.model, data)

@@ -16,6 +16,8 @@ from evener.keras_split.compatibility import check_mask
 from evener.keras_split.engines.keras_step import call_model, update_metrics
 from evener.keras_split.nested_rows import Tensors, count_rows, cut_rows, take_rows
 
+ONLY_ROWS = "evener_rows"  # names the y of data without labels, which counts the rows of x
+
 
 class UnevenMirroredStrategy(tf.distribute.MirroredStrategy):  # type: ignore[misc]
     """MirroredStrategy for replicas whose batches differ in size.
@@ -44,8 +46,8 @@ class Mirrored:
     def train_step(self, data: Tensors) -> dict[str, Any]:
         """What `keras.Model.train_step` does, with the loss weighted by the replica's rows."""
         model = self.model
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        size, rows = _rows(x if y is None else y)
+        x, y, weight, size = _unpack(data)
+        rows = _sum_over_replicas(size)
         with tf.GradientTape() as tape:
             outputs = take_rows(call_model(model, x, True), size)
             check_mask(outputs, self.name)
@@ -59,8 +61,7 @@ class Mirrored:
     def test_step(self, data: Tensors) -> dict[str, Any]:
         """What `keras.Model.test_step` does, for a replica that may have no row that counts."""
         model = self.model
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        size, _ = _rows(x if y is None else y)
+        x, y, weight, size = _unpack(data)
         outputs = take_rows(call_model(model, x, False), size)
         loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=False)
         return update_metrics(model, loss / _keras_scale(loss.dtype), size, x, y, outputs, weight)
@@ -78,7 +79,7 @@ def cut_batches(dataset: Any, cut: Cut) -> Any:
             x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
             start, stop = edges[i], edges[i + 1]
             rest = [take_rows(cut_rows(each, start, stop), stop - start) for each in (y, weight) if each is not None]
-            return (cut_rows(x, start, stop), *rest)
+            return (cut_rows(x, start, stop), *(rest or [{ONLY_ROWS: tf.zeros([stop - start])}]))
 
         return tf.data.Dataset.range(replicas).map(part)
 
@@ -94,11 +95,16 @@ def distribute(strategy: Any, dataset: Any, cut: Cut) -> Any:
     )
 
 
-def _rows(data: Tensors) -> tuple[Any, Any]:
-    """Own rows, and those of all replicas in this step."""
-    size = count_rows(data)
+def _unpack(data: Tensors) -> tuple[Tensors, Tensors, Any, Any]:
+    """x, y, weight, and how many rows of x count."""
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+    size = count_rows(x if y is None else y)
+    return x, None if isinstance(y, dict) and ONLY_ROWS in y else y, weight, size
+
+
+def _sum_over_replicas(size: Any) -> Any:
     context = tf.distribute.get_replica_context()
-    return size, context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(size, tf.float32))
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(size, tf.float32))
 
 
 def _keras_scale(dtype: Any) -> Any:

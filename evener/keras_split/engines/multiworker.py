@@ -187,12 +187,8 @@ class Workers:
     def metrics_result(self) -> dict[str, Any]:
         """The model's metrics; at the end of an epoch or evaluation, summed over the processes first."""
         if tf.executing_eagerly():
-            states = [
-                state
-                for metric in self.model.metrics
-                if metric is not self.model._loss_tracker
-                for state in metric.variables
-            ]
+            own_rows = [metric for metric in self.model.metrics if metric is not self.model._loss_tracker]
+            states = [state for metric in own_rows for state in metric.variables]
             for state, total in zip(states, self.group.sum_now([tf.convert_to_tensor(s) for s in states]), strict=True):
                 state.assign(total)
         logs: dict[str, Any] = type(self.model).get_metrics_result(self.model)

@@ -64,7 +64,6 @@ class Towers:
             if model.trainable_weights:
                 gradients = self._gradients(tape, scaled, towers)
                 model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
-            assign_updates([(tower.part, tower.updates) for tower in towers])
             return update_metrics(model, loss, rows, x, y, outputs, weight)
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
@@ -75,7 +74,6 @@ class Towers:
         with tf.device(self.devices[0]):
             outputs = join_rows([tower.outputs for tower in towers])
             loss = self._loss(x, y, outputs, weight, towers, training=False)
-            assign_updates([(tower.part, tower.updates) for tower in towers])
             return update_metrics(self.model, loss, rows, x, y, outputs, weight)
 
     def predict_step(self, data: Tensors) -> Tensors:
@@ -83,7 +81,6 @@ class Towers:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         towers = self._run(self.pieces(x), count_rows(x), training=False)
         with tf.device(self.devices[0]):
-            assign_updates([(tower.part, tower.updates) for tower in towers])
             return join_rows([tower.outputs for tower in towers])
 
     def pieces(self, x: Tensors) -> list[tuple[Tensors, Any]]:
@@ -100,6 +97,8 @@ class Towers:
         for device, (part, size) in zip(self.devices, pieces, strict=True):
             with tf.device(device):
                 towers.append(self._tower(part, size, rows, training, states))
+        with tf.device(self.devices[0]):
+            assign_updates([(tower.part, tower.updates) for tower in towers])
         return towers
 
     def _tower(self, part: Tensors, size: Any, rows: Any, training: bool, states: StepStates) -> Tower:
@@ -126,10 +125,8 @@ class Towers:
     def _own_losses(self) -> list[Any]:
         """The model's losses without the weights' regularizers, which come last and count once, not once per device."""
         losses = list(self.model.losses)
-        regularized = [
-            weight for weight in self.model.trainable_weights if getattr(weight, "regularizer", None) is not None
-        ]
-        return losses[: len(losses) - len(regularized)]
+        regularizers = [getattr(weight, "regularizer", None) for weight in self.model.trainable_weights]
+        return losses[: len(losses) - sum(each is not None for each in regularizers)]
 
     def _loss(self, x: Any, y: Any, outputs: Any, weight: Any, towers: list[Tower], training: bool) -> Any:
         """The model's loss on the whole batch, with the losses from inside the model averaged by rows."""
