@@ -57,19 +57,18 @@ class ResolvedRequest(msgspec.Struct, frozen=True):
 
 def check_request(request: Request) -> None:
     """Raise RequestError for the first number or word that is out of range."""
-    for option, batch in (("--global-batch", request.global_batch), ("--max-global-batch", request.max_global_batch)):
-        if batch is not None and not 1 <= batch <= LARGEST_BATCH:
-            raise RequestError(f"{option} is {batch}.", f"Give a whole number from 1 to {LARGEST_BATCH}.")
-    if not 1 <= request.multiple_of <= LARGEST_BATCH:
-        raise RequestError(f"--multiple-of is {request.multiple_of}.", "Give a whole number of 1 or more.")
-    cap = request.max_global_batch
-    if cap is not None and cap < request.multiple_of:
+    unit, batch, largest = request.multiple_of, request.global_batch, request.max_global_batch
+    for option, number in (("--multiple-of", unit), ("--global-batch", batch), ("--max-global-batch", largest)):
+        if number is not None and not 1 <= number <= LARGEST_BATCH:
+            raise RequestError(f"{option} is {number}.", f"Give a whole number from 1 to {LARGEST_BATCH}.")
+    if largest is not None and largest < unit:
         raise RequestError(
-            f"--max-global-batch {cap} is below one share of {request.multiple_of} samples.",
-            "Raise it, or lower --multiple-of.",
+            f"--max-global-batch {largest} is below one share of {unit} samples.", "Raise it, or lower --multiple-of."
         )
-    if request.global_batch is not None:
-        _check_fixed(request, request.global_batch)
+    if batch is not None and batch % unit:
+        raise RequestError(f"--global-batch {batch} is not a multiple of {unit}.", "Change it, or --multiple-of.")
+    if batch is not None and largest is not None and batch > largest:
+        raise RequestError(f"--global-batch {batch} is above --max-global-batch {largest}.", "Give one of them.")
     budget = request.budget_seconds
     if budget is not None and not (math.isfinite(budget) and budget > 0):
         raise RequestError(f"--budget is {budget} seconds.", "Give a time above 0, like 120s or 5m.")
@@ -77,22 +76,11 @@ def check_request(request: Request) -> None:
         raise RequestError(f"--tolerance is {request.tolerance}.", "Use a value of at least 0 and less than 1.")
     if not (math.isfinite(request.pace) and request.pace >= 0):
         raise RequestError(f"--pace is {request.pace}.", "Give 0 for no waiting, 1 for real time.")
-    for option, word, known in (
+    for option, word, words in (
         ("--objective", request.objective, OBJECTIVES),
         ("--precision", request.precision, PRECISIONS),
         ("--input", request.input, INPUTS),
         ("--engine", request.engine, ENGINES),
     ):
-        if word not in known:
-            raise RequestError(f"{option} {word!r} is not known.", f"Choose {' or '.join(known)}.")
-
-
-def _check_fixed(request: Request, batch: int) -> None:
-    if batch % request.multiple_of:
-        raise RequestError(
-            f"--global-batch {batch} is not a multiple of {request.multiple_of}.", "Change it, or --multiple-of."
-        )
-    if request.max_global_batch is not None and batch > request.max_global_batch:
-        raise RequestError(
-            f"--global-batch {batch} is above --max-global-batch {request.max_global_batch}.", "Give one of them."
-        )
+        if word not in words:
+            raise RequestError(f"{option} {word!r} is not known.", f"Choose {' or '.join(words)}.")

@@ -24,21 +24,6 @@ from typing import BinaryIO
 import evener
 from evener.balancer.probes import protocol
 from evener.balancer.probes.procfs import start_time
-from evener.balancer.probes.protocol import (
-    Begin,
-    Build,
-    Built,
-    ChildError,
-    Command,
-    Prepare,
-    Prepared,
-    Profile,
-    Profiled,
-    Ran,
-    Ready,
-    Reply,
-    RunSteps,
-)
 from evener.devices.child_environment import cap_address_space
 from evener.errors import EvenerError
 from evener.workloads.protocol import Workload
@@ -61,7 +46,7 @@ def main() -> int:
             reply = worker.describe_error(error)
         replies.write(protocol.encode_line(reply))
         replies.flush()
-        if isinstance(reply, ChildError):
+        if isinstance(reply, protocol.ChildError):
             break  # a child that failed is never used again
     _exit_now()
     return 0
@@ -72,26 +57,26 @@ class Worker:
 
     def __init__(self) -> None:
         self._workload: Workload | None = None
-        self._build: Build | None = None
+        self._build: protocol.Build | None = None
         self._busy_seconds = 0.0  # of the last step: what a slowed process spins by
 
-    def execute(self, command: Command) -> Reply:
+    def execute(self, command: protocol.Command) -> protocol.Reply:
         """Carry out one command."""
         match command:
-            case Begin():
+            case protocol.Begin():
                 return _begin(command)
-            case Build():
+            case protocol.Build():
                 return self._build_workload(command)
-            case Prepare():
+            case protocol.Prepare():
                 return self._prepare(command)
-            case RunSteps():
+            case protocol.RunSteps():
                 return self._run(command)
-            case Profile():
+            case protocol.Profile():
                 return self._profile(command.steps)
             case _:
                 raise ValueError(f"unknown command: {command}")
 
-    def describe_error(self, error: BaseException) -> ChildError:
+    def describe_error(self, error: BaseException) -> protocol.ChildError:
         """The error's class names, text and traceback, and the user's own line where it passed through one."""
         trace = _encodable("".join(traceback.format_exception(error))[-protocol.LONGEST_TRACEBACK :])
         print(trace, file=sys.stderr)
@@ -102,9 +87,9 @@ class Worker:
             error = cause if where else error
         types = tuple(kind.__name__ for kind in type(error).__mro__ if kind not in (object, BaseException, Exception))
         text = _encodable(str(error) or type(error).__name__)
-        return ChildError(types, text[: protocol.LONGEST_TEXT], where, trace)
+        return protocol.ChildError(types, text[: protocol.LONGEST_TEXT], where, trace)
 
-    def _build_workload(self, command: Build) -> Built:
+    def _build_workload(self, command: protocol.Build) -> protocol.Built:
         from evener.workloads import registry
 
         self._build = command
@@ -115,9 +100,9 @@ class Worker:
         self._workload = registry.build(command.workload, command.place, command.settings, command.framework)
         if size is not None and ":" in command.workload:
             cap_address_space(size)  # only the user's own code imports what it needs
-        return Built({str(key): str(value) for key, value in self._workload.facts().items()})
+        return protocol.Built({str(key): str(value) for key, value in self._workload.facts().items()})
 
-    def _prepare(self, command: Prepare) -> Prepared:
+    def _prepare(self, command: protocol.Prepare) -> protocol.Prepared:
         workload, _ = self._built()
         gc.unfreeze()
         self._busy_seconds = 0.0
@@ -128,9 +113,9 @@ class Worker:
         first = time.perf_counter() - started
         gc.collect()
         gc.freeze()  # what lives now lives on: a collection between blocks need not visit it again
-        return Prepared(first)
+        return protocol.Prepared(first)
 
-    def _run(self, command: RunSteps) -> Ran:
+    def _run(self, command: protocol.RunSteps) -> protocol.Ran:
         workload, build = self._built()
         gc.disable()
         spun, steps = 0.0, 0
@@ -142,9 +127,9 @@ class Worker:
         cpu = time.process_time() - cpu
         gc.enable()
         gc.collect()
-        return Ran(steps, wall, max(0.0, cpu - spun), spun, tuple(workload.max_memory_bytes()) or (None,))
+        return protocol.Ran(steps, wall, max(0.0, cpu - spun), spun, tuple(workload.max_memory_bytes()) or (None,))
 
-    def _profile(self, steps: int) -> Profiled:
+    def _profile(self, steps: int) -> protocol.Profiled:
         """The steps are timed without the profiler first, as it slows them."""
         from evener.workloads import profiling
 
@@ -158,9 +143,9 @@ class Worker:
         started = time.perf_counter()
         run()
         seconds = time.perf_counter() - started
-        return Profiled(steps, seconds, profiling.profile(build.framework, run))
+        return protocol.Profiled(steps, seconds, profiling.profile(build.framework, run))
 
-    def _run_steps(self, count: int, workload: Workload, build: Build) -> float:
+    def _run_steps(self, count: int, workload: Workload, build: protocol.Build) -> float:
         """Run steps until the devices are done with them; returns the seconds spent spinning."""
         if build.compute < 1:
             return sum(self._slow_step(workload, build) for _ in range(count))
@@ -169,7 +154,7 @@ class Worker:
         workload.synchronize()
         return 0.0
 
-    def _slow_step(self, workload: Workload, build: Build) -> float:
+    def _slow_step(self, workload: Workload, build: protocol.Build) -> float:
         """Spin, to be as slow as the device's limit says, then step; returns the seconds spent spinning.
 
         It spins before the step, by what the step before took, so the other ranks of a group wait for it as for a slow
@@ -183,7 +168,7 @@ class Worker:
         self._busy_seconds = wall if build.place.world == 1 else min(wall, cpu / build.parallelism)
         return spun
 
-    def _built(self) -> tuple[Workload, Build]:
+    def _built(self) -> tuple[Workload, protocol.Build]:
         if self._workload is None or self._build is None:
             raise ValueError("nothing is built yet")
         return self._workload, self._build
@@ -216,14 +201,14 @@ def _encodable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _begin(command: Begin) -> Ready:
+def _begin(command: protocol.Begin) -> protocol.Ready:
     """Bind this process to its parent and its cores."""
     _end_with_parent(command.parent_pid, command.parent_start)
     if command.cores:
         os.sched_setaffinity(0, command.cores)
     with suppress(OSError):  # if the kernel has to kill a process for memory, it should be this one
         Path("/proc/self/oom_score_adj").write_text("1000")
-    return Ready(os.getpid())
+    return protocol.Ready(os.getpid())
 
 
 def _end_with_parent(parent_pid: int, parent_start: float) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import Self
 
 from evener.balancer.store.folders import runs_folder, state_folder, trusted_folder
 from evener.devices.types import Device
@@ -30,24 +29,8 @@ REMEDY = "Wait for it, or use --share to run beside it."
 Note = dict[str, object]  # who holds a lock: pid and run
 
 
-class _Locks:
-    """Locked files, until `release`."""
-
-    def __init__(self) -> None:
-        self._descriptors: list[int] = []
-
-    def release(self) -> None:
-        """Release all locks; safe to call twice."""
-        for descriptor in self._descriptors:
-            with suppress(OSError):
-                os.close(descriptor)
-        self._descriptors.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+class _Locks(ExitStack):
+    """Locked files, until it is closed."""
 
     def _lock_own(self, path: Path, note: Note) -> Note | None:
         """Lock a file of this user's and write `note` into it; the holder's note if somebody else has it."""
@@ -55,7 +38,7 @@ class _Locks:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            self.release()
+            self.close()
             raise RequestError(
                 f"The lock {path} can't be written: {error.strerror or error}.",
                 "Set XDG_STATE_HOME to a folder that you may write.",
@@ -65,9 +48,9 @@ class _Locks:
         except OSError:
             holder = _read_note(descriptor)
             os.close(descriptor)
-            self.release()
+            self.close()
             return holder
-        self._descriptors.append(descriptor)
+        self.callback(os.close, descriptor)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(note).encode(), 0)
         return None
@@ -118,12 +101,12 @@ class MachineLock(_Locks):
             os.close(descriptor)
             return
         if pid is None:
-            self._descriptors.append(descriptor)
+            self.callback(os.close, descriptor)
             return
         os.close(descriptor)
         if pid and _user_id(pid) == os.getuid():
             return
-        self.release()
+        self.close()
         raise DeviceError(f"{device.label} is being measured by another user's evener{_describe_process(pid)}.", REMEDY)
 
 

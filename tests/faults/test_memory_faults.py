@@ -87,7 +87,7 @@ time.sleep(600)
 
 
 def test_memory_that_a_real_process_takes_midway(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, group: Path) -> None:
-    """Children and a stranger share 700 MiB; once a large batch has run, the stranger leaves room for half of it.
+    """Children and a stranger share 700 MiB; before the largest batch runs, the stranger leaves room for half of it.
 
     The kernel kills the next child, which is running out of memory, and the plan is of less than what was killed.
     """
@@ -104,15 +104,15 @@ def test_memory_that_a_real_process_takes_midway(monkeypatch: pytest.MonkeyPatch
     strangers, killed = list[subprocess.Popen[bytes]](), list[int]()
     try:
         for event in session.events():
-            if isinstance(event, ProbeStarted) and event.probe.layout.global_batch > 64 and not strangers:
+            if isinstance(event, ProbeStarted) and event.probe.layout.global_batch > 8 and not strangers:
                 session.pause()  # until the stranger has what it takes
             if not isinstance(event, Observed):
                 continue
             batch = event.seen.probe.layout.global_batch
             if isinstance(event.seen, OutOfMemory):
                 killed.append(batch)
-            if isinstance(event.seen, Timed) and batch > 64 and not strangers:
-                command = [sys.executable, "-c", HOG, str(group / "cgroup.procs"), str((680 - batch // 2) * MIB)]
+            if isinstance(event.seen, Timed) and batch > 8 and not strangers:
+                command = [sys.executable, "-c", HOG, str(group / "cgroup.procs"), str((680 - 400 // 2) * MIB)]
                 strangers.append(subprocess.Popen(command, stdout=subprocess.PIPE))
                 strangers[0].stdout.readline()  # type: ignore[union-attr]
                 session.unpause()
