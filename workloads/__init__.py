@@ -1,1 +1,1 @@
-"""The muscle: models that train, one optimizer step at a time. Knows no balancer."""
+"""Models that train, one optimizer step at a time. Knows no balancer."""

@@ -31,7 +31,7 @@ class MemoryMeter:
         self.meaning = gpus.meaning if gpus else "growth of the peak resident memory"
 
     def reset(self) -> None:
-        """Count from here on; what earlier sizes left unused is given back."""
+        """Count from here on; memory that earlier sizes left unused is given back."""
         if self._gpus:
             self._gpus.reset()
             return
@@ -41,7 +41,7 @@ class MemoryMeter:
             Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
 
     def read(self) -> tuple[int | None, ...]:
-        """Bytes for each device; None where several share one process's memory, or nobody can tell."""
+        """Bytes for each device; None where several share one process's memory, or the kernel doesn't say."""
         if self._gpus:
             return self._gpus.read()
         peak = _status_bytes("VmHWM")

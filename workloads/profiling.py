@@ -35,10 +35,10 @@ def profile(framework: str, run: Callable[[], None]) -> tuple[Transfer, ...]:
     if home is None:
         raise RequestError(f"There is no profiler for framework {framework!r}.", "Profile tensorflow or torch.")
     events: Iterable[Event] = import_module(home).transfers(run)
-    return gathered(events)
+    return group_events(events)
 
 
-def gathered(events: Iterable[Event]) -> tuple[Transfer, ...]:
+def group_events(events: Iterable[Event]) -> tuple[Transfer, ...]:
     """Events of one name as one row."""
     by_name: dict[str, list[Event]] = {}
     for event in events:

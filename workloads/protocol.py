@@ -1,7 +1,7 @@
 """What trains, as a probe child drives it: built once for a place, then prepared for shares and stepped.
 
-A workload knows nothing of batches to try, of time or of memory limits. Running out of memory is whatever its
-framework raises; `evener.balancer.probes` tells such errors from others.
+A workload knows nothing of batches to try, of time or of memory limits. When memory runs out, its framework raises what
+it likes; `evener.balancer.probes` recognises such errors.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Workload(Protocol):
         ...
 
     def max_memory_bytes(self) -> tuple[int | None, ...]:
-        """Peak of the framework's allocator on each of this process' devices since `prepare`; None: can't tell."""
+        """Peak of the framework's allocator on each of this process' devices since `prepare`; None: unknown."""
         ...
 
     def facts(self) -> Mapping[str, str]:
-        """What the plan should say of it: framework version, parameters, engine, ..."""
+        """What the plan says about it: framework version, parameters, engine, ..."""
         ...
 
 

@@ -160,12 +160,12 @@ _DEFAULTS = {
 
 
 def names(framework: str = "") -> tuple[str, ...]:
-    """The names in the table, of one framework if it is given; those that need no framework always count."""
+    """The names in the table, of one framework if it is given; those that need no framework are always included."""
     return tuple(entry.name for entry in _TABLE if framework in ("", entry.framework) or entry.framework == "none")
 
 
 def default_name(framework: str, device_kind: str) -> str:
-    """The workload that is meant when none is named, for `device_kind` gpu, cpu or sim."""
+    """The workload to use when none is named, for `device_kind` gpu, cpu or sim."""
     kind = "cpu" if device_kind == "cpu" else "gpu"
     return _DEFAULTS.get((framework, kind), "synthetic")
 

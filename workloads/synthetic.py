@@ -1,4 +1,4 @@
-"""A workload without a framework: its step spins the CPU for a written-down time and it holds real memory.
+"""A workload without a framework: its step keeps the CPU busy for a set time, and it holds real memory.
 
 It fails on request in every way a child can fail, so that probes are tested against real children in milliseconds.
 """
@@ -30,8 +30,8 @@ def build(place: Place, settings: Mapping[str, Any]) -> Workload:
 class Synthetic:
     """Steps take max over own devices of `base_ms + per_sample_ms * share`; a group's ranks wait for each other.
 
-    `fail` (one of FAILURES) strikes in the first step for which own share >= `at_share` and step number >= `at_step`,
-    counted from 0 since `prepare`; "memory" strikes in `prepare`. "slow" makes that one step 20 times longer.
+    `fail` (one of FAILURES) happens in the first step for which own share >= `at_share` and step number >= `at_step`,
+    counted from 0 since `prepare`; "memory" happens in `prepare`. "slow" makes that one step 20 times longer.
     """
 
     def __init__(self, place: Place, settings: Mapping[str, Any]) -> None:

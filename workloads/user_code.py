@@ -73,7 +73,7 @@ def names_a_file(home: str) -> bool:
 
 
 def build(found: Entry, place: Place, settings: Mapping[str, Any]) -> Workload:
-    """Hand the user's function to the recipe of its framework, which calls it where its devices want it built."""
+    """Hand the user's function to its framework's backend, which calls it where the model has to be built."""
     module, _, attribute = _RECIPES[found.framework].partition(":")
     recipe = cast(Callable[[str, Place, Mapping[str, Any]], Workload], getattr(import_module(module), attribute))
     return recipe(found.name, place, settings)
@@ -95,7 +95,7 @@ def load(name: str, settings: Mapping[str, Any]) -> UserModule:
 def guarded(function: Callable[..., Any], source: Path | Callable[[], Path | None] | None) -> Callable[..., Any]:
     """`function`, but what it raises from the user's lines becomes a UserCodeError that names the last of them.
 
-    Running out of memory passes through: that is the probe's business. `source` is the user's file, or tells it then.
+    Out-of-memory errors pass through to the probe. `source` is the user's file, or returns it when called.
     """
 
     def call(*arguments: Any, **keywords: Any) -> Any:
@@ -112,7 +112,7 @@ def guarded(function: Callable[..., Any], source: Path | Callable[[], Path | Non
 
 
 def guard_steps(workload: Workload, source: Path | None) -> Workload:
-    """The workload, whose steps name the user's line if that raises."""
+    """The same workload; if its steps raise, the error names the user's line."""
     workload.prepare = guarded(workload.prepare, source)  # type: ignore[method-assign]
     workload.step = guarded(workload.step, source)  # type: ignore[method-assign]
     return workload
@@ -188,7 +188,7 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def _without_function(name: str, path: Path) -> RequestError:
-    """What to write instead of a bare file: with the functions in it that could give the model."""
+    """What to write instead of a file alone, with its functions that could return the model."""
     functions = [node for node in _parsed(path).body if isinstance(node, ast.FunctionDef) and _could_build(node)]
     free = [node for node in functions if not _required(node)]
     known = " or ".join(node.name for node in free or functions)

@@ -19,7 +19,8 @@ from evener.workloads.keras_backend.pipeline_stages import added
 from evener.workloads.profiling import profile
 from evener.workloads.protocol import Place
 
-SMALL = {"vocabulary": 200, "words": 40, "embedding": 8, "filters": 4, "kernel": 3, "dense": 16, "learning_rate": 0.01}
+SIZES: dict[str, int] = {"vocabulary": 200, "words": 40, "embedding": 8, "filters": 4, "kernel": 3, "dense": 16}
+SMALL: dict[str, Any] = {**SIZES, "learning_rate": 0.01}
 TWO = ("CPU:0", "CPU:1")
 
 

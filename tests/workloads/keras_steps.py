@@ -288,4 +288,5 @@ def group(rank: str, *peers: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"alone": alone, "together": together, "group": group}[sys.argv[1]](*sys.argv[2:])))
+    parts: dict[str, Callable[..., object]] = {"alone": alone, "together": together, "group": group}
+    print(json.dumps(parts[sys.argv[1]](*sys.argv[2:])))

@@ -35,7 +35,7 @@ def test_one_row_more_is_refused_before_any_kernel_runs() -> None:
 def test_a_model_without_known_shapes_has_no_limit() -> None:
     """A model written as a class doesn't say what its layers give."""
 
-    class Own(keras.Model):  # type: ignore[misc]
+    class Own(keras.Model):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.dense = keras.layers.Dense(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -44,14 +45,14 @@ def odd_layers() -> nn.Sequential:
     )
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative(found: Any, expected: Any) -> float:
     """The largest difference, as a part of the largest value."""
     return float((found - expected).detach().abs().max() / expected.detach().abs().max().clamp_min(1e-30))
 
 
 def whole_and_tiled(
-    make: Callable[[], nn.Sequential], height: int, width: int, dtype: torch.dtype, seed: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    make: Callable[[], nn.Sequential], height: int, width: int, dtype: Any, seed: int
+) -> list[tuple[Any, Any]]:
     """(tiled, whole) of the output, the input's gradient, each parameter's gradient and each running statistic."""
     results = []
     for tiled in (True, False):

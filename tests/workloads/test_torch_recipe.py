@@ -94,8 +94,8 @@ def test_another_size_is_prepared_and_memory_grows_with_it() -> None:
     for rows in (16, 1024, 16):
         workload.prepare((rows,))
         workload.step()
-        peaks.append(workload.max_memory_bytes()[0])
-    assert None not in peaks
+        peaks.append(workload.max_memory_bytes()[0] or 0)
+    assert all(peaks)
     assert peaks[1] > peaks[0] + (20 << 20)
     assert peaks[2] < peaks[1] - (20 << 20)
 
@@ -124,7 +124,7 @@ def test_half_precision_trains_with_weights_in_float32(monkeypatch: pytest.Monke
 
 
 def feed(data: Data, on_device: bool = False) -> Batches:
-    return Batches(data, torch.device("cpu"), on_device, begin=list)
+    return Batches(data, torch.device("cpu"), on_device, begin=lambda _: None)
 
 
 def numbers(rows: int) -> TensorDataset:

@@ -1,7 +1,7 @@
-"""What a Keras workload trains on: rows that its training would gather, by the same code, for as long as it is asked.
+"""What a Keras workload trains on: endless batches, gathered by the same code as in its training.
 
-Rows made by `sample_batch` are made once, more of them than fit into a processor's caches, and gone through again and
-again in a shuffled order; what the user's `training_data` gives is fed as a training would feed it.
+`sample_batch` is called once, for more rows than fit into a processor's caches; they are used again and again in a
+shuffled order; what the user's `training_data` gives is fed as a training would feed it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Stream:
 
 
 def pool(sample_batch: SampleBatch) -> Rows:
-    """Rows made by `sample_batch`, as many as are worth their memory."""
+    """Rows made by `sample_batch`, within a limit of memory."""
     few = as_arrays(sample_batch(2))
     row_bytes = max(1, sum(leaf.nbytes for leaf in keras.tree.flatten(few)) // 2)
     count = min(max(POOL_BYTES // row_bytes, FEWEST_ROWS), MOST_ROWS)

@@ -13,7 +13,7 @@ MOST_ELEMENTS = 2**31 - 1
 
 
 class TooManyElementsError(MemoryError):
-    """A batch whose tensors TensorFlow's GPU kernels can't count: a limit of its size, as memory is."""
+    """A batch whose tensors TensorFlow's GPU kernels can't count: a limit on the batch, as memory is."""
 
 
 def largest_rows(model: Any) -> int | None:

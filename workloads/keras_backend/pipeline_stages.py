@@ -1,4 +1,4 @@
-"""A model as stages on devices that are named: each stage's gradient is computed where the stage itself was.
+"""A model as stages on named devices: each stage's gradient is computed where the stage itself was.
 
 One tape over the whole model would leave the backward operations wherever TensorFlow's placer likes; a tape for each
 stage, chained by hand, keeps them at home, so that a placement moves exactly the bytes that it says.
@@ -65,7 +65,7 @@ def added(pairs: Sequence[tuple[Variable, Tensor]], variables: Sequence[Variable
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """Dense parts added; parts that touch few rows joined, which means the same and moves less."""
+    """Dense parts are added. Sparse parts are concatenated, which means the same and moves less."""
     if all(isinstance(part, tf.IndexedSlices) for part in parts):
         values = tf.concat([part.values for part in parts], axis=0)
         indices = tf.concat([part.indices for part in parts], axis=0)

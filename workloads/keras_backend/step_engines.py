@@ -1,6 +1,6 @@
-"""How one Keras step lies on a place: one device, towers, a mirrored strategy, or a process of a group.
+"""How one Keras step runs at a place: on one device, towers, a mirrored strategy, or a process of a group.
 
-Each engine is a `Split` of evener's, so a step is the train function that `fit` would run, on what `fit` would feed it.
+Each engine has a `Split` of evener's, so a step is the train function that `fit` runs, on its batches.
 With `--input device` the same step is traced for arguments that lie in the devices' memory already.
 """
 
@@ -38,7 +38,7 @@ class VariableCut(Cut):
         self._held.assign(list(shares))
 
     def bounds(self, rows: Any) -> list[Any]:
-        """As any cut, by the weights of now."""
+        """As any cut, by the present weights."""
         now = Cut(self.weights)
         now.weights = tuple(tf.unstack(self._held.read_value()))
         now.total = tf.reduce_sum(self._held)
@@ -57,7 +57,7 @@ class SingleDeviceEngine:
 
     @cached_property
     def split(self) -> Split:
-        """What lays the training on its devices; it starts TensorFlow, so not before the place is configured."""
+        """What distributes the training; it starts TensorFlow, so not before the place is configured."""
         return Split(devices=self.devices[:1])
 
     def scope(self) -> Any:
@@ -81,7 +81,7 @@ class SingleDeviceEngine:
             return type(self.model).train_step(self.model, batch)
 
     def spans(self, shares: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-        """The rows of each own device in what this process makes, which begins at 0."""
+        """The rows of each own device, counted from the first that this process makes."""
         own = [share for share in shares if share]
         if len(own) != 1:
             raise RequestError(f"One device can't take the shares {shares}.", "Give it one share above 0.")
@@ -114,7 +114,7 @@ class TowersEngine(SingleDeviceEngine):
 
     @cached_property
     def split(self) -> Split:
-        """TowersEngine the devices that take part."""
+        """Over the devices that take part."""
         return self._over(self.devices)
 
     def attach(self, model: Any, sample: Any) -> None:
@@ -171,7 +171,7 @@ class MirroredEngine(TowersEngine):
 
     @cached_property
     def split(self) -> Split:
-        """TowersEngine all devices: a strategy can't leave one out."""
+        """Over all devices: a strategy can't leave one out."""
         return Split(devices=self.devices, engine="mirrored")
 
     def attach(self, model: Any, sample: Any) -> None:
@@ -258,7 +258,7 @@ class MultiworkerEngine(SingleDeviceEngine):
 
 
 def choose_engine(place: Place) -> SingleDeviceEngine:
-    """How the place's devices are kept in step; RequestError for what TensorFlow can't do there."""
+    """The engine for the place's devices; RequestError for what TensorFlow can't do there."""
     split = place.world > 1 or len(place.devices) > 1
     if split and place.xla:
         raise RequestError("XLA can't compile a step over several devices.", "Leave --xla out for a split.")

@@ -69,7 +69,7 @@ class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
 
 
 class PoolData(Data):
-    """What has no rows of its own: steps without end over a pool."""
+    """For functions that only make batches: endless steps over a pool."""
 
     def __init__(self, sample_batch: SampleBatch, device: str) -> None:
         super().__init__(Pool(sample_batch, device))
@@ -80,7 +80,7 @@ class PoolData(Data):
 
 
 class EndlessSampler(UnevenBatchSampler):
-    """Steps without end, each on the next rows of one order that goes round."""
+    """Endless steps, each on the next rows of one order that repeats."""
 
     def __init__(self, rows: int, sizes: Sequence[int], rank: int) -> None:
         super().__init__(ENDLESS_STEPS * sum(sizes), sizes, rank)
@@ -113,7 +113,7 @@ class Batches:
         self.rows = 0
 
     def drop(self) -> None:
-        """Let go of every batch, also of those fetched ahead."""
+        """Release every batch, also those fetched ahead."""
         if isinstance(self._steps, Generator):
             self._steps.close()
         self._loader, self._steps, self.rows = None, iter(()), 0
@@ -134,7 +134,7 @@ class Batches:
         return next(self._steps)
 
     def settle(self) -> None:
-        """Wait for what is fetched ahead, so that steps that were timed have fetched as many batches as they took."""
+        """Wait for the batches fetched ahead, so that timed steps have fetched as many batches as they used."""
         if self._loader is not None:
             self._loader.wait_until_full()
 

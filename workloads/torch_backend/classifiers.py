@@ -31,7 +31,7 @@ def as_tensors(batch: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
 
 
 def lay_for(place: Place, choices: Mapping[str, Lay]) -> Lay | None:
-    """How the place wants the parts laid; None for one device. RequestError for an unknown name or too few devices."""
+    """How to place the parts; None for one device. RequestError for an unknown name or too few devices."""
     if place.placement in ("", "single"):
         return None
     if place.placement not in choices:

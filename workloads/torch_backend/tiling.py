@@ -201,7 +201,7 @@ def _windowed(
 
 
 def _output_cuts(cuts: tuple[int, ...], window: Window) -> tuple[int, ...]:
-    """Where the output is cut: near the input's cuts, so that little is borrowed."""
+    """Where the output is cut: near the input's cuts, so that few rows are borrowed."""
     length = window.length(cuts[-1])
     if length < 1:
         raise RequestError(f"An image side of {cuts[-1]} is too small for its layers.", "Give larger images.")

@@ -1,4 +1,4 @@
-"""A torch module, an optimizer, a loss and a maker of batches as a workload, stepped as the user's training steps.
+"""A torch module, an optimizer, a loss and their batches as a workload, stepped as in the user's training.
 
 One device is a plain loop; several are a process each in DistributedDataParallel, with the gradient weights of
 `evener.torch_split`, or one process over which a workload lays its own parts. Batches come from host memory each step
@@ -124,7 +124,7 @@ class TorchWorkload:
         return {key: str(value) for key, value in known.items() if value is not None}
 
     def _open_batches(self) -> Batches:
-        """Made when first asked for, so that a memory cap holds for it and its making is in no step's peak."""
+        """Made on first use: within the memory cap, and before the peak of any step is counted."""
         if self._batches is None:
             data = self.recipe.data or PoolData(self._sample_batch, self.device.type)
             self._batches = Batches(data, self.device, self.place.input == "device", self._begin)

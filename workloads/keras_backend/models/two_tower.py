@@ -86,7 +86,7 @@ def model(
         ends.append(flow)
     rating = keras.layers.Dot(axes=1, dtype="float32", name="rating")(ends)
     network = keras.Model(inputs, rating, name="towers")
-    optimizer = DenseAdam if devices is None else AdamAtHome
+    optimizer = DenseAdam if devices is None else AdamInPlace
     network.compile(optimizer(learning_rate), "mean_squared_error", jit_compile=False)
     return network
 
@@ -115,8 +115,8 @@ class DenseAdam(keras.optimizers.Adam):  # type: ignore[misc]  # keras is not fo
         super().apply([None if each is None else tf.convert_to_tensor(each) for each in grads], trainable_variables)
 
 
-class AdamAtHome(DenseAdam):
-    """Adam whose arithmetic is done where each weight lies, so that neither it nor its moments travel."""
+class AdamInPlace(DenseAdam):
+    """Adam that updates each weight on its own device, so that neither the weight nor its moments move."""
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Keras' own step, on the device of the weight, which comes as a variable of TensorFlow's or of Keras'."""
@@ -175,7 +175,7 @@ def stages(model: Any, tower: str, places: tuple[str, ...]) -> list[Stage]:
 
 
 def reviews(rows: int, words: int = 800, vocabulary: int = 20_000) -> tuple[Any, Any]:
-    """((users, items), ratings): ids (rows, words), and (rows, 1) from 1 to 5 by how alike their words are."""
+    """((users, items), ratings): ids (rows, words), and (rows, 1) from 1 to 5 by how similar their words are."""
     random = np.random.default_rng(rows)
     taste = random.random((2, rows, 1))
     ids = (vocabulary * random.random((2, rows, words)) ** (0.5 + 2 * taste)).astype(np.int32)
