@@ -154,7 +154,7 @@ def test_evaluate_and_predict_are_those_of_one_device(proofs: Any, engine: str) 
 
 def test_a_dataset_has_each_sample_once_an_epoch(proofs: Any) -> None:
     """In an order that changes by epoch and is the same for the same seed."""
-    found = proofs("towers")[0]["orders"]
+    found = proofs("towers")[0]["epoch rows"]
     assert found == {"complete": True, "repeatable": True, "reshuffled": True, "sizes": [24] * 6 + [9]}
 
 

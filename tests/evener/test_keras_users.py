@@ -83,6 +83,14 @@ def test_fit_shows_keras_own_signature(found: Any) -> None:
     assert found["towers"]["signatures"]
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/training.md"])
+def test_readme_and_docs_show_one_form(page: str) -> None:
+    """The form that warns of nothing."""
+    text = (SCRIPT.parents[2] / page).read_text()
+    assert "model = split.build(make_model)  # " in text
+    assert "\nmodel.fit(x, y, epochs=5)  # the batch size is the plan's" in text
+
+
 def test_fit_as_documented_warns_of_nothing(found: Any) -> None:
     """Neither arrays nor split.data."""
     assert found["towers"]["documented"] == []

@@ -486,7 +486,7 @@ def main(engine: str, folder: str) -> dict[str, Any]:
     cases["reported"] = lambda: reported(by["5:0:1"], folder)
     cases["placed"] = lambda: placed(by["5:2:1"])
     cases["half"] = lambda: half(by["3:1"])
-    cases["orders"] = lambda: orders(by["3:1"])
+    cases["epoch rows"] = lambda: epoch_rows(by["3:1"])
     cases["limits"] = limits
     cases["noted"] = lambda: noted(by["5:0:1"])
     cases["warned"] = lambda: warned(by["3:1"])
@@ -590,7 +590,7 @@ def noted(split: Split) -> list[str]:
     return [str(each.message) for each in seen if each.category is SplitWarning or str(each.message) == "turn"]
 
 
-def orders(split: Split) -> dict[str, Any]:
+def epoch_rows(split: Split) -> dict[str, Any]:
     """Rows that two epochs of a shuffled dataset give, twice over."""
     rows = np.arange(ROWS)
     datasets = [split.data(rows, rows, shuffle=True, seed=5) for _ in range(2)]
