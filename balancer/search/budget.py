@@ -13,7 +13,7 @@ from functools import cached_property
 import msgspec
 
 from evener.balancer.search.layouts import LayoutOptions, device_counts
-from evener.balancer.search.observations import FIRST_TURN, Observations
+from evener.balancer.search.observations import EXPLORATION, FIRST_TURN, Observations
 from evener.balancer.search.statistics import median
 from evener.balancer.types import Layout, Problem, Stage, Timed
 
@@ -36,6 +36,7 @@ SOLO_STAGE = 2.0  # the solo stage has half of exploration's part: the starts, a
 SOLO_SHARE, SOLO_SECONDS = 0.15, 15.0  # or so many seconds, if that is less
 STEPS_SHARE = 0.4  # of the time that no start takes, for one probe of every candidate
 STEPS_TO_COME = 8  # of any probe: the first, the warm-up, and a few blocks
+BUDGET_ROUNDS = 12  # of solving for a budget that suffices; each halves what is missing at least
 QUICKEST_STEP = 0.05  # seconds; however short the budget, steps up to it are tried
 
 
@@ -91,6 +92,15 @@ class Budget:
         each = sum(max(self.least_seconds(one), BASE_SECONDS["race"]) for one in layouts)
         return max(0.0, LATER_TURNS_END_BY * self.seconds - self.spent) / each if each else 0.0
 
+    def enough_for(self, missing_seconds: float) -> float:
+        """A budget that leaves so much more time for first turns, though exploration takes its part of it too."""
+        explored = self._seen.spent_seconds(EXPLORATION)
+        total = self.spent + missing_seconds
+        for _ in range(BUDGET_ROUNDS):
+            explores = max(explored, ENDS_BY["split"] * self._part_to_explore(total))
+            total = max(total, self.spent - explored + explores + missing_seconds)
+        return total
+
     def enough_to_grow(self, grown_seconds: float) -> float:
         """A budget in which packs may take so much more time, by what was spent up to the first turns."""
         return (self._seen.spent_seconds(until_turn=FIRST_TURN) + grown_seconds) / ENDS_BY["pack"]
@@ -109,7 +119,9 @@ class Budget:
     @cached_property
     def explore_seconds(self) -> float:
         """The part of the budget that solo and split probes are given."""
-        budget = self.seconds or 0.0
+        return self._part_to_explore(self.seconds or 0.0)
+
+    def _part_to_explore(self, budget: float) -> float:
         if not self._options.needs_more_children:
             return budget
         splits = "split" in self._options.families and self._problem.devices > 1

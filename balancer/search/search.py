@@ -28,6 +28,7 @@ from evener.balancer.types import (
     Result,
     Stage,
     Timed,
+    layout_of,
 )
 
 SKETCHED = 24  # points of a curve for drawing
@@ -210,7 +211,11 @@ class Search:
     def enough_seconds(self) -> float:
         """A budget that should have sufficed to measure every layout once, and another pack of each mode."""
         budget = Budget(self.problem, self.options, self._seen)
-        once = budget.spent + budget.total_seconds(one.layout for one in self.unmeasured())
+        missing = [one.layout for one in self.unmeasured()]
+        live = self._predictions().model.live
+        if self._with_splits and len(live) > 1 and not self._seen.in_stage("split"):
+            missing.append(layout_of(tuple(int(i in live) for i in range(self.problem.devices))))
+        once = budget.enough_for(budget.total_seconds(missing))
         grown = budget.total_seconds(one.layout for one in self.ungrown())
         return max(once, budget.enough_to_grow(grown)) if grown else once
 
