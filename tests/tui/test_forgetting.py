@@ -30,8 +30,8 @@ def test_another_textual_has_nothing_to_forget(monkeypatch: pytest.MonkeyPatch, 
     """The module, its class, the method or its cache may go with any release."""
     other = ModuleType("textual._styles_cache")
     if left in ("no method", "no cache"):
-        other.StylesCache = type("StylesCache", (), {"get_inner_outer": print} if left == "no cache" else {})
-    monkeypatch.setitem(sys.modules, "textual._styles_cache", None if left == "no module" else other)  # type: ignore[arg-type]
+        other.StylesCache = type("StylesCache", (), {"get_inner_outer": print} if left == "no cache" else {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "textual._styles_cache", None if left == "no module" else other)
     forget_drawn()
 
 

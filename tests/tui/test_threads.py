@@ -180,7 +180,7 @@ def test_a_signal_goes_to_the_confirmed_process(script: Any) -> None:
 def test_a_pid_that_was_reused_gets_no_signal(script: Any) -> None:
     child = _sleeper()
     try:
-        with pytest.raises(RequestError, match="another one now"):
+        with pytest.raises(RequestError, match="another process now"):
             send_signal(script.process(child.pid, start_time=12345.0), "KILL")
         assert child.poll() is None
     finally:

@@ -145,7 +145,7 @@ def probe(
 @app.command("devices")
 def list_devices(devices: DevicesOption = "auto", as_json: JsonOption = False) -> None:
     """List the devices that --devices selects on this machine."""
-    from evener.tui.cli.commands.devices import run_devices
+    from evener.tui.cli.commands.machine import run_devices
 
     raise typer.Exit(run_devices(devices, as_json))
 
@@ -153,7 +153,7 @@ def list_devices(devices: DevicesOption = "auto", as_json: JsonOption = False) -
 @app.command()
 def doctor(as_json: JsonOption = False) -> None:
     """Check Python, driver, frameworks and folders. Exit code 0: all well, 1: notes, 2: balance can't run."""
-    from evener.tui.cli.commands.doctor import run_doctor
+    from evener.tui.cli.commands.machine import run_doctor
 
     raise typer.Exit(run_doctor(as_json))
 

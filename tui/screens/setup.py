@@ -18,10 +18,9 @@ from evener.devices.types import Device
 from evener.errors import EvenerError, RequestError
 from evener.tui.runtime.base_app import UsesApp
 from evener.tui.text.formatting import size
-from evener.tui.text.parsing import REQUEST_HELP, make_request
+from evener.tui.text.parsing import REQUEST_HELP, make_request, request_fields, select_devices
 from evener.tui.view.cells import Span, clean, cut, line
 from evener.tui.view.devices import short_name
-from evener.tui.view.setup import request_fields, subset
 from evener.tui.widgets.choices import OneOf, Ticks
 from evener.tui.widgets.lines import Lines
 from evener.workloads import registry
@@ -170,7 +169,7 @@ class Setup(UsesApp, VerticalScroll):
     def _read(self) -> tuple[Request, tuple[Device, ...]]:
         devices = self.evener.trainable
         chosen = sorted(self.query_one("#pick-devices", Ticks).ticked)
-        spec = subset(self.evener.devices, devices, chosen)
+        spec = select_devices(self.evener.devices, devices, chosen)
         fields = (*self.query(Input), *self.query(OneOf))
         typed = {field.id or "": field.value for field in fields}
         own, framework = typed.pop("own").strip(), typed.pop("framework", None)

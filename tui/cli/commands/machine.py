@@ -1,4 +1,4 @@
-"""`evener devices`: the devices that `--devices` selects on this machine."""
+"""`evener devices` and `evener doctor`: what this machine has, what is missing, and what to do about it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 
 import msgspec
 
+from evener.balancer.diagnostics import Check, Level, check_machine
 from evener.devices.discover import discover
 from evener.devices.nvidia.reference_units import over_expected, reference_units
 from evener.devices.types import Device, Limit
 from evener.tui.text.formatting import plain, size
 from evener.tui.text.plan_summary import align
 from evener.tui.text.safe_documents import json_text
+
+_MARKS: dict[Level, str] = {"ok": "ok  ", "note": "note", "problem": "FAIL"}
 
 
 def run_devices(spec: str, as_json: bool) -> int:
@@ -84,3 +87,26 @@ def _as_json(device: Device, units: float | None, part: float | None) -> dict[st
         "reference_gpu_units": units,
         "measured_over_expected": part,
     }
+
+
+def run_doctor(as_json: bool) -> int:
+    """Print every check; returns 0: all well, 1: notes, 2: balance can't run here."""
+    checks = check_machine()
+    code = exit_code(checks)
+    if as_json:
+        print(json_text({"exit_code": code, "checks": checks}))
+        return code
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        print(f"{_MARKS[check.level]}  {check.name:<{width}}  {plain(check.found)}")
+        if check.remedy:
+            print(
+                f"{'':{width + 6}}  → {plain(check.remedy)}" if sys.stdout.isatty() else f"      {plain(check.remedy)}"
+            )
+    return code
+
+
+def exit_code(checks: tuple[Check, ...]) -> int:
+    """The code of the worst check: 0 ok, 1 note, 2 problem."""
+    order: tuple[Level, ...] = ("ok", "note", "problem")
+    return max(order.index(check.level) for check in checks)
