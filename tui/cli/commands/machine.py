@@ -10,8 +10,9 @@ import msgspec
 
 from evener.balancer.diagnostics import Check, Level, check_machine
 from evener.devices.discover import discover
+from evener.devices.limits import write_limit
 from evener.devices.nvidia.reference_units import over_expected, reference_units
-from evener.devices.types import Device, Limit
+from evener.devices.types import Device
 from evener.tui.text.formatting import plain, size
 from evener.tui.text.plan_summary import align
 from evener.tui.text.safe_documents import json_text
@@ -48,7 +49,7 @@ def _row(device: Device) -> tuple[str, str, str, str, str, str]:
         device.label,
         plain(device.name, 40),
         memory,
-        describe_limit(device.limit) or "-",
+        write_limit(device.limit) or "-",
         cores,
         plain(device.id, 80),
     )
@@ -67,16 +68,6 @@ def _references(devices: Sequence[Device]) -> list[tuple[float | None, float | N
 
 def _reference_row(units: float | None, part: float | None) -> tuple[str, str]:
     return ("-" if units is None else f"{units:.1f}", "-" if part is None else f"{part:.2f}")
-
-
-def describe_limit(limit: Limit) -> str:
-    """A limit as it was given: "60%+8 GiB"; empty without one."""
-    parts = []
-    if limit.percent is not None:
-        parts.append(f"{limit.percent:g}%")
-    if limit.memory_bytes is not None:
-        parts.append(size(limit.memory_bytes))
-    return "+".join(parts)
 
 
 def _as_json(device: Device, units: float | None, part: float | None) -> dict[str, Any]:
