@@ -249,7 +249,7 @@ def _name_knobs(layout: Layout) -> str:
 
 
 def _ties(chosen: Result, rivals: Sequence[Rival], devices: int) -> list[str]:
-    """Packs and placements that tie, and those that can't be told apart because too little is certain."""
+    """Packs and placements that tie, and those of which too little is certain."""
     names = name_rivals(chosen, rivals, devices)
     found = [
         (name, one) for name, one in zip(names, rivals, strict=True) if one.tie and one.family in ("pack", "place")
@@ -257,7 +257,7 @@ def _ties(chosen: Result, rivals: Sequence[Rival], devices: int) -> list[str]:
     tied = [name for name, one in found if not one.unclear][:MOST_TIES]
     unclear = [name for name, one in found if one.unclear][:MOST_TIES]
     clauses = [f"{join_words(tied)} {'ties' if len(tied) == 1 else 'tie'} with it"] if tied else []
-    return clauses + ([f"{join_words(unclear)} can't be told from it yet"] if unclear else [])
+    return clauses + ([f"{join_words(unclear)} can't be distinguished from it yet"] if unclear else [])
 
 
 def _first(rivals: Sequence[Rival], family: str, devices: int | None = None) -> Rival | None:
