@@ -1,8 +1,8 @@
 """The search for the layout that trains fastest: rules, theory, and the order in which to read it.
 
 Rules. (1) Everything here is pure: no clock, file, thread, logging, framework or randomness. Time comes in as
-the seconds that observations say they took. (2) What is asked next is a function of the set of observations, not of their order:
-`tell` adds to the set, everything else is read from it anew. (3) Only what was measured is reported.
+the seconds that observations say they took. (2) What is asked next is a function of the set of observations, not of
+their order: `tell` adds to the set, everything else is read from it anew. (3) Only what was measured is reported.
 
 Theory. A synchronous step of the devices A takes
 
