@@ -9,8 +9,10 @@ import pytest
 
 from evener.balancer.request import Request
 from evener.balancer.resolve import resolve_request
+from evener.balancer.store.runs import list_runs
 from evener.devices.nvidia import busy_gpus
 from evener.errors import DeviceError
+from evener.tui.cli.main import run
 from tests.support.fake_nvml import GIB, FakeProcess
 
 TOTAL_BYTES = 140 * GIB  # of the scripted driver's GPUs, beside what it reserves
@@ -49,6 +51,17 @@ def test_when_every_gpu_is_full_nothing_is_measured(nvml: Any) -> None:
         "the rest. GPU:1 has too little free memory to measure on, 0.5 of 140.0 GiB: processes that the driver doesn't "
         "name hold the rest."
     )
+
+
+def test_the_command_ends_with_exit_code_3_before_it_measures(nvml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """One sentence, and what to do."""
+    fill(nvml, 0, GIB)
+    fill(nvml, 1, GIB)
+    assert run(["balance", "-d", "gpu", "-w", "synthetic", "--global-batch", "1024"]) == 3
+    errors = capsys.readouterr().err
+    assert "GPU:0 has too little free memory to measure on" in errors
+    assert "choose other --devices" in errors
+    assert not list_runs()
 
 
 def test_a_full_gpu_beside_one_with_room_is_a_warning(nvml: Any) -> None:

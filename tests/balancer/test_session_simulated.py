@@ -9,11 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from evener.balancer import resolve
 from evener.balancer.events import Event, Finished, Observed, Paused, ProbeStarted, Started
+from evener.balancer.resolve_layouts import resolve_comparison
 from evener.balancer.session import Request, Session
 from evener.balancer.store import journal, runs
 from evener.balancer.store.journal import EndedEntry, ObservationEntry
 from evener.balancer.types import Probe
+from evener.devices.discover import Discovery, discover
 from evener.errors import DeviceError, NoLayoutError, RequestError
 from evener.plan import Plan, load_plan, parse_plan, to_json, to_toml
 
@@ -326,3 +329,19 @@ def test_every_line_of_a_journal_is_one_of_the_known_entries() -> None:
     record = journal.read(runs.journal_path(run))
     assert isinstance(record.entries[-1], EndedEntry)
     assert sum(isinstance(entry, ObservationEntry) for entry in record.entries) >= 8
+
+
+def test_a_comparison_discovers_its_devices_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was resolved to choose its layouts is what its session measures."""
+    asked: list[str] = []
+
+    def count(spec: str) -> Discovery:
+        asked.append(spec)
+        return discover(spec)
+
+    monkeypatch.setattr(resolve, "discover", count)
+    session = Session(resolve_comparison(Request(devices="sim:t4,t4"), ["solo", "even"]))
+    session.close()
+    assert asked == ["sim:t4,t4"]
+    assert session.resolved.request.compare is not None
+    assert session.resolved.request.compare.families == ("solo", "even")

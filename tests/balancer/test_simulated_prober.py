@@ -128,12 +128,12 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
 
 def test_paced_probes_take_real_time_report_and_stop_without_an_observation() -> None:
     """`pace` 1 is real time; a stop ends it at once and invents nothing."""
-    told: list[ProbeProgress] = []
+    reports: list[ProbeProgress] = []
     stop = threading.Event()
     threading.Timer(0.4, stop.set).start()
     started = time.monotonic()
     prober = SimulatedProber(MACHINE, 0, pace=1.0)
-    assert not list(prober.measure((Probe(solo(2, 0, 64), "solo", 30.0),), told.append, stop))
+    assert not list(prober.measure((Probe(solo(2, 0, 64), "solo", 30.0),), reports.append, stop))
     assert 0.3 < time.monotonic() - started < 3
-    assert told
-    assert told[-1].at_seconds <= prober.now()
+    assert reports
+    assert reports[-1].at_seconds <= prober.now()

@@ -1,4 +1,4 @@
-"""Children that die, hang or babble, for real: each is an observation, and nothing of it stays behind."""
+"""Children that die, hang or write garbage, for real: each is an observation, and nothing of it stays behind."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def observe(
 
 
 def test_solo_children_measure_at_once_and_are_kept(make: Make) -> None:
-    """Two devices, two processes; the next probe finds them standing."""
+    """Two devices, two processes; the next probe uses them again."""
     prober = make()
     first = observe(prober, solo(2, 0, 8), solo(2, 1, 8))
     pids = {child.pid for child in children()}
@@ -74,7 +74,7 @@ def test_solo_children_measure_at_once_and_are_kept(make: Make) -> None:
     assert prober.facts().workload_digest
 
 
-def test_a_split_steps_as_one_and_tells_each_rank_s_own_work(make: Make) -> None:
+def test_a_split_steps_as_one_and_has_each_rank_s_own_work(make: Make) -> None:
     """The step is the slowest rank's; the other's own work is less."""
     (seen,) = observe(make(per_sample_ms=0.2), layout_of((150, 25)))
     assert isinstance(seen, Timed)
@@ -117,7 +117,7 @@ def test_a_killed_child_is_a_failed_probe_with_the_signal_and_the_next_one_works
 
     def kill(progress: ProbeProgress) -> None:
         if progress.phase == phase and not killed:
-            while not children():  # "starting" is told before there is anybody
+            while not children():  # "starting" is reported before there is a child
                 time.sleep(0.001)
             killed.append(children()[0].pid)
             os.kill(killed[0], number)
@@ -266,9 +266,7 @@ def test_chatter_on_standard_output_is_no_message(make: Make) -> None:
     assert isinstance(observe(make(fail="garbage"), solo(2, 0, 8))[0], Timed)
 
 
-ASKS = (
-    "import evener.workloads.synthetic\nevener.workloads.synthetic.Synthetic.max_memory_bytes = lambda self: input()"
-)
+ASKS = "import evener.workloads.synthetic\nevener.workloads.synthetic.Synthetic.max_memory_bytes = lambda self: input()"
 
 
 def test_nothing_can_be_read_from_standard_input(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -297,7 +295,7 @@ BABBLE = {
 
 
 @pytest.mark.parametrize("what", BABBLE)
-def test_nonsense_on_the_protocol_is_a_failed_probe_and_memory_stays_bounded(
+def test_garbage_on_the_protocol_is_a_failed_probe_and_memory_stays_bounded(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
 ) -> None:
     """Whatever comes and however much."""

@@ -183,7 +183,7 @@ def test_memory_that_others_hold_is_told_as_a_probe_begins_and_as_it_runs_out(
         free = bench.probe(solo(2, 0, 8))
         assert isinstance(free, Timed)
         assert free.short_bytes == ()
-        nvml.gpus[0].used_bytes = 300 * MIB  # whose it is can't be told while an own child lives there
+        nvml.gpus[0].used_bytes = 300 * MIB  # whose it is stays unclear while an own child runs there
         hidden = bench.probe(solo(2, 0, 8))
         nvml.gpus[0].processes = [fake_process(pid, 250 * MIB) for pid in _pids()]
         own = bench.probe(solo(2, 0, 8))

@@ -1,4 +1,4 @@
-"""Two users on one device: the kernel's own file of it is locked, and the second is told by whom."""
+"""Two users on one device: the kernel's own file of it is locked, and the second learns by whom."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_core_that_somebody_else_measures_on_is_not_taken(somebody: Callable[[
 def test_a_lock_that_is_let_go_while_its_holder_is_looked_for_is_taken(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Nobody has it any more, so nobody is another user; one whose holder is never told stays his."""
+    """Nobody has it any more, so nobody is another user; one whose holder is never named stays theirs."""
     path = tmp_path / "core"
     path.touch()
     first, second = os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY)

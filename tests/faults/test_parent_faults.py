@@ -87,7 +87,7 @@ def wait_gone(pids: list[int], seconds: float) -> None:
 def asked_as_replayed(run: str) -> Record:
     """The journal, if at each asking the search knew what a replay up to there knows: each line once, none twice.
 
-    A failure counts each time that it is told, so a line that was told twice, or was lost, would ask for other probes.
+    A failure counts each time that the search gets it, so a line that was doubled or lost would ask for other probes.
     """
     record = journal.read(runs.journal_path(run))
     search = replay.make_search(record.header, ())

@@ -203,9 +203,9 @@ def test_struck_at_any_moment_it_ends_clean_with_the_best_plan_so_far(
         struck.strike(blow)
         code = struck.ended()
         said = struck.words()
-        told = code if code >= 0 else 128 - code  # before Python listens, the signal itself ends it
+        exit_code = code if code >= 0 else 128 - code  # before Python listens, the signal itself ends it
         early = {1} if stage == "start" else set()  # Python's own start
-        assert told in {BLOWS[blow], 0} | early, said
+        assert exit_code in {BLOWS[blow], 0} | early, said
         assert _sound(said), said
         _check_plan(struck, code)
         if struck.terminal >= 0 and code >= 0:
