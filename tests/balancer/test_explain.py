@@ -1,122 +1,228 @@
-"""Results in words: what to do and why, ties called ties, doubts with what helps."""
+"""The verdict: what to do and why, what each rival gains or loses, ties called ties."""
 
 from __future__ import annotations
 
-from typing import get_args
-
+import msgspec
 import pytest
 
-from evener.balancer.result.explain import ORDER, Rivals, doubtful, doubts_of, left_out, verdict, warnings
-from evener.balancer.types import Failed, Interval, Layout, Probe, Result, Timed, Warned, layout_of, solo
-from evener.devices.types import Device
+from evener.balancer.result.explain import (
+    Costs,
+    Rival,
+    explain,
+    find_larger,
+    list_rivals,
+    name_all,
+    name_candidate,
+    waiting_share,
+)
+from evener.balancer.search.layouts import Candidate, Placement, pack_on, place_on, split_evenly
+from evener.balancer.search.ranking import Standing
+from evener.balancer.types import Interval, Layout, Probe, Result, Timed, layout_of, solo
 
-DEVICES = (Device("a", 0, "GTX 1080 Ti", "gpu", None), Device("b", 1, "GTX 1080", "gpu", None))
+LABELS = ("GPU:0", "GPU:1")
+SOLO = Candidate("solo", solo(2, 0, 256))
+EVEN = split_evenly(2, (0, 1), 256)
+assert EVEN is not None
+SPLIT = Candidate("split", Layout("split", (150, 106)))
+PACK = pack_on(SOLO.layout, 5)
+PLACE = place_on(2, Placement("towers"), 256)
+assert PLACE is not None
 
 
-def result(layout: Layout, rate: float, error: float = 0.005) -> Result:
+def result(one: Candidate, rate: float, error: float = 0.005) -> Result:
     """A layout's throughput with its relative error."""
-    return Result(layout, Interval(rate, rate * (1 - error), rate * (1 + error)), 2)
+    return Result(one.layout, Interval(rate, rate * (1 - error), rate * (1 + error)), 2)
 
 
-SPLIT = result(layout_of((820, 568)), 2123)
-EVEN = result(layout_of((694, 694)), 1810)
-SINGLE = result(solo(2, 0, 1024), 1345)
+def rival(one: Candidate, gain: float, rate: float = 1000.0, tie: bool = False, unclear: bool = False) -> Rival:
+    """Another layout, over which the chosen one gains so much."""
+    return Rival(one, Interval(rate, rate, rate), gain, tie, unclear)
+
+
+def standing(one: Candidate, rate: float, against: float | None = None, tie: bool = False) -> Standing:
+    """A place in the ranking, known to 0.1 %."""
+    step = one.layout.global_batch * one.layout.processes / rate
+    difference = None if against is None else Interval(against, against - 0.001, against + 0.001)
+    return Standing(one, Interval(rate, rate, rate), Interval(step, step, step), difference, tie, 3)
+
+
+# ---------------------------------------------------------------------- the sentence
 
 
 def test_a_split_says_its_shares_and_what_it_gains() -> None:
     """Over the even split and the best single device, in percent."""
-    said = verdict(SPLIT, Rivals(EVEN, SINGLE, SPLIT, 0.034), DEVICES)
-    assert said == (
-        "Split 0.591:0.409 over GPU:0 and GPU:1 (820 + 568 samples): 2 123 samples/s ± 0.5 %,"
+    words = explain(result(SPLIT, 2123), [rival(EVEN, 0.173), rival(SOLO, 0.578)], LABELS)
+    assert words == (
+        "Split 0.586:0.414 over GPU:0 and GPU:1 (150 + 106 samples): 2 123 samples/s ± 0.5 %,"
         " 17 % faster than the even split and 58 % faster than GPU:0 alone."
     )
 
 
-def test_a_tie_is_called_a_tie() -> None:
-    """Where intervals overlap nobody is faster."""
-    said = verdict(SPLIT, Rivals(even=result(EVEN.layout, 2110, 0.02)), DEVICES)
-    assert "as fast as the even split within the error" in said
+def test_a_tie_with_the_even_split_is_called_one() -> None:
+    words = explain(result(SPLIT, 2123), [rival(EVEN, 0.006, tie=True)], LABELS)
+    assert words.endswith("as fast as the even split within the error.")
 
 
-def test_an_even_split_is_not_held_against_itself() -> None:
-    """Only against the single device."""
-    said = verdict(EVEN, Rivals(EVEN, SINGLE, EVEN), DEVICES)
-    assert "even split" not in said
-    assert "35 % faster than GPU:0 alone" in said
+def test_a_loss_is_not_hidden() -> None:
+    words = explain(result(SPLIT, 900), [rival(EVEN, 0.0), rival(SOLO, -0.1)], LABELS)
+    assert "10 % slower than GPU:0 alone" in words
+
+
+def test_an_even_split_is_not_compared_with_itself() -> None:
+    """Only with the single device."""
+    words = explain(result(EVEN, 1810), [rival(SPLIT, 0.0, tie=True), rival(SOLO, 0.35)], LABELS)
+    assert words == (
+        "Split evenly over GPU:0 and GPU:1 (128 + 128 samples): 1 810 samples/s ± 0.5 %,"
+        " 35 % faster than GPU:0 alone."
+    )
+
+
+def test_an_even_split_over_fewer_devices_is_not_the_even_split() -> None:
+    three = Candidate("split", Layout("split", (100, 80, 60)))
+    two = split_evenly(3, (0, 1), 240)
+    assert two is not None
+    assert "even" not in explain(result(three, 1000), [rival(two, 0.2)], ("A", "B", "C"))
 
 
 def test_a_single_device_says_what_two_would_lose_and_why() -> None:
     """With the cost of keeping in step, where it is known."""
-    slow = result(SPLIT.layout, 1224)
-    said = verdict(SINGLE, Rivals(None, SINGLE, slow, 0.034), DEVICES)
-    assert said.startswith("Use GPU:0 alone, 1024 samples a step: 1 345 samples/s")
-    assert said.endswith("loses 9 %, because keeping them in step costs 34 ms a step.")
-    tie = result(SPLIT.layout, 1340)
-    assert "is no faster within the error" in verdict(SINGLE, Rivals(split=tie), DEVICES)
-    assert "no split over several devices was measured" in verdict(SINGLE, Rivals(), DEVICES)
+    chosen = result(SOLO, 1345)
+    words = explain(chosen, [rival(SPLIT, 0.1, 1224)], LABELS, Costs(0.034))
+    assert words == (
+        "Use GPU:0 alone, 256 samples a step: 1 345 samples/s ± 0.5 %;"
+        " a split over GPU:0 and GPU:1 loses 9 %, because keeping them in step costs 34 ms a step."
+    )
+    tie = explain(chosen, [rival(SPLIT, 0.003, 1340, tie=True)], LABELS)
+    assert tie.endswith("; a split over GPU:0 and GPU:1 is no faster within the error (1 340 samples/s).")
+    assert explain(chosen, [], LABELS).endswith("; no split over several devices was measured.")
 
 
 def test_what_does_not_shrink_with_the_share_is_named_where_it_costs_more_than_keeping_in_step() -> None:
-    """Half the samples that take nearly as long alone gain nothing, however cheap the rest is."""
-    slow = result(SPLIT.layout, 1224)
-    share, whole = max(SPLIT.layout.shares), 1024 / 1345
-    said = verdict(SINGLE, Rivals(None, SINGLE, slow, 0.0004, 0.9 * whole), DEVICES)
-    assert f"loses 9 %, because a step of {share} samples alone still takes {900 * whole:.0f} ms, against the" in said
-    assert said.endswith(f"{1000 * whole:.0f} ms of all 1024.")
-    straight = verdict(SINGLE, Rivals(None, SINGLE, slow, 0.0004, whole * share / 1024), DEVICES)
+    """150 of 256 samples that take nearly as long alone gain nothing, however cheap the rest is."""
+    chosen, rivals, whole = result(SOLO, 1345), [rival(SPLIT, 0.1)], 256 / 1345
+    words = explain(chosen, rivals, LABELS, Costs(0.0004, lambda _: 0.9 * whole))
+    assert words.endswith(
+        f"loses 9 %, because a step of 150 samples alone still takes {900 * whole:.0f} ms,"
+        f" against the {1000 * whole:.0f} ms of all 256."
+    )
+    straight = explain(chosen, rivals, LABELS, Costs(0.0004, lambda _: whole * 150 / 256))
     assert straight.endswith("because keeping them in step costs 0.40 ms a step.")
+    assert explain(chosen, rivals, LABELS).endswith("loses 9 %.")
 
 
 def test_one_device_has_no_rivals() -> None:
     """Its batch and its speed."""
-    said = verdict(result(solo(1, 0, 64), 90.5, 0.0), Rivals(), DEVICES[:1])
-    assert said == "Use GPU:0, 64 samples a step: 90.50 samples/s."
+    words = explain(result(Candidate("solo", solo(1, 0, 64)), 90.5, 0.0), [], LABELS[:1])
+    assert words == "Use GPU:0, 64 samples a step: 90.50 samples/s."
 
 
-@pytest.mark.parametrize("kind", ["pack", "place"])
-def test_other_layouts_have_words_too(kind: str) -> None:
-    """Packs name their processes, placed models their placement."""
-    layout = Layout("pack", (64, 0), 4) if kind == "pack" else Layout("place", (32, 32), 1, "halves")
-    said = verdict(result(layout, 100), Rivals(), DEVICES)
-    assert ("4 trainings" if kind == "pack" else "halves") in said
+def test_a_pack_says_that_each_training_takes_longer() -> None:
+    """Five with 2.5 times the samples/s: each step takes twice as long; a split and a placement lose against it."""
+    found = [rival(SOLO, 1.5, 800.0), rival(SPLIT, 1.0), rival(PLACE, 3.0)]
+    words = explain(result(PACK, 2000), found, LABELS)
+    assert words.startswith("Run 5 trainings side by side on GPU:0, 256 samples each: 2 000 samples/s")
+    assert "150 % faster than GPU:0 alone, though each training takes 2.0 times as long" in words
+    assert "a split over GPU:0 and GPU:1 loses 50 %" in words
+    assert "the placement towers loses 75 %" in words
 
 
-def timed(*doubts: Warned) -> Timed:
-    """A measurement of SPLIT with doubts."""
-    return Timed(Probe(SPLIT.layout, "race", 1.0), 1.0, 0.9, 1.1, 5, (1, 1), (1.0, 1.0), 1.0, 5.0, doubts)
+def test_a_placement_names_itself() -> None:
+    words = explain(result(PLACE, 2000), [rival(PACK, 1.0)], LABELS)
+    assert words.startswith("Place the model's parts as towers over GPU:0 and GPU:1, 256 samples: 2 000 samples/s")
+    assert "5 trainings side by side lose 50 %" in words
 
 
-def test_every_doubt_has_a_sentence_and_the_worst_of_a_kind_is_told_once() -> None:
-    """In a fixed order; the verdict says what lessens it."""
-    codes = get_args(Warned.__annotations__["code"]) or ORDER
-    seen = [timed(Warned(code, 0.1)) for code in ORDER] + [timed(Warned("drift", -0.3, 1))]
-    assert set(ORDER) == set(codes)
-    doubts = doubts_of(seen, SPLIT.layout)
-    assert [doubt.code for doubt in doubts] == list(ORDER)
-    told = warnings(doubts, DEVICES)
-    assert any(text == "GPU:1: Steps became 30.0 % faster while they were timed; measure again with a longer --budget."
-               for text in told)  # fmt: skip
-    assert (
-        doubtful("Do it.", doubts) == "Do it; but steps were held back while it was measured: measure again to be sure."
-    )
-    assert doubtful("Do it.", [Warned("noisy", 0.1)]) == "Do it."
-    assert not doubts_of(seen, EVEN.layout)
-    assert doubts_of([timed(Warned("disturbed", 0.9))], EVEN.layout), "a rival saw other work in turns with it"
+def test_packs_that_tie_and_those_that_may_are_named() -> None:
+    """They are no loss, and no gain that anybody could show."""
+    place = rival(PLACE, 0.05, tie=True, unclear=True)
+    words = explain(result(SOLO, 1000), [rival(EVEN, 0.1), rival(PACK, 0.003, tie=True), place], LABELS)
+    assert words.endswith("; pack of 5 ties with it; place towers can't be distinguished from it yet.")
 
 
-def test_a_device_on_which_nothing_ran_is_said_to_be_left_out() -> None:
-    """One that ran somewhere is not, whatever else failed on it."""
-    lost = Failed(Probe(solo(2, 1, 8), "solo", 1.0), "exit", "GPU:1, building: gone", (1,), 1.0)
-    alone = Timed(Probe(solo(2, 0, 8), "solo", 1.0), 1.0, 1.0, 1.0, 5, (1, None), (1.0, None), 1.0, 5.0)
-    (said,) = left_out([alone, lost], DEVICES, alone.probe.layout)
-    assert said.startswith("GPU:1 was left out")
-    assert not left_out([timed(), lost], DEVICES, timed().probe.layout)
+def test_a_knob_is_named_whichever_way_it_went() -> None:
+    xla, mixed = (Candidate("solo", msgspec.structs.replace(SOLO.layout, knobs=(knob,))) for knob in ("xla", "mixed"))
+    words = explain(result(xla, 1200), [rival(SOLO, 0.2), rival(mixed, 0.03), rival(EVEN, 0.5)], LABELS)
+    assert words.startswith("Use GPU:0 alone, 256 samples a step, with XLA: 1 200 samples/s")
+    assert "XLA gives 20 %" in words
+    assert "mixed precision loses 3 %" in words
+    assert "makes no difference" in explain(result(SOLO, 1000), [rival(EVEN, 1.0), rival(xla, 0.0, tie=True)], LABELS)
 
 
-def test_a_device_that_ran_and_then_failed_to_the_last_is_said_to_be_left_out() -> None:
-    """Unless something ran on it again, or it has a part all the same."""
-    lost = Failed(Probe(solo(2, 1, 8), "solo", 1.0), "signal", "GPU:1, building: SIGABRT", (1,), 1.0)
-    (said,) = left_out([timed(), lost], DEVICES, solo(2, 0, 8))
-    assert said.startswith("GPU:1 ran at first and then failed")
-    assert "SIGABRT" in said
-    assert not left_out([timed(), lost, timed()], DEVICES, solo(2, 0, 8))
+def test_a_larger_batch_that_is_faster_is_named_with_what_it_adds() -> None:
+    """The tolerance chose the smaller one, and the reader may not want it to."""
+    larger = Candidate("split", Layout("split", (400, 300)))
+    words = explain(result(SPLIT, 1000), [rival(larger, 1 / 1.015 - 1), rival(SOLO, 0.5)], LABELS)
+    assert words.endswith("; 700 samples a step would add 1.5 %.")
+    tie = rival(larger, 1 / 1.015 - 1, tie=True)
+    assert "would add" not in explain(result(SPLIT, 1000), [tie], LABELS)
+
+
+def test_only_a_faster_layout_of_one_training_with_more_samples_is_a_larger_batch() -> None:
+    larger = Candidate("split", Layout("split", (400, 300)))
+    most = Candidate("split", Layout("split", (800, 600)))
+    found = [rival(larger, -0.01), rival(most, -0.02), rival(PACK, -0.3), rival(SOLO, 0.5)]
+    assert find_larger(result(SPLIT, 1000), found) == found[1]
+    assert find_larger(result(most, 1000), found) is None
+    assert find_larger(result(PACK, 1000), found) is None
+    assert find_larger(result(SPLIT, 1000), [rival(larger, 0.0)]) is None
+
+
+# ---------------------------------------------------------------------- rivals
+
+
+def test_rivals_are_compared_turn_by_turn_with_the_winner() -> None:
+    """The figures alone would say 25 %; the turns that both took say 20."""
+    ranking = [standing(SOLO, 1000.0), standing(EVEN, 800.0, -1 / 6)]
+    (found,) = list_rivals(result(SOLO, 1000), ranking)
+    assert found.candidate == EVEN
+    assert found.gain == pytest.approx(0.2)
+
+
+def test_rivals_of_a_layout_that_did_not_win_the_race_are_compared_by_throughput() -> None:
+    """Intervals that overlap are a tie."""
+    ranking = [standing(SOLO, 1000.0), standing(EVEN, 800.0, -0.2), standing(PACK, 905.0, -0.095)]
+    found = {one.candidate: one for one in list_rivals(result(SPLIT, 900, 0.01), ranking)}
+    assert found[EVEN].gain == pytest.approx(0.125)
+    assert found[SOLO].gain == pytest.approx(-0.1)
+    assert [one.tie for one in found.values()] == [False, False, True]
+    assert not any(one.unclear for one in found.values())
+
+
+# ---------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    ("one", "expected"),
+    [(SOLO, "best single device"), (EVEN, "even split"), (SPLIT, "best split"), (PLACE, "place towers"),
+     (PACK, "pack of 5"), (pack_on(SOLO.layout, 2, "mps"), "pack of 2 under MPS")],
+)  # fmt: skip
+def test_names_for_tables_and_evidence(one: Candidate, expected: str) -> None:
+    assert name_candidate(one, 2) == expected
+
+
+def test_an_even_split_over_some_of_the_devices_says_how_many() -> None:
+    some = split_evenly(4, (0, 2), 64)
+    assert some is not None
+    assert name_candidate(some, 4) == "even over 2"
+
+
+def test_no_two_layouts_have_one_name() -> None:
+    """The slower of two of a kind is another one; the third says its samples."""
+    found = [SPLIT, *(Candidate("split", Layout("split", (n, 10))) for n in (20, 30)), SOLO]
+    assert name_all(found, 2) == ("best split", "another split", "another split, 30 + 10", "best single device")
+
+
+# ---------------------------------------------------------------------- waiting
+
+
+def turn(layout: Layout, step: float, own: tuple[float | None, ...]) -> Timed:
+    """One measured turn with each device's own part of the step."""
+    return Timed(Probe(layout, "race", 1.0), step, step, step, 9, (None, None), own, step, 1.0)
+
+
+def test_waiting_is_what_the_busiest_device_does_not_compute() -> None:
+    assert waiting_share([turn(EVEN.layout, 1.0, (0.7, 0.6))]) == pytest.approx(0.3)
+    assert waiting_share([turn(EVEN.layout, 1.0, (0.7, 0.6)), turn(EVEN.layout, 2.0, (1.8, 0.6))]) == pytest.approx(0.2)
+    assert waiting_share([turn(EVEN.layout, 1.0, (0.7, None))]) is None
+    assert waiting_share([turn(layout_of((1, 1)), 0.0, (0.0, 0.0))]) is None
+    assert waiting_share([]) is None

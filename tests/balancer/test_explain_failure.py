@@ -8,7 +8,8 @@ import pytest
 
 from evener.balancer.events import Event, Finished
 from evener.balancer.request import Request
-from evener.balancer.result.explain_failure import no_plan, nothing_ran
+from evener.balancer.result.explain_failure import explain_no_plan, list_failures
+from evener.balancer.search.search import Stop
 from evener.balancer.session import Session
 from evener.balancer.store.journal import Header
 from evener.balancer.types import Belief, CurveSketch, Failed, Layout, OutOfMemory, Probe, Timed, solo
@@ -32,28 +33,28 @@ def faulted(**options: object) -> NoLayoutError:
     return fault.value
 
 
-def test_what_failed_is_told_by_each_device_s_smallest_failure() -> None:
+def test_what_failed_is_said_by_each_device_s_smallest_failure() -> None:
     """Out of memory with the batch, other failures with their cause."""
     seen = [
         OutOfMemory(Probe(solo(2, 0, 64), "solo", 1.0), (0,), "full", 1.0),
         OutOfMemory(Probe(solo(2, 0, 8), "solo", 1.0), (0,), "full", 1.0),
         Failed(Probe(solo(2, 1, 8), "solo", 1.0), "raised", "GPU:1, building: t.py:3: ValueError: no", (1,), 1.0),
     ]
-    assert nothing_ran(seen, DEVICES) == (
+    assert list_failures(seen, DEVICES) == (
         "GPU:0 ran out of memory with 8 samples; GPU:1 failed with 8 samples, building: t.py:3: ValueError: no"
     )
 
 
-def test_a_failure_that_all_devices_share_is_told_once() -> None:
+def test_a_failure_that_all_devices_share_is_said_once() -> None:
     seen = [
         Failed(Probe(solo(2, i, 8), "solo", 1.0), "raised", f"GPU:{i}, building: there is no torch.", (i,), 1.0)
         for i in range(2)
     ]
-    assert nothing_ran(seen, DEVICES) == "GPU:0 and GPU:1 failed, building: there is no torch"
+    assert list_failures(seen, DEVICES) == "GPU:0 and GPU:1 failed, building: there is no torch"
 
 
 @pytest.mark.parametrize("batch", [1800, 1_000_000])
-def test_a_global_batch_that_does_not_fit_is_told_with_one_that_does(batch: int) -> None:
+def test_a_global_batch_that_does_not_fit_is_said_with_one_that_does(batch: int) -> None:
     """And the largest that is named can be balanced."""
     fault = faulted(global_batch=batch)
     assert f"A global batch of {batch} samples doesn't fit" in fault.message
@@ -62,7 +63,7 @@ def test_a_global_batch_that_does_not_fit_is_told_with_one_that_does(batch: int)
     assert isinstance(driven(global_batch=most)[-1], Finished)
 
 
-def test_a_split_that_fails_is_told_though_each_device_ran_alone() -> None:
+def test_a_split_that_fails_is_said_though_each_device_ran_alone() -> None:
     """It fits, and time is left: neither is the reason."""
     alone = Timed(Probe(solo(2, 0, 8), "solo", 1.0), 1.0, 1.0, 1.0, 5, (1, None), (1.0, None), 1.0, 5.0)
     split = Failed(Probe(Layout("split", (8, 8)), "split", 1.0), "raised", "GPU:0, building: no NCCL.", (0,), 1.0)
@@ -70,13 +71,13 @@ def test_a_split_that_fails_is_told_though_each_device_ran_alone() -> None:
     header = Header("run", "2026-01-01T00:00:00Z", request, DEVICES, "keras_mnist", "tensorflow", "0")
     curves = tuple(CurveSketch(i, (), (), 64, None) for i in range(2))
     belief = Belief(curves, None, None, None, "Done.")
-    fault = no_plan(header, [alone, split], belief, "The leading layouts can't be told apart.", False)
+    fault = explain_no_plan(header, [alone, split], belief, Stop.TIED.value, False)
     assert "building: no NCCL" in fault.message
-    other = no_plan(header, [alone], belief, "No layout of the global batch fits.", False)
-    assert other.message == "No layout could be measured: No layout of the global batch fits."
+    other = explain_no_plan(header, [alone], belief, Stop.NO_FIT.value, False)
+    assert other.message == f"No layout could be measured: {Stop.NO_FIT.value}"
 
 
-def test_a_budget_that_was_too_short_is_told_with_a_longer_one() -> None:
+def test_a_budget_that_was_too_short_is_said_with_a_longer_one() -> None:
     """Devices ran alone, at less than the batch that is asked for."""
     fault = faulted(budget_seconds=2.0, global_batch=1024)
     assert fault.message == "The budget of 2 s was over before a layout of the global batch was measured."

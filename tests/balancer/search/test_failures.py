@@ -1,4 +1,4 @@
-"""A failure is told from a loss: kernels that end at some size, and pairs that can't step together."""
+"""A failure is no loss of a device: kernels that end at some size, and pairs that can't step together."""
 
 from __future__ import annotations
 

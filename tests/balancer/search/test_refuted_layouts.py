@@ -31,16 +31,15 @@ def course(bench: Bench, room: tuple[int, ...], after: int) -> tuple[Search, lis
             return search, seen
         taken = len(seen) >= after
         for one in (less if taken else bench).measure(probes):
-            told = msgspec.structs.replace(one, short_bytes=short) if taken else one
-            seen.append(told)
-            search.tell(told)
+            seen.append(msgspec.structs.replace(one, short_bytes=short) if taken else one)
+            search.tell(seen[-1])
     raise AssertionError("the search does not end")
 
 
 @settings(max_examples=40, deadline=None)
 @given(benches(fewest=2, most=3), st.data())
 def test_a_plan_fits_what_others_leave(bench: Bench, data: st.DataObject) -> None:
-    """Wherever it is taken, and whatever was measured before; told in any order, it is the same plan."""
+    """Wherever it is taken, and whatever was measured before; in any order, it is the same plan."""
     room = tuple(data.draw(st.integers(max(1, most // 3), most)) for *_, most in bench.devices)
     search, seen = course(bench, room, data.draw(st.integers(1, 12)))
     best = search.best()

@@ -188,7 +188,7 @@ def test_identical_devices_get_the_even_split() -> None:
 
 
 def test_a_device_that_keeps_failing_is_left_out() -> None:
-    """One fresh try, then the others train without it, and the failure is told."""
+    """One fresh try, then the others train without it, and the search says why."""
     bench = Bench(((20.0, 0.5, 0, 500), (22.0, 0.6, 0, 500), (25.0, 0.7, 0, 500)))
     search, tries = Search(bench.problem()), 0
     while probes := search.ask():

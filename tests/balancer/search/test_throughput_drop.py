@@ -133,7 +133,7 @@ def test_a_fixed_batch_needs_no_point_on_the_way() -> None:
     assert max(_solo_turns(seen)) == 2
 
 
-def test_falls_are_told_from_noise() -> None:
+def test_falls_are_no_noise() -> None:
     """A larger batch that is a few per cent slower has fallen only if its error is small."""
     slower = (Point(8, 0.8, 0.001), Point(64, 0.64, 0.001), Point(512, 5.6, 0.001))
     assert throughput_falls(slower)

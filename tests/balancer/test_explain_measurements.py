@@ -1,0 +1,90 @@
+"""What is said of the measurements behind a plan: doubts with what helps, memory that others hold, devices left out."""
+
+from __future__ import annotations
+
+from typing import get_args, get_type_hints
+
+from evener.balancer.result.explain_measurements import (
+    ORDER,
+    add_doubt,
+    add_taken_memory,
+    explain_doubts,
+    explain_left_out,
+    explain_taken_memory,
+    find_doubts,
+)
+from evener.balancer.types import Failed, Layout, Probe, Stage, Timed, Warned, layout_of, solo
+from evener.devices.types import Device
+
+DEVICES = (Device("a", 0, "GTX 1080 Ti", "gpu", None), Device("b", 1, "GTX 1080", "gpu", None))
+SPLIT, EVEN = layout_of((820, 568)), layout_of((694, 694))
+
+
+def timed(*doubts: Warned, layout: Layout = SPLIT, stage: Stage = "race", short: tuple[int, ...] = ()) -> Timed:
+    """A measurement with doubts, and what others held."""
+    return Timed(Probe(layout, stage, 1.0), 1.0, 0.9, 1.1, 5, (1, 1), (1.0, 1.0), 1.0, 5.0, doubts, short_bytes=short)
+
+
+def test_every_doubt_has_a_sentence_and_the_worst_of_a_kind_is_said_once() -> None:
+    """In a fixed order, with the device and what helps."""
+    codes = get_args(get_type_hints(Warned)["code"])
+    assert set(ORDER) == set(codes)
+    seen = [timed(Warned(code, 0.1)) for code in ORDER] + [timed(Warned("drift", -0.3, 1))]
+    doubts = find_doubts(seen, SPLIT)
+    assert [doubt.code for doubt in doubts] == list(ORDER)
+    sentences = explain_doubts(doubts, DEVICES)
+    assert len(set(sentences)) == len(ORDER)
+    assert "GPU:1: Steps became 30.0 % faster while they were timed; measure again with a longer --budget." in sentences
+    (slower,) = explain_doubts([Warned("drift", 0.05)], DEVICES, "more steps")
+    assert slower == "Steps became 5.0 % slower while they were timed; measure again with more steps."
+
+
+def test_a_doubt_about_another_layout_is_none_about_this_one() -> None:
+    """But other work that a rival saw in its turns, for most of its blocks, was there in this one's too."""
+    assert not find_doubts([timed(Warned("drift", 0.1))], EVEN)
+    assert find_doubts([timed(Warned("disturbed", 0.9))], EVEN)
+    assert not find_doubts([timed(Warned("disturbed", 0.4))], EVEN)
+    assert not find_doubts([timed(Warned("disturbed", 0.9), stage="solo")], EVEN)
+    assert not find_doubts([timed(Warned("disturbed", 0.9))], solo(2, 0, 8)), "one device sees other work itself"
+
+
+def test_the_verdict_says_what_weakens_it_most() -> None:
+    """Noise is in its interval already."""
+    doubts = find_doubts([timed(Warned(code, 0.1)) for code in ORDER], SPLIT)
+    assert add_doubt("Do it.", doubts) == (
+        "Do it; but steps were held back while it was measured: measure again to be sure."
+    )
+    assert add_doubt("Do it.", [Warned("noisy", 0.1)]) == "Do it."
+
+
+def test_memory_that_others_hold_is_said_with_the_most_that_was_seen() -> None:
+    """Per device, in a sentence and in the verdict."""
+    seen = [timed(short=(0, 1 << 30)), timed(short=(0, 3 << 30)), timed()]
+    (sentence,) = explain_taken_memory(seen, DEVICES)
+    assert sentence == "GPU:1: others hold 3.0 GiB of its memory; the batches here leave it to them."
+    assert add_taken_memory("Do it.", seen, DEVICES) == "Do it; others hold memory of GPU:1, which is left to them."
+    assert add_taken_memory("Do it.", [timed()], DEVICES) == "Do it."
+
+
+def failed(position: int, batch: int = 8, cause: str = "exit") -> Failed:
+    """One device that failed alone."""
+    probe = Probe(solo(2, position, batch), "solo", 1.0)
+    return Failed(probe, cause, f"GPU:{position}, building: SIGABRT", (position,), 1.0)  # type: ignore[arg-type]
+
+
+def test_a_device_on_which_nothing_ran_is_said_to_be_left_out() -> None:
+    """One that ran somewhere is not, whatever else failed on it."""
+    alone = timed(layout=solo(2, 0, 8), stage="solo")
+    (sentence,) = explain_left_out([alone, failed(1)], DEVICES, alone.probe.layout)
+    assert sentence.startswith("GPU:1 was left out, as nothing ran on it: ")
+    assert "SIGABRT" in sentence
+    assert not explain_left_out([timed(), failed(1)], DEVICES, SPLIT)
+
+
+def test_a_device_that_ran_and_then_failed_to_the_last_is_said_to_be_left_out() -> None:
+    """Unless something ran on it again, or it has a part all the same."""
+    (sentence,) = explain_left_out([timed(), failed(1)], DEVICES, solo(2, 0, 8))
+    assert sentence.startswith("GPU:1 worked at first and then failed every time, so it was left out: ")
+    assert not explain_left_out([timed(), failed(1), timed()], DEVICES, solo(2, 0, 8))
+    (sentence,) = explain_left_out([timed(), failed(1, cause="device")], DEVICES, SPLIT)
+    assert sentence.startswith("GPU:1 worked at first and can't be used now: ")
