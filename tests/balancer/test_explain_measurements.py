@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import get_args, get_type_hints
 
+import msgspec
+
 from evener.balancer.result.explain_measurements import (
     ORDER,
     add_doubt,
@@ -17,6 +19,7 @@ from evener.balancer.types import Failed, Layout, Probe, Stage, Timed, Warned, l
 from evener.devices.types import Device
 
 DEVICES = (Device("a", 0, "GTX 1080 Ti", "gpu", None), Device("b", 1, "GTX 1080", "gpu", None))
+EVERY = [msgspec.convert({"code": code, "value": 0.1}, Warned) for code in ORDER]
 SPLIT, EVEN = layout_of((820, 568)), layout_of((694, 694))
 
 
@@ -29,7 +32,7 @@ def test_every_doubt_has_a_sentence_and_the_worst_of_a_kind_is_said_once() -> No
     """In a fixed order, with the device and what helps."""
     codes = get_args(get_type_hints(Warned)["code"])
     assert set(ORDER) == set(codes)
-    seen = [timed(Warned(code, 0.1)) for code in ORDER] + [timed(Warned("drift", -0.3, 1))]
+    seen = [timed(doubt) for doubt in EVERY] + [timed(Warned("drift", -0.3, 1))]
     doubts = find_doubts(seen, SPLIT)
     assert [doubt.code for doubt in doubts] == list(ORDER)
     sentences = explain_doubts(doubts, DEVICES)
@@ -50,7 +53,7 @@ def test_a_doubt_about_another_layout_is_none_about_this_one() -> None:
 
 def test_the_verdict_says_what_weakens_it_most() -> None:
     """Noise is in its interval already."""
-    doubts = find_doubts([timed(Warned(code, 0.1)) for code in ORDER], SPLIT)
+    doubts = find_doubts([timed(doubt) for doubt in EVERY], SPLIT)
     assert add_doubt("Do it.", doubts) == (
         "Do it; but steps were held back while it was measured: measure again to be sure."
     )
