@@ -3,8 +3,8 @@
     python examples/keras_gru_digits.py --seeds 3                     # 4 x GRU 512 and Dense 128, as on GPUs
     python examples/keras_gru_digits.py --seeds 4 --units 32 --layers 2 --epochs 20 --sizes 128 256   # small, for a CPU
 
-The data are scikit-learn's handwritten digits, 1797 pictures of 8 x 8, read as 8 lines of 8 dots. One training of this
-kind on two GPUs was seen to lose half of its accuracy; with unequal shares weighted as they should be, it loses none.
+The data are scikit-learn's handwritten digits, 1797 pictures of 8 x 8, read as 8 lines of 8 dots. Such a
+training has lost half of its accuracy on two GPUs; with correctly weighted shares it loses none.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dense", type=int, default=128)
     parser.add_argument("--ratios", type=float, nargs=2, default=[3.0, 2.0], help="how two devices share a batch")
     parser.add_argument("--seeds", type=int, default=1, help="trainings with other initial weights; the table shows ±")
-    parser.add_argument("--seed", type=int, default=0, help="the first of them")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
     return parser.parse_args()
 
 

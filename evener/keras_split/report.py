@@ -69,11 +69,9 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         split = self._split
         if split is None:
             return labels
+        devices = split.plan.layout.active if split.plan else [driver_name(name) for name in split.devices]
         if split.group is None:
-            if split.plan is not None:
-                return labels | {"devices": split.plan.layout.active}
-            return labels | {"devices": [driver_name(name) for name in split.devices], "batches": split.shares}
-        rank, own = split.group.rank, split.group.device
-        if split.plan is not None:
-            return labels | {"devices": [split.plan.layout.active[rank]]}
-        return labels | {"devices": [driver_name(own if own.startswith("GPU") else split.devices[rank])]}
+            return labels | {"devices": devices, "batches": split.shares}
+        if split.plan is None and split.group.device.startswith("GPU"):
+            return labels | {"devices": [driver_name(split.group.device)]}
+        return labels | {"devices": [devices[split.group.rank]]}

@@ -115,6 +115,12 @@ def test_a_report_counts_the_batch_that_is_fitted(found: Any) -> None:
     assert found["towers"]["reported"]["devices"] == ["cpu:0", "cpu:1", "cpu:2"]
 
 
+def test_each_process_of_a_group_reports_its_own_rows(found: Any) -> None:
+    """3 : 1 of each batch, and the single row that is left."""
+    assert found["chief"]["reported"] == [18, 18, 0] * 2
+    assert found["worker"]["reported"] == [6, 6, 1] * 2
+
+
 def test_a_report_leaves_out_the_first_step_of_each_batch_size(found: Any) -> None:
     """Also that of the short last batch, which is counted by its own size, and where nobody says its size."""
     reported = found["towers"]["reported"]

@@ -449,6 +449,7 @@ def chief() -> dict[str, Any]:
     assigned = apart(split, lambda: network(layers.SpectralNormalization(layers.Dense(8)), metrics=None), steps)
     return {
         "rank": split.required_group.rank,
+        "reported": [call["samples"] for call in reports(split, X, Y)],
         "steps": apart(split, without_training, steps, instance=True),
         "single samples": apart(split, network, fit_samples),
         "own predict": apart(split, lambda: network(base=OwnSteps), predict),
