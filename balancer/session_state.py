@@ -141,7 +141,7 @@ def largest_run(state: SessionState, device: int) -> int:
     return max([*alone, *(each.probe.layout.shares[device] for each in timed(state))], default=0)
 
 
-class Rival(NamedTuple):
+class RivalRate(NamedTuple):
     """One way to train, by its measured samples/s; `device` is its label if it is one device of several."""
 
     name: str
@@ -158,20 +158,20 @@ class Rival(NamedTuple):
         return f"{self.device} at {batches}" if self.device else batches
 
 
-def _rival(name: str, figure: Throughput, batches: tuple[int, ...], labels: tuple[str, ...]) -> Rival:
+def _rival(name: str, figure: Throughput, batches: tuple[int, ...], labels: tuple[str, ...]) -> RivalRate:
     active = [label for label, batch in zip(labels, batches, strict=False) if batch]
     device = active[0] if len(active) == 1 < len(labels) else ""
-    return Rival(name, figure.samples_per_second, figure.low, figure.high, batches, device)
+    return RivalRate(name, figure.samples_per_second, figure.low, figure.high, batches, device)
 
 
-def rivals(state: SessionState) -> tuple[Rival, ...]:
+def rivals(state: SessionState) -> tuple[RivalRate, ...]:
     """The best layout so far, or the plan, and what it is compared with; only what was measured."""
     labels = state.devices
     if state.finished is not None:
         plan = state.finished.plan
         compared = [rival for rival in plan_rivals(plan, labels) if rival.name != LARGER_BATCH]
         return (_rival("the plan", plan.throughput, plan.layout.batches, labels), *compared)
-    found: list[Rival] = []
+    found: list[RivalRate] = []
     if state.best is not None:
         best = state.best.throughput
         figure = Throughput(best.value, best.low, best.high)
@@ -185,9 +185,9 @@ def rivals(state: SessionState) -> tuple[Rival, ...]:
     return (*found, *(_sum([_throughput(each) for each in solos]) if complete else ()))
 
 
-def plan_rivals(plan: Plan, labels: tuple[str, ...]) -> tuple[Rival, ...]:
+def plan_rivals(plan: Plan, labels: tuple[str, ...]) -> tuple[RivalRate, ...]:
     """What a plan is compared with: even split, best single device, a larger batch, the sum of solos."""
-    found: list[Rival] = []
+    found: list[RivalRate] = []
     for name in (EVEN_SPLIT, BEST_SINGLE, LARGER_BATCH):
         named = [each for each in plan.evidence if each.name == name]
         found += [_rival(name, each.throughput, each.layout.batches, labels) for each in named[:1]]
@@ -207,12 +207,12 @@ def _throughput(each: Timed) -> Throughput:
     return Throughput(each.samples_per_second, work / each.high_seconds, work / each.low_seconds)
 
 
-def _sum(solos: list[Throughput]) -> tuple[Rival, ...]:
+def _sum(solos: list[Throughput]) -> tuple[RivalRate, ...]:
     """All devices' solos added up; nothing for fewer than two."""
     if len(solos) < 2:
         return ()
     total = sum(each.samples_per_second for each in solos)
-    return (Rival(SUM, total, sum(each.low for each in solos), sum(each.high for each in solos)),)
+    return (RivalRate(SUM, total, sum(each.low for each in solos), sum(each.high for each in solos)),)
 
 
 class CurvePoints(NamedTuple):
@@ -224,7 +224,7 @@ class CurvePoints(NamedTuple):
     wall: int | None  # the smallest batch that ran out of memory
 
     @property
-    def largest_measured(self) -> int:
+    def largest_tested(self) -> int:
         """The largest measured batch; beyond it the curve is a prediction."""
         return max((batch for batch, _ in self.measured), default=0)
 

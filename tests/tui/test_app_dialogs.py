@@ -129,9 +129,7 @@ async def test_an_own_workload_needs_a_name(app_of: Any) -> None:
         assert not app.balance.active
 
 
-async def test_an_own_workload_that_is_typed_is_measured_in_its_framework(
-    app_of: Any, events: Any, session_of: Any
-) -> None:
+async def test_a_typed_workload_runs_in_its_framework(app_of: Any, events: Any, session_of: Any) -> None:
     """Its name ticks it, and it may be PyTorch's."""
     requests: list[Any] = []
 

@@ -367,7 +367,7 @@ async def test_a_search_shows_how_its_devices_are(app_of: Any, events: Any, sess
 
 
 async def test_the_form_says_what_its_fields_mean(app_of: Any) -> None:
-    """The row or field in focus is told whole, and a complaint stays until the form is sent again."""
+    """The row or field in focus is explained in full, and a complaint stays until the form is sent again."""
     app = app_of()
     async with app.run_test(size=(80, 24)) as pilot:
         await _ready(pilot)

@@ -99,7 +99,7 @@ def test_the_printed_ranking_names_each_layout_once(capsys: pytest.CaptureFixtur
     assert out.rstrip().splitlines()[-1].endswith(".")
 
 
-def test_only_the_layouts_that_were_asked_for_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_requested_layouts_run(capsys: pytest.CaptureFixture[str]) -> None:
     _, answer = ask(capsys, "-d", machine(), "--global-batch", "256", "--layouts", "solo,place")
     assert {layout["kind"] for layout in answer["layouts"]} == {"solo", "place"}
     assert answer["packing"] == []

@@ -55,7 +55,7 @@ def test_a_target_in_a_folder_of_somebody_else_is_one_sentence(tmp_path: Path) -
 
 @pytest.mark.skipif(not FULL.exists(), reason="no such device here")
 @pytest.mark.parametrize("more", [(), ("--json",)], ids=("words", "json"))
-def test_a_full_disk_is_told(more: tuple[str, ...]) -> None:
+def test_a_full_disk_is_reported(more: tuple[str, ...]) -> None:
     """An answer that was lost is not passed over as if its reader had left."""
     with FULL.open("w") as stream:
         command = [sys.executable, "-m", "evener", "devices", "-d", PAIR, *more]
@@ -73,7 +73,7 @@ def test_a_run_that_is_named_twice_is_deleted_once(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == f"evener: deleted {name}\n"
 
 
-def test_a_run_without_a_plan_is_not_said_to_have_measured_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_plan_does_not_claim_that_nothing_ran(capsys: pytest.CaptureFixture[str]) -> None:
     """Its measurements are listed, and only the plan is missing."""
     assert run(["balance", "--devices", PAIR, "--global-batch", "1000000"]) == 1
     name = _last_run(capsys)
@@ -82,9 +82,9 @@ def test_a_run_without_a_plan_is_not_said_to_have_measured_nothing(capsys: pytes
     assert "solo  SIM:0[64]" in shown
     assert shown.endswith("this run has no plan\n")
     assert run(["export", name]) == 2
-    told = capsys.readouterr().err
-    assert "has no plan" in told
-    assert "nothing was measured" not in told
+    printed = capsys.readouterr().err
+    assert "has no plan" in printed
+    assert "nothing was measured" not in printed
 
 
 def test_a_probe_names_the_device_whose_memory_ended(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +104,7 @@ def test_the_doctor_tells_of_a_runs_folder_that_cannot_be(tmp_path: Path, monkey
     assert checks["python"].level == "ok"
 
 
-def test_a_probe_leaves_devices_alone_that_are_being_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_probe_refuses_devices_of_another_session(capsys: pytest.CaptureFixture[str]) -> None:
     """Both figures would be wrong; with --share that is accepted."""
     probe = [
         "probe",
@@ -121,10 +121,10 @@ def test_a_probe_leaves_devices_alone_that_are_being_measured(capsys: pytest.Cap
     ]
     with DeviceLock("20261121-145431-fb1d", discover("cpu/1").devices):
         assert run(probe) == 3
-        told = capsys.readouterr()
-        assert "is being measured by another evener" in told.err
-        assert "--share" in told.err
-        assert told.out == ""
+        printed = capsys.readouterr()
+        assert "is being measured by another evener" in printed.err
+        assert "--share" in printed.err
+        assert printed.out == ""
         assert run([*probe, "--share"]) == 0
     assert run(probe) == 0, "and afterwards without it"
 
@@ -169,9 +169,9 @@ def test_an_option_before_a_command_that_takes_no_notice_of_it_is_refused(
 ) -> None:
     """Else other devices than those that were named would be measured."""
     assert run([*option, "devices"]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert f"{option[0]} before devices" in told.err
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"{option[0]} before devices" in printed.err
 
 
 def test_json_is_json_on_either_side_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,7 @@ def test_the_memory_wall_is_in_the_first_picture(a_run: str, capsys: pytest.Capt
         assert all(curve.wall_batch is None or batch < curve.wall_batch for batch, _ in curve.points)
 
 
-def test_pictures_are_told_by_their_ending(a_run: str) -> None:
+def test_the_ending_chooses_the_picture_format(a_run: str) -> None:
     assert run(["report", "last", "-o", "report.png"]) == 0
     assert Path("report.png").read_bytes().startswith(b"\x89PNG")
     assert run(["report", "last", "-o", "report.svg"]) == 0

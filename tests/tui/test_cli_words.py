@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evener.balancer.request import Request
 from evener.errors import RequestError
-from evener.tui.cli.options import spread_lists
+from evener.tui.cli.options import SEARCH, TRAINING, spread_lists
 from evener.tui.text.formatting import duration, plain, rate, size
-from evener.tui.text.parsing import parse_duration, parse_indices, parse_settings
+from evener.tui.text.parsing import REQUEST_HELP, make_request, parse_duration, parse_indices, parse_settings
 
 
 @pytest.mark.parametrize(
@@ -92,3 +93,11 @@ def test_indices_are_numbers() -> None:
     assert parse_indices(None) is None
     with pytest.raises(RequestError):
         parse_indices("first")
+
+
+def test_every_field_of_a_request_has_one_option() -> None:
+    """Whatever a session can be asked for can be asked for on the command line; `compare` is a command instead."""
+    fields = {"budget_seconds": "budget", "input": "inputs"}
+    names = {fields.get(name, name) for name in Request.__struct_fields__} - {"compare"}
+    assert {*TRAINING, *SEARCH} == names == REQUEST_HELP.keys()
+    assert make_request() == Request()

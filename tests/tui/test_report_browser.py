@@ -143,8 +143,8 @@ def test_the_page_reads_well_and_asks_for_nothing(browser: Chromium, page: Path,
     seen = browser.open(page, scheme, width)
     asked = [event["params"]["request"]["url"] for event in browser.events if "requestWillBeSent" in event["method"]]
     assert [url for url in asked if not url.startswith("data:")] == [page.as_uri()]
-    told = [event for event in browser.events if event["method"] in ("Log.entryAdded", "Runtime.consoleAPICalled")]
-    assert told == []
+    printed = [event for event in browser.events if event["method"] in ("Log.entryAdded", "Runtime.consoleAPICalled")]
+    assert printed == []
     assert (int(seen["paper"].split("(")[1].split(",")[0]) < 64) == (scheme == "dark")
     assert seen["texts"] > 60
     assert seen["worst"][0] >= LEAST_CONTRAST, seen["worst"]

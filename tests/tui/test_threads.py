@@ -1,4 +1,4 @@
-"""Threads post frozen records, end when told to, and leave nothing behind."""
+"""Threads post frozen records, end when asked to, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_simulated_devices_follow_the_load_of_probes() -> None:
     assert len(messages) == count, "no message comes after the end"
 
 
-def test_real_devices_show_the_speed_of_running_probes_beside_the_driver(script: Any) -> None:
+def test_real_devices_show_the_speed_of_running_probes(script: Any) -> None:
     class Source:
         def devices(self) -> Any:
             return (script.device(0),)

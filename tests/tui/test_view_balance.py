@@ -47,7 +47,7 @@ def test_progress_replaces_progress_and_an_observation_ends_it(events: Any) -> N
     assert _after(events, 4).running == ()
 
 
-def test_rivals_are_the_measured_ones(events: Any) -> None:
+def test_rivals_are_layouts_that_ran(events: Any) -> None:
     before_end = _after(events, -1)
     assert [(each.name, round(each.samples_per_second)) for each in rivals(before_end)] == [
         ("best so far", 2127),
@@ -64,7 +64,7 @@ def test_rivals_are_the_measured_ones(events: Any) -> None:
     ]
 
 
-def test_nothing_is_claimed_before_it_was_measured(events: Any) -> None:
+def test_nothing_is_claimed_before_it_ran(events: Any) -> None:
     start = _after(events, 1)
     assert rivals(start) == ()
     assert curves(start) == ()
@@ -93,7 +93,7 @@ def test_a_largest_batch_that_ran_is_no_prediction(events: Any) -> None:
     sketch = msgspec.structs.replace(state.belief.curves[0], largest_batch=1024)
     known = msgspec.structs.replace(state, belief=msgspec.structs.replace(state.belief, curves=(sketch,)))
     assert " 1024 fits, 1310 not" in _text(lane_lines(known, 118, 9, UNICODE)[0])
-    assert [(largest_run(state, device), curves(state)[device].largest_measured) for device in (0, 1)] == [
+    assert [(largest_run(state, device), curves(state)[device].largest_tested) for device in (0, 1)] == [
         (1024, 1024),
         (710, 64),
     ]
@@ -116,7 +116,7 @@ def test_the_shares_bar_is_split_by_shares_in_whole_cells(events: Any) -> None:
         bar = share_lines(_after(events), 80, 9, marks)[0]
         assert span_cells(bar.spans) == 79
         assert [len(span.text) for span in bar.spans[1:]] == [46, 32]
-        assert bar.spans[1].text[0] != bar.spans[2].text[0], "told apart without colour"
+        assert bar.spans[1].text[0] != bar.spans[2].text[0], "distinguishable without colour"
     legend = _text(share_lines(_after(events), 80, 9, UNICODE))
     assert "SIM:0 820 (59 %)" in legend
     assert "global batch 1388" in legend
@@ -137,7 +137,7 @@ def test_the_search_says_what_it_does_then_its_verdict(events: Any) -> None:
     assert "Split 820 and 568: 18 % faster than even." in ended
 
 
-def test_a_failed_probe_is_told_harmlessly(events: Any) -> None:
+def test_a_failed_probe_is_shown_harmlessly(events: Any) -> None:
     failed = Failed(Probe(solo(2, 0, 8), "solo", 1.0), "raised", "boom\x1b[31m", (0,), 1.0)
     state = advance(_after(events, 1), msgspec.structs.replace(events[3], seen=failed))
     text = _text(search_lines(state, 100, 8, UNICODE))
@@ -145,7 +145,7 @@ def test_a_failed_probe_is_told_harmlessly(events: Any) -> None:
     assert "\x1b" not in text
 
 
-def test_a_tried_split_over_many_devices_is_told_by_its_sum(events: Any) -> None:
+def test_a_running_split_over_many_devices_is_shown_by_its_sum(events: Any) -> None:
     devices = tuple(f"SIM:{place}" for place in range(16))
     best = Result(layout_of((700,) * 16), Interval(100.0, 99.0, 101.0), 1)
     trying = advance(
@@ -155,7 +155,7 @@ def test_a_tried_split_over_many_devices_is_told_by_its_sum(events: Any) -> None
     assert "694 + 694 = 11104" in _text(share_lines(trying, 200, 9, UNICODE))
 
 
-def test_of_many_devices_as_many_are_named_as_leave_room_for_the_figure(events: Any) -> None:
+def test_of_many_devices_as_many_are_named_as_fit_with_the_figure(events: Any) -> None:
     devices = tuple(f"SIM:{place}" for place in range(16))
     wide = Probe(layout_of((1000,) * 16), "split", 1.0)
     seen = msgspec.structs.replace(events[3].seen, probe=wide, step_seconds=16_000 / 28_488)
@@ -184,7 +184,7 @@ def test_a_fault_stands_in_place_of_the_verdict(events: Any) -> None:
     assert "Free memory." in _text(search_lines(long, 80, 6, UNICODE)), "the remedy is the last of a long story"
 
 
-def test_the_verdict_on_many_devices_is_told_whole(events: Any) -> None:
+def test_the_verdict_on_many_devices_is_shown_whole(events: Any) -> None:
     state = _after(events, len(events))
     assert state.finished is not None
     verdict = f"Split over {', '.join(f'SIM:{place}' for place in range(40))}: 28 % faster than the even split."
@@ -237,7 +237,7 @@ def test_the_newest_measurements_stand_before_warnings(events: Any) -> None:
     assert text.count("samples/s") == 2
 
 
-def test_a_split_that_is_measured_shows_beside_the_best(events: Any) -> None:
+def test_a_running_split_is_shown_with_the_best(events: Any) -> None:
     state = _after(events, -1)
     probe = Probe(layout_of((700, 300)), "split", 1.0)
     trying = advance(state, ProbeStarted(probe, 30.0))

@@ -59,7 +59,7 @@ def test_no_line_ends_within_a_figure(width: int) -> None:
 
 
 @given(st.floats(0, 1), st.integers(0, 50), MARKS)
-def test_a_bar_is_as_wide_as_it_is_told(share: float, width: int, marks: object) -> None:
+def test_a_bar_has_the_requested_width(share: float, width: int, marks: object) -> None:
     assert span_cells(bar(share, width, marks)) == width  # type: ignore[arg-type]
 
 
@@ -150,7 +150,7 @@ def _columns() -> tuple[Column[int], ...]:
     return tuple(Column(key, (key,), 3, draw) for key in "abc")
 
 
-def test_columns_grow_in_order_while_there_is_room() -> None:
+def test_columns_grow_in_order_while_they_fit() -> None:
     assert column_widths(_columns(), (("b", 6), ("a", 9)), {}, 11) == {"a": 3, "b": 3, "c": 3}
     assert column_widths(_columns(), (("b", 6), ("a", 9)), {}, 15) == {"a": 3, "b": 6, "c": 3}
     assert column_widths(_columns(), (("b", 6), ("a", 9)), {"c": 5}, 40) == {"a": 9, "b": 6, "c": 5}

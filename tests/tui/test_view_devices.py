@@ -68,7 +68,7 @@ def test_rows_scroll_with_the_cursor(script: Any) -> None:
     assert [line.text.split()[0] for line in lines[1:]] == ["GPU:6", "GPU:7", "GPU:8", "▸"]
 
 
-def test_what_is_not_known_is_never_a_zero() -> None:
+def test_a_missing_value_is_never_a_zero() -> None:
     """Every state but a value shows as itself, in the row and in words in the details."""
     readings: dict[str, Any] = dict.fromkeys(READINGS, UNSUPPORTED) | {
         "power_watts": DENIED,

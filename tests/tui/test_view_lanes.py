@@ -38,7 +38,7 @@ def _full(events: Any) -> SessionState:
 
 
 @pytest.mark.parametrize("width", [79, 80, 99, 100, 118, 200])
-def test_utilisation_and_temperature_stand_beside_the_probe(events: Any, script: Any, width: int) -> None:
+def test_utilisation_and_temperature_are_shown_with_the_probe(events: Any, script: Any, width: int) -> None:
     state = advance(_full(events), ProbeProgress(Probe(solo(2, 1, 512), "solo", 1.0), "measuring", 910.0, 0.004, 3.0))
     head, first, second = _rows(state, width, (script.sample(0), script.sample(1)))
     assert "util" in head
@@ -47,7 +47,7 @@ def test_utilisation_and_temperature_stand_beside_the_probe(events: Any, script:
     assert re.search(r"solo.* 512 +910.0 +±0.4 %", second)
 
 
-def test_a_metric_that_is_not_told_is_no_zero(events: Any, script: Any) -> None:
+def test_a_missing_metric_is_no_zero(events: Any, script: Any) -> None:
     blind = script.sample(0, utilization_percent=UNSUPPORTED, temperature_celsius=UNSUPPORTED)
     _, first, second = _rows(_full(events), 80, (blind, None))
     assert first.count("–") == 2
@@ -61,7 +61,7 @@ def test_a_replay_has_no_columns_for_what_nobody_samples(events: Any) -> None:
 @pytest.mark.parametrize("marks", [UNICODE, ASCII])
 @pytest.mark.parametrize("width", range(40, 220, 7))
 def test_no_figure_is_ever_cut(events: Any, script: Any, width: int, marks: Any) -> None:
-    """Each number is whole or left out; the wall itself is always told."""
+    """Each number is whole or left out; the wall itself is always shown."""
     _, first, _ = _rows(_full(events), width, (script.sample(0), script.sample(1)), marks)
     numbers = set(re.findall(r"\d{3,}", first.replace("158 012", "158012")))
     assert numbers <= {"158012", "16384", "20480", "140", "1080"}

@@ -1,4 +1,4 @@
-"""Past runs in a list: names and ratios whole at every width, what repeats told once."""
+"""Past runs in a list: names and ratios whole at every width, repetitions shown once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUN = RunSummary(
 
 
 @pytest.mark.parametrize("width", [80, 100, 118, 200])
-def test_a_run_is_told_whole(width: int) -> None:
+def test_a_run_is_shown_whole(width: int) -> None:
     """Its id, which is what other commands want, its devices, throughput and ratios."""
     lines, _ = run_lines((RUN,), "", width, 5, UNICODE, Position())
     row = lines[1].text
@@ -40,7 +40,7 @@ def test_a_run_is_told_whole(width: int) -> None:
 
 
 def test_devices_of_several_kinds_keep_their_kinds() -> None:
-    """Only what repeats is told once."""
+    """Only repetitions are shortened."""
     assert brief_devices(("GPU:0", "GPU:2", "GPU:3")) == "GPU:0,2,3"
     assert brief_devices(("GPU:0", "CPU:0")) == "GPU:0, CPU:0"
     assert brief_devices(()) == ""
@@ -54,7 +54,7 @@ def _run(script: Any, plan: Any) -> Run:
     return Run(header, (), plan, "Split 820 and 568: 18 % faster than even." if plan else "", False)
 
 
-def test_beside_another_a_plan_is_told_without_bars_where_rows_are_few(script: Any, plan: Any) -> None:
+def test_next_to_another_a_plan_has_no_bars_where_rows_are_few(script: Any, plan: Any) -> None:
     """What was measured comes before how it looks, and nothing is cut in the middle."""
     low = [row.text.rstrip() for row in plan_lines(_run(script, plan), 39, 14, UNICODE)]
     high = [row.text.rstrip() for row in plan_lines(_run(script, plan), 39, 40, UNICODE)]
@@ -66,7 +66,7 @@ def test_beside_another_a_plan_is_told_without_bars_where_rows_are_few(script: A
     assert all(span_cells(row.spans) <= 39 for row in plan_lines(_run(script, plan), 39, 14, UNICODE))
 
 
-def test_a_run_without_a_plan_is_told_so_in_a_narrow_panel(script: Any) -> None:
+def test_a_run_without_a_plan_says_so_in_a_narrow_panel(script: Any) -> None:
     """Whether it is over or going on."""
     rows = [row.text for row in plan_lines(_run(script, None), 30, 9, UNICODE)]
     assert rows[1:] == [" No plan yet, after 0", " measurements."]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.balancer.session_state import SUM, Rival, SessionState, rivals, seconds_left
+from evener.balancer.session_state import SUM, RivalRate, SessionState, rivals, seconds_left
 from evener.balancer.types import Observation, OutOfMemory, Timed
 from evener.shares import apportion
 from evener.tui.text.formatting import duration, percent, rate
@@ -112,7 +112,9 @@ _WHOLE_CELLS = 47  # a narrower row has an interval or a gain, and nothing else
 _BRIEF_CELLS = 21  # such a row without its name
 
 
-def _rival_line(each: Rival, best: Rival, width: int, marks: Marks, drawn: tuple[Span, ...], *, first: bool) -> Line:
+def _rival_line(
+    each: RivalRate, best: RivalRate, width: int, marks: Marks, drawn: tuple[Span, ...], *, first: bool
+) -> Line:
     half = (each.high - each.low) / 2 / each.samples_per_second if each.samples_per_second else 0.0
     error = f"{marks.plus_minus}{percent(half, 1 if half < 0.1 else 0)}"
     versus = "" if first else _versus(best.samples_per_second, each)
@@ -134,7 +136,7 @@ def _rival_line(each: Rival, best: Rival, width: int, marks: Marks, drawn: tuple
     return Line(pad(spans, width))
 
 
-def _versus(best: float, each: Rival) -> str:
+def _versus(best: float, each: RivalRate) -> str:
     if each.name == SUM:
         return f"{percent(best / each.samples_per_second)} of it" if each.samples_per_second else ""
     gain = best / each.samples_per_second - 1 if each.samples_per_second else 0.0

@@ -56,8 +56,8 @@ class CurvePlot(PlotextPlot, UsesApp):  # type: ignore[misc] # the library has n
         colours = self._colours()
         for curve in self._curves:
             colour = colours[curve.device % len(colours)]
-            known = [point for point in curve.believed if point[0] <= curve.largest_measured]
-            predicted = [*known[-1:], *(point for point in curve.believed if point[0] > curve.largest_measured)]
+            known = [point for point in curve.believed if point[0] <= curve.largest_tested]
+            predicted = [*known[-1:], *(point for point in curve.believed if point[0] > curve.largest_tested)]
             if len(known) > 1:
                 plt.plot(*zip(*known, strict=True), color=colour, marker=self.evener.marks.curve)
             if len(predicted) > 1:
