@@ -43,8 +43,6 @@ def load_machine(path: str | PathLike[str]) -> Machine:
     """The machine that a TOML file describes; RequestError says what is wrong in it, and where."""
     source = Path(path)
     try:
-        if source.is_dir():
-            raise RequestError(f"{source} is not a machine file.", "Name a TOML file with [[device]] tables.")
         with source.open("rb") as stream:
             text = stream.read(LARGEST_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
