@@ -67,10 +67,8 @@ def test_one_device_has_nothing_to_be_compared_with() -> None:
 
 
 def test_the_list_of_devices_shows_units_and_once_probed_the_measure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.chdir(tmp_path)
     Path("m.toml").write_text(PAIR)
     assert run(["devices", "-d", "sim:m.toml", "--json"]) == 0
     before = json.loads(capsys.readouterr().out)["devices"]

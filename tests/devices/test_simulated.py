@@ -156,10 +156,9 @@ def test_a_step_takes_a_time_between_its_neighbours_and_does_not_fall_outside_th
 
 @pytest.mark.parametrize("batch", ["--global-batch=512", "--budget=none"])
 def test_a_recorded_curve_that_falls_is_read_and_balanced(
-    batch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    batch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """128 rows in 7.39 ms and 256 in 7.08, as an H200 trained a GRU; two such cards beat one at 512 rows."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     path = tmp_path / "gru.toml"
     path.write_text(DEVICE.replace(CURVE, "[[64, 7.1], [128, 7.39], [256, 7.08], [512, 11.0]]") * 2)
     assert [load_machine(path).devices[0].seconds(rows) for rows in (128, 256)] == [0.00739, 0.00708]
