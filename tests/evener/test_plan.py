@@ -25,7 +25,8 @@ from evener.plan import (
     SCHEMA,
     Evidence,
     Fingerprint,
-    Layout,
+    Kind,
+    PlanLayout,
     SearchSummary,
     Share,
     Throughput,
@@ -42,10 +43,10 @@ SECONDS = st.floats(0, 1e9, allow_nan=False)
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
+def layouts(draw: st.DrawFn) -> PlanLayout:
     batches = draw(st.lists(st.integers(0, 4096), min_size=1, max_size=5).filter(any))
     shares = tuple(Share(draw(TEXT), draw(st.integers(0, 64)), draw(TEXT), batch, 0.0, draw(TEXT)) for batch in batches)
-    kind = "solo" if sum(map(bool, batches)) == 1 else draw(st.sampled_from(["split", "place"]))
+    kind: Kind = "solo" if sum(map(bool, batches)) == 1 else draw(st.sampled_from(["split", "place"]))
     return make_layout(kind, shares, tuple(batches), engine=draw(st.sampled_from(["", "towers", "ddp"])))
 
 
@@ -137,7 +138,7 @@ def test_a_damaged_plan_is_read_or_is_one_sentence(data: st.DataObject) -> None:
     assert parse_plan(to_json(plan)) == plan
 
 
-def put(data: dict[str, Any], path: str, value: Any) -> None:
+def put(data: Any, path: str, value: Any) -> None:
     *way, last = path.split(".")
     for key in way:
         data = data[int(key)] if isinstance(data, (list, tuple)) else data[key]
