@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 import evener.live as live
 from evener.errors import RequestError
 from evener.live import Reporter, live_folders, read_trainings, report
-from evener.live_files import LARGEST_FILE_BYTES, clean, file_name, start_ticks
+from evener.live_files import LARGEST_FILE_BYTES, clean, file_name, prepare_folder, replace_file, start_ticks
 from evener.plan import Share
 
 
@@ -118,8 +118,12 @@ def test_at_most_two_files_are_written_in_a_second(
     reporter: Reporter, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[float] = []
-    replace = live.replace_file
-    monkeypatch.setattr(live, "replace_file", lambda *arguments: (written.append(clock.now), replace(*arguments)))
+
+    def write(target: Path, content: bytes) -> None:
+        written.append(clock.now)
+        replace_file(target, content)
+
+    monkeypatch.setattr(live, "replace_file", write)
     train(reporter, clock, 20, step_seconds=0.01)
     assert 30 <= len(written) <= 40
 
@@ -220,8 +224,12 @@ def test_no_folder_is_silence(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> 
     """Nothing is raised, and what failed is not tried again at every step."""
     monkeypatch.setenv("EVENER_LIVE_DIR", "/proc/no/such")
     tries: list[Path] = []
-    prepare = live.prepare_folder
-    monkeypatch.setattr(live, "prepare_folder", lambda path: (tries.append(path), prepare(path)))
+
+    def prepare(path: Path) -> None:
+        tries.append(path)
+        prepare_folder(path)
+
+    monkeypatch.setattr(live, "prepare_folder", prepare)
     train(Reporter(), clock, 60)
     assert 1 <= len(tries) <= 3
     assert read_trainings() == ()

@@ -190,7 +190,12 @@ class Point(NamedTuple):
 
 def test_containers_keep_their_types() -> None:
     one = torch.ones(1)
-    batch = {"a": [one, "word"], "b": (one, None), "c": Point(one, 3), "d": collections.OrderedDict(e=one)}
+    batch: dict[str, Any] = {
+        "a": [one, "word"],
+        "b": (one, None),
+        "c": Point(one, 3),
+        "d": collections.OrderedDict(e=one),
+    }
     moved = each_tensor(lambda tensor: tensor + 1, batch)
     assert moved["a"] == [torch.tensor([2.0]), "word"]
     assert moved["b"] == (torch.tensor([2.0]), None)
@@ -238,7 +243,12 @@ def test_a_gpu_that_lags_holds_the_fetching_up(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "stream", Mock(return_value=nullcontext()))
     monkeypatch.setattr(torch.cuda, "current_stream", Mock(return_value=MAIN))
     monkeypatch.setattr(torch_prefetch, "_pin", torch.clone)
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: sent.append(float(tensor)) or tensor)
+
+    def send(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        sent.append(float(tensor))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "to", send)
     monkeypatch.setattr(torch.Tensor, "record_stream", Mock())
     ahead = Prefetcher(iter(torch.arange(9.0)), torch.device("cuda", 0), 2)
     for taken in range(9):
