@@ -101,7 +101,7 @@ def rival_lines(state: SessionState, width: int, height: int, marks: Marks) -> t
         tone: Tone = "accent" if place else "speed"
         share = each.samples_per_second / top
         drawn = bar(share, inline, marks, tone) if inline >= 8 else ()
-        lines.append(_rival_line(each, found[0], width, marks, drawn, first=not place))
+        lines.append(_rival_line(each, found[0], width, marks, drawn))
         if not drawn and height >= 2 * len(found):
             lines.append(Line((Span(" "), *bar(share, width - 2, marks, tone))))
     return tuple(lines)
@@ -112,9 +112,8 @@ _WHOLE_CELLS = 47  # a narrower row has an interval or a gain, and nothing else
 _BRIEF_CELLS = 21  # such a row without its name
 
 
-def _rival_line(
-    each: RivalRate, best: RivalRate, width: int, marks: Marks, drawn: tuple[Span, ...], *, first: bool
-) -> Line:
+def _rival_line(each: RivalRate, best: RivalRate, width: int, marks: Marks, drawn: tuple[Span, ...]) -> Line:
+    first = each is best
     half = (each.high - each.low) / 2 / each.samples_per_second if each.samples_per_second else 0.0
     error = f"{marks.plus_minus}{percent(half, 1 if half < 0.1 else 0)}"
     versus = "" if first else _versus(best.samples_per_second, each)

@@ -15,7 +15,7 @@ from evener.balancer.result.explain_measurements import explain_doubts
 from evener.balancer.types import Layout
 from evener.devices.types import Device
 from evener.errors import RequestError
-from evener.tui.cli.commands.balance import stopped_by_signals
+from evener.tui.cli.session_runner import stopped_by_signals
 from evener.tui.text.formatting import plain
 from evener.tui.text.parsing import parse_duration
 from evener.tui.text.safe_documents import json_text

@@ -1,0 +1,158 @@
+"""Running a session on a terminal or in a pipe: its progress as lines, its plan in a file, its end by a signal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from evener.balancer.events import Finished
+from evener.balancer.session import Session
+from evener.errors import NoLayoutError, RequestError
+from evener.tui.cli.streams import ReaderGoneError, report_fault
+from evener.tui.text.formatting import plain
+from evener.tui.text.progress import Progress
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+_STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+
+
+def run_session(
+    make: Callable[[], Session],
+    show: Callable[[Session, Finished, Sequence[str]], None],
+    export: Path | None,
+    as_json: bool,
+) -> int:
+    """Run a session to its end, save its plan to `export`, and `show` the result, given the devices' labels.
+
+    The exit code is 0, or that of the signal that interrupted it. Signals are caught until everything is written, so
+    that none leaves half a file.
+    """
+    if export is not None:
+        _check_target(export)
+    session, progress = make(), Progress()
+    with stopped_by_signals(session.stop, "stopping; the best result so far is kept") as caught:
+        try:
+            finished = _show_progress(session, progress, as_json)
+        except NoLayoutError as fault:
+            if not caught:
+                raise
+            report_fault(fault, as_json)
+            return caught[0]
+        finally:
+            session.close()
+        try:
+            if export is not None:
+                finished.plan.save(export)
+            show(session, finished, progress.devices)
+            if not as_json:
+                _print_next_step(finished, export)
+        except ReaderGoneError:
+            if not caught:
+                raise
+    if not finished.interrupted:
+        return 0
+    return caught[0] if caught else 130
+
+
+def _print_next_step(finished: Finished, export: Path | None) -> None:
+    written = f"plan written to {plain(str(export))}" if export is not None else ""
+    print(f"evener: {written or f'to write the plan: evener export {finished.run} -o plan.toml'}", file=sys.stderr)
+
+
+def result_json(finished: Finished, **more: object) -> dict[str, object]:
+    """The result as data: the run, `more`, and the plan."""
+    head = {"run": finished.run, "verdict": finished.verdict, "interrupted": finished.interrupted}
+    return {**head, **more, **msgspec.to_builtins(finished.plan)}
+
+
+def _check_target(path: Path) -> None:
+    """Raise RequestError now, not after minutes of probing, if `path` can't be written."""
+    if path.suffix not in (".toml", ".json"):
+        raise RequestError(f"--export {path} ends neither in .toml nor in .json.", "Name it plan.toml or plan.json.")
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISDIR(path.stat().st_mode):
+                raise RequestError(f"--export {path} is a folder.", "Name a file in it.")
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RequestError(
+            f"--export {path} can't be written: {reason}.", "Name a file in a folder that you may write to."
+        ) from None
+
+
+@contextlib.contextmanager
+def stopped_by_signals(stop: Callable[[], None], words: str) -> Iterator[list[int]]:
+    """Make Ctrl-C, SIGTERM and SIGHUP call `stop`; a second one ends at once. Yields the exit codes of those caught.
+
+    An ignored SIGHUP, as under `nohup`, stays ignored.
+    """
+    caught: list[int] = []
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(_STOPS[signal.Signals(number)])
+        with contextlib.suppress(OSError, ValueError):
+            os.write(2, f"\nevener: {words}\n".encode())
+        stop()
+
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = [number for number in _STOPS if not (ignored and number == signal.SIGHUP)]
+    earlier: dict[int, Any] = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield caught
+    finally:
+        for number, action in earlier.items():
+            signal.signal(number, action)
+
+
+def _show_progress(session: Session, progress: Progress, as_json: bool) -> Finished:
+    """Show the session's progress; returns its result."""
+    finished: Finished | None = None
+    on_terminal = sys.stderr.isatty() and not as_json
+    with _live_lines(progress) if on_terminal else contextlib.nullcontext() as live:
+        for event in session.events():
+            line = progress.take(event)
+            if line is not None:
+                _say(line, live)
+            if live is not None:
+                live.refresh()
+            if isinstance(event, Finished):
+                finished = event
+    assert finished is not None, "a session without a plan raises"
+    return finished
+
+
+def _live_lines(progress: Progress) -> Live:
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console(stderr=True, highlight=False)
+
+    def draw() -> Group:
+        return Group(*(Text(line, overflow="ellipsis", no_wrap=True) for line in progress.screen()))
+
+    return Live(get_renderable=draw, console=console, transient=True, refresh_per_second=4)
+
+
+def _say(line: str, live: Live | None) -> None:
+    """Print a line above the live ones."""
+    if live is not None:
+        live.console.print(plain(line), markup=False, highlight=False, soft_wrap=True)
+    else:
+        print(plain(line), file=sys.stderr, flush=True)
