@@ -182,8 +182,7 @@ def _standing(one: Candidate, winner: Candidate | None, turns: TurnsByLayout) ->
 
 
 def _rate(seen: Timed) -> Interval:
-    layout = seen.probe.layout
-    samples = layout.global_batch * layout.processes
-    low = samples / seen.high_seconds if seen.high_seconds else 0.0
-    high = samples / seen.low_seconds if seen.low_seconds else math.inf
-    return Interval(seen.samples_per_second, low, min(high, 10 * seen.samples_per_second))
+    """A probe's samples/s, as uncertain as its step time."""
+    value = seen.samples_per_second
+    half = value * (seen.high_seconds - seen.low_seconds) / 2 / seen.step_seconds if seen.step_seconds else 0.0
+    return Interval(value, max(0.0, value - half), value + half)
