@@ -20,6 +20,7 @@ from evener.tui.view.figures import (
 )
 
 _LABEL_CELLS = 18
+_megahertz = "{:.0f} MHz".format
 
 
 def _fact(label: str, text: str, tone: Tone = "text") -> Line:
@@ -49,10 +50,6 @@ def _limited(text: Callable[[float], str], whole: Reading) -> Callable[[float], 
     return lambda number: f"{text(number)} of {text(whole.value)}" if whole.value else text(number)
 
 
-def _mhz(number: float) -> str:
-    return f"{number:.0f} MHz"
-
-
 def _per_second(number: float) -> str:
     return f"{size(number)}/s"
 
@@ -77,7 +74,7 @@ def device_details(sample: DeviceSample, width: int) -> tuple[Line, ...]:
         _reading("slows down at", sample.temperature_limit_celsius, celsius),
         _reading("power", sample.power_watts, _limited(watts, sample.power_limit_watts), "power"),
         _reading("energy", sample.energy_joules, _energy),
-        _reading("clock", sample.clock_mhz, _limited(_mhz, sample.clock_max_mhz)),
+        _reading("clock", sample.clock_mhz, _limited(_megahertz, sample.clock_max_mhz)),
         _reading("throttled", sample.throttled_percent, lambda number: f"{number:.1f} % of the time", throttle_tone),
         _fact("why", clean(", ".join(sample.throttle_reasons)) or "no reason given", "text"),
         _reading("PCIe received", sample.pcie_receive_bytes_per_second, _per_second),

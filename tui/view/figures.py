@@ -18,24 +18,10 @@ STATE_WORDS = {
 }
 
 
-def whole(number: float) -> str:
-    """A rounded number."""
-    return f"{number:.0f}"
-
-
-def percents(number: float) -> str:
-    """A metric that is in per cent already: 62 is "62 %"."""
-    return f"{number:.0f} %"
-
-
-def watts(number: float) -> str:
-    """Power."""
-    return f"{number:.0f} W"
-
-
-def celsius(number: float) -> str:
-    """Temperature."""
-    return f"{number:.0f} °C"
+whole = "{:.0f}".format
+percents = "{:.0f} %".format  # of a metric that is in per cent already
+watts = "{:.0f} W".format
+celsius = "{:.0f} °C".format
 
 
 def samples_rate(number: float) -> str:
