@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import msgspec
 import pytest
 
@@ -21,12 +23,10 @@ from evener.balancer.types import Interval, Layout, Probe, Result, Timed, layout
 
 LABELS = ("GPU:0", "GPU:1")
 SOLO = Candidate("solo", solo(2, 0, 256))
-EVEN = split_evenly(2, (0, 1), 256)
-assert EVEN is not None
+EVEN = cast(Candidate, split_evenly(2, (0, 1), 256))
 SPLIT = Candidate("split", Layout("split", (150, 106)))
 PACK = pack_on(SOLO.layout, 5)
-PLACE = place_on(2, Placement("towers"), 256)
-assert PLACE is not None
+PLACE = cast(Candidate, place_on(2, Placement("towers"), 256))
 
 
 def result(one: Candidate, rate: float, error: float = 0.005) -> Result:
@@ -72,8 +72,7 @@ def test_an_even_split_is_not_compared_with_itself() -> None:
     """Only with the single device."""
     words = explain(result(EVEN, 1810), [rival(SPLIT, 0.0, tie=True), rival(SOLO, 0.35)], LABELS)
     assert words == (
-        "Split evenly over GPU:0 and GPU:1 (128 + 128 samples): 1 810 samples/s ± 0.5 %,"
-        " 35 % faster than GPU:0 alone."
+        "Split evenly over GPU:0 and GPU:1 (128 + 128 samples): 1 810 samples/s ± 0.5 %, 35 % faster than GPU:0 alone."
     )
 
 

@@ -12,7 +12,7 @@ from evener.balancer.result.explain_failure import explain_no_plan, list_failure
 from evener.balancer.search.search import Stop
 from evener.balancer.session import Session
 from evener.balancer.store.journal import Header
-from evener.balancer.types import Belief, CurveSketch, Failed, Layout, OutOfMemory, Probe, Timed, solo
+from evener.balancer.types import Belief, CurveSketch, Failed, Layout, Observation, OutOfMemory, Probe, Timed, solo
 from evener.devices.types import Device
 from evener.errors import NoLayoutError
 
@@ -35,7 +35,7 @@ def faulted(**options: object) -> NoLayoutError:
 
 def test_what_failed_is_said_by_each_device_s_smallest_failure() -> None:
     """Out of memory with the batch, other failures with their cause."""
-    seen = [
+    seen: list[Observation] = [
         OutOfMemory(Probe(solo(2, 0, 64), "solo", 1.0), (0,), "full", 1.0),
         OutOfMemory(Probe(solo(2, 0, 8), "solo", 1.0), (0,), "full", 1.0),
         Failed(Probe(solo(2, 1, 8), "solo", 1.0), "raised", "GPU:1, building: t.py:3: ValueError: no", (1,), 1.0),

@@ -46,7 +46,7 @@ class SlowStarts:
 
     def _measured(self, probes: Sequence[Probe]) -> list[Observation]:
         """As plain processes: simulated devices know no other mode of packing."""
-        plain = [_plain(probe) for probe in probes]
+        plain = tuple(_plain(probe) for probe in probes)
         seen = {one.probe: one for one in self._prober.measure(plain, lambda _: None, threading.Event())}
         return [seen[probe] for probe in plain]
 

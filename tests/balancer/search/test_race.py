@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,9 +20,7 @@ PAIR = Bench(((10.0, 0.1, 0, 4000), (12.0, 0.16, 0, 4000)), 0.002)
 EQUAL = Bench(((10.0, 0.1, 0, 4000), (10.0, 0.1, 0, 4000)), 0.002)
 
 
-def searched_with(
-    bench: Bench, slower: Callable[[Probe], float], **options: object
-) -> tuple[Search, list[Observation]]:
+def searched_with(bench: Bench, slower: Callable[[Probe], float], **options: Any) -> tuple[Search, list[Observation]]:
     """A search in which each probe's steps take longer by a factor; and what it saw."""
     search, seen = Search(bench.problem(**options)), list[Observation]()
     while probes := search.ask():
@@ -33,7 +32,7 @@ def searched_with(
     return search, seen
 
 
-def noisy(bench: Bench, deviation: float, seed: int, **options: object) -> tuple[Search, list[Observation]]:
+def noisy(bench: Bench, deviation: float, seed: int, **options: Any) -> tuple[Search, list[Observation]]:
     """A search in which every probe is off by as much noise as it says."""
     search, seen = Search(bench.problem(**options)), list[Observation]()
     while probes := search.ask():

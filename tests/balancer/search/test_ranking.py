@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Mapping
 from statistics import fmean
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -25,8 +26,7 @@ from evener.balancer.search.ranking import (
 from evener.balancer.types import Layout, Probe, Problem, Timed, solo
 
 SOLO = Candidate("solo", solo(2, 0, 100))
-EVEN = split_evenly(2, (0, 1), 100)
-assert EVEN is not None
+EVEN = cast(Candidate, split_evenly(2, (0, 1), 100))
 PACK = pack_on(SOLO.layout, 2)
 FIXED = Problem(2, (None, None), global_batch=100)
 FREE = Problem(2, (None, None), tolerance=0.02)

@@ -23,7 +23,7 @@ def shrunk(bench: Bench, room: tuple[int, ...]) -> Bench:
 
 def course(bench: Bench, room: tuple[int, ...], after: int) -> tuple[Search, list[Observation]]:
     """A whole search in which others take memory after so many observations; every probe begun later tells of it."""
-    search, seen, less = Search(bench.problem()), [], shrunk(bench, room)
+    search, seen, less = Search(bench.problem()), list[Observation](), shrunk(bench, room)
     short = tuple(10 * (had[3] - has) for had, has in zip(bench.devices, room, strict=True))
     for _ in range(MOST_ASKS):
         probes = search.ask()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -93,7 +94,7 @@ def test_layouts_keep_to_the_request(bench: Bench, data: st.DataObject) -> None:
     """Shares are multiples, sum to a fixed batch, stay below the caps, and the race never runs out of memory."""
     quantum = data.draw(st.sampled_from([1, 1, 8]))
     count = len(bench.devices)
-    options: dict[str, object] = {"multiple_of": quantum}
+    options: dict[str, Any] = {"multiple_of": quantum}
     kind = data.draw(st.sampled_from(["free", "fixed", "capped"]))
     batch = data.draw(st.integers(count, 300)) * quantum
     if kind == "fixed":
