@@ -8,12 +8,14 @@ refused.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from evener.errors import RequestError
+
+_SEQUENCES = (tuple, list)
 
 
 class Pass:
@@ -30,7 +32,7 @@ class Pass:
 
     def may_be_computed(self) -> bool:
         """Whether a loop may still use its newest batch."""
-        return bool(self.batches) and (self.open or self.unfinished or self.batches[-1].is_alive())
+        return self.open or self.unfinished or self.batches[-1].is_alive()
 
 
 class TakenBatch:
@@ -38,9 +40,9 @@ class TakenBatch:
 
     __slots__ = ("origin", "sizes", "tensors", "used")
 
-    def __init__(self, origin: Pass, sizes: Sequence[int], data: Any) -> None:
+    def __init__(self, origin: Pass, sizes: tuple[int, ...], data: Any) -> None:
         self.origin = origin
-        self.sizes = tuple(sizes)
+        self.sizes = sizes
         self.tensors = [weakref.ref(tensor) for tensor in tensors_in(data)]
         self.used = False  # a wrapped model has computed it
 
@@ -72,35 +74,41 @@ class BatchTracker:
         self.last: TakenBatch | None = None  # in hand, or when the last pass ended
         self._passes: list[Pass] = []  # the one that gave a batch last comes last
         self._manual = Pass()
+        self._only: TakenBatch | None = None  # in hand, where no other comes into question
 
-    def take(self, origin: Pass, sizes: Sequence[int], data: Any) -> None:
+    def take(self, origin: Pass, sizes: tuple[int, ...], data: Any) -> None:
         """A loader hands out its next batch."""
-        if not self._passes or self._passes[-1] is not origin:
+        if not (self._passes and self._passes[-1] is origin):
             self._passes = [each for each in self._passes if each not in (origin, self._manual)] + [origin]
         batches = origin.batches
-        if batches and batches[-1].used:
+        before = batches[-1] if batches else None
+        if before is not None and before.used:
             del batches[:-1]
         while len(batches) > 2 and not batches[0].is_alive():
             del batches[0]
-        self.current = self.last = TakenBatch(origin, sizes, data)
-        batches.append(self.current)
+        self.current = self.last = taken = TakenBatch(origin, sizes, data)
+        batches.append(taken)
+        alone = len(self._passes) == 1 and (before is None or (before.used and before.sizes == sizes))
+        self._only = taken if alone else None
 
     def begin(self, sizes: Sequence[int]) -> None:
         """The next forward passes compute a batch of no loader's, until one hands out its next batch."""
         self._manual.batches.clear()
-        self.take(self._manual, sizes, ())
+        self.take(self._manual, tuple(sizes), ())
 
     def end(self, origin: Pass) -> None:
         """A pass is over or left. A batch of it may be in use still: the only one taken, or a list of them."""
+        self._only = None
         origin.open = False
-        origin.unfinished = bool(origin.batches) and not origin.batches[-1].used
-        left = [each for each in self._passes if each.training and each.batches and each.batches[-1].is_alive()]
+        origin.unfinished = not (origin.batches and origin.batches[-1].used)
         self._passes = [
-            each for each in self._passes if each.open or each in left or (each is origin and each.training)
+            each
+            for each in self._passes
+            if each.open or (each.training and (each is origin or each.batches[-1].is_alive()))
         ]
         if self.current is not None and self.current.origin is origin:
-            open_passes = [each for each in self._passes if each.open and each.batches]
-            self.current = open_passes[-1].batches[-1] if open_passes else None
+            left = [each.batches[-1] for each in self._passes if each.open]
+            self.current = left[-1] if left else None
             self.last = self.current or self.last
 
     def is_training(self) -> bool:
@@ -117,18 +125,19 @@ class BatchTracker:
 
         None if no loader has handed one out; RequestError if it could be one of several that weigh differently.
         """
-        passes = self._candidates(training)
-        if not passes:
-            return None
-        newest = passes[-1].batches[-1]
-        batches = [batch for each in passes for batch in each.batches]
-        found = None
-        if len(batches) > 1 and not _all_weigh_alike(newest, batches, passes):
-            found = self._match(inputs, passes)
-        for batch in [each.batches[-1] for each in passes] if found is None else [found]:
-            batch.used = True
-        self.current = self.last = found or newest
-        return self.current
+        found = self._only
+        if found is None:
+            passes = self._candidates(training)
+            if not passes:
+                return None
+            found = None if _weigh_the_same(passes) else self._match(inputs, passes)
+            if found is None:
+                for each in passes:
+                    each.batches[-1].used = True
+                found = passes[-1].batches[-1]
+        found.used = True
+        self.current = self.last = found
+        return found
 
     def _candidates(self, training: bool) -> list[Pass]:
         """Open training passes; a validation's where the model validates; else the pass that ended last."""
@@ -160,9 +169,10 @@ class BatchTracker:
         )
 
 
-def _all_weigh_alike(newest: TakenBatch, batches: Sequence[TakenBatch], passes: Sequence[Pass]) -> bool:
-    """Whether it makes no difference, now or later in the epoch, which of the batches is computed."""
-    if any(not batch.mixes_with(newest) for batch in batches):
+def _weigh_the_same(passes: Sequence[Pass]) -> bool:
+    """Whether it makes no difference, now or later in the epoch, which of their batches is computed."""
+    newest = passes[-1].batches[-1]
+    if not all(batch.mixes_with(newest) for each in passes for batch in each.batches):
         return False
     return newest.origin.tail is None or all(batch.used for each in passes for batch in each.batches[:-1])
 
@@ -173,16 +183,13 @@ def _possible(origin: Pass) -> list[TakenBatch]:
     return [batch for batch in waiting if batch.is_alive() or len(waiting) == 1] + origin.batches[-1:]
 
 
-def tensors_in(data: Any) -> Iterator[torch.Tensor]:
+def tensors_in(data: Any) -> list[torch.Tensor]:
     """The tensors in nested tuples, lists and mappings."""
     if isinstance(data, torch.Tensor):
-        yield data
-    elif isinstance(data, Mapping):
-        for item in data.values():
-            yield from tensors_in(item)
-    elif isinstance(data, tuple | list):
-        for item in data:
-            yield from tensors_in(item)
+        return [data]
+    if isinstance(data, _SEQUENCES):
+        return [tensor for item in data for tensor in ([item] if isinstance(item, torch.Tensor) else tensors_in(item))]
+    return tensors_in(list(data.values())) if isinstance(data, Mapping) else []
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -61,7 +61,7 @@ class BatchWeights:
             model.register_forward_pre_hook(hook, with_kwargs=True)
         hook.weights = self
 
-    def take(self, origin: Pass, sizes: Sequence[int], data: Any) -> None:
+    def take(self, origin: Pass, sizes: tuple[int, ...], data: Any) -> None:
         """A loader hands out a batch."""
         if len(sizes) > 1:
             OPTIMIZER_CHECK.trainer = self._reference

@@ -34,10 +34,12 @@ class GradientWeights:
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handles: list[Any] = []
         self._factor = 1.0
+        self._sizes: Sequence[int] | None = None  # that the factor is for
 
     def reset(self, shares: Sequence[int]) -> None:
         """Take these for the samples of a full global batch from now on."""
         self.constant = gradient_weight(shares, self._rank)
+        self._sizes = None
         self.begin(shares)
 
     def attach(self, model: Any) -> None:
@@ -59,12 +61,15 @@ class GradientWeights:
 
     def begin(self, sizes: Sequence[int]) -> None:
         """From now on, gradients come from a step in which each rank has these rows; a rank may have none."""
-        factor = gradient_weight(sizes, self._rank) / self.constant
-        if factor != self._factor:
-            self._scale_by(factor)
+        if sizes is not self._sizes:
+            self._sizes = sizes
+            factor = gradient_weight(sizes, self._rank) / self.constant
+            if factor != self._factor:
+                self._scale_by(factor)
 
     def end(self) -> None:
         """The step is over: leave gradients alone until the next one begins."""
+        self._sizes = None
         if self._factor != 1.0:
             self._scale_by(1.0)
 

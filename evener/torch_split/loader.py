@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any
 
 import torch
@@ -19,18 +20,11 @@ _DECIDED = {
     "sampler": "Give it as order=: all ranks then take their rows of its order.",
     "batch_sampler": "Give order=, a sampler of rows or a function of the epoch that returns their order.",
 }
-_DATALOADER_OPTIONS: dict[str, Any] = {  # and what DataLoader takes for those that aren't given
-    "num_workers": 0,
-    "collate_fn": default_collate,
-    "pin_memory": False,
-    "timeout": 0,
-    "worker_init_fn": None,
-    "multiprocessing_context": None,
-    "generator": None,
-    "prefetch_factor": None,
-    "persistent_workers": False,
-    "pin_memory_device": "",
-}
+_OPTIONS = {  # of DataLoader that are free, and what it takes for those that aren't given
+    name: parameter.default
+    for name, parameter in signature(DataLoader).parameters.items()
+    if name not in {*_DECIDED, "dataset", "shuffle", "drop_last"}
+} | {"collate_fn": default_collate}
 
 
 class StepListener:
@@ -39,7 +33,7 @@ class StepListener:
     def compare(self, digest: int) -> None:
         """A pass begins in an order of the user's own, which has this digest here."""
 
-    def begin(self, origin: Pass, sizes: Sequence[int], batch: Any) -> None:
+    def begin(self, origin: Pass, sizes: tuple[int, ...], batch: Any) -> None:
         """The loop gets this batch, of which the ranks have these rows."""
 
     def done(self, rows: int) -> None:
@@ -71,7 +65,7 @@ class Loader:
         prefetch: int | None = None,
         training: bool = True,
     ) -> None:
-        for name, default in _DATALOADER_OPTIONS.items():
+        for name, default in _OPTIONS.items():
             given = options.get(name)
             setattr(self, name, default if given is None else given)
         self.dataset = dataset

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -13,21 +13,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from evener.errors import RequestError
 
 
-class Trainer(Protocol):
-    """Whose loader gave out the batch that is trained on."""
-
-    def is_training(self) -> bool:
-        """Whether a step is to be looked at."""
-
-    def check_trained(self, parameters: list[Any]) -> None:
-        """RequestError if gradients of these parameters are wrong."""
-
-
 class OptimizerCheck:
-    """Looks at each optimizer of the process before its first step, and again when it has other parameters."""
+    """Looks at each optimizer of the process before its first step, and again when it has other parameters.
+
+    `trainer` gives the BatchWeights of the batch that is trained on.
+    """
 
     def __init__(self) -> None:
-        self.trainer: Callable[[], Trainer | None] = lambda: None
+        self.trainer: Callable[[], Any] = lambda: None
         self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         register_optimizer_step_pre_hook(self._before_step)
 
@@ -49,7 +42,7 @@ class OptimizerCheck:
             return (arguments[0], checked, *arguments[2:]), keywords
         return arguments, {**keywords, "closure": checked}
 
-    def _look(self, optimizer: Any, count: int, trainer: Trainer) -> None:
+    def _look(self, optimizer: Any, count: int, trainer: Any) -> None:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         trained = [each for each in parameters if isinstance(each, Parameter) and each.grad is not None]
         if trained:

@@ -74,7 +74,7 @@ class Prefetcher:
     def _run(self) -> None:
         try:
             with self._lane.context() if self._lane else nullcontext():
-                self._fill()
+                self._send_all()
         except BaseException as error:
             self._error = error
         finally:
@@ -82,7 +82,7 @@ class Prefetcher:
                 self._ended = True
                 self._change.notify_all()
 
-    def _fill(self) -> None:
+    def _send_all(self) -> None:
         """Fetch and send until the source or the loop ends."""
         for number in count():
             if not self._has_space():

@@ -6,24 +6,41 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from evener.errors import PlanError, RequestError
+from evener.errors import RequestError
 from evener.plan import Plan, Share
 from evener.plan_check import check_fit, check_global_batch, describe
 from evener.shares import apportion, check_ratios
 from evener.torch_split.process import Stand, present
 
 
-def plan_shares(plan: Plan, ratios: Sequence[float] | None, global_batch: int | None) -> tuple[int, ...]:
-    """By the plan; RequestError if it can't say."""
+def plan_shares(
+    plan: Plan,
+    ratios: Sequence[float] | None,
+    global_batch: int | None,
+    stand: Stand,
+    gpus: dict[str, int],
+    strict: bool,
+) -> tuple[int, ...]:
+    """By the plan, with a warning where it was measured with something else than what is here.
+
+    PlanError where it can't train here, with `strict` also instead of a warning.
+    """
     if ratios is not None:
         raise RequestError("Both a plan and ratios are given.", "Give one of them; the plan has its own ratios.")
-    if plan.layout.kind == "place":
-        raise PlanError(
-            "The plan places parts of one model on several devices, which a split can't do.",
-            "Make a plan with another layout, or place the parts in the script.",
-        )
-    if global_batch is not None:
-        check_global_batch(global_batch, len(plan.layout.active))
+    differences = check_fit(
+        plan,
+        devices=present(gpus, plan.layout.active),
+        world=stand.world,
+        workload_digest=None,
+        strict=strict,
+        global_batch=global_batch,
+        framework="torch",
+    )
+    for difference in differences:
+        warnings.warn(difference, stacklevel=3)
+    held = ", ".join(f"{describe(share)} to {share.limit}" for share in plan.layout.active if share.limit)
+    if held and stand.rank == 0:  # one process says it for all
+        warnings.warn(f"The plan was measured with limits that a training doesn't have: {held}.", stacklevel=3)
     return tuple(size for size, share in zip(plan.shares(global_batch), plan.layout.share, strict=True) if share.batch)
 
 
@@ -44,24 +61,6 @@ def ratio_shares(ratios: Sequence[float] | None, global_batch: int | None, world
         )
     check_global_batch(global_batch, world)
     return apportion(global_batch, chosen)
-
-
-def check_plan(plan: Plan, stand: Stand, gpus: dict[str, int], strict: bool, global_batch: int | None) -> None:
-    """Warn where the plan was measured with something else than what is here; PlanError where it can't train."""
-    differences = check_fit(
-        plan,
-        devices=present(gpus, plan.layout.active),
-        world=stand.world,
-        workload_digest=None,
-        strict=strict,
-        global_batch=global_batch,
-        framework="torch",
-    )
-    for difference in differences:
-        warnings.warn(difference, stacklevel=3)
-    held = ", ".join(f"{describe(share)} to {share.limit}" for share in plan.layout.active if share.limit)
-    if held and stand.rank == 0:  # one process says it for all
-        warnings.warn(f"The plan was measured with limits that a training doesn't have: {held}.", stacklevel=3)
 
 
 def unplanned_share(device: Any, gpus: dict[str, int]) -> Share:

@@ -34,7 +34,7 @@ from evener.torch_split.loader import Loader, StepListener, check_options, count
 from evener.torch_split.model_checks import check_normalization, find_ddp, is_sharded
 from evener.torch_split.model_digest import model_digest
 from evener.torch_split.process import choose_device, find_stand, join, settle, visible_gpus
-from evener.torch_split.rank_shares import check_plan, plan_shares, ratio_shares, unplanned_share
+from evener.torch_split.rank_shares import plan_shares, ratio_shares, unplanned_share
 from evener.torch_split.row_order import Order, RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
 
@@ -71,8 +71,7 @@ class Split:
         gpus = visible_gpus()
         self.plan = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
         if self.plan is not None:
-            self.shares = plan_shares(self.plan, ratios, global_batch)
-            check_plan(self.plan, stand, gpus, strict, global_batch)
+            self.shares = plan_shares(self.plan, ratios, global_batch, stand, gpus, strict)
         else:
             self.shares = ratio_shares(ratios, global_batch, stand.world)
         share = self.plan.layout.active[stand.rank] if self.plan is not None else None
@@ -144,10 +143,10 @@ class Split:
             order=chosen,
             join_tail=not training,
         )
-        self._warn_of_fillers(sampler)
+        self._warn_of_extra_rows(sampler)
         return Loader(dataset, sampler, _Steps(self, training), options, self.device, prefetch, training)
 
-    def _warn_of_fillers(self, sampler: UnevenBatchSampler) -> None:
+    def _warn_of_extra_rows(self, sampler: UnevenBatchSampler) -> None:
         last = sampler.sizes(len(sampler) - 1)
         if self.rank == 0 and min(last) == 0:
             warnings.warn(
@@ -278,7 +277,7 @@ class _Steps(StepListener):
                 "Draw from PyTorch's random numbers, or give a function of the epoch that seeds its own.",
             )
 
-    def begin(self, origin: Pass, sizes: Sequence[int], batch: Any) -> None:
+    def begin(self, origin: Pass, sizes: tuple[int, ...], batch: Any) -> None:
         self._split._weights.take(origin, sizes, batch)
 
     def done(self, rows: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from evener.errors import RequestError
 from evener.torch_split.loader import Loader, StepListener, check_options, count_rows
+from evener.torch_split.row_order import RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
 
 SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=6)
@@ -184,7 +186,7 @@ def test_a_loader_goes_on_in_mid_epoch(taken: int, workers: int) -> None:
     whole = Heard().loader(37, [8])
     expected = [batch.tolist() for _ in range(2) for batch in whole]
     loader = Heard().loader(37, [8], num_workers=workers)
-    seen = []
+    seen: list[list[int]] = []
     for batch in loader:
         if len(seen) == taken:
             break
@@ -213,8 +215,108 @@ def test_a_loop_that_sets_every_epoch_goes_on_too(taken: int) -> None:
         assert [batch.tolist() for batch in again] == left
 
 
+def test_an_iterator_takes_nothing_before_its_first_batch() -> None:
+    """Also after a state was loaded; the length is a whole epoch's all the while."""
+    loader = Heard().loader(45, [8])
+    first = [batch.tolist() for batch in loader]
+    loader.load_state_dict({**loader.state_dict(), "epoch": 0, "position": 24})
+    unused = iter(loader)
+    assert len(loader) == 6
+    assert loader.state_dict()["position"] == 24
+    assert [batch.tolist() for batch in loader] == first[3:]
+    assert len(loader) == 6
+    del unused
+
+
+def test_other_libraries_find_a_dataloaders_attributes() -> None:
+    """And setting the sampler's epoch, as Lightning does, is setting the loader's."""
+    loader = Heard().loader(45, [6, 2], num_workers=0, pin_memory=False)
+    expected = vars(torch.utils.data.DataLoader(Numbers(45)))
+    missing = [name for name in expected if not name.startswith("_") and not hasattr(loader, name)]
+    assert missing == []
+    assert not isinstance(loader, torch.utils.data.DataLoader)
+    assert (loader.batch_size, len(loader.batch_sampler), len(loader.dataset)) == (6, 6, 45)
+    assert len(loader.sampler) == 5 * 6 + 4
+    rows = list(loader.sampler)
+    loader.sampler.set_epoch(0)
+    assert torch.cat(list(loader)).tolist() == rows
+    assert repr(loader) == "Loader(45 rows, shares=(6, 2), rank=0, device=cpu)"
+
+
+def test_a_pickled_loader_gives_the_same_batches_and_tells_nobody() -> None:
+    loader = Heard().loader(11, [3, 1])
+    again = pickle.loads(pickle.dumps(loader))
+    assert [batch.tolist() for batch in again] == [batch.tolist() for batch in loader]
+
+
+@given(st.integers(1, 120), SHARES)
+def test_a_tail_that_joins_leaves_no_rank_without_rows(length: int, shares: list[int]) -> None:
+    """But in data with fewer rows than ranks; no batch grows by as many rows as there are ranks."""
+    steps = [
+        samplers.sizes(step) for samplers in ranks(length, shares, join_tail=True)[:1] for step in range(len(samplers))
+    ]
+    assert sum(map(sum, steps)) == length
+    assert rows_that_count(ranks(length, shares, join_tail=True))
+    if length >= len(shares):
+        assert all(min(sizes) > 0 for sizes in steps)
+    assert all(size - share < len(shares) for sizes in steps for size, share in zip(sizes, shares, strict=True))
+
+
+def drawn(order: Any, length: int = 20, seed: int = 0) -> RowOrder:
+    return RowOrder(order, length, seed)
+
+
+def test_an_order_is_the_same_for_every_rank_and_another_in_each_epoch() -> None:
+    """Whatever random numbers a rank has drawn before, and they go on as if nothing was drawn between."""
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    for sampler in (
+        torch.utils.data.RandomSampler(range(20)),
+        torch.utils.data.RandomSampler(range(20), generator=torch.Generator()),
+    ):
+        first = drawn(sampler)
+        torch.manual_seed(1)
+        second = drawn(sampler)
+        assert torch.equal(torch.rand(3), expected)
+        assert torch.equal(first.draw(1), second.draw(1))
+        assert not torch.equal(second.draw(0), second.draw(1))
+        assert not torch.equal(second.draw(1), drawn(sampler, seed=1).draw(1))
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        [],
+        [20],
+        [-1],
+        [0.5],
+        [[1, 2], [3, 4]],
+        [True],
+        ["a"],
+        lambda _: None,
+        torch.utils.data.BatchSampler([1, 2], 2, False),
+    ],
+)
+def test_an_order_that_is_none_is_one_sentence(order: Any) -> None:
+    with pytest.raises(RequestError, match="row numbers from 0 to 19") as caught:
+        drawn(order)
+    assert caught.value.remedy
+
+
+def test_an_order_has_as_many_rows_in_every_epoch_and_is_that_of_its_state() -> None:
+    with pytest.raises(RequestError, match="2 rows in epoch 1"):
+        drawn(lambda epoch: range(1 + epoch)).draw(1)
+    state = UnevenBatchSampler(20, [4], 0, order=drawn(range(20))).state_dict(2)
+    UnevenBatchSampler(20, [4], 0, order=drawn(range(20))).load_state_dict(state)
+    with pytest.raises(RequestError, match="order"):
+        UnevenBatchSampler(20, [4], 0, order=drawn(list(range(19, -1, -1)))).load_state_dict(state)
+
+
 class Stream(torch.utils.data.IterableDataset):
-    """Rows without a number."""
+    """Rows without a number, though with a length."""
+
+    def __len__(self) -> int:
+        return 3
 
     def __iter__(self) -> Any:
         return iter(range(3))

@@ -62,11 +62,14 @@ def test_one_device_needs_no_group(tmp_path: Path) -> None:
     plan((0, 8)).save(tmp_path / "plan.toml")
     split = Split(tmp_path / "plan.toml")
     model = torch.nn.Linear(1, 1)
+    assert repr(split) == "Split(shares=(8,), rank=0, device=cpu, weigh='gradients')"
     assert (split.rank, split.world, split.shares, split.device) == (0, 1, (8,), torch.device("cpu"))
     assert split.wrap(model) is model
     assert sorted(float(row) for (rows,) in split.loader(ROWS) for row in rows) == [float(i) for i in range(20)]
     with split.no_sync(model):
         assert split.mean(torch.tensor(3.0, requires_grad=True)) == split.total(3.0) == 3.0
+    assert split.total(torch.tensor([[1, 2]])).tolist() == [[1, 2]]
+    assert split.gather(ROWS.tensors[0]) is ROWS.tensors[0]
     assert not torch.distributed.is_initialized()
 
 

@@ -156,7 +156,7 @@ class _Begins(StepListener):
     def __init__(self, begin: Callable[[Sequence[int]], None]) -> None:
         self._begin = begin
 
-    def begin(self, origin: object, sizes: Sequence[int], batch: Any) -> None:
+    def begin(self, origin: object, sizes: tuple[int, ...], batch: Any) -> None:
         self._begin(sizes)
 
 
