@@ -43,8 +43,10 @@ QUICKEST_STEP = 0.05  # seconds; however short the budget, steps up to it are tr
 class Budget:
     """The budget against what was spent."""
 
-    def __init__(self, problem: Problem, options: LayoutOptions, seen: Observations) -> None:
-        self._problem, self._options, self._seen = problem, options, seen
+    def __init__(
+        self, problem: Problem, options: LayoutOptions, seen: Observations, race_is_over: bool = False
+    ) -> None:
+        self._problem, self._options, self._seen, self._race_is_over = problem, options, seen, race_is_over
         self._timed = seen.all_timed()
         self.seconds = problem.budget_seconds
 
@@ -112,7 +114,9 @@ class Budget:
 
     def _end(self, stage: Stage) -> float:
         assert self.seconds is not None
-        return ENDS_BY[stage] * (self.explore_seconds if stage in ("solo", "rest", "split") else self.seconds)
+        if self._race_is_over:  # exploration may have the rest
+            return LATER_TURNS_END_BY * self.seconds
+        return ENDS_BY[stage] * (self.explore_seconds if stage in EXPLORATION else self.seconds)
 
     # ------------------------------------------------------------------ exploration's part
 

@@ -278,7 +278,11 @@ class Search:
         return self._decided
 
     def _decide(self) -> Decision:
-        """The first stage that wants a probe gets it; a race that has begun is left if its splits fell or time grew."""
+        """The first stage that wants a probe gets it.
+
+        A race that has begun is left if its splits fell or time grew; when it is over, exploration has the rest of the
+        budget.
+        """
         if again := self._seen.open_failures():
             same = tuple(probe for probe in again if probe.stage == again[0].stage)
             return Decision(same if again[0].stage == "solo" else same[:1], "Tries once more what failed.")
@@ -286,14 +290,22 @@ class Search:
         model, budget = predictions.model, Budget(self.problem, self.options, self._seen)
         if not model.live:
             return Decision((), "Nothing more can be measured.", self._nobody(model))
-        if self._explores(model, budget):
-            if probes := SoloStage(predictions, budget).next_probes():
-                return Decision(probes, f"Measures every device alone: {WHY_SOLO[min(probes[0].turn, 3)]}.")
-            if probe := SplitStage(predictions, budget, self._with_splits).next_probe():
-                return Decision((probe,), _explain_split(model, probe))
+        if self._explores(model, budget) and (decision := self._explore(predictions, budget)):
+            return decision
         if probe := self._race().next_probe():
             return Decision((probe,), self._explain_race(probe))
+        rest = Budget(self.problem, self.options, self._seen, race_is_over=True)
+        if rest.seconds is not None and (decision := self._explore(predictions, rest)):
+            return decision
         return Decision((), "Done.", self._why_over(model))
+
+    def _explore(self, predictions: Predictions, budget: Budget) -> Decision | None:
+        """The next batch of every device alone, else the next split; None when nothing is wanted or affordable."""
+        if probes := SoloStage(predictions, budget).next_probes():
+            return Decision(probes, f"Measures every device alone: {WHY_SOLO[min(probes[0].turn, 3)]}.")
+        if probe := SplitStage(predictions, budget, self._with_splits).next_probe():
+            return Decision((probe,), _explain_split(predictions.model, probe))
+        return None
 
     @property
     def _with_splits(self) -> bool:
@@ -309,7 +321,8 @@ class Search:
         race, found = self._race(), self.ranking()
         if not found:
             return (Stop.BUDGET if self._seen.in_stage("split") or model.holds_batch else Stop.NO_FIT).value
-        if race.waits_for_budget:
+        endless = Budget(msgspec.structs.replace(self.problem, budget_seconds=None), self.options, self._seen)
+        if race.waits_for_budget or self._explore(self._predictions(), endless):
             return Stop.BUDGET.value
         if race.tied:
             return Stop.TIED.value
