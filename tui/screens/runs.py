@@ -18,7 +18,7 @@ from evener.tui.screens.base import PanelScreen
 from evener.tui.screens.dialogs import ConfirmDialog
 from evener.tui.screens.export import ExportDialog
 from evener.tui.screens.replay import ReplayScreen
-from evener.tui.view.cells import Line, Span, clean, line, wrap
+from evener.tui.view.cells import Line, text_lines
 from evener.tui.view.runs import plan_lines, run_lines
 from evener.tui.view.table import Position
 from evener.tui.widgets.lines import Lines
@@ -137,7 +137,7 @@ class RunsScreen(PanelScreen):
             return ()
         found = self._found(name)
         if isinstance(found, str):
-            return tuple(line(Span(f" {row}", "bad")) for row in wrap(clean(found), max(4, width - 2), 6))
+            return text_lines(found, width, 6, "bad")
         return plan_lines(found, width, height, self.evener.marks)
 
     def _found(self, name: str) -> Run | str:

@@ -9,7 +9,7 @@ from evener.balancer.types import Observation, OutOfMemory, Timed
 from evener.shares import apportion
 from evener.tui.text.formatting import duration, percent, rate
 from evener.tui.text.progress import layout_words, outcome_words
-from evener.tui.view.cells import Line, Span, Tone, clean, cut, device_tone, line, pad, span_cells, wrap
+from evener.tui.view.cells import Line, Span, Tone, clean, cut, device_tone, line, pad, span_cells, text_lines, wrap
 from evener.tui.view.charts import bar
 from evener.tui.view.marks import Marks
 
@@ -161,34 +161,30 @@ def search_lines(state: SessionState, width: int, height: int, marks: Marks) -> 
     return (*head, *rows)
 
 
-def _doing_lines(state: SessionState, width: int) -> list[Line]:
+def _doing_lines(state: SessionState, width: int) -> tuple[Line, ...]:
     if state.fault:
-        text, tone = f"{state.fault} {state.remedy}", "bad"
-    elif state.finished is not None:
-        text, tone = state.finished.verdict, "good"
-    elif state.stopping:
-        text, tone = "Stopping: the best plan so far is kept.", "warn"
-    elif state.paused:
-        text, tone = "Paused: no new probe starts until you resume.", "warn"
-    else:
-        text, tone = (state.belief.doing if state.belief is not None else "The first probes are starting."), "text"
-    tones: dict[str, Tone] = {"bad": "bad", "good": "good", "warn": "warn", "text": "text"}
-    most = 6 if state.fault or state.finished is not None else 3  # a verdict is shown whole, for many devices too
-    return [line(Span(f" {row}", tones[tone])) for row in wrap(clean(text), max(4, width - 2), most)]
+        return text_lines(f"{state.fault} {state.remedy}", width, 6, "bad")
+    if state.finished is not None:
+        return text_lines(state.finished.verdict, width, 6, "good")  # whole, for many devices too
+    if state.stopping:
+        return text_lines("Stopping: the best plan so far is kept.", width, 3, "warn")
+    if state.paused:
+        return text_lines("Paused: no new probe starts until you resume.", width, 3, "warn")
+    doing = state.belief.doing if state.belief is not None else "The first probes are starting."
+    return text_lines(doing, width, 3)
 
 
-def _progress_lines(state: SessionState, width: int, marks: Marks) -> list[Line]:
+def _progress_lines(state: SessionState, width: int, marks: Marks) -> tuple[Line, ...]:
     """How much was measured and the budget that is left; at the end, why it ended."""
     left = seconds_left(state)
     facts = f"{state.probes} probes, {state.out_of_memory} out of memory, {duration(state.at_seconds)}"
     if state.finished is not None:
-        words = f"{facts}. {clean(state.finished.plan.search.why_stopped)}"
-        return [line(Span(f" {row}", "dim")) for row in wrap(words, max(4, width - 2), 2)]
+        return text_lines(f"{facts}. {state.finished.plan.search.why_stopped}", width, 2, "dim")
     spans: tuple[Span, ...] = (Span(f" {facts}", "dim"),)
     if left is not None and state.budget_seconds:
         used = state.at_seconds / state.budget_seconds
         spans = (*spans, Span(f", at most {duration(left)} left ", "dim"), *bar(used, 16, marks))
-    return [Line(pad(spans, width))]
+    return (Line(pad(spans, width)),)
 
 
 def _seen_line(state: SessionState, seen: Observation, at_seconds: float, width: int, marks: Marks) -> Line:

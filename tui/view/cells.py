@@ -158,3 +158,9 @@ def wrap(text: str, width: int, most: int) -> tuple[str, ...]:
     if len(lines) > most and shown:
         shown[-1] = cut(f"{shown[-1]} …", width) if cells(shown[-1]) + 2 <= width else cut(shown[-1] + "  ", width)
     return tuple(shown)
+
+
+def text_lines(text: str, width: int, most: int, tone: Tone = "text", indent: int = 1) -> tuple[Line, ...]:
+    """Any text, made safe, as at most `most` lines that are broken between words and indented."""
+    rows = wrap(clean(text, 2000), max(4, width - indent - 1), most)
+    return tuple(line(Span(" " * indent + row, tone)) for row in rows)

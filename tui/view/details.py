@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from evener.devices.types import DeviceSample, ProcessSample, Reading, State
 from evener.tui.text.formatting import duration, percent, size
-from evener.tui.view.cells import Line, Span, Tone, clean, line, wrap
+from evener.tui.view.cells import Line, Span, Tone, clean, line, text_lines
 from evener.tui.view.devices import memory_tone
 from evener.tui.view.figures import (
     STATE_WORDS,
@@ -86,10 +86,7 @@ def device_details(sample: DeviceSample, width: int) -> tuple[Line, ...]:
         _reading("throughput", sample.samples_per_second, samples_rate, "speed"),
     ]
     facts += [_fact("event", clean(event), "warn") for event in sample.events[-5:]]
-    if sample.note:
-        rows = wrap(clean(sample.note), max(10, width - 2), 4)
-        facts = [*(line(Span(f" {row}", "bad")) for row in rows), *facts]
-    return tuple(facts)
+    return (*(text_lines(sample.note, width, 4, "bad") if sample.note else ()), *facts)
 
 
 def _memory_tone(sample: DeviceSample) -> Tone:
@@ -113,5 +110,4 @@ def process_details(row: ProcessSample, started: str, width: int) -> tuple[Line,
         _reading("throughput", row.samples_per_second, samples_rate, "speed"),
         _fact("command", ""),
     ]
-    rows = wrap(clean(row.command, 2000), max(10, width - 4), 12)
-    return (*facts, *(line(Span(f"   {text}")) for text in rows))
+    return (*facts, *text_lines(row.command, width, 12, indent=3))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.tui.view.cells import Line, Span, Tone, clean, line, wrap
+from evener.tui.view.cells import Line, Span, Tone, line, text_lines, wrap
 from evener.tui.view.marks import Marks
 
 _KEYS = {
@@ -53,7 +53,7 @@ def help_lines(notes: Sequence[str], marks: Marks, width: int) -> tuple[Line, ..
     lines += [line(), line(Span("Figures", "strong")), *_legend(marks, width)]
     if notes:
         lines += [line(), line(Span("This machine", "strong"))]
-        lines += [line(Span(f"  {row}", "warn")) for note in notes for row in wrap(clean(note, 600), width - 2, 6)]
+        lines += [row for note in notes for row in text_lines(note, width, 6, "warn", indent=2)]
     return tuple(lines)
 
 

@@ -9,7 +9,7 @@ from evener.balancer.session_state import SessionState
 from evener.balancer.store.runs import Run, RunSummary
 from evener.tui.text.formatting import duration, rate
 from evener.tui.view.balance_lines import rival_lines, share_lines, warning_lines
-from evener.tui.view.cells import Line, Span, Tone, clean, cut, line, wrap
+from evener.tui.view.cells import Line, Span, Tone, clean, cut, line, text_lines
 from evener.tui.view.marks import Marks
 from evener.tui.view.table import NO_CURSOR, Column, Position, column_widths, heading, scrolled, table_row, text_cell
 
@@ -120,24 +120,23 @@ def plan_lines(run: Run, width: int, height: int, marks: Marks) -> tuple[Line, .
     """A run's plan: shares, rivals (with bars if `height` allows), verdict and warnings."""
     head = line(Span(f" {clean(run.header.run)} ", "strong"), Span(clean(run.header.workload), "dim"))
     if run.plan is None:
-        text = f"No plan yet, after {len(run.observations)} measurement{'s' * (len(run.observations) != 1)}."
-        return (head, *(line(Span(f" {row}", "warn")) for row in wrap(text, max(4, width - 2), 2)))
+        count = len(run.observations)
+        return (head, *text_lines(f"No plan yet, after {count} measurement{'s' * (count != 1)}.", width, 2, "warn"))
     plan, state = run.plan, _end_state(run)
-    facts = f"{plan.framework}, {plan.precision}{', XLA' if plan.xla else ''}"
     search = plan.search
+    facts = f"{plan.framework}, {plan.precision}{', XLA' if plan.xla else ''}"
     effort = f"{search.probes} probes, {search.out_of_memory} out of memory, {duration(search.seconds)}"
-    rows = wrap(clean(run.verdict), max(4, width - 2), 4)
     before = (
         head,
-        *(line(Span(f" {row}", "dim")) for row in wrap(f"{clean(facts)}; {effort}", max(4, width - 2), 3)),
+        *text_lines(f"{facts}; {effort}", width, 3, "dim"),
         Line(),
         *share_lines(state, width, 3, marks),
         Line(),
     )
     after = (
         Line(),
-        *(line(Span(f" {row}", "good")) for row in rows),
-        *(line(Span(f" {row}", "dim")) for row in wrap(clean(search.why_stopped), max(4, width - 2), 3)),
+        *text_lines(run.verdict, width, 4, "good"),
+        *text_lines(search.why_stopped, width, 3, "dim"),
         *warning_lines(plan.warnings, width, marks),
     )
     return (*before, *rival_lines(state, width, height - len(before), marks), *after)
