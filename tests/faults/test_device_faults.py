@@ -97,22 +97,21 @@ def test_a_gpu_that_is_lost_midway_is_left_out_and_said(
     assert flag.exists()
     assert finished.plan.layout.batches[0] > 0
     assert finished.plan.layout.batches[1] == 0
-    (said,) = [warning for warning in finished.plan.warnings if "GPU:1" in warning]
-    assert "left out" in said
-    assert by in said or "the GPU is lost" in said, "whichever word came first"
+    words = (by, "the GPU is lost")  # whichever came first
+    assert any("GPU:1" in each and any(word in each for word in words) for each in finished.plan.warnings)
 
 
 @pytest.mark.slow
 def test_a_driver_that_goes_away_midway_ends_with_the_plan_so_far_or_says_that_it_has_gone(
     fake_nvml: Callable[..., Any],
 ) -> None:
-    """Unloaded in the split stage: the best that was measured, with a word for what was tried; earlier: exit 3."""
+    """Unloaded once both GPUs have run: the best that was measured, with a warning; earlier: exit 3."""
     double = fake_nvml(2)
     request = Request(devices="gpu", workload="synthetic", budget_seconds=6.0, max_global_batch=64)
     unloaded = threading.Event()
 
     def unload(event: Event) -> None:
-        if isinstance(event, Observed) and event.seen.probe.stage == "split" and not unloaded.is_set():
+        if isinstance(event, Observed) and event.probes >= 2 and not unloaded.is_set():
             unloaded.set()
             double.unload()
 
@@ -137,7 +136,7 @@ def test_a_driver_that_goes_away_midway_ends_with_the_plan_so_far_or_says_that_i
 def test_gpu_memory_that_others_take_midway_lowers_the_line_and_the_plan_fits(
     fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Once the largest batch has run, 300 of 600 MiB are taken: by the driver's account, and by allocations that fail.
+    """After 64 rows of 4 MiB, 300 of 600 MiB are taken: by the driver's account, and by allocations that fail.
 
     One probe runs out, the next ones fit at once, and both the warnings and the verdict say why.
     """
@@ -147,11 +146,11 @@ def test_gpu_memory_that_others_take_midway_lowers_the_line_and_the_plan_fits(
     flag = tmp_path / "taken"
     (tmp_path / "sitecustomize.py").write_text(TAKEN.format(flag=str(flag)))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    settings = {"memory_base_mib": 0.0, "memory_per_sample_mib": 2.0, "base_ms": 20.0}
+    settings = {"memory_base_mib": 0.0, "memory_per_sample_mib": 4.0, "base_ms": 20.0}
     request = Request(devices="gpu", workload="synthetic", settings=settings, budget_seconds=8.0, max_global_batch=900)
 
     def take(event: Event) -> None:
-        if isinstance(event, Observed) and max(event.seen.probe.layout.shares) > 200 and not flag.exists():
+        if isinstance(event, Observed) and max(event.seen.probe.layout.shares) >= 64 and not flag.exists():
             flag.touch()
             for gpu in double.gpus:
                 gpu.used_bytes = 300 * MIB
@@ -160,7 +159,7 @@ def test_gpu_memory_that_others_take_midway_lowers_the_line_and_the_plan_fits(
 
     finished = drive(Session(request), take)
     assert flag.exists()
-    assert max(finished.plan.layout.batches) * 2 <= 300
+    assert max(finished.plan.layout.batches) * 4 <= 300
     assert finished.plan.search.out_of_memory <= 2
     assert any("others hold 0.3 GiB of its memory" in one for one in finished.plan.warnings)
     assert "which is left to them" in finished.verdict
@@ -278,7 +277,7 @@ async def test_the_app_obeys_its_keys_while_the_driver_hangs_and_ends_in_time(fa
 def test_memory_that_another_process_takes_midway_is_measured_anew(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A largest batch that ran alone no longer fits: the next probes run out, the retreat follows, the plan fits.
+    """What 64 rows promised no longer fits: the next probes run out, smaller ones follow, and the plan fits.
 
     The other process is real in its effect: each child that allocates finds that much less, by a limit of its own.
     """
@@ -301,7 +300,7 @@ def test_memory_that_another_process_takes_midway_is_measured_anew(
     def take(event: Event) -> None:
         if isinstance(event, Observed):
             largest = max(event.seen.probe.layout.shares)
-            if event.seen.probe.stage == "solo" and largest > 200 and not taken_at:
+            if event.seen.probe.stage == "solo" and largest > 8 and not taken_at:
                 taken_at.append(event.probes)
                 flag.touch()
                 for child in psutil.Process().children():
