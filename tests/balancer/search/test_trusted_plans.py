@@ -1,0 +1,182 @@
+"""Plans that can be trusted: the best single device races, and nothing that was measured is faster than the answer."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evener.balancer.events import Finished, Observed
+from evener.balancer.request import Request
+from evener.balancer.search.search import Search, Stop
+from evener.balancer.session import Session
+from evener.balancer.types import Observation, Problem, Timed, solo
+from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync
+from evener.plan import BEST_SINGLE
+from tests.support import search_oracle
+from tests.support.machines import crawling_machine
+from tests.support.recording_prober import RecordingProber
+from tests.support.search_machines import Bench, benches
+
+TOLERANCE = 0.02
+SLACK = 0.006  # what a measurement can't tell
+CRAWLING = crawling_machine()
+ROWS = 4096
+
+
+def searched(machine: Machine, seed: int = 0, **options: object) -> tuple[Search, list[Timed]]:
+    """A whole search on a simulated machine, and everything that ran."""
+    memory = tuple(machine.usable_memory_bytes(i) for i in range(len(machine.devices)))
+    search = Search(Problem(len(machine.devices), memory, **options))  # type: ignore[arg-type]
+    prober = RecordingProber(machine, seed)
+    search.run(prober.measure)
+    return search, [one for one in prober.seen if isinstance(one, Timed)]
+
+
+def fastest(ran: list[Timed], batch: int | None) -> Timed:
+    """Of everything that ran at the batch asked for."""
+    return max(
+        (one for one in ran if batch in (None, one.probe.layout.global_batch)), key=lambda o: o.samples_per_second
+    )
+
+
+def test_the_best_single_device_is_measured_at_a_fixed_batch() -> None:
+    """300 samples on two cards: the faster one was measured at 178 of them and at 300, and 300 is what counts."""
+    with closing(Session(Request(devices="sim:gtx1080ti,gtx1080", global_batch=300))) as session:
+        events = list(session.events())
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    layouts = [event.seen.probe.layout for event in events if isinstance(event, Observed)]
+    assert solo(2, 0, 300) in layouts
+    single = next(one for one in finished.plan.evidence if one.name == BEST_SINGLE)
+    assert single.layout.batches == (300, 0)
+    assert single.throughput.samples_per_second == pytest.approx(1165, rel=0.01)
+    assert finished.plan.throughput.samples_per_second / single.throughput.samples_per_second == pytest.approx(
+        1.32, abs=0.01
+    )
+    assert "32 % faster than SIM:0 alone" in finished.verdict
+
+
+def falling(name: str, top: int, rate: float, past: float) -> SimulatedDevice:
+    """A device with most samples/s at batch `top`, `past` of them beyond twice that; 60,000 samples fit."""
+    step = 1000 * top / rate
+    curve = ((1, 0.3 * step), (top, step), (2 * top, 2 * step / past), (200_000, 100_000 * step / past / top * 2))
+    return SimulatedDevice(
+        name=name, memory_mib=16_000.0, memory_base_mib=500.0, memory_per_sample_mib=0.25, curve=curve, noise=0.01
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_best_single_device_is_the_fastest_at_any_batch(seed: int) -> None:
+    """The first is fastest at 2,048 rows and slower than the second at large batches; a split costs too much."""
+    machine = Machine((falling("A", 2048, 9700, 0.8), falling("B", 16_384, 9000, 0.98)), Sync(60_000.0))
+    search, ran = searched(machine, seed, tolerance=0.0)
+    single, best = search.best_single(), search.best()
+    assert single is not None
+    assert best is not None
+    top = fastest([one for one in ran if one.probe.layout.kind == "solo"], None)
+    assert top.probe.layout.active == (0,)
+    assert single.layout.active == (0,)
+    assert single.throughput.value >= top.samples_per_second * (1 - SLACK)
+    assert single.layout in {one.candidate.layout for one in search.ranking()}
+    assert best.throughput.value >= top.samples_per_second * (1 - SLACK)
+
+
+@pytest.mark.parametrize("budget", [5.0, 20.0, 30.0, 50.0, 120.0])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_device_that_crawls_is_given_what_it_can_do(budget: float, seed: int) -> None:
+    """4,096 rows on two equal cards, of which one takes eight times as long above 1,400."""
+    search, ran = searched(CRAWLING, seed, global_batch=ROWS, budget_seconds=budget)
+    best = search.best()
+    assert best is not None
+    assert best.throughput.value >= fastest(ran, ROWS).samples_per_second * (1 - SLACK)
+    rate = CRAWLING.samples_per_second(best.layout.shares)
+    assert rate >= CRAWLING.samples_per_second((0, ROWS)) * 0.98
+    if budget >= 20:
+        assert rate >= 0.95 * search_oracle.fixed(CRAWLING, ROWS).samples_per_second
+        assert search.why_stopped() == Stop.SETTLED
+    else:
+        assert search.why_stopped() == Stop.BUDGET
+
+
+@pytest.mark.parametrize("budget", [5.0, 20.0, 30.0, 50.0, 120.0])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_device_that_crawls_bounds_a_free_batch(budget: float, seed: int) -> None:
+    """Two thirds of 2,800 rows would do; a plan that runs into the slow part has a fifth of the samples/s."""
+    search, ran = searched(CRAWLING, seed, budget_seconds=budget)
+    best = search.best()
+    assert best is not None
+    assert best.throughput.value >= fastest(ran, None).samples_per_second * (1 - TOLERANCE - SLACK)
+    if budget >= 20:
+        rate = CRAWLING.samples_per_second(best.layout.shares)
+        assert rate >= 0.95 * search_oracle.free(CRAWLING, 0.0).samples_per_second
+        assert search.why_stopped() == Stop.SETTLED
+    else:
+        assert search.why_stopped() == Stop.BUDGET
+
+
+@settings(max_examples=25, deadline=None)
+@given(benches(fewest=2, most=3), st.sampled_from([3.0, 6.0, 12.0]), st.sampled_from([None, 5.0, 30.0]), st.booleans())
+def test_a_resumed_search_is_not_slower_than_what_it_had_measured(
+    bench: Bench, first: float, then: float | None, fixed: bool
+) -> None:
+    """Whatever the budget was and is."""
+    batch = 24 * len(bench.devices) if fixed else None
+    seen: list[Observation] = []
+    for budget in (first, then):
+        search = Search(bench.problem(budget_seconds=budget, global_batch=batch))
+        for one in seen:
+            search.tell(one)
+        while probes := search.ask():
+            for one in bench.measure(probes):
+                seen.append(one)
+                search.tell(one)
+        ran = [one for one in seen if isinstance(one, Timed)]
+        if any(batch in (None, one.probe.layout.global_batch) for one in ran):
+            best = search.best()
+            assert best is not None
+            least = fastest(ran, batch).samples_per_second * (1 - SLACK - (0 if fixed else TOLERANCE))
+            assert best.throughput.value >= least
+
+
+# ---------------------------------------------------------------------- times that fall as the batch grows
+
+GRU = ((1, 6.6), (8, 6.9), (64, 7.3), (128, 7.39), (256, 7.08), (512, 9.1), (1024, 15.2), (2048, 28.4), (4096, 55.1))
+
+
+def recorded(slower: float = 1.0) -> SimulatedDevice:
+    """The recorded step times of a GRU, in which 256 rows take less than 128."""
+    curve = tuple((batch, slower * step) for batch, step in GRU)
+    return SimulatedDevice(
+        name="GRU", memory_mib=5200.0, memory_base_mib=1000.0, memory_per_sample_mib=1.0, curve=curve, noise=0.004
+    )
+
+
+def best_of_falling(machine: Machine, batch: int) -> float:
+    """The most samples/s of one fixed batch on one device or two, by trying every split."""
+    shares = [(share, batch - share) for share in range(batch + 1)]
+    return max(machine.samples_per_second(one) for one in shares)
+
+
+@pytest.mark.parametrize("batch", [200, 320, 512, 900, 3000])
+@pytest.mark.parametrize("slower", [1.0, 1.6])
+def test_times_that_fall_end_near_the_best(batch: int, slower: float) -> None:
+    """256 rows in 7.08 ms and 128 in 7.39: curves stay level there, and what was measured decides."""
+    machine = Machine((recorded(), recorded(slower)), Sync(1.0))
+    search, ran = searched(machine, global_batch=batch)
+    best = search.best()
+    assert best is not None
+    assert best.throughput.value >= fastest(ran, batch).samples_per_second * (1 - SLACK)
+    assert machine.samples_per_second(best.layout.shares) >= 0.93 * best_of_falling(machine, batch)
+
+
+def test_times_that_fall_are_no_matter_for_a_free_batch() -> None:
+    """Large batches have the most samples/s; the plan is within the tolerance of them."""
+    machine = Machine((recorded(), recorded(1.6)), Sync(1.0))
+    search, _ = searched(machine)
+    best = search.best()
+    assert best is not None
+    top = machine.samples_per_second((4096, 2600))
+    assert machine.samples_per_second(best.layout.shares) >= top * (1 - TOLERANCE - 0.015)
