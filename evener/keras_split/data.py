@@ -59,7 +59,9 @@ class ArrayBatches:
         return self._dataset(take_own, endless)
 
     def _dataset(self, take: Take, endless: bool) -> Any:
-        numbers = self._endless() if endless else self._once()
+        numbers = self._once()
+        if endless:
+            numbers = tf.data.Dataset.counter(dtype=tf.int64).map(lambda n: (n // self.steps, n % self.steps))
         threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
 
         def make(epoch: Any, step: Any) -> Any:
@@ -69,10 +71,6 @@ class ArrayBatches:
 
         dataset = numbers.map(make, num_parallel_calls=threads, deterministic=True).prefetch(PREFETCHED_BATCHES)
         return dataset.with_options(_own_threads(threads)) if endless else dataset
-
-    def _endless(self) -> Any:
-        steps = self.steps
-        return tf.data.Dataset.counter(dtype=tf.int64).map(lambda count: (count // steps, count % steps))
 
     def _once(self) -> Any:
         """The steps of one epoch; each iteration is another epoch."""
@@ -92,8 +90,9 @@ class ArrayBatches:
         return keras.tree.map_structure(lambda tensor: tf.gather(tensor, places), self._tensors)
 
 
-def pack_arrays(x: Any, y: Any = None, weight: Any = None) -> tuple[Any, ...]:
-    """(x, y, weight) without what isn't given; RequestError for weights without y."""
+def pack_arrays(x: Any, y: Any = None, weight: Any = None, class_weight: Any = None) -> tuple[Any, ...]:
+    """(x, y, weight) without what isn't given; RequestError for weights without y, or of both kinds."""
+    weight = _fold_weights(y, weight, class_weight)
     if y is None and weight is not None:
         raise RequestError("Sample weights are given without y.", "Give y too.")
     return tuple(each for each in (x, y, weight) if each is not None)
@@ -119,7 +118,7 @@ def are_arrays(x: Any) -> bool:
     return not isinstance(x, datasets) and all(hasattr(e, "shape") and hasattr(e, "dtype") for e in tf.nest.flatten(x))
 
 
-def fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Any:
+def _fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Any:
     """`class_weight` as sample weights, as Keras does it: by the label, or the column of a one-hot row."""
     if class_weight is None:
         return sample_weight

@@ -18,15 +18,7 @@ import tensorflow as tf
 
 from evener.errors import RequestError
 from evener.keras_split.compatibility import CHECKS, check_compiled, check_step, check_test_step, overrides, warn
-from evener.keras_split.data import (
-    ArrayBatches,
-    are_arrays,
-    array_rows,
-    batch_rows,
-    batch_samples,
-    fold_weights,
-    pack_arrays,
-)
+from evener.keras_split.data import ArrayBatches, are_arrays, array_rows, batch_rows, batch_samples, pack_arrays
 from evener.plan_check import check_global_batch
 
 
@@ -180,8 +172,7 @@ class FitHooks:
                 f"engine={self.engine.name!r} can't take validation_split.",
                 "Give validation_data, or use engine='towers'.",
             )
-        weight = fold_weights(chosen["y"], chosen["sample_weight"], chosen["class_weight"])
-        data = pack_arrays(chosen["x"], chosen["y"], weight)
+        data = pack_arrays(chosen["x"], chosen["y"], chosen["sample_weight"], chosen["class_weight"])
         arrays = ArrayBatches(data, size, bool(chosen["shuffle"]), self._draw_seed())
         chosen |= {"y": None, "sample_weight": None, "class_weight": None, "batch_size": None, "shuffle": False}
         steps = chosen["steps_per_epoch"] = chosen["steps_per_epoch"] or arrays.steps

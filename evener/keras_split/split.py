@@ -14,7 +14,7 @@ from evener.errors import PlanError, RequestError
 from evener.keras_split import tf_devices
 from evener.keras_split.batch_bounds import Cut
 from evener.keras_split.compatibility import check_backend, check_model, warn
-from evener.keras_split.data import ArrayBatches, batch_rows, batch_samples, fold_weights, gives_batches, pack_arrays
+from evener.keras_split.data import ArrayBatches, batch_rows, batch_samples, gives_batches, pack_arrays
 from evener.keras_split.digest import model_digest
 from evener.keras_split.engines.keras_step import SingleDevice
 from evener.keras_split.engines.mirrored import Mirrored, UnevenMirroredStrategy, distribute
@@ -133,8 +133,7 @@ class Split:
             raise RequestError("This split has no global batch.", "Give batch_size, or Split(global_batch=...).")
         size = check_global_batch(size, len(self.devices))
         if not isinstance(x, tf.data.Dataset):
-            weight = fold_weights(y, sample_weight, class_weight)
-            return ArrayBatches(pack_arrays(x, y, weight), size, shuffle, seed).global_batches()
+            return ArrayBatches(pack_arrays(x, y, sample_weight, class_weight), size, shuffle, seed).global_batches()
         if shuffle or any(each is not None for each in (y, sample_weight, class_weight)):
             raise RequestError(
                 "A dataset comes with its own labels, weights and order.",

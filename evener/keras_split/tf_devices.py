@@ -17,7 +17,7 @@ import tensorflow as tf
 def name_plan_devices(plan: Plan) -> tuple[str, ...]:
     """TensorFlow's name of each device of the plan that computes: its GPU, or a logical CPU for each slice."""
     active = plan.layout.active
-    if all(_is_gpu(share) for share in active):
+    if all(share.device.upper().startswith(("GPU-", "MIG-")) for share in active):
         visible = _visible_gpus()
         return tuple(f"GPU:{_position(share, visible)}" for share in active)
     make_logical_cpus(len(active))
@@ -82,10 +82,6 @@ def make_logical_cpus(count: int) -> None:
             f"TensorFlow has already started, so its CPU can't become {count} devices.",
             "Make the Split, or call make_logical_cpus, before the first tensor or model.",
         ) from None
-
-
-def _is_gpu(share: Share) -> bool:
-    return share.device.upper().startswith(("GPU-", "MIG-"))
 
 
 def _visible_gpus() -> list[str] | None:

@@ -47,7 +47,8 @@ class Mirrored:
         """What `keras.Model.train_step` does, with the loss weighted by the replica's rows."""
         model = self.model
         x, y, weight, size = _unpack(data)
-        rows = _sum_over_replicas(size)
+        context = tf.distribute.get_replica_context()
+        rows = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(size, tf.float32))
         with tf.GradientTape() as tape:
             outputs = take_rows(call_model(model, x, True), size)
             check_mask(outputs, self.name)
@@ -100,11 +101,6 @@ def _unpack(data: Tensors) -> tuple[Tensors, Tensors, Any, Any]:
     x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
     size = count_rows(x if y is None else y)
     return x, None if isinstance(y, dict) and ONLY_ROWS in y else y, weight, size
-
-
-def _sum_over_replicas(size: Any) -> Any:
-    context = tf.distribute.get_replica_context()
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(size, tf.float32))
 
 
 def _keras_scale(dtype: Any) -> Any:
