@@ -12,6 +12,7 @@ from evener.balancer.types import OutOfMemory, Timed
 from evener.errors import RequestError
 from evener.plan import SOLO_PREFIX, Plan, PlanLayout, Throughput
 from evener.tui.text.formatting import plain
+from evener.tui.text.progress import outcome_name
 
 
 class SoloCurve(msgspec.Struct, frozen=True):
@@ -119,7 +120,6 @@ def _spans(record: Record) -> tuple[ProbeSpan, ...]:
     spans = []
     for entry in record.seen:
         seen = entry.seen
-        outcome = "timed" if isinstance(seen, Timed) else "out of memory" if isinstance(seen, OutOfMemory) else "failed"
         start = max(0.0, entry.at_seconds - seen.elapsed_seconds)
-        spans.append(ProbeSpan(start, entry.at_seconds, seen.probe.stage, outcome, seen.probe.layout.active))
+        spans.append(ProbeSpan(start, entry.at_seconds, seen.probe.stage, outcome_name(seen), seen.probe.layout.active))
     return tuple(spans)

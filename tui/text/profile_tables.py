@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import msgspec
+
 from evener.balancer.probes.layout_profile import LayoutProfile, profile_layouts
 from evener.balancer.probes.protocol import Profiled
 from evener.balancer.request import ResolvedRequest
 from evener.balancer.result.explain import name_candidate
-from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.search import Search
 from evener.tui.text.formatting import percent, plain, size
 from evener.tui.text.plan_summary import align
@@ -22,12 +23,9 @@ def profile_ranking(
     resolved: ResolvedRequest, found: Search, devices: int, stop: threading.Event
 ) -> list[LayoutProfile]:
     """Profile the layouts of the ranking that use several devices, and the best single one; by name."""
-    return profile_layouts(resolved, [(name_candidate(one, devices), one.layout) for one in _worth_it(found)], stop)
-
-
-def _worth_it(found: Search) -> list[Candidate]:
-    wanted = [one.candidate for one in found.ranking()]
-    return [one for one in wanted if one.family == "solo" or len(one.layout.active) > 1]
+    ranked = [one.candidate for one in found.ranking()]
+    wanted = [one for one in ranked if one.family == "solo" or len(one.layout.active) > 1]
+    return profile_layouts(resolved, [(name_candidate(one, devices), one.layout) for one in wanted], stop)
 
 
 def transfer_lines(profiles: Sequence[LayoutProfile]) -> list[str]:
@@ -66,17 +64,7 @@ def transfer_json(profiles: Sequence[LayoutProfile]) -> list[dict[str, object]]:
     for title, profile in profiles:
         if isinstance(profile, str):
             listing.append({"name": title, "trouble": profile})
-            continue
-        rows = [
-            {
-                "name": row.name,
-                "calls": row.calls,
-                "seconds": row.seconds,
-                "shortest_seconds": row.shortest_seconds,
-                "longest_seconds": row.longest_seconds,
-                "moved_bytes": row.moved_bytes,
-            }
-            for row in profile.transfers
-        ]
-        listing.append({"name": title, "steps": profile.steps, "seconds": profile.seconds, "transfers": rows})
+        else:
+            transfers = msgspec.to_builtins(profile.transfers)
+            listing.append({"name": title, "steps": profile.steps, "seconds": profile.seconds, "transfers": transfers})
     return listing

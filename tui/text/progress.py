@@ -71,6 +71,11 @@ def outcome_words(seen: Observation, labels: Sequence[str], plus_minus: str = "Â
     return f"failed: {plain(seen.detail, 200)}"
 
 
+def outcome_name(seen: Observation) -> str:
+    """One of timed, out of memory, failed."""
+    return "timed" if isinstance(seen, Timed) else "out of memory" if isinstance(seen, OutOfMemory) else "failed"
+
+
 def layout_words(layout: Layout, labels: Sequence[str], most: int = 8) -> str:
     """The devices that compute, with their shares: GPU:0[820] GPU:1[568]; of more than `most`, some are counted."""
     words = [f"{labels[i]}[{layout.shares[i]}]" for i in layout.active]

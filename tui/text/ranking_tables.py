@@ -1,4 +1,4 @@
-"""A comparison as a person reads it: the ranking, what packing gave, how an even split scales. Knows no screen."""
+"""A comparison as text: the ranking, packing, and how an even split scales. Knows no screen."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from evener.balancer.search.search import Search, is_even
 from evener.balancer.types import Failed, Observation, OutOfMemory, Timed
 from evener.tui.text.formatting import percent, plain, rate, size
 from evener.tui.text.plan_summary import align
+from evener.tui.text.progress import outcome_name
 
-SCALING_STEPS = 1000  # of the seconds in the tables: a training of so many iterations
+SCALING_STEPS = 1000  # the tables have the seconds of this many steps
 
 
 def ranking_lines(found: Search, labels: Sequence[str]) -> list[str]:
-    """One row a layout, the winner first: throughput, the step's time (latency), and the difference from the winner."""
+    """One row per layout, the winner first: throughput, step time, and the difference from the winner."""
     rows = [("layout", "where", "samples/s", "±", "step ms", "moved", "against the winner", "turns")]
     standings = found.ranking()
     titles = name_all([one.candidate for one in standings], len(labels))
@@ -46,7 +47,7 @@ def where(one: Standing, labels: Sequence[str]) -> str:
 
 
 def against(one: Standing) -> str:
-    """-9.0 % (-9.4 to -8.6), with `tie` where it is one, or `unclear` where it may be one for all that is known."""
+    """-9.0 % (-9.4 to -8.6), after `tie` for a tie, or `unclear` where it may be one."""
     if one.against is None:
         return "fastest"
     low, high = (f"{100 * max(-1.0, value):+.1f}" for value in (one.against.low, one.against.high))
@@ -55,7 +56,7 @@ def against(one: Standing) -> str:
 
 
 def packing_lines(found: Search) -> list[str]:
-    """Combined throughput and the time of each training, by number of trainings side by side."""
+    """Combined throughput and the time of each training, by the number of concurrent trainings."""
     lines: list[str] = []
     for mode, seen in found.packs().items():
         rows = [("trainings", "batch", "samples/s together", f"s per {SCALING_STEPS} steps", "memory")]
@@ -78,7 +79,7 @@ def _pack_row(one: Observation) -> tuple[str, str, str, str, str]:
 
 
 def scaling_lines(found: Search) -> list[str]:
-    """Seconds for a fixed number of steps with 1, 2, 4, ... devices, evenly split."""
+    """Seconds for a fixed number of steps on 1, 2, 4, ... devices, evenly split."""
     plain_ones = [one for one in found.ranking() if not one.candidate.layout.knobs]
     single = next((one for one in plain_ones if one.candidate.family == "solo"), None)
     evens = [one for one in plain_ones if one.candidate.layout.kind == "split" and is_even(one.candidate.layout)]
@@ -95,7 +96,7 @@ def scaling_lines(found: Search) -> list[str]:
 
 
 def ranking_json(found: Search, labels: Sequence[str]) -> dict[str, object]:
-    """The same as data; units stand in the keys' names."""
+    """The same as data; the keys' names contain the units."""
     standings = found.ranking()
     titles = name_all([one.candidate for one in standings], len(labels))
     return {
@@ -132,12 +133,12 @@ def _standing_json(found: Search, one: Standing) -> dict[str, object]:
 
 def _pack_json(one: Observation) -> dict[str, object]:
     layout = one.probe.layout
-    ran = isinstance(one, Timed)
+    timed = one if isinstance(one, Timed) else None
     return {
         "processes": layout.processes,
         "batch": layout.global_batch,
-        "samples_per_second": one.samples_per_second if isinstance(one, Timed) else None,
-        "step_milliseconds": one.step_seconds * 1000 if isinstance(one, Timed) else None,
-        "memory_bytes": one.memory_bytes[layout.active[0]] if isinstance(one, Timed) else None,
-        "outcome": "timed" if ran else "out of memory" if isinstance(one, OutOfMemory) else "failed",
+        "samples_per_second": timed and timed.samples_per_second,
+        "step_milliseconds": timed and timed.step_seconds * 1000,
+        "memory_bytes": timed and timed.memory_bytes[layout.active[0]],
+        "outcome": outcome_name(one),
     }
