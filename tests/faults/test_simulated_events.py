@@ -49,7 +49,7 @@ def searched(folder: Path, event: str, resume: str | None = None) -> tuple[Finis
     return events[-1], events
 
 
-@pytest.mark.parametrize("part", [0.0, 0.1, 0.3, 0.5, 0.6])
+@pytest.mark.parametrize("part", [0.0, 0.1, 0.3, 0.5])
 def test_memory_that_is_taken_midway_is_left_to_its_holder(tmp_path: Path, part: float) -> None:
     """From before the first solo probe until a split has raced: the plan fits what is left, after few failures."""
     free, _ = searched(tmp_path, "at_seconds = 1e9")
@@ -65,10 +65,10 @@ def test_memory_that_is_taken_midway_is_left_to_its_holder(tmp_path: Path, part:
 
 
 def test_a_device_that_holds_itself_back_is_doubted(tmp_path: Path) -> None:
-    """From the race on: named in the warnings, and the verdict says to measure again."""
+    """From the first split on: named in the warnings, and the verdict says to measure again."""
     _, events = searched(tmp_path, "at_seconds = 1e9")
-    race = next(e.at_seconds for e in events if isinstance(e, ProbeStarted) and e.probe.stage == "race")
-    finished, _ = searched(tmp_path, f"at_seconds = {race}\nslowed = 0.3")
+    split = next(e.at_seconds for e in events if isinstance(e, ProbeStarted) and e.probe.stage == "split")
+    finished, _ = searched(tmp_path, f"at_seconds = {split}\nslowed = 0.3")
     (said,) = [warning for warning in finished.plan.warnings if "held back" in warning]
     assert said.startswith("SIM:1: ")
     assert finished.verdict.endswith("steps were held back while it was measured: measure again to be sure.")
