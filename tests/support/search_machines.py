@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterable
 
@@ -16,20 +15,16 @@ from evener.balancer.types import Observation, OutOfMemory, Probe, Problem, Time
 class Bench(msgspec.Struct, frozen=True):
     """Devices as (fixed ms, ms a sample, samples up to which it is flat, most samples), and the cost of k >= 2.
 
-    `curves`, where given, are rising broken lines of (samples, ms) in place of the first three; times are rounded up to
-    multiples of `stairs`, in ms.
+    `curves`, where given, are rising broken lines of (samples, ms) in place of the first three.
     """
 
     devices: tuple[tuple[float, float, int, int], ...]
     sync_seconds: float = 0.0
     curves: tuple[tuple[tuple[int, float], ...], ...] = ()
-    stairs: tuple[float, ...] = ()
 
     def own(self, i: int, share: int) -> float:
         fixed, slope, knee, _ = self.devices[i]
         time = _along(self.curves[i], share) if self.curves else fixed + slope * max(share, knee)
-        if self.stairs:
-            time = math.ceil(time / self.stairs[i] - 1e-9) * self.stairs[i]
         return time / 1000
 
     def step(self, shares: tuple[int, ...]) -> float:
