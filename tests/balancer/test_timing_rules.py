@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -119,6 +120,42 @@ def test_rare_long_stalls_are_told_by_mean_and_median() -> None:
     """A quarter of the blocks four times as long: mean and median part, and a block stands out."""
     measured = timed(2.0, lambda i: 0.04 if i % 4 == 3 else 0.01)
     assert {"throttled", "stalled"} <= codes(measured)
+
+
+def doubts(steps: list[float], **changes: float) -> set[str]:
+    """The doubts about blocks of one step each in a whole run, all of them held back or capped by so much."""
+    timing = BlockTimer(2.0, steps=len(steps))
+    for step in (1.0, 1.0, *steps):
+        assert timing.next_steps() == 1
+        timing.add(Block(1, step, **changes))  # type: ignore[arg-type]
+    found = timing.result()
+    assert found is not None
+    assert found.steps == len(steps)
+    return codes(found)
+
+
+@pytest.mark.parametrize(
+    ("steps", "changes", "expected"),
+    [
+        ([1.04, 0.96] * 8, {}, set()),  # ± 2.2 %
+        ([1.07, 0.93] * 8, {}, {"noisy"}),  # ± 3.9 %
+        ([0.985, 1.015] * 4 + [1.015, 1.045] * 4, {}, set()),  # 3 %, which is 3.7 standard errors
+        ([0.987, 1.013] * 4 + [1.017, 1.043] * 4, {}, {"drift"}),  # 3 %, which is 4.3 standard errors
+        ([1.0] * 8 + [1.015] * 8, {}, set()),
+        ([1.0] * 8 + [1.025] * 8, {}, {"drift"}),
+        ([1.0] * 3 + [1.1] * 3, {}, {"drift", "noisy"}),
+        ([1.0] * 2 + [1.1] * 3, {}, {"noisy"}),  # too few for two halves
+        ([1.0, 1.5], {}, {"too_short", "noisy"}),  # two blocks
+        ([1.0] * 9 + [2.5], {}, {"noisy", "throttled"}),
+        ([1.0] * 39 + [3.1], {}, {"noisy", "throttled", "stalled"}),
+        ([1.0] * 19 + [1.9], {}, {"noisy"}),  # mean and median are 4.5 % apart
+        ([1.0] * 8, {"slowed": 0.04, "capped": 0.19}, set()),
+        ([1.0] * 8, {"slowed": 0.06, "capped": 0.21}, {"throttled", "capped"}),
+    ],
+)
+def test_a_doubt_begins_where_it_matters(steps: list[float], changes: dict[str, float], expected: set[str]) -> None:
+    """Not at the noise of any measurement, and not only where it can't be overlooked."""
+    assert doubts(steps, **changes) == expected
 
 
 def test_a_step_longer_than_the_time_is_still_timed_thrice() -> None:
