@@ -137,14 +137,12 @@ class InterferenceMonitor:
 class ProbeInterference:
     """What held the devices of one probe back, from one block to the next."""
 
-    def __init__(self, monitor: InterferenceMonitor | None, positions: Sequence[int]) -> None:
+    def __init__(self, monitor: InterferenceMonitor, positions: Sequence[int]) -> None:
         self._monitor, self._positions = monitor, positions
-        self._before: Mapping[int, Vitals] = monitor.read(positions) if monitor else {}
+        self._before = monitor.read(positions)
 
     def annotate(self, block: Block) -> Block:
         """The block, with what the drivers say of its time; GroupError if a device has gone meanwhile."""
-        if self._monitor is None:
-            return block
         before, self._before = self._before, self._monitor.read(self._positions)
         held = [(_share_of_time(before.get(i), now, "held_seconds"), i) for i, now in self._before.items()]
         capped = [_share_of_time(before.get(i), now, "capped_seconds") for i, now in self._before.items()]
