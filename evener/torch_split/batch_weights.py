@@ -11,7 +11,7 @@ import torch
 from evener.errors import RequestError
 from evener.shares import gradient_weight
 from evener.torch_split import model_checks
-from evener.torch_split.batch_tracker import BatchTracker, Pass
+from evener.torch_split.batch_tracker import BatchTracker, Pass, TakenBatch
 from evener.torch_split.gradient_weights import GradientWeights, exchanged_parameters
 from evener.torch_split.optimizer_check import OPTIMIZER_CHECK, check_weighted
 
@@ -90,7 +90,20 @@ class BatchWeights:
             self.batches.skip()
             return
         model_checks.check_not_inside_ddp()
-        batch = self.batches.find(inputs, model.training)
+        self._weights.refusal = None
+        try:
+            batch = self._identify(inputs, model.training)
+        except RequestError as error:
+            if model.training:
+                raise
+            self._weights.refusal = error  # a model that only predicts has no backward pass to be refused
+            return
+        if model.training and batch.origin.training and getattr(model, "require_backward_grad_sync", True):
+            self._weights.waiting = batch
+        self._weights.begin(batch.sizes)
+
+    def _identify(self, inputs: Any, training: bool) -> TakenBatch:
+        batch = self.batches.find(inputs, training)
         if batch is None:
             raise RequestError(
                 "The model computes gradients, but no batch of split.loader is in hand to weigh them by.",
@@ -102,9 +115,7 @@ class BatchWeights:
                 "One backward pass mixes two batches that weigh differently, in this step or at the end of an epoch.",
                 "Call backward() for each batch by itself, or use drop_last=True in each split.loader.",
             )
-        if batch.origin.training and getattr(model, "require_backward_grad_sync", True):
-            self._weights.waiting = batch
-        self._weights.begin(batch.sizes)
+        return batch
 
     def scale(self, loss: Any) -> Any:
         """The mean loss of this rank's rows, weighted so that the mean over ranks is the mean over the batch."""

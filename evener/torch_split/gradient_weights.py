@@ -30,6 +30,7 @@ class GradientWeights:
         self.group = group
         self.constant = gradient_weight(shares, rank)
         self.waiting: Any = None  # the batch of a forward pass whose gradients aren't exchanged yet
+        self.refusal: RequestError | None = None  # of the next backward pass
         self._rank = rank
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handles: list[Any] = []
@@ -105,6 +106,8 @@ def exchanged_parameters() -> dict[int, bool]:
 
 def _weigh_bucket(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
     weights = state.weights
+    if weights.refusal is not None:
+        raise weights.refusal
     weights.waiting, state.ran = None, True
     gradients = bucket.buffer().mul_(weights.constant)
     return dist.all_reduce(gradients, group=weights.group, async_op=True).get_future().then(_first)

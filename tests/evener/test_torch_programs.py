@@ -88,6 +88,16 @@ def one_rank_of_two(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch.distributed.destroy_process_group()
 
 
+def test_a_tail_without_rows_for_all_ranks_is_said_where_metrics_would_count_it(one_rank_of_two: Split) -> None:
+    with pytest.warns(UserWarning, match=r"last batch has 1 rows for 2 ranks.*split\.rows"):
+        one_rank_of_two.loader(programs.data(41))
+    for loader in (
+        one_rank_of_two.loader(programs.data(45)),
+        one_rank_of_two.loader(programs.data(41), training=False),
+    ):
+        assert len(loader) == 6 - (len(loader.dataset) == 41)
+
+
 def test_models_that_are_dropped_are_not_kept(one_rank_of_two: Split) -> None:
     """A hundred models wrapped, trained for a short step and dropped leave nothing behind."""
     split = one_rank_of_two

@@ -304,7 +304,7 @@ def contrastive(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tens
     for inputs, _ in split.loader(rows):
         left, right, scale = model(inputs)
         scores = scale * split.gather(left) @ split.gather(right).T
-        numbers = torch.arange(len(scores))
+        numbers = torch.arange(len(scores), device=scores.device)
         loss = (F.cross_entropy(scores, numbers) + F.cross_entropy(scores.T, numbers)) / 2
         update(optimizer, loss)
         losses.append(split.mean(loss))
@@ -440,6 +440,17 @@ def validation_within_steps(shares: tuple[int, ...], rows: TensorDataset) -> lis
             model.train()
         update(optimizer, F.cross_entropy(model(inputs * 1.0), labels))
     return [*weights(model), torch.tensor(losses, dtype=torch.float64)]
+
+
+@exact
+def predictions_after_the_loop(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """Of all rows, by a loop that forgets no_grad, and over the training loader."""
+    split = split_by(shares)
+    model, loader = split.wrap(network()), split.loader(rows)
+    train(model, loader)
+    model.eval()
+    right = sum(int((model(inputs).argmax(1) == labels)[: split.rows].sum()) for inputs, labels in loader)
+    return [model(rows.tensors[0]).detach(), torch.tensor(split.total(right))]
 
 
 @exact
@@ -586,6 +597,15 @@ def a_loader_that_was_sharded_again(shares: tuple[int, ...], rows: TensorDataset
     return weights(model)
 
 
+@refused("no batch of split.loader")
+def another_loader_in_eval_mode(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """As for a model whose normalization is frozen."""
+    split = split_by(shares)
+    model = split.wrap(network()).eval()
+    train(model, DataLoader(rows, 4, sampler=DistributedSampler(rows)))
+    return weights(model)
+
+
 @refused("split.loader")
 def no_loader_of_the_split(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
     split = split_by(shares)
@@ -705,7 +725,7 @@ def layers_added(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Ten
     model, loader = split.wrap(net), split.loader(rows)
     optimizer = sgd(model)
     train(model, loader, optimizer)
-    net.append(nn.Linear(CLASSES, CLASSES).double())
+    net.append(nn.Linear(CLASSES, CLASSES).double().to(split.device))
     optimizer.add_param_group({"params": list(net[-1].parameters())})
     train(model, loader, optimizer)
     return weights(model)
