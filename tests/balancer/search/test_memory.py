@@ -100,3 +100,89 @@ def test_safe_is_what_ran_or_little_more() -> None:
     assert Memory(1_000_000, points, 200).largest_safe(10**6) == 250
     assert Memory(22_000, points, 200).largest_safe(10**6) == 200
     assert Memory(1_000_000, points, 200, failed=300, failures=1).largest_safe(10**6) == 200
+
+
+LINE = ((8, 1800), (64, 7400), (200, 21_000))  # 1,000 bytes and 100 a sample
+
+
+@pytest.mark.parametrize(
+    ("memory", "most"),
+    [
+        (Memory(31_000, LINE, 200), 300),  # less a margin for what allocators round
+        (Memory(1_000_000, LINE, 200, failed=240, failures=1), 220),  # the line is refuted: half way
+        (Memory(31_000, LINE, 200, failed=500, failures=1), 300),
+        (Memory(1_000_000, LINE, 200, failed=206, failures=1), 200),  # settled: 3 % apart
+        (Memory(1_000_000, LINE, 200, failed=208, failures=1), 204),
+        (Memory(1_000_000, LINE, 2, failed=3, failures=1), 2),  # one quantum apart
+        (Memory(None, (), 64), 512),  # unknown: it grows by a factor,
+        (Memory(None, (), 64, failed=512, failures=1), 181),  # is cut at the geometric mean where that is far,
+        (Memory(None, (), 64, failed=200, failures=1), 132),  # and halved where it is near
+        (Memory(None, (), 0), 1),
+        (Memory(None, (), 0, failed=8, failures=1), 4),
+        (Memory(20_000, LINE, 200), 200),  # what ran fits, whatever the line says
+    ],
+)
+def test_the_next_batch_to_try(memory: Memory, most: int) -> None:
+    assert memory.largest_to_try(10**6) == pytest.approx(most, abs=2 if most > 250 else 0)
+
+
+def test_whole_quanta_and_the_cap_bound_what_is_tried() -> None:
+    memory = Memory(31_000, LINE, 200)
+    assert memory.largest_to_try(10**6, 64) == 256
+    assert memory.largest_to_try(128, 64) == 128
+    assert memory.largest_in_split(10**6, 64) == 256
+    assert memory.largest_safe(10**6, 64) == 192
+    assert Memory(None, (), 128, failed=200, failures=1).largest_to_try(10**6, 64) == 128
+    assert Memory(None, (), 64, failed=300, failures=1).largest_to_try(10**6, 64) == 128
+
+
+def test_in_a_split_only_what_ran_is_tried_where_bytes_are_unknown() -> None:
+    """Or where memory ran out often; unless the batch has to go somewhere."""
+    unknown = Memory(None, (), 64)
+    assert unknown.largest_in_split(10**6) == 64
+    assert unknown.largest_in_split(10**6, bold=True) == 512
+    assert Memory(31_000, LINE, 200, failed=400, failures=2).largest_in_split(10**6) > 290
+    assert Memory(31_000, LINE, 200, failed=400, failures=3).largest_in_split(10**6, bold=True) == 200
+
+
+def test_a_bend_is_believed_to_go_on_for_a_part_of_the_way() -> None:
+    """100 bytes a sample, then 200: at least 200, and maybe 300 from here on; 70 % of what that leaves."""
+    bent = Memory(100_000, ((8, 1800), (100, 11_000), (200, 31_000)), 200)
+    most = bent.predict_largest()
+    assert bent.line == (31_000 - 200 * 200, 200)
+    slope = (11_000 - 1800) / 92
+    assert most == pytest.approx((200 + 69_000 / (200 + 200 - slope) * 0.7) * 0.997, abs=2)
+    assert Memory(100_000, LINE, 200).predict_largest() == pytest.approx(990 * 0.997, abs=2)
+
+
+def test_a_line_that_is_unknown_flat_or_falling_predicts_nothing() -> None:
+    assert Memory(None, LINE, 200).predict_largest() is None
+    assert Memory(10**6, LINE[:1], 8).predict_largest() is None
+    assert Memory(10**6, ((8, 2000), (64, 2000)), 64).predict_largest() is None
+    assert Memory(10**6, ((8, 2000), (64, 1500)), 64).line == (1500, 0)
+
+
+def test_a_nearly_flat_line_is_unsure() -> None:
+    """Less than 2 % more bytes for twice the samples or more; what came before the last point tells it later."""
+    flat = Memory(10**6, ((8, 10_000), (64, 10_100)), 64)
+    assert flat.unsure
+    assert not flat.was_unsure
+    assert flat.largest_to_try(10**6) == 512
+    assert not Memory(10**6, ((8, 10_000), (64, 10_300)), 64).unsure
+    assert not Memory(10**6, ((60, 10_000), (64, 10_010)), 64).unsure
+    after = Memory(10**6, ((8, 10_000), (64, 10_100), (512, 50_000)), 512)
+    assert after.was_unsure
+    assert not after.unsure
+
+
+def test_bytes_and_batches_are_read_off_the_same_lines() -> None:
+    """Between points, beyond them, and in proportion from one point alone."""
+    bent = Memory(None, ((100, 2000), (200, 4000), (300, 9000)), 300)
+    for batch, used in ((50, 1000), (150, 3000), (250, 6500), (400, 14_000)):
+        assert bent.bytes_at(batch) == used
+        assert bent.largest_within(used) == batch
+    assert Memory(None, ((100, 2000),), 100).bytes_at(50) == 1000
+    assert Memory(None, ((100, 2000),), 100).largest_within(3000) == 150
+    level = Memory(None, ((100, 2000), (200, 2000)), 200)
+    assert level.largest_within(1999) == 0
+    assert level.largest_within(2000) > 10**6

@@ -1,0 +1,256 @@
+"""The store of observations: what counts of several on one probe, what a device and a layout are read as."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from evener.balancer.search.observations import TRIES, Observations, relative_error
+from evener.balancer.types import Cause, Failed, Layout, OutOfMemory, Probe, Problem, Stage, Timed, solo
+
+PAIR = Problem(2, (10_000, 10_000))
+SPLIT = Layout("split", (60, 40))
+
+
+def probe(layout: Layout, stage: Stage = "solo", turn: int = 0, seconds: float = 1.0) -> Probe:
+    """A measurement to make."""
+    return Probe(layout, stage, seconds, turn)
+
+
+def timed(at: Probe, step: float = 0.1, **changes: Any) -> Timed:
+    """One that ran, known to 1 %, with 10 bytes a sample."""
+    layout = at.layout
+    memory = tuple(10 * share if share else None for share in layout.shares)
+    own = tuple(step if share else None for share in layout.shares)
+    half = 0.01 * step
+    return msgspec.structs.replace(Timed(at, step, step - half, step + half, 20, memory, own, step, 2.0), **changes)
+
+
+def full(at: Probe, *devices: int) -> OutOfMemory:
+    """One that ran out of memory."""
+    return OutOfMemory(at, devices, "full", 1.0)
+
+
+def failed(at: Probe, *devices: int, cause: Cause = "exit") -> Failed:
+    """One that failed."""
+    return Failed(at, cause, "it ended", devices, 1.0)
+
+
+def store(*seen: Timed | OutOfMemory | Failed, problem: Problem = PAIR) -> Observations:
+    """A store with these."""
+    found = Observations(problem)
+    for one in seen:
+        found.add(one)
+    return found
+
+
+def alone(batch: int, position: int = 0, turn: int = 0, stage: Stage = "solo") -> Probe:
+    """A probe of one of the two devices."""
+    return probe(solo(2, position, batch), stage, turn)
+
+
+# ---------------------------------------------------------------------- one probe
+
+
+def test_of_two_on_one_probe_the_worse_news_counts() -> None:
+    at = alone(8)
+    ran, longer = timed(at), timed(at, steps=30)
+    for order in ((ran, longer, full(at, 0), failed(at, 0)), (full(at, 0), failed(at, 0), longer, ran)):
+        assert store(*order).at(at) == full(at, 0)
+    assert store(ran, longer).at(at) == store(longer, ran).at(at) == longer
+    assert store(failed(at, 0), ran).at(at) == ran
+
+
+def test_what_says_nothing_new_changes_nothing() -> None:
+    """A repeat, less than what is there, another request's layout, a layout of no device."""
+    found = store(timed(alone(8)))
+    assert not found.add(timed(alone(8)))
+    assert not found.add(timed(alone(8), steps=5))
+    assert not found.add(timed(probe(solo(3, 0, 8))))
+    assert not found.add(full(probe(Layout("solo", (0, 0)))))
+    assert found.add(timed(alone(64)))
+    assert len(found) == 2
+
+
+def test_a_failure_is_open_until_it_had_its_tries() -> None:
+    at = alone(8)
+    found = store(failed(at, 0))
+    assert found.at(at) is None
+    assert found.open_failures() == [at]
+    found.add(failed(at, 0))
+    assert TRIES == 2
+    assert found.at(at) is not None
+    assert found.open_failures() == []
+    assert len(found) == 2
+    unsupported = store(failed(at, 0, cause="unsupported"))
+    assert unsupported.open_failures() == []
+
+
+def test_exploration_alone_and_what_breaks_are_read_anew() -> None:
+    """A turn of the race that ran says nothing new of devices."""
+    found = store(timed(alone(8)))
+    before = found.explored_version
+    found.add(timed(probe(SPLIT, "race")))
+    assert found.explored_version == before
+    found.add(full(probe(SPLIT, "race", 1), 0))
+    assert found.explored_version > before
+
+
+# ---------------------------------------------------------------------- costs
+
+
+def test_solo_probes_of_one_turn_cost_the_longest_and_all_others_their_sum() -> None:
+    """A failure that was tried twice costs twice."""
+    seen: list[Timed | Failed] = [
+        timed(alone(8, 0), elapsed_seconds=2.0),
+        timed(alone(8, 1), elapsed_seconds=3.0),
+        timed(alone(64, 0, 1), elapsed_seconds=4.0),
+        timed(alone(64, 0, 0, "rest"), elapsed_seconds=5.0),
+        timed(probe(SPLIT, "split"), elapsed_seconds=6.0),
+        timed(probe(SPLIT, "race", 1), elapsed_seconds=7.0),
+        timed(probe(SPLIT, "race", 2), elapsed_seconds=8.0),
+        *[failed(probe(SPLIT, "split", 1), 0)] * 2,
+    ]
+    found = store(*seen)
+    assert found.spent_seconds() == 3 + 4 + 5 + 6 + 7 + 8 + 2
+    assert found.spent_seconds(until_turn=1) == 3 + 4 + 5 + 6 + 7 + 2
+    assert found.spent_seconds(("solo",)) == 7
+    assert found.spent_seconds(("rest", "split")) == 13
+
+
+# ---------------------------------------------------------------------- turns
+
+
+def test_what_exploration_measured_at_rest_is_the_first_turn() -> None:
+    """Of one device among several only at rest; the race's own first turn counts before it."""
+    at_rest, crowd = timed(alone(64, 0, 0, "rest")), timed(alone(8))
+    split, raced = timed(probe(SPLIT, "split")), timed(probe(SPLIT, "race"), 0.2)
+    later = timed(probe(SPLIT, "race", 2))
+    found = store(at_rest, crowd, split, later)
+    assert found.turns(solo(2, 0, 64)) == {0: at_rest}
+    assert found.turns(solo(2, 0, 8)) == {}
+    assert found.turns(SPLIT) == {0: split, 2: later}
+    assert list(found.turns(SPLIT)) == [0, 2]
+    assert store(raced, split, later).turns(SPLIT) == {0: raced, 2: later}
+    assert found.turns(SPLIT, "knobs") == {}
+
+
+def test_one_device_is_always_at_rest() -> None:
+    """So its solo probes are turns."""
+    at = probe(solo(1, 0, 64))
+    assert store(timed(at), problem=Problem(1, (None,))).turns(solo(1, 0, 64)) == {0: timed(at)}
+
+
+def test_a_layout_is_broken_by_the_first_turn_that_did_not_run() -> None:
+    """In the race; a split that failed before it is exploration's matter."""
+    first, second = full(probe(SPLIT, "race", 1), 0), full(probe(SPLIT, "race", 2), 1)
+    assert store(second, first, timed(probe(SPLIT, "race"))).broken(SPLIT) == first
+    assert store(full(probe(SPLIT, "split"), 0)).broken(SPLIT) is None
+    assert store(failed(probe(SPLIT, "race"), 0)).broken(SPLIT) is None
+
+
+# ---------------------------------------------------------------------- what may still run
+
+
+@pytest.mark.parametrize(
+    ("refuting", "stands"),
+    [
+        (full(probe(Layout("split", (60, 40)), "race", 3), 0), False),
+        (full(probe(Layout("split", (50, 40)), "race"), 0), False),
+        (full(probe(Layout("split", (61, 39)), "race"), 0), True),
+        (full(probe(solo(2, 0, 10)), 0), True),
+        (full(probe(msgspec.structs.replace(SPLIT, knobs=("xla",)), "knobs"), 0), True),
+        (timed(probe(solo(2, 1, 8)), short_bytes=(0, 9_600)), True),
+        (timed(probe(solo(2, 1, 8)), short_bytes=(0, 9_601)), False),
+        (failed(probe(SPLIT, "race"), 1, cause="exit"), True),
+    ],
+)
+def test_a_layout_is_refuted_by_less_on_its_devices_and_by_memory_that_others_hold(
+    refuting: Timed | OutOfMemory | Failed, stands: bool
+) -> None:
+    ran = {SPLIT: [timed(probe(SPLIT, "split"))]}
+    found = store(*ran[SPLIT], refuting)
+    assert (SPLIT in found.standing(ran)) == stands
+
+
+def test_a_device_that_has_gone_twice_takes_its_layouts_with_it() -> None:
+    ran = {SPLIT: [timed(probe(SPLIT, "split"))]}
+    found = store(*ran[SPLIT], failed(alone(8, 1), 1, cause="device"))
+    assert SPLIT in found.standing(ran)
+    found.add(failed(alone(8, 1), 1, cause="device"))
+    assert SPLIT not in found.standing(ran)
+
+
+def test_the_most_that_others_held_counts() -> None:
+    """Whatever was seen later; less than the device has is left, and something always is."""
+    found = store(timed(alone(8), short_bytes=(4000, 0)), timed(alone(64, 0, 1), short_bytes=(1000, 0)))
+    assert found.memory_limit(0) == 6000
+    assert found.memory_limit(1) == 10_000
+    assert store(timed(alone(8), short_bytes=(20_000, 0))).memory_limit(0) == 1
+    assert store(problem=Problem(2, (None, None))).memory_limit(0) is None
+
+
+# ---------------------------------------------------------------------- a device
+
+
+def test_a_device_is_read_from_exploration_alone() -> None:
+    """By where it ran: with the others at work, with them at rest, as a part of splits."""
+    found = store(
+        timed(alone(8)), timed(alone(64, 0, 1)), timed(alone(99, 0, 0, "rest"), 0.3),
+        timed(probe(SPLIT, "split"), device_seconds=(0.07, None)), timed(probe(Layout("split", (1, 1)), "race")),
+    ).device(0)  # fmt: skip
+    assert [point.batch for point in found.alone] == [8, 64]
+    assert [(point.batch, point.seconds) for point in found.at_rest] == [(99, 0.3)]
+    assert [(point.batch, point.seconds) for point in found.in_splits] == [(60, 0.07)]
+    assert found.rounds == 2
+    assert found.memory.points == ((8, 80), (64, 640), (99, 990))
+    assert found.memory.in_splits == ((60, 600),)
+    assert found.memory.ran == 99
+    other = store(timed(probe(SPLIT, "split"))).device(1)
+    assert other.memory.points == ((40, 400),), "with fewer than two solo points, splits tell the line"
+
+
+def test_the_smallest_batch_that_failed_bounds_what_ran() -> None:
+    """What ran above it before no longer counts as a batch that runs."""
+    found = store(timed(alone(64)), timed(alone(8, 0, 1)), full(alone(64, 0, 2), 0), full(alone(70, 0, 3), 0)).device(0)
+    assert (found.memory.ran, found.memory.failed, found.memory.failures) == (8, 64, 2)
+
+
+def test_nobody_named_means_the_device_nearest_to_its_largest_batch() -> None:
+    """50 of at most 64 is nearer than 50 of 500; of equals the first."""
+    seen = [timed(alone(64)), timed(alone(500, 1))]
+    found = store(*seen, full(probe(Layout("split", (50, 50)), "split")))
+    assert (found.device(0).memory.failed, found.device(1).memory.failed) == (50, None)
+    named = store(*seen, full(probe(Layout("split", (50, 50)), "split"), 1))
+    assert (named.device(0).memory.failed, named.device(1).memory.failed) == (None, 50)
+
+
+def test_a_device_that_failed_where_nothing_smaller_ran_is_lost() -> None:
+    """Above what ran, for good, it is a size at which its kernels end; with one mate, it may be the mate."""
+    at = alone(8)
+    assert store(*[failed(at, 0)] * 2).device(0).lost == "it ended"
+    assert store(failed(at, 0)).device(0).lost == ""
+    above = store(timed(at), *[failed(alone(64, 0, 1), 0)] * 2).device(0)
+    assert (above.lost, above.memory.failed) == ("", 64)
+    below = store(timed(alone(64)), *[failed(alone(8, 0, 1), 0)] * 2).device(0)
+    assert below.lost == "it ended"
+    mates = store(timed(at), *[failed(probe(SPLIT, "split"), 0)] * 2).device(0)
+    assert mates.lost == ""
+    gone = store(timed(at), *[failed(probe(SPLIT, "split"), 0, cause="device")] * 2).device(0)
+    assert gone.lost == "it ended"
+
+
+def test_errors_are_at_least_what_the_noise_of_all_steps_says() -> None:
+    """A lucky narrow interval of few steps is no better than its steps are."""
+    wide, lucky = timed(alone(8)), timed(alone(64, 0, 1))
+    lucky = msgspec.structs.replace(lucky, low_seconds=0.0999, high_seconds=0.1001, steps=5)
+    first, second = store(wide, lucky).device(0).alone
+    noise = math.sqrt((relative_error(wide) ** 2 * 20 + relative_error(lucky) ** 2 * 5) / 2)
+    assert first.error == pytest.approx(max(relative_error(wide), noise / math.sqrt(20)))
+    assert second.error == pytest.approx(noise / math.sqrt(5))
+    assert second.error > 4 * relative_error(lucky)
+    assert relative_error(wide) == pytest.approx(0.01 / 2.3646)
+    assert relative_error(timed(alone(8), 0.0)) == 1.0
