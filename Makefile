@@ -20,7 +20,7 @@ format: ## format, and fix what the linter can fix
 test: ## the whole suite
 	$(PYTHON) -m pytest -n 2 --dist loadfile
 
-mutants: ## do the tests notice 150 small faults in the pure code? (an hour or more)
+mutants: ## do the tests notice 150 small faults in the pure code? (the better part of an hour)
 	$(PYTHON) -m benchmarks.mutants
 
 pictures: ## draw the pictures of docs/ again

@@ -28,9 +28,14 @@ import msgspec
 
 HOME = Path(__file__).resolve().parents[1]
 FILES = ("balancer/search", "evener/shares.py", "evener/plan.py", "balancer/probes/block_timing.py")
+SEARCH = (
+    "search",
+    *(f"test_{name}.py" for name in ("explain", "recorded_runs", "recorded_curves", "session_simulated")),
+)
 TESTS = {  # of the longest name that fits
     "balancer": ("tests/balancer",),
     "balancer/probes/block_timing.py": ("tests/balancer/test_timing_rules.py",),
+    "balancer/search": tuple(f"tests/balancer/{name}" for name in SEARCH),
     "evener": ("tests/evener",),
     "evener/plan.py": ("tests/evener/test_plan.py", "tests/evener/test_fit_kinds.py"),
     "evener/shares.py": ("tests/evener/test_shares.py", "tests/balancer/search"),
