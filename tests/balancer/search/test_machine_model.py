@@ -1,0 +1,190 @@
+"""What the observations say of a machine: who is left, limits, exchange costs, predicted rates, equal shares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from evener.balancer.search.budget import Budget
+from evener.balancer.search.layouts import BALANCE
+from evener.balancer.search.model.machine_model import MachineModel, same_measurement
+from evener.balancer.search.model.step_time import Curve
+from evener.balancer.search.observations import Observations
+from evener.balancer.search.predictions import Predictions, guess_knee
+from evener.balancer.search.waterfill import DeviceCurve
+from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Stage, Timed, solo
+from tests.support.search_machines import Bench
+
+BENCH = Bench(((10.0, 0.1, 0, 2000), (20.0, 0.2, 0, 2000)), 0.005)
+SOLOS: tuple[tuple[Layout, Stage], ...] = tuple((solo(2, i, batch), "solo") for i in range(2) for batch in (8, 64, 500))
+SPLIT = Layout("split", (400, 200))
+
+
+def model(
+    *layouts: tuple[Layout, Stage], extra: tuple[Observation, ...] = (), bench: Bench = BENCH, **options: Any
+) -> MachineModel:
+    """The model after these layouts were measured."""
+    problem = bench.problem(**options)
+    seen = Observations(problem)
+    turns: dict[Stage, int] = {}
+    for layout, stage in layouts:
+        turns[stage] = turns.get(stage, -1) + 1
+        for one in bench.measure([Probe(layout, stage, 1.0, turns[stage])]):
+            seen.add(one)
+    for one in extra:
+        seen.add(one)
+    return MachineModel(problem, seen, Budget(problem, BALANCE, seen))
+
+
+def test_the_cap_is_the_least_of_what_was_asked_in_whole_quanta() -> None:
+    assert model().cap > 10**8
+    assert model(largest_share=500, multiple_of=8).cap == 496
+    assert model(max_global_batch=300, largest_share=500).cap == 300
+    assert model(global_batch=600, largest_share=500).cap == 500
+
+
+def test_a_device_that_is_full_at_the_smallest_share_is_left_out() -> None:
+    full = OutOfMemory(Probe(solo(2, 1, 1), "solo", 1.0), (1,), "full", 1.0)
+    assert model(*SOLOS).live == (0, 1)
+    assert model(*SOLOS, extra=(full,)).live == (0,)
+    larger = OutOfMemory(Probe(solo(2, 1, 2), "solo", 1.0), (1,), "full", 1.0)
+    assert model(*SOLOS, extra=(larger,)).live == (0, 1)
+    assert model(extra=(larger,), multiple_of=2, global_batch=8).live == (0,)
+
+
+def test_a_rate_is_that_of_the_slowest_share_and_of_keeping_in_step() -> None:
+    found = model(*SOLOS, (SPLIT, "split"))
+    assert found.sync_costs[1:] == (pytest.approx(0.0), pytest.approx(0.005))
+    assert found.sync_seconds == pytest.approx(0.005)
+    assert found.predicted_rate(SPLIT) == pytest.approx(600 / 0.065, rel=1e-3)
+    assert found.predicted_rate(Layout("split", (100, 300))) == pytest.approx(400 / 0.085, rel=1e-3)
+    assert found.predicted_rate(solo(2, 0, 300)) == pytest.approx(300 / 0.04, rel=1e-3)
+    assert model().predicted_rate(SPLIT) == 0.0
+    assert model(*SOLOS[:3]).predicted_rate(SPLIT) == 0.0
+    assert model(*SOLOS).sync_seconds is None
+
+
+def test_splits_without_their_devices_own_times_cost_what_the_curves_leave() -> None:
+    """60 ms is what the slower of the two would take alone."""
+    found = model(*SOLOS)
+    (one,) = BENCH.measure([Probe(SPLIT, "split", 1.0)])
+    assert isinstance(one, Timed)
+    unknown = Timed(
+        one.probe, one.step_seconds, one.low_seconds, one.high_seconds, 20, (None, None), (None, None), 0.1, 1.0
+    )
+    assert model(*SOLOS, extra=(unknown,)).sync_costs[2] == pytest.approx(0.005, rel=0.02)
+    assert found.splits == ()
+
+
+def test_a_free_batch_grows_as_far_as_it_gains() -> None:
+    """Up to 10 ms / 0.1 ms a sample / 0.5 %: 20,000 samples; and, in a split, to twice what ran."""
+    wide = Bench(((10.0, 0.1, 0, 10**6), (20.0, 0.2, 0, 10**6)))
+    found = model(*SOLOS, bench=wide)
+    first, second = found.split_curves
+    assert found.useful_limit(first) == pytest.approx(20_000, rel=0.02)
+    assert found.reachable_limit(first) == found.reachable_limit(second) == 1000
+    assert found.reachable_limit(first, 3) == 1500
+    assert model(*SOLOS, bench=wide, tolerance=0.0).useful_limit(first) == pytest.approx(50_000, rel=0.02)
+    flat = DeviceCurve(0, Curve((0.0, 1.0), (0.01, 0.01), 0.0), 5000)
+    assert found.useful_limit(flat) == 5000
+    small = DeviceCurve(0, first.curve, 700)
+    assert found.useful_limit(small) == 700
+
+
+def test_a_longest_step_bounds_a_free_batch_but_not_what_ran() -> None:
+    wide = Bench(((10.0, 0.1, 0, 10**6), (20.0, 0.2, 0, 10**6)))
+    first, second = model(*SOLOS, bench=wide, longest_step_seconds=0.07).split_curves
+    found = model(*SOLOS, bench=wide, longest_step_seconds=0.07)
+    assert found.useful_limit(first) == pytest.approx(600, abs=5)
+    assert found.useful_limit(second) == 500
+
+
+def test_devices_that_can_not_be_distinguished_share_a_limit() -> None:
+    """The smaller of two that differ by less than 2 %."""
+    same = Bench(((10.0, 0.1, 0, 1000), (10.0, 0.1, 0, 1000)))
+    found = model(*SOLOS, bench=same)
+    assert found.groups == [[0, 1]]
+    assert found.limits[0] == found.limits[1] == pytest.approx(997, abs=2)
+    assert found.alone[0] == found.alone[1]
+    assert model(*SOLOS).groups == [[0], [1]]
+
+
+def test_what_surely_fits_ran_or_is_little_more() -> None:
+    found = model(*SOLOS)
+    assert found.surely_fits(Layout("split", (500, 500)))
+    assert found.surely_fits(Layout("split", (625, 10)))
+    assert not found.surely_fits(Layout("split", (640, 10)))
+    assert not found.surely_fits(Layout("split", (10, 640)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch", "level"),
+    [
+        (Layout("split", (301, 299)), 600, (300, 300)),
+        (Layout("split", (310, 290)), 600, (310, 290)),
+        (Layout("split", (301, 299)), None, (300, 300)),
+        (Layout("split", (304, 300)), None, (302, 302)),
+        (Layout("split", (300, 0)), 300, (300, 0)),
+    ],
+)
+def test_shares_that_no_measurement_distinguishes_are_made_equal(
+    layout: Layout, batch: int | None, level: tuple[int, int]
+) -> None:
+    found = model(*SOLOS, bench=Bench(((10.0, 0.1, 0, 2000), (10.0, 0.1, 0, 2000))), global_batch=batch)
+    assert found.level(layout).shares == level
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ((100, 200), (100, 200), True),
+        ((1000, 200), (1015, 200), True),
+        ((1000, 200), (1016, 200), False),
+        ((1000, 200), (1000, 204), False),
+        ((1, 1000), (0, 1000), False),
+        ((0, 1000), (0, 1001), True),
+    ],
+)
+def test_layouts_within_a_little_are_one_measurement(one: tuple[int, int], other: tuple[int, int], same: bool) -> None:
+    assert same_measurement(Layout("split", one), Layout("split", other)) == same
+    assert same_measurement(Layout("split", other), Layout("split", one)) == same
+
+
+def test_a_knee_is_guessed_only_where_no_slope_shows() -> None:
+    """A curve that is level to a quarter of the limit and straight from there on."""
+    level = DeviceCurve(0, Curve((0.0, 1.0), (0.01, 0.01), 1e-6), 8000)
+    guess = guess_knee(level).curve
+    assert guess.seconds(10) == guess.seconds(2000)
+    assert guess.seconds(10) == pytest.approx(0.012, rel=1e-3)
+    assert guess.seconds(4000) == pytest.approx(0.024, rel=1e-3)
+    steep = DeviceCurve(0, Curve((0.0, 1.0), (0.01, 0.01), 1e-4), 8000)
+    assert guess_knee(steep) is steep
+
+
+def test_predictions_are_what_brute_force_finds() -> None:
+    """Of a fixed batch, over all splits; of one device alone, as measured at rest where it was."""
+    found = Predictions(model(*SOLOS, (SPLIT, "split"), global_batch=600))
+    split = found.fastest_split
+    assert split is not None
+    top = max(range(1, 600), key=lambda share: BENCH.rate((share, 600 - share)))
+    assert found.layout(split).shares == pytest.approx((top, 600 - top), abs=2)
+    single = found.fastest_single
+    assert single is not None
+    assert found.layout(single) == solo(2, 0, 600)
+    assert found.tolerable is None
+    assert found.single_rate == pytest.approx(600 / 0.07, rel=1e-3)
+    slow = Timed(Probe(solo(2, 0, 600), "rest", 1.0), 0.1, 0.1, 0.1, 20, (7000, None), (0.1, None), 0.1, 1.0)
+    rested = Predictions(model(*SOLOS, (SPLIT, "split"), extra=(slow,), global_batch=600))
+    assert rested.single_rate == pytest.approx(6000)
+
+
+def test_a_device_is_not_believed_far_beyond_what_ran() -> None:
+    """Alone four times, in a split twice."""
+    wide = Bench(((10.0, 0.1, 0, 10**6), (20.0, 0.2, 0, 10**6)))
+    found = Predictions(model(*SOLOS, (SPLIT, "split"), bench=wide, tolerance=0.0))
+    single, split = found.fastest_single, found.fastest_split
+    assert single is not None
+    assert split is not None
+    assert single.shares == ((0, 2000),)
+    assert max(share for _, share in split.shares) == 1000
