@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from evener.balancer import manual_run
 from evener.balancer.diagnostics import check_machine
-from evener.balancer.probes import manual_run
 from evener.balancer.store.locks import DeviceLock
 from evener.balancer.store.runs import journal_path
 from evener.devices.discover import discover

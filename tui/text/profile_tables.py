@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.balancer.probes.layout_profile import LayoutProfile, profile_layouts
+from evener.balancer.layout_profile import LayoutProfile, profile_layouts
 from evener.balancer.probes.protocol import Profiled
 from evener.balancer.request import ResolvedRequest
 from evener.balancer.result.explain import name_candidate

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evener.balancer.events import Finished
-from evener.balancer.probes.layout_profile import LayoutProfile
+from evener.balancer.layout_profile import LayoutProfile
 from evener.balancer.request import Request, ResolvedRequest
 from evener.balancer.resolve_layouts import resolve_comparison
 from evener.balancer.search.search import Search

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.balancer.probes.manual_run import RunLength, TimedRun, choose_layout, timed_runs
+from evener.balancer.manual_run import RunLength, TimedRun, choose_layout, timed_runs
 from evener.balancer.request import Request, ResolvedRequest
 from evener.balancer.resolve import resolve_request
 from evener.balancer.result.explain_measurements import explain_doubts
