@@ -55,7 +55,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=10.0, help="train for about this long, by the plan's samples/s"
     )
-    parser.add_argument("--rows", type=int, default=ROWS, help="pictures to train on, at least")
+    parser.add_argument("--rows", type=int, default=ROWS, help="the least number of pictures to train on")
     parser.add_argument("--processes", action="store_true", help="a process for each device of the plan")
     return parser.parse_args()
 
