@@ -1,1 +1,1 @@
-"""The face: commands and the full-screen app, everything a person sees. Decides nothing."""
+"""Commands and the full-screen app: everything a person sees. Measures and decides nothing."""

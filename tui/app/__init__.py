@@ -1,1 +1,1 @@
-"""The full-screen app and what runs behind it."""
+"""The full-screen app: screens wired to keys, themes, and its start on a terminal."""

@@ -1,1 +1,1 @@
-"""The command line: options, output and one module a command."""
+"""The command line: options, streams, sessions, and the code of each command."""

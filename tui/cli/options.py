@@ -68,7 +68,7 @@ def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., N
 
 
 def spread_lists(arguments: list[str]) -> list[str]:
-    """`--gpus 0 1 --batches 820 568` as the parser wants it: the option again before each value."""
+    """`--gpus 0 1 --batches 820 568` as the parser needs it: the option repeated before each value."""
     spread: list[str] = []
     current, values = "", 0
     for argument in [*arguments, "--"]:

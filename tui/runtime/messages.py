@@ -21,7 +21,7 @@ class Sampled(Message):
 
 
 class SessionReported(Message):
-    """An event of a session, or of the replay of one; `source` says of which."""
+    """An event of a session, or of the replay of one; `source` is its number."""
 
     def __init__(self, source: int, event: Event) -> None:
         super().__init__()

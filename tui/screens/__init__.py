@@ -1,1 +1,1 @@
-"""Parts of the full-screen app."""
+"""The three screens, the form, the replay and the dialogs."""

@@ -122,7 +122,7 @@ def fraction(part: Reading, whole_reading: Reading) -> float | None:
 
 
 def traffic(sample: DeviceSample) -> Reading:
-    """All traffic of the device, PCIe and NVLink, both ways, in bytes/s; without any value, the first reason."""
+    """All traffic of the device, PCIe and NVLink, both ways, in bytes/s; without a value, why the first has none."""
     parts = (
         sample.link_receive_bytes_per_second,
         sample.link_send_bytes_per_second,

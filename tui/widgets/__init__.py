@@ -1,1 +1,1 @@
-"""Parts of the full-screen app."""
+"""Widgets: lines of text, lists, choices, bars and charts."""

@@ -1,1 +1,1 @@
-"""One module a command: arguments to calls, events to lines."""
+"""The code of each command, imported when it runs."""
