@@ -1,0 +1,211 @@
+"""What a probe should cost, how long it may measure, and which part of a budget each stage may spend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from evener.balancer.search.budget import Budget
+from evener.balancer.search.layouts import BALANCE, LayoutOptions, Placement
+from evener.balancer.search.observations import Observations
+from evener.balancer.types import Layout, Probe, Problem, Stage, Timed, solo
+
+SPLIT = Layout("split", (60, 40))
+ALL = LayoutOptions(placements=(Placement("towers"), Placement("alternate")), knobs=("xla",))
+
+
+def timed(layout: Layout, stage: Stage = "solo", step: float = 0.1, turn: int = 0, **changes: Any) -> Timed:
+    """Ten steps in 2 s, of which one is not timed."""
+    nothing = (None,) * len(layout.shares)
+    seen = Timed(Probe(layout, stage, 1.0, turn), step, step, step, 10, nothing, nothing, step, 10 * step + 1.0)
+    return msgspec.structs.replace(seen, **changes)
+
+
+def budget(
+    *seen: Timed, seconds: float | None = 100.0, options: LayoutOptions = BALANCE, devices: int = 2, **others: Any
+) -> Budget:
+    """A budget of which these were spent."""
+    problem = Problem(devices, (None,) * devices, budget_seconds=seconds)
+    found = Observations(problem)
+    for one in seen:
+        found.add(one)
+    return Budget(problem, options, found, **others)
+
+
+# ---------------------------------------------------------------------- how long a probe measures
+
+
+@pytest.mark.parametrize(
+    ("stage", "step", "seconds"),
+    [("solo", 0.01, 4.0), ("split", 0.01, 6.0), ("pack", 0.01, 2.0), ("race", 0.01, 4.0), ("solo", 1.0, 12.0),
+     ("solo", 30.0, 60.0)],
+)  # fmt: skip
+def test_without_a_budget_a_probe_lasts_for_its_stage_or_for_twelve_steps(
+    stage: Stage, step: float, seconds: float
+) -> None:
+    assert budget(seconds=None).probe_seconds(SPLIT, stage, 3, step) == seconds
+
+
+def test_a_budget_is_shared_out_over_the_probes_of_a_stage() -> None:
+    """The split stage may spend until 60 % of 100 s; 2 s are spent, a split's children start in 1.5 times 1 s."""
+    found = budget(timed(solo(2, 0, 8), elapsed_seconds=2.0, start_seconds=1.0))
+    left = 60 - 2 - 1.5
+    assert found.probe_seconds(SPLIT, "split", 40, 0.01) == pytest.approx(left / 40 - found.overhead_seconds, abs=0.001)
+    assert found.probe_seconds(SPLIT, "split", 2, 0.01) == 6.0
+    assert found.probe_seconds(SPLIT, "split", 40, 0.01, reserved=20) == pytest.approx(
+        (left - 20) / 40 - found.overhead_seconds, abs=0.001
+    )
+    assert found.probe_seconds(SPLIT, "split", 0, 1.0) == 12.0
+    assert found.probe_seconds(SPLIT, "split", 10_000, 0.01) == 0.2
+
+
+@pytest.mark.parametrize(
+    ("stage", "turn", "end"), [("solo", 0, 50), ("split", 0, 60), ("race", 0, 100), ("race", 1, 95), ("pack", 0, 65)]
+)
+def test_a_stage_ends_at_its_part_of_the_budget(stage: Stage, turn: int, end: float) -> None:
+    """The shortest probe, of 0.2 s, has to end by then."""
+    for spent, fits in ((end - 0.25, True), (end - 0.15, False)):
+        found = budget(timed(solo(2, 0, 8), step=spent / 10, elapsed_seconds=spent))
+        assert found.affords(SPLIT, stage, 0.01, turn) == fits
+        assert not found.affords(SPLIT, stage, 0.01, turn, reserved=0.2)
+    assert budget(seconds=None).affords(SPLIT, stage, 0.01, turn)
+
+
+def test_when_the_race_is_over_exploration_may_have_the_rest() -> None:
+    for spent, fits in ((70.0, True), (94.9, False)):
+        seen = timed(solo(2, 0, 8), step=spent / 10, elapsed_seconds=spent)
+        assert not budget(seen).affords(solo(2, 0, 64), "solo", 0.01)
+        assert budget(seen, race_is_over=True).affords(solo(2, 0, 64), "solo", 0.01) == fits
+
+
+# ---------------------------------------------------------------------- what a probe costs
+
+
+def test_children_that_stand_start_in_no_time() -> None:
+    """New ones as long as the slowest of a device alone, for each kind of layout; packs for each training."""
+    found = budget(timed(solo(2, 0, 8), start_seconds=4.0), timed(solo(2, 1, 8), start_seconds=3.0))
+    assert found.start_seconds(solo(2, 0, 64)) == 0.0
+    assert found.start_seconds(SPLIT) == pytest.approx(1.5 * 4)
+    assert found.start_seconds(Layout("place", (1, 1), placement="towers")) == pytest.approx(4.0)
+    assert found.start_seconds(Layout("pack", (8, 0), 3)) == pytest.approx(0.8 * 4 * 3)
+    assert budget().start_seconds(SPLIT) == 0.0
+
+
+def test_children_that_make_way_again_and_again_pay_their_least_start_each_time() -> None:
+    first, second = timed(SPLIT, "split", start_seconds=6.0), timed(SPLIT, "race", turn=1, start_seconds=5.0)
+    assert budget(first).start_seconds(SPLIT) == 0.0
+    assert budget(first, second).start_seconds(SPLIT) == 5.0
+
+
+def test_the_shortest_probe_has_five_steps_and_its_warm_up() -> None:
+    """A layout that ran takes what it took beside its steps; another one the median."""
+    found = budget(
+        timed(solo(2, 0, 8)),
+        timed(solo(2, 1, 8), elapsed_seconds=4.0),
+        timed(solo(2, 0, 64), turn=1, elapsed_seconds=7.0),
+    )
+    assert found.overhead_seconds == pytest.approx(3.0)  # 1, 3 and 6 s
+    assert found.least_seconds(solo(2, 0, 8), 0.01) == pytest.approx(1.0 + 0.2)
+    assert found.least_seconds(solo(2, 0, 8), 1.0) == pytest.approx(1.0 + 5.0)
+    assert found.least_seconds(solo(2, 1, 64), 0.01) == pytest.approx(3.0 + 0.2)
+    assert budget().overhead_seconds == 0.0
+
+
+def test_steps_that_try_kernels_out_are_counted_by_how_they_grow() -> None:
+    """A first step of 0.3 s at 10 ms, of 11.2 s at 110: 109 / 0.1 - 1 steps more; none where sizes hardly differ."""
+    quick = timed(solo(2, 0, 8), step=0.01, first_step_seconds=0.3)
+    slow = timed(solo(2, 0, 64), step=0.11, turn=1, first_step_seconds=11.2)
+    found = budget(quick, slow, seconds=None)
+    assert found.tuning_steps == pytest.approx(108.0)
+    assert found.longest_step() == pytest.approx(60 / 113)
+    near = timed(solo(2, 0, 64), step=0.0119, turn=1, first_step_seconds=11.2)
+    assert budget(quick, near).tuning_steps == 0.0
+    sooner = timed(solo(2, 0, 64), step=0.11, turn=1, first_step_seconds=0.1)
+    assert budget(quick, sooner).tuning_steps == 0.0
+
+
+def test_a_layout_that_never_ran_steps_as_its_devices_alone_promise() -> None:
+    """Together for a split, as the slower ones wait; as the fastest for a pack."""
+    found = budget(timed(solo(2, 0, 10)), timed(solo(2, 1, 5)), timed(solo(2, 0, 1), turn=1))
+    assert found.least_seconds(Layout("split", (300, 300))) - found.overhead_seconds == pytest.approx(5 * 600 / 150)
+    assert found.total_seconds([SPLIT, SPLIT]) == pytest.approx(2 * found.least_seconds(SPLIT))
+    assert found.least_seconds(Layout("pack", (100, 0), 4)) - found.overhead_seconds == pytest.approx(5 * 400 / 100)
+
+
+# ---------------------------------------------------------------------- turns and longer budgets
+
+
+def test_turns_left_are_those_that_the_rest_of_the_budget_pays() -> None:
+    """Of 95 %, each turn of at least 4 s for every layout."""
+    found = budget(timed(solo(2, 0, 10), elapsed_seconds=15.0))
+    assert found.turns_left([SPLIT, Layout("split", (50, 50))]) == pytest.approx(80 / (2 * 19))
+    quick = budget(timed(solo(2, 0, 1000), elapsed_seconds=15.0, steps=150))
+    assert quick.turns_left([solo(2, 1, 8)]) == pytest.approx(80 / 4)
+    assert found.turns_left([]) == 0.0
+    assert budget(timed(solo(2, 0, 10), elapsed_seconds=99.0)).turns_left([SPLIT]) == 0.0
+    assert budget(seconds=None).turns_left([SPLIT]) == float("inf")
+
+
+def test_a_budget_that_grows_packs_counts_the_first_turns_alone() -> None:
+    found = budget(
+        timed(solo(2, 0, 10), elapsed_seconds=10.0), timed(SPLIT, "race", elapsed_seconds=5.0),
+        timed(SPLIT, "race", turn=1, elapsed_seconds=50.0),
+    )  # fmt: skip
+    assert found.enough_to_grow(11.0) == pytest.approx((10 + 5 + 11) / 0.65)
+
+
+# ---------------------------------------------------------------------- exploration's part
+
+
+def test_a_plan_may_explore_with_all_of_its_budget_and_a_comparison_with_a_part() -> None:
+    """Packs and placements follow it; slow starts make it longer, up to three quarters."""
+    assert budget().explore_seconds == 100
+    assert budget(options=ALL).explore_seconds == pytest.approx(40)
+    assert budget(options=LayoutOptions(("solo", "pack"))).explore_seconds == pytest.approx(25)
+    assert budget(options=ALL, devices=1).explore_seconds == pytest.approx(25)
+    slow = timed(solo(2, 0, 8), start_seconds=10.0)
+    assert budget(slow, options=ALL).explore_seconds == pytest.approx(2 * (10 + 15))
+    assert budget(slow, seconds=40.0, options=ALL).explore_seconds == pytest.approx(0.75 * 40)
+    quick = timed(solo(2, 0, 8), start_seconds=1.0)
+    assert budget(quick, options=ALL).explore_seconds == pytest.approx(40)
+
+
+def test_the_longest_step_is_a_part_of_what_exploration_has_left() -> None:
+    """A fifth of it for a probe of five steps; in a split the same for all, whatever the splits took."""
+    assert budget().longest_step() == pytest.approx(20 / 5)
+    spent = timed(solo(2, 0, 8), elapsed_seconds=31.0)
+    split = timed(SPLIT, "split", elapsed_seconds=20.0)
+    found = budget(spent, split)
+    overhead = found.overhead_seconds
+    assert found.longest_step() == pytest.approx((0.2 * (100 - 51) - overhead) / 5) or overhead > 9
+    assert found.longest_step(solo=False) >= found.longest_step()
+    assert budget(seconds=None).longest_step() == pytest.approx(60 / 5)
+    assert budget(timed(solo(2, 0, 8), elapsed_seconds=99.9)).longest_step() == pytest.approx(0.2 / 5)
+
+
+def test_steps_are_limited_by_a_budget_or_by_the_problem() -> None:
+    problem = Problem(2, (None, None), longest_step_seconds=0.07)
+    found = Budget(problem, BALANCE, Observations(problem))
+    assert found.limits_steps
+    assert found.longest_step() == 0.07
+    assert budget().limits_steps
+    assert not budget(seconds=None).limits_steps
+
+
+@pytest.mark.parametrize(
+    ("options", "starts", "probes"),
+    [
+        (ALL, 1 + 1 + 1.5 + 2 * 1 + 2 * 0.8, 1 + 1 + 1 + 1 + 2 + 2),  # xla; a split; two placements; two packs
+        (LayoutOptions(("solo", "pack"), pack_modes=("", "mps")), 1 + 4 * 0.8, 1 + 4),
+        (LayoutOptions(("solo", "even", "pack")), 1 + 1.5 + 2 * 0.8, 1 + 1 + 2),
+    ],
+)
+def test_one_probe_of_every_candidate_has_to_be_paid(options: LayoutOptions, starts: float, probes: float) -> None:
+    """40 % of the time that no start takes, for eight steps of each."""
+    slow = timed(solo(2, 0, 8), start_seconds=2.0, elapsed_seconds=3.0)
+    found = budget(slow, options=options)
+    assert found.longest_step() == pytest.approx(0.4 * (100 - starts * 2) / (8 * probes))
+    short = budget(slow, options=options, seconds=4.0)
+    assert short.longest_step() <= 0.05
