@@ -195,7 +195,7 @@ def _limit_seconds(folder: Path, tests: Sequence[str]) -> float:
     """Three times what the tests take on the unchanged sources, which they must pass."""
     began = time.monotonic()
     if not passes(folder, tests, 3600):
-        raise SystemExit(f"These tests fail on the unchanged sources: {' '.join(tests)}. Mend them first.")
+        raise SystemExit(f"These tests fail on the unchanged sources: {' '.join(tests)}. Fix them first.")
     return 10 + 3 * (time.monotonic() - began)
 
 

@@ -1,4 +1,4 @@
-"""One search, or one rival, on one machine: measured by the simulated prober, judged by the machine's own physics."""
+"""One search, or one rival, on one machine: measured by the simulated prober, judged by the machine's physics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODES = ("free", "fixed", "tolerant")  # tolerance 0, a fixed global batch, and 
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What to run. `rivals` name who else is given as many probes."""
+    """What to run. `rivals` are the rivals that get as many probes."""
 
     family: str
     devices: int
@@ -32,7 +32,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class SearchOutcome(msgspec.Struct, frozen=True):
-    """What came of a job; shares of 1, not per cent."""
+    """The result of a job. Fractions, not per cent."""
 
     job: Job
     regret: float  # 1 - true throughput / oracle

@@ -29,7 +29,7 @@ PLACEMENT_BATCHES = (1, 4096)
 
 
 class ComparisonCase(msgspec.Struct, frozen=True):
-    """A machine and what is asked of it."""
+    """A machine and a request."""
 
     name: str
     machine: Machine
@@ -38,7 +38,7 @@ class ComparisonCase(msgspec.Struct, frozen=True):
 
     @property
     def problem(self) -> Problem:
-        """What the comparison is given."""
+        """The problem that the search gets."""
         machine = self.machine
         return Problem(
             devices=len(machine.devices),
@@ -52,10 +52,10 @@ class Score(msgspec.Struct, frozen=True):
     """How one verdict compares with the truth."""
 
     case: ComparisonCase
-    named: str  # the way that the verdict names
-    named_part: float  # the most that this way can truly have / the truth's best
-    reached_part: float  # what the named layout itself truly has / the truth's best
-    truth: str  # the way that is truly best
+    named: str  # the family that the verdict names
+    named_part: float  # the most that this family can truly have / the best there is
+    reached_part: float  # what the named layout truly has / the best there is
+    truth: str  # the family that is truly best
     probes: int
     seconds: float  # virtual
 
@@ -66,7 +66,7 @@ class Score(msgspec.Struct, frozen=True):
 
 
 def make_case(seed: int) -> ComparisonCase:
-    """The machine of a seed: all is drawn from it; every other one has a fixed global batch."""
+    """The machine of a seed. Every other one has a fixed global batch."""
     rng = random.Random(f"compare/{seed}")
     family, devices, noise = rng.choice(FAMILIES), rng.choice((1, 2, 2, 4)), rng.choice(NOISES)
     machine = machine_families.machine(family, devices, noise, seed)
@@ -79,7 +79,7 @@ def make_case(seed: int) -> ComparisonCase:
 
 
 def compare(case: ComparisonCase) -> tuple[Search, int, float]:
-    """Run a comparison to its end on the virtual clock; with the probes and the virtual seconds that it took."""
+    """Run a comparison to its end; returns it with its number of probes and its virtual seconds."""
     wanted = LayoutOptions(placements=tuple(Placement(p.name, p.devices) for p in case.machine.placements))
     comparison = Search(case.problem, wanted)
     prober = SimulatedProber(case.machine, case.seed)
@@ -92,7 +92,7 @@ def compare(case: ComparisonCase) -> tuple[Search, int, float]:
 
 
 def score(case: ComparisonCase) -> Score:
-    """Run one machine and hold its verdict against the truth."""
+    """Run one machine and compare its verdict with the truth."""
     comparison, probes, seconds = compare(case)
     truths = truth(case, comparison.common_batch())
     best = max(truths, key=lambda name: truths[name])
@@ -128,7 +128,7 @@ def true_throughput(machine: Machine, layout: Layout) -> float:
 
 
 def _gain(rng: random.Random) -> tuple[tuple[int, float], ...]:
-    """What packing gives: nothing, a loss, or a rise to a peak and a slow fall behind it."""
+    """The gain of packing: none, a loss, or a rise to a peak with a slow fall after it."""
     if rng.random() < 0.3:
         return ((1, 1.0), (2, rng.uniform(0.85, 1.0)), (MOST_PROCESSES, rng.uniform(0.6, 0.85)))
     peak, top = rng.choice((2, 3, 4, 6, 9, 12)), rng.uniform(1.03, 2.5)
@@ -138,7 +138,7 @@ def _gain(rng: random.Random) -> tuple[tuple[int, float], ...]:
 
 
 def _placements(rng: random.Random, machine: Machine) -> tuple[SimulatedPlacement, ...]:
-    """Two placements, from 40 % slower to 60 % faster than the fastest device alone, dearer at small batches."""
+    """Two placements, from 40 % slower to 60 % faster than the fastest device alone, slower at small batches."""
     low, high = PLACEMENT_BATCHES
     found = []
     for name in ("towers", "alternate"):

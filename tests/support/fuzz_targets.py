@@ -90,7 +90,7 @@ REPLY = (
 
 @contextlib.contextmanager
 def _file(data: bytes, name: str = "input") -> Iterator[Path]:
-    """The bytes in a file of their own that only its user can write."""
+    """A file with these bytes that only its user can write."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
         path.write_bytes(data)
@@ -99,14 +99,14 @@ def _file(data: bytes, name: str = "input") -> Iterator[Path]:
 
 
 def fuzz_plan(data: bytes) -> None:
-    """Whatever is read as a plan is written again as the same plan and can be shown."""
+    """A plan that can be read is written again as the same plan and can be shown."""
     plan = parse_plan(data)
     assert parse_plan(to_toml(plan)) == parse_plan(to_json(plan))
     _show("\n".join(summary_lines(plan, [str(share.index) for share in plan.layout.share], "verdict")))
 
 
 def fuzz_machine(data: bytes) -> None:
-    """Whatever is read as a machine has a finite speed, and a search on it comes to an end."""
+    """A machine that can be read has a finite speed, and a search on it ends."""
     machine = parse_machine(data)
     assert machine.samples_per_second((1,) * len(machine.devices)) >= 0
     if len(machine.devices) <= 3:
@@ -124,7 +124,7 @@ def _search(data: bytes) -> None:
 
 
 def fuzz_journal(data: bytes) -> None:
-    """Whatever is read as a journal can be shown, replayed, and brought to the plan of what it measured."""
+    """A journal that can be read can be shown, replayed, and turned into a plan."""
     with _file(data) as path:
         record = journal.read(path)
     if len(record.entries) > REPLAYED_LINES:
@@ -143,7 +143,7 @@ def _draw(progress: Progress, event: Event) -> None:
 
 
 def fuzz_live(data: bytes) -> None:
-    """A file of this very process, whatever it holds, is a report or nothing."""
+    """A live file of this process is a report or is ignored."""
     name = file_name(os.getpid(), start_ticks(os.getpid()) or 0, 1)
     with _file(data, name) as path:
         path.parent.chmod(0o700)
@@ -152,7 +152,7 @@ def fuzz_live(data: bytes) -> None:
 
 
 def fuzz_reply(data: bytes) -> None:
-    """Whatever a child says is a reply or nonsense, and is shown in a line."""
+    """A child's output is a reply or unreadable, and is shown in one line."""
     for text in data.split(b"\n"):
         said = child.parse_reply(text)
         assert isinstance(said, protocol.Reply | child.InvalidReply)
@@ -163,7 +163,7 @@ def fuzz_reply(data: bytes) -> None:
 
 
 def fuzz_recording(data: bytes) -> None:
-    """Whatever is read as a recording of the monitor can be drawn."""
+    """A recording that can be read can be drawn."""
     with _file(data) as path:
         source = ReplaySource(Recording(path))
         try:
@@ -174,7 +174,7 @@ def fuzz_recording(data: bytes) -> None:
 
 
 def fuzz_devices(data: bytes) -> None:
-    """What `--devices` may be given; files of its own choice are left alone."""
+    """Values of `--devices`, except those that name files."""
     spec = data.decode(errors="surrogateescape")
     if "/" not in spec.split("cpu")[0] and ".toml" not in spec.lower():
         found = discover(spec)
@@ -182,13 +182,13 @@ def fuzz_devices(data: bytes) -> None:
 
 
 def fuzz_limit(data: bytes) -> None:
-    """A limit that is read is written and read as the same."""
+    """A limit that can be read is written and read again as the same."""
     limit = parse_limit(data.decode(errors="surrogateescape"))
     assert parse_limit(write_limit(limit)) == limit
 
 
 def fuzz_settings(data: bytes) -> None:
-    """`--set` pairs, a line each, for a workload that has settings."""
+    """`--set` pairs, one per line, for a workload that has settings."""
     pairs = data.decode(errors="surrogateescape").split("\n")
     registry.resolve_settings(registry.find("synthetic", "none"), parse_settings(pairs))
 
@@ -202,7 +202,7 @@ def fuzz_numbers(data: bytes) -> None:
 
 
 def _show(*lines: str) -> None:
-    """What a terminal gets of it is plain."""
+    """Check that the terminal gets plain text."""
     for line in lines:
         for part in line.split("\n"):
             assert part == plain(part, len(part) + 1), f"raw on the terminal: {part!r}"
@@ -223,7 +223,7 @@ TARGETS: dict[str, Target] = {
 
 
 def call(target: Target, data: bytes) -> None:
-    """Run one input; a fault that a person can act on is a good end, if it says something and not too much."""
+    """Run one input. An EvenerError is a good end if its message is neither empty nor too long."""
     fault = _fault(target, data)
     assert fault is None or fault.message, "a fault without words"
     assert len(str(fault)) < LONGEST_MESSAGE + 8 * len(data), "a fault longer than anybody reads"
@@ -292,7 +292,7 @@ def environment(name: str, value: str) -> Iterator[None]:
 
 
 def mutations(first: tuple[bytes, ...]) -> SearchStrategy[bytes]:
-    """Seeds with numbers, words or any pieces exchanged; or any bytes."""
+    """Seeds with numbers, words or other pieces replaced; or any bytes."""
     odd = st.sampled_from(ODD)
     edit = st.tuples(
         st.booleans(), st.integers(0, 1 << 20), st.sampled_from((0, 0, 1, 2, 10, 40, 400)), odd | st.binary(max_size=6)

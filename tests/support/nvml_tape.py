@@ -20,12 +20,12 @@ from evener.devices.nvidia.events import address
 from evener.devices.nvidia.nvml_library import Library
 
 FORMAT = 1
-UNKEYED = "nvmlDeviceGetProcessUtilization"  # its argument is a time, which would make each question another one
+UNKEYED = "nvmlDeviceGetProcessUtilization"  # its argument is a time, so every call would be a new one
 Key = tuple[str, int | None, str]  # call or kind, GPU, arguments
 
 
 class NvmlRecorder:
-    """The module, or a double of it, with an ear at each of its functions."""
+    """Wraps the module, or a double of it, and records the answers of all its functions."""
 
     def __init__(self, library: Library = pynvml) -> None:
         self._library = library
@@ -79,7 +79,7 @@ class NvmlRecorder:
 
 
 class NvmlPlayer:
-    """The module's double: each question is answered as it was at the tape's time `now`, which a test moves on.
+    """A double of the module: each call is answered as it was at the tape's time `now`, which a test sets.
 
     A question that is not on the tape raises KeyError: it needs another recording.
     """
@@ -101,41 +101,41 @@ class NvmlPlayer:
         return lambda *arguments, **keywords: self._call(name, *arguments, **keywords)
 
     def nvmlInit(self) -> None:  # noqa: N802 - the names are the module's
-        """It is always there."""
+        """Always succeeds."""
 
     def nvmlShutdown(self) -> None:  # noqa: N802
-        """Nothing is held."""
+        """Does nothing."""
 
     def nvmlEventSetCreate(self) -> None:  # noqa: N802
-        """Events are not on tapes."""
+        """Tapes have no events."""
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> _Handle:  # noqa: N802
-        """A handle is the number behind it."""
+        """A handle with the GPU's index."""
         return _Handle(index)
 
     def nvmlDeviceGetFieldValues(self, handle: _Handle, fields: list[Any]) -> Any:  # noqa: N802
-        """Each field by itself, so that other batches than those of the recording can be asked."""
+        """Each field by itself, so that calls may combine other fields than the recording did."""
         values = (pynvml.c_nvmlFieldValue_t * len(fields))()
         for value, asked in zip(values, fields, strict=True):
             value.nvmlReturn, value.valueType, value.value.ullVal = self._at("field", handle.gpu, json.dumps(asked))
         return values
 
     def nvmlGpmSampleAlloc(self) -> Any:  # noqa: N802
-        """Room for the number of a GPU."""
+        """Memory for a GPU's index."""
         self._samples.append(ctypes.create_string_buffer(8))
         return ctypes.cast(self._samples[-1], pynvml.c_nvmlGpmSample_t)
 
     def nvmlGpmSampleFree(self, sample: Any) -> None:  # noqa: N802
-        """Python frees it."""
+        """Does nothing: Python frees it."""
 
     def nvmlGpmSampleGet(self, handle: _Handle, sample: Any) -> Any:  # noqa: N802
-        """The sample notes whose it is."""
+        """Writes the GPU's index into the sample."""
         ctypes.cast(sample, ctypes.POINTER(ctypes.c_int64))[0] = handle.gpu
         return sample
 
     def nvmlGpmMetricsGet(self, request: Any) -> Any:  # noqa: N802
-        """The metrics as they were."""
+        """The recorded metrics."""
         gpu = ctypes.cast(request.sample1, ctypes.POINTER(ctypes.c_int64))[0]
         for metric in request.metrics[: request.numMetrics]:
             metric.nvmlReturn, metric.value = self._at("gpm", gpu, str(metric.metricId))
@@ -167,7 +167,7 @@ class _Thing:
 
 
 def _plain(answer: Any) -> Any:
-    """What JSON can hold of an answer."""
+    """The part of an answer that JSON can hold."""
     if isinstance(answer, list | tuple):
         return [_plain(each) for each in answer]
     if isinstance(answer, bytes):

@@ -24,23 +24,23 @@ from tests.support import search_oracle as oracle
 from tests.support.recording_prober import RecordingProber
 
 RECORDED = Path(__file__).resolve().parent.parent / "recorded"
-NOISE = 0.005  # of a step, as the intervals of most of these probes have it
-BASE_MIB = 1000.0  # any memory line will do, if what ran fits
+NOISE = 0.005  # of a step, as in the intervals of most of these probes
+BASE_MIB = 1000.0  # any memory line that fits all batches that ran
 
 Curve = dict[int, list[float]]  # samples -> milliseconds of a step
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What one search came to, on one recorded machine."""
+    """The result of one search on one recorded machine."""
 
-    regret: float  # 1 - its throughput / the best there is
+    regret: float  # 1 - its throughput / the best throughput
     shares: tuple[int, ...]
     probes: int
     best: oracle.Best
 
 
 def records(folder: Path = RECORDED) -> dict[str, journal.Record]:
-    """The searches, by name; comparisons are left out, and what shared the GPUs with other work."""
+    """The searches by name, without comparisons and without runs that shared the GPUs with other work."""
     found = {path.stem: journal.read(path) for path in sorted(folder.glob("*.jsonl"))}
     return {
         name: record
@@ -67,7 +67,7 @@ def curves(recorded: Iterable[journal.Record]) -> dict[tuple[str, str], Curve]:
 
 
 def machine(record: journal.Record, known: Mapping[tuple[str, str], Curve]) -> Machine:
-    """The journal's devices as their curves have them."""
+    """A machine with the journal's devices and their curves."""
     most = record.header.largest_share
     parts = [
         {
@@ -82,7 +82,7 @@ def machine(record: journal.Record, known: Mapping[tuple[str, str], Curve]) -> M
 
 
 def search(record: journal.Record, made: Machine, seed: int) -> Found:
-    """Search the machine as the journal's request has it, with no end to its budget."""
+    """Search the machine by the journal's request, without a budget."""
     batch, tolerance = record.header.request.global_batch, record.header.request.tolerance
     best = oracle.free(made, tolerance) if batch is None else oracle.fixed(made, batch)
     memory = tuple(made.usable_memory_bytes(i) for i in range(len(made.devices)))
@@ -113,7 +113,7 @@ def _device(name: str, curve: Curve) -> SimulatedDevice:
 
 
 def _sync_seconds(record: journal.Record, devices: Sequence[SimulatedDevice]) -> float:
-    """What its splits took beyond the slowest share; 0 without any."""
+    """How much longer its splits took than the slowest share; 0 without splits."""
     costs = []
     for entry in record.seen:
         seen = entry.seen

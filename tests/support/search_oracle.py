@@ -1,4 +1,4 @@
-"""The best that a machine can do, exactly, from its written-down physics; shares no code with the search.
+"""The best that a machine can do, exactly, from its physics; shares no code with the search.
 
 Every finish time that any device can have for any whole batch is tried; at each, every device does as much as it can,
 and for each number of devices k the k that do most are taken.
