@@ -15,11 +15,6 @@ from evener.torch_split.batch_tracker import BatchTracker, Pass, TakenBatch
 from evener.torch_split.gradient_weights import GradientWeights, exchanged_parameters
 from evener.torch_split.optimizer_check import OPTIMIZER_CHECK, check_weighted
 
-_SCALE_FORGOTTEN = RequestError(
-    "With weigh='loss' a loss was not scaled, so its gradients would be the plain mean over ranks.",
-    "Write split.scale(loss).backward().",
-)
-
 
 class BatchWeights:
     """Rows and weight of one rank in the batch in hand; with `by_loss`, `scale` applies the weight, not a hook."""
@@ -96,7 +91,8 @@ class BatchWeights:
         except RequestError as error:
             if model.training:
                 raise
-            self._weights.refusal = error  # a model that only predicts has no backward pass to be refused
+            # a model that only predicts has no backward pass to be refused; a traceback would keep the model alive
+            self._weights.refusal = error.with_traceback(None)
             return
         if model.training and batch.origin.training and getattr(model, "require_backward_grad_sync", True):
             self._weights.waiting = batch
@@ -137,14 +133,21 @@ class BatchWeights:
         if not self._by_loss:
             check_weighted(parameters, exchanged_parameters())
         elif self._scaled_pass is None:
-            raise _SCALE_FORGOTTEN
+            raise _scale_forgotten()
 
     def _note_scaled(self, gradient: Any) -> None:
         self._scaled_pass = torch._C._current_graph_task_id()
 
     def _check_scaled(self) -> None:
         if self._scaled_pass != torch._C._current_graph_task_id():
-            raise _SCALE_FORGOTTEN
+            raise _scale_forgotten()
+
+
+def _scale_forgotten() -> RequestError:
+    return RequestError(
+        "With weigh='loss' a loss was not scaled, so its gradients would be the plain mean over ranks.",
+        "Write split.scale(loss).backward().",
+    )
 
 
 class _ForwardHook:
