@@ -49,7 +49,7 @@ def where(one: Standing, labels: Sequence[str]) -> str:
 def against(one: Standing) -> str:
     """-9.0 % (-9.4 to -8.6), after `tie` for a tie, or `unclear` where it may be one."""
     if one.against is None:
-        return "fastest"
+        return "chosen"
     low, high = (f"{100 * max(-1.0, value):+.1f}" for value in (one.against.low, one.against.high))
     tie = "unclear, " if one.unclear else "tie, " if one.tie else ""
     return f"{tie}{100 * one.against.value:+.1f} % ({low} to {high})"

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, get_args
 
 from evener.tui.text.formatting import NO_BREAK, plain, unbroken
 
+DeviceTone = Literal["device0", "device1", "device2", "device3", "device4", "device5", "device6", "device7"]
 Tone = Literal[
     "text",  # ordinary
     "dim",  # less important: units, captions, what is missing
@@ -23,17 +24,10 @@ Tone = Literal[
     "track",  # the empty part of a bar
     "key",  # a key to press
     "tab",  # the screen that is open
-    "device0",
-    "device1",
-    "device2",
-    "device3",
-    "device4",
-    "device5",
-    "device6",
-    "device7",
+    DeviceTone,
 ]
 TONES: tuple[Tone, ...] = get_args(Tone)
-DEVICE_TONES: tuple[Tone, ...] = tuple(tone for tone in TONES if tone.startswith("device"))
+DEVICE_TONES: tuple[Tone, ...] = get_args(DeviceTone)
 
 
 class Span(NamedTuple):
