@@ -198,7 +198,7 @@ class Budget:
     @cached_property
     def _solo_start(self) -> float:
         """The longest start of a device alone; 0 if none is known."""
-        return max((seen.start_seconds for seen in self._timed if seen.probe.layout.kind == "solo"), default=0.0)
+        return max((seen.start_seconds for seen in self._timed if seen.probe.stage == "solo"), default=0.0)
 
     def _pack_starts(self) -> list[tuple[int, float]]:
         """(trainings, seconds that their start took) in rising number; the median of several."""

@@ -6,6 +6,7 @@ from functools import cached_property
 
 import msgspec
 
+from evener.balancer.search.budget import Budget
 from evener.balancer.search.layouts import (
     Candidate,
     LayoutOptions,
@@ -31,8 +32,8 @@ OTHER_BATCH = 0.03  # relative: tolerable global batches that differ by more are
 class Candidates:
     """A reading of the observations so far."""
 
-    def __init__(self, problem: Problem, options: LayoutOptions, predictions: Predictions) -> None:
-        self._problem, self._options = problem, options
+    def __init__(self, problem: Problem, options: LayoutOptions, predictions: Predictions, budget: Budget) -> None:
+        self._problem, self._options, self._budget = problem, options, budget
         self._predictions, self._model = predictions, predictions.model
         self._quantum = problem.multiple_of
 
@@ -274,7 +275,7 @@ class Candidates:
         """Equal parts of the memory for as many as run best as plain processes, or as were measured in a short time."""
         wanted = pack_on(plain, plain.processes, "logical").layout
         tried = [one.probe.layout for one in self.seen.all_timed() if one.probe.layout.placement == "logical"]
-        if wanted in tried or not tried or self._model.budget.affords(wanted, "race"):
+        if wanted in tried or not tried or self._budget.affords(wanted, "race"):
             return wanted
         return max(tried, key=lambda layout: layout.processes)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from typing import get_args
 
 import msgspec
 
@@ -18,6 +19,7 @@ from evener.balancer.search.model.step_time import Point
 from evener.balancer.search.statistics import student
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed
 
+STAGES: tuple[Stage, ...] = get_args(Stage)
 EXPLORATION: tuple[Stage, ...] = ("solo", "rest", "split")
 TRIES = 2  # of a probe that fails for a reason other than memory
 TYPICAL_BLOCKS = 8  # behind an interval; it turns a half-width into a standard error
@@ -45,6 +47,7 @@ class Observations:
         self._problem = problem
         self._seen: dict[Probe, Observation] = {}
         self._failures: Counter[Probe] = Counter()
+        self._failed_seconds: defaultdict[Probe, float] = defaultdict(float)
         self._explored: defaultdict[int, list[Probe]] = defaultdict(list)  # by device, exploration only
         self._places: defaultdict[Place, list[Probe]] = defaultdict(list)
         self._by_layout: defaultdict[Layout, list[Probe]] = defaultdict(list)
@@ -66,6 +69,7 @@ class Observations:
             return False
         if isinstance(seen, Failed):
             self._failures[probe] += 1
+            self._failed_seconds[probe] += seen.elapsed_seconds
             if seen.cause == "device" and self._failures[probe] >= TRIES:
                 self._gone.update(seen.devices)
         else:
@@ -151,7 +155,7 @@ class Observations:
         found = {one.probe.turn: one for one in timed if one.probe.stage == stage}
         earlier = [one for one in timed if one.probe.stage in ("rest", "split", "pack") or self._alone_anyway(one)]
         if stage == "race" and earlier and FIRST_TURN not in found:
-            found[FIRST_TURN] = max(earlier, key=lambda one: (one.probe.stage, one.probe.turn))
+            found[FIRST_TURN] = max(earlier, key=lambda one: _order(one.probe))
         return dict(sorted(found.items()))
 
     def _alone_anyway(self, seen: Timed) -> bool:
@@ -205,8 +209,9 @@ class Observations:
     # ------------------------------------------------------------------ failures and costs
 
     def _final(self, seen: Failed) -> bool:
-        """Whether another try is pointless: it had its tries, or the workload itself can't do it."""
-        return seen.cause == "unsupported" or self._failures[seen.probe] >= TRIES
+        """Whether another try is pointless: it had its tries, or the workload's own code can't do it."""
+        own_code = seen.cause == "unsupported" or (seen.cause == "raised" and seen.probe.stage == "solo")
+        return own_code or self._failures[seen.probe] >= TRIES
 
     def open_failures(self) -> list[Probe]:
         """Probes that failed once and are worth another try."""
@@ -223,7 +228,7 @@ class Observations:
         for probe, seen in self._seen.items():
             if wanted is not None and probe.stage not in wanted:
                 continue
-            cost = seen.elapsed_seconds * max(1, self._failures[probe])
+            cost = self._failed_seconds.get(probe, 0.0) + (0.0 if isinstance(seen, Failed) else seen.elapsed_seconds)
             if probe.stage == "solo":
                 rounds[probe.turn, probe.layout.active[0]] += cost
             elif probe.stage != "race" or probe.turn <= until_turn:
@@ -355,5 +360,4 @@ def _rank(seen: Observation) -> tuple[int, int, float]:
 
 
 def _order(probe: Probe) -> tuple[int, int, tuple[int, ...], int, float]:
-    stages = ("solo", "rest", "split", "pack", "race", "knobs")
-    return (stages.index(probe.stage), probe.turn, probe.layout.shares, probe.layout.processes, probe.seconds)
+    return (STAGES.index(probe.stage), probe.turn, probe.layout.shares, probe.layout.processes, probe.seconds)

@@ -16,7 +16,7 @@ from evener.balancer.search.budget import Budget
 from evener.balancer.search.candidates import Candidates
 from evener.balancer.search.layouts import Candidate, Knob, LayoutOptions
 from evener.balancer.search.observations import FIRST_TURN, Turns
-from evener.balancer.search.ranking import Standing, rank, unsettled
+from evener.balancer.search.ranking import Standing, rank, throughput, unsettled
 from evener.balancer.types import Layout, Probe, Problem, Stage
 
 MOST_TURNS = 8
@@ -35,7 +35,7 @@ class Race:
     def next_probe(self) -> Probe | None:
         """The next measurement; None when the race is over."""
         first = [one for one in self._unmeasured if one.layout.placement != "logical"]
-        probe = self._first_turn(first) or self._grow() or self._first_turn(self._unmeasured)
+        probe = self._first_turn(first) or self._grow() or self._first_turn(self._unmeasured) or self._confirm()
         return probe or self._next_turn(self._candidates.running, "race") or self._try_knobs()
 
     @cached_property
@@ -113,6 +113,17 @@ class Race:
         later = (turn for turns in self.turns.values() for turn in turns if turn > FIRST_TURN)
         return self._problem.budget_seconds is not None and any(later)
 
+    def _confirm(self) -> Probe | None:
+        """The winner, where exploration alone has measured it: what it is compared with was measured later."""
+        found = rank(self._candidates.running, self.turns, self._problem)
+        if len(found) < 2:
+            return None
+        layout = found[0].candidate.layout
+        if self._seen.timed_in(layout, "race") or not self._budget.affords(layout, "race"):
+            return None
+        seconds = self._budget.probe_seconds(layout, "race", TURNS_TO_EXPECT * len(found))
+        return Probe(layout, "race", seconds, FIRST_TURN)
+
     # ------------------------------------------------------------------ later turns
 
     def _next_turn(self, rivals: Sequence[Candidate], stage: Stage) -> Probe | None:
@@ -147,6 +158,7 @@ class Race:
             for one in rivals
         }
         ran = [one for one in rivals if turns[one.layout]]
+        ran.sort(key=lambda one: -throughput(turns[one.layout]).value)
         left = self._budget.turns_left(one.layout for one in ran[:2])
         return unsettled(ran, turns, self._problem.tolerance, left, MOST_TURNS)
 

@@ -251,8 +251,8 @@ class Search:
 
     def _read(self) -> tuple[Candidates, Race]:
         if self._reading is None:
-            candidates = Candidates(self.problem, self.options, self._predictions())
             budget = Budget(self.problem, self.options, self._seen)
+            candidates = Candidates(self.problem, self.options, self._predictions(), budget)
             self._reading = candidates, Race(self.problem, self.options, candidates, budget)
         return self._reading
 

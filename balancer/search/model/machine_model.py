@@ -28,7 +28,7 @@ class MachineModel:
     """A reading of the observations; everything is computed once, when it is first asked for."""
 
     def __init__(self, problem: Problem, seen: Observations, budget: Budget) -> None:
-        self.problem, self.seen, self.budget = problem, seen, budget
+        self.problem, self.seen = problem, seen
         self.quantum = problem.multiple_of
         self.devices: tuple[DeviceEvidence, ...] = tuple(seen.device(i) for i in range(problem.devices))
         self._longest_step = budget.longest_step(solo=False) if budget.limits_steps else None  # as it is now

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 
 import msgspec
 
@@ -20,7 +19,6 @@ SAME_BATCH = 0.02  # points nearer than this, relatively, are one point
 LEAST_ERROR = 0.0005  # relative; no timing is believed to be better
 STRAIGHT = 2.5  # a line stands if no point is further off than so many of its errors (of 95 % of small fits none is)
 ROUNDING = 1e-9  # relative slack where a time is compared with its own inverse
-CACHED_FITS = 4096
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -102,11 +100,6 @@ class Hinge(msgspec.Struct, frozen=True):
 
 def fit_curve(points: Iterable[Point]) -> Curve | None:
     """The curve that explains the points; None without any."""
-    return _fit(tuple(points))
-
-
-@lru_cache(CACHED_FITS)
-def _fit(points: tuple[Point, ...]) -> Curve | None:
     merged = merge_points(points)
     if not merged:
         return None
