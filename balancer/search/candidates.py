@@ -18,7 +18,7 @@ from evener.balancer.search.layouts import (
     shrink,
     split_evenly,
 )
-from evener.balancer.search.model.machine_model import UNMEASURABLE, same_measurement
+from evener.balancer.search.machine_model import UNMEASURABLE, same_measurement
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.packing import Packing
 from evener.balancer.search.predictions import Predictions

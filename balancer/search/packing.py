@@ -13,7 +13,7 @@ from functools import cached_property
 import msgspec
 
 from evener.balancer.search.layouts import PackMode, pack_on
-from evener.balancer.search.model.machine_model import MachineModel
+from evener.balancer.search.machine_model import MachineModel
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.pack_sizes import MOST_PROCESSES, best_size, next_size
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed

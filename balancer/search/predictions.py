@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from evener.balancer.search import waterfill
-from evener.balancer.search.model.machine_model import MachineModel
+from evener.balancer.search.machine_model import MachineModel
 from evener.balancer.search.model.step_time import Curve
 from evener.balancer.search.waterfill import Allocation, DeviceCurve
 from evener.balancer.types import Layout, layout_of

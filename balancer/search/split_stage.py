@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from evener.balancer.search.budget import Budget
-from evener.balancer.search.model.machine_model import UNMEASURABLE, same_measurement
+from evener.balancer.search.machine_model import UNMEASURABLE, same_measurement
 from evener.balancer.search.predictions import Predictions
 from evener.balancer.search.waterfill import Allocation
 from evener.balancer.types import Failed, Probe, Stage

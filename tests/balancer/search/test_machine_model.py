@@ -8,7 +8,7 @@ import pytest
 
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.layouts import BALANCE
-from evener.balancer.search.model.machine_model import MachineModel, same_measurement
+from evener.balancer.search.machine_model import MachineModel, same_measurement
 from evener.balancer.search.model.step_time import Curve
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.predictions import Predictions, guess_knee

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.balancer.search import predictions, solo_stage
-from evener.balancer.search.model.machine_model import REACH
+from evener.balancer.search.machine_model import REACH
 from evener.balancer.search.model.step_time import Point
 from evener.balancer.search.model.throughput_drop import guess_faster_batch, throughput_falls
 from evener.balancer.search.search import Search
