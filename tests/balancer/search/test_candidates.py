@@ -1,0 +1,127 @@
+"""The layouts of a race, and how each is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from evener.balancer.search.layouts import (
+    FAMILIES,
+    Candidate,
+    LayoutOptions,
+    Placement,
+    device_counts,
+    find_family,
+    pack_on,
+    place_on,
+    shrink,
+    split_evenly,
+)
+from evener.balancer.search.search import Search, is_even
+from evener.balancer.types import Layout, solo
+from tests.support.search_machines import Bench
+
+FOUR = Bench(((10.0, 0.1, 0, 3000), (12.0, 0.12, 0, 3000), (15.0, 0.15, 0, 3000), (20.0, 0.2, 0, 3000)), 0.001)
+
+
+def raced(bench: Bench, options: LayoutOptions, **problem: Any) -> dict[str, list[Layout]]:
+    """The layouts of a whole race, by family."""
+    search = Search(bench.problem(**problem), options).run(bench.measure)
+    found: dict[str, list[Layout]] = {}
+    for one in search.candidates():
+        found.setdefault(one.family, []).append(one.layout)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("devices", "counts"), [(0, ()), (1, ()), (2, (2,)), (3, (2, 3)), (4, (2, 4)), (5, (2, 4, 5)), (8, (2, 4, 8))]
+)
+def test_an_even_split_is_tried_on_powers_of_two_and_on_all(devices: int, counts: tuple[int, ...]) -> None:
+    assert device_counts(devices) == counts
+
+
+def test_a_batch_is_spread_in_whole_quanta() -> None:
+    one = split_evenly(3, (0, 2), 40, 8)
+    assert one == Candidate("even", Layout("split", (24, 0, 16)))
+    assert split_evenly(2, (0, 1), 8, 8) is None
+    assert split_evenly(2, (0, 1), 20, 8) is None
+    assert split_evenly(2, (0, 1), 2) is not None
+
+
+def test_a_placement_takes_its_devices_and_no_more() -> None:
+    assert place_on(4, Placement("towers"), 10) == Candidate("place", Layout("place", (5, 5, 0, 0), placement="towers"))
+    three = place_on(4, Placement("towers", 3), 10)
+    assert three is not None
+    assert three.layout.active == (0, 1, 2)
+    assert place_on(1, Placement("towers"), 10) is None
+    assert place_on(2, Placement("towers"), 1) is None
+    assert place_on(2, Placement("towers"), 2) is not None
+
+
+def test_a_pack_has_its_single_device_and_batch() -> None:
+    assert pack_on(solo(2, 1, 64), 3, "mps").layout == Layout("pack", (0, 64), 3, "mps")
+    assert pack_on(solo(2, 1, 64), 3, batch=8).layout.shares == (0, 8)
+
+
+def test_what_ran_out_of_memory_comes_back_with_seven_tenths() -> None:
+    assert shrink(Layout("split", (100, 10))) == Layout("split", (70, 7))
+    assert shrink(Layout("split", (1, 8))) is None
+    assert shrink(Layout("split", (10, 8)), 4) == Layout("split", (4, 4))
+    assert shrink(Layout("solo", (0, 3)), 4) is None
+
+
+def test_families_and_what_is_simple() -> None:
+    """One device before several, few before many, no knobs before any."""
+    assert find_family(solo(2, 0, 8)) == "solo"
+    assert find_family(Layout("split", (4, 4))) == "split"
+    even, split = split_evenly(2, (0, 1), 8), Candidate("split", Layout("split", (5, 3)))
+    assert even is not None
+    single, pack = Candidate("solo", solo(2, 0, 8)), pack_on(solo(2, 0, 8), 2)
+    knob = Candidate("solo", Layout("solo", (8, 0), knobs=("xla",)))
+    order = [single, even, split, Candidate("split", Layout("split", (5, 2, 1))), pack, pack_on(solo(2, 0, 8), 3), knob]
+    assert sorted(order[::-1], key=lambda one: one.simplicity) == order
+    assert [one.synchronous for one in order] == [True, True, True, True, False, False, False]
+
+
+def test_even_is_the_same_share_up_to_a_quantum() -> None:
+    assert is_even(Layout("split", (5, 5, 4)))
+    assert not is_even(Layout("split", (5, 3)))
+    assert is_even(Layout("split", (16, 8)), 8)
+    assert not is_even(solo(2, 0, 8))
+
+
+def test_a_plan_needs_the_best_single_the_even_split_and_the_best_split() -> None:
+    """And the even split over all devices alone; a comparison also those over two and four of the fastest."""
+    plan = raced(FOUR, LayoutOptions(("solo", "even", "split"), scaling=False), global_batch=800)
+    assert plan["solo"] == [solo(4, 0, 800)]
+    assert plan["even"] == [Layout("split", (200, 200, 200, 200))]
+    assert len(plan["split"]) >= 1
+    compared = raced(FOUR, LayoutOptions(("solo", "even", "split")))
+    assert [layout.active for layout in compared["even"]] == [(0, 1), (0, 1, 2, 3)]
+    assert {layout.global_batch for layouts in plan.values() for layout in layouts} == {800}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_what_is_asked_for_races(family: str) -> None:
+    options = LayoutOptions((family,), placements=(Placement("towers"),))  # type: ignore[arg-type]
+    assert set(raced(FOUR, options, global_batch=800)) <= {family}
+
+
+def test_an_even_split_keeps_to_quanta_and_to_the_smallest_memory() -> None:
+    """Of a free batch it has as many as fit on each, at most as many as the best split."""
+    small = Bench(((10.0, 0.1, 0, 3000), (10.0, 0.1, 0, 300)), 0.001)
+    (even,) = raced(small, LayoutOptions(("solo", "even", "split"), scaling=False), multiple_of=8)["even"]
+    assert len(set(even.shares)) == 1
+    assert even.shares[0] % 8 == 0
+    assert 200 <= even.shares[0] <= 300
+    (alone,) = raced(small, LayoutOptions(("even",), scaling=False))["even"]
+    assert 100 <= alone.shares[0] == alone.shares[1] <= 300
+
+
+def test_devices_that_fail_in_an_even_split_leave_the_others() -> None:
+    """The best single device of those that did not break."""
+    search = Search(FOUR.problem(global_batch=800), LayoutOptions(("solo",)))
+    search.run(FOUR.measure)
+    assert search.best_single() is not None
+    assert [one.candidate.layout for one in search.ranking()] == [solo(4, 0, 800)]
