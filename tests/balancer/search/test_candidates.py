@@ -80,7 +80,7 @@ def test_families_and_what_is_simple() -> None:
     single, pack = Candidate("solo", solo(2, 0, 8)), pack_on(solo(2, 0, 8), 2)
     knob = Candidate("solo", Layout("solo", (8, 0), knobs=("xla",)))
     order = [single, even, split, Candidate("split", Layout("split", (5, 2, 1))), pack, pack_on(solo(2, 0, 8), 3), knob]
-    assert sorted(order[::-1], key=lambda one: one.simplicity) == order
+    assert sorted(set(order), key=lambda one: one.simplicity) == order
     assert [one.synchronous for one in order] == [True, True, True, True, False, False, False]
 
 
