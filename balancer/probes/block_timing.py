@@ -82,9 +82,7 @@ class BlockTimer:
         self._blocks: list[Block] = []
         self._steps = 0  # of each timed block; 0 while warming up
         self._slow_start = 0.0
-        self._unsteady: tuple[Warned, ...] | None = (
-            None  # warnings of the first round, after its end
-        )
+        self._unsteady: tuple[Warned, ...] | None = None  # warnings of the first round, after its end
 
     @property
     def phase(self) -> str:
