@@ -1,0 +1,290 @@
+"""Losses, loaders and batches as users take them, with which ranks learn what one process learns."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
+from torch.utils.data import Subset, TensorDataset
+
+from tests.support.torch_program_parts import (
+    CLASSES,
+    early,
+    exact,
+    network,
+    sgd,
+    shard,
+    split_by,
+    train,
+    update,
+    weights,
+)
+
+
+@exact
+def contrastive(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """In-batch negatives with a learned temperature, as CLIP has them."""
+
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = network(4), network(4)
+            self.scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+
+        def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            return F.normalize(self.left(inputs)), F.normalize(self.right(inputs.cos())), self.scale.exp()
+
+    split = split_by(shares)
+    model = split.wrap(Towers())
+    optimizer, losses = sgd(model), []
+    for inputs, _ in split.loader(rows):
+        left, right, scale = model(inputs)
+        scores = scale * split.gather(left) @ split.gather(right).T
+        numbers = torch.arange(len(scores), device=scores.device)
+        loss = (F.cross_entropy(scores, numbers) + F.cross_entropy(scores.T, numbers)) / 2
+        update(optimizer, loss)
+        losses.append(split.mean(loss))
+    return [*weights(model), torch.tensor(losses, dtype=torch.float64)]
+
+
+@exact
+def contrastive_by_own_rows(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """Each rank compares its own rows with all, beside a mean over its rows; by either way of weighing."""
+    ended = []
+    for weigh in ("gradients", "loss"):
+        split = split_by(shares, weigh=weigh)
+        model = split.wrap(network(4))
+        optimizer = sgd(model)
+        for inputs, _ in split.loader(rows):
+            found = F.normalize(model(inputs))
+            everyone = split.gather(found)
+            numbers = (inputs[:, None] == split.gather(inputs)).all(2).int().argmax(1)
+            loss = F.cross_entropy(found @ everyone.T, numbers) + (found**4).mean()
+            update(optimizer, split.scale(loss) if weigh == "loss" else loss)
+        ended += weights(model)
+    return ended
+
+
+@exact
+def triplets(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """The hardest positive and negative of the whole batch for each row."""
+    split = split_by(shares)
+    model = split.wrap(network(4))
+    optimizer = sgd(model)
+    for inputs, labels in split.loader(rows):
+        found, kinds = split.gather(model(inputs)), split.gather(labels)
+        far = torch.cdist(found, found)
+        same = kinds[:, None] == kinds
+        loss = (far.masked_fill(~same, 0).amax(1) - far.masked_fill(same, 9.0).amin(1) + 0.5).relu().mean()
+        update(optimizer, loss)
+    return weights(model)
+
+
+@exact
+def two_loaders(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """As long as each other, in one backward pass."""
+    split = split_by(shares)
+    model = split.wrap(network())
+    optimizer = sgd(model)
+    for (inputs, labels), (others, _) in zip(split.loader(rows), split.loader(rows, seed=1), strict=True):
+        update(optimizer, F.cross_entropy(model(inputs), labels) + model(others * 2).square().mean())
+    return weights(model)
+
+
+@exact
+def two_loaders_a_backward_pass_each(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """One is longer than the other."""
+    split = split_by(shares)
+    model = split.wrap(network())
+    optimizer = sgd(model)
+    half = Subset(rows, range(27))
+    for (inputs, labels), (others, _) in zip(split.loader(rows), split.loader(half), strict=False):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        model(others).square().mean().backward()
+        optimizer.step()
+    return weights(model)
+
+
+@exact
+def the_next_batch_early(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    split = split_by(shares)
+    model, loader = split.wrap(network()), split.loader(rows)
+    optimizer = sgd(model)
+    for _ in range(2):
+        train(model, early(loader), optimizer)
+    return weights(model)
+
+
+@exact
+def a_list_of_batches(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    split = split_by(shares)
+    model = split.wrap(network())
+    train(model, list(split.loader(rows)) * 2)
+    return weights(model)
+
+
+@exact
+def one_batch_for_long(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    split = split_by(shares)
+    model = split.wrap(network())
+    optimizer = sgd(model)
+    inputs, labels = next(iter(split.loader(rows)))
+    inputs = inputs * 2
+    for _ in range(5):
+        update(optimizer, F.cross_entropy(model(inputs), labels))
+    return weights(model)
+
+
+@exact
+def batches_skipped(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """The first ones, and the rows of the others are changed before the model gets them."""
+    split = split_by(shares)
+    model = split.wrap(network())
+    optimizer = sgd(model)
+    for step, (inputs, labels) in enumerate(split.loader(rows)):
+        if step < 3:
+            continue
+        update(optimizer, F.cross_entropy(model(inputs / 2), labels))
+    return weights(model)
+
+
+@exact
+def validation_within_steps(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """One that goes on from step to step, and forgets no_grad."""
+    split = split_by(shares)
+    model = split.wrap(network())
+    held_out = split.loader(Subset(rows, range(13)), training=False)
+    optimizer, validation, losses = sgd(model), iter(held_out), []
+    for inputs, labels in split.loader(rows):
+        other = next(validation, None)
+        if other is not None:
+            model.eval()
+            losses.append(split.mean(F.cross_entropy(model(other[0] + 0.0), other[1])))
+            model.train()
+        update(optimizer, F.cross_entropy(model(inputs * 1.0), labels))
+    return [*weights(model), torch.tensor(losses, dtype=torch.float64)]
+
+
+@exact
+def predictions_after_the_loop(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """Of all rows, by a loop that forgets no_grad, and over the training loader."""
+    split = split_by(shares)
+    model, loader = split.wrap(network()), split.loader(rows)
+    train(model, loader)
+    model.eval()
+    right = sum(int((model(inputs).argmax(1) == labels)[: split.rows].sum()) for inputs, labels in loader)
+    return [model(rows.tensors[0]).detach(), torch.tensor(split.total(right))]
+
+
+@exact
+def metrics(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """Rows are counted once, without a cut in validation, by gather in training; a confusion matrix by total."""
+    split = split_by(shares)
+    model = split.wrap(network())
+    matrix, counted = torch.zeros(CLASSES, CLASSES, dtype=torch.int64), 0
+    with torch.no_grad():
+        for inputs, labels in split.loader(rows, training=False):
+            found = model(inputs).argmax(1)
+            matrix.index_put_((labels, found), torch.tensor(1), accumulate=True)
+            counted += len(found)
+        seen = torch.cat([split.gather(labels) for _, labels in split.loader(rows)])
+        flags = torch.cat([split.gather(labels == 1) for _, labels in split.loader(rows, seed=1)])
+    assert split.total(counted) == len(rows)
+    return [split.total(matrix), seen, flags]
+
+
+@exact
+def an_order_by_a_sampler(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    split = split_by(shares)
+    drawn = torch.utils.data.WeightedRandomSampler(1.0 + torch.arange(len(rows)), len(rows))
+    model, loader = split.wrap(network()), split.loader(rows, order=drawn)
+    torch.manual_seed(split.rank)  # ranks whose random numbers differ draw the same rows
+    optimizer = sgd(model)
+    for _ in range(2):
+        train(model, loader, optimizer)
+    again = split.loader(rows, order=drawn)
+    state = loader.state_dict()
+    again.load_state_dict({**state, "position": 16})
+    train(model, again, optimizer)
+    return weights(model)
+
+
+@exact
+def an_order_by_the_epoch(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """Buckets: neighbours in one column are neighbours in the order."""
+    split = split_by(shares)
+
+    def order(epoch: int) -> list[int]:
+        numbers: list[int] = rows.tensors[0][:, epoch].argsort().tolist()
+        return numbers
+
+    model, loader = split.wrap(network()), split.loader(rows, order=order)
+    optimizer = sgd(model)
+    for _ in range(2):
+        train(model, loader, optimizer)
+    return weights(model)
+
+
+@exact
+def a_subset_that_was_drawn(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    split = split_by(shares)
+    drawn = torch.randint(0, len(rows), (33,), generator=torch.Generator().manual_seed(6)).tolist()
+    model = split.wrap(network())
+    train(model, split.loader(Subset(rows, drawn)))
+    return weights(model)
+
+
+@exact
+def weighed_by_the_loss(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    split = split_by(shares, weigh="loss")
+    model = split.wrap(network())
+    optimizer = sgd(model)
+    for inputs, labels in early(split.loader(rows)):
+        update(optimizer, split.scale(F.cross_entropy(model(inputs), labels)))
+    return weights(model)
+
+
+@exact
+def sharded_parameters(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """FSDP2, wrapped and not."""
+    split = split_by(shares, weigh="loss")
+    ended = []
+    for wrap in (True, False):
+        model = shard(split, network())
+        optimizer = sgd(split.wrap(model) if wrap else model)
+        for inputs, labels in split.loader(rows):
+            update(optimizer, split.scale(F.cross_entropy(model(inputs), labels)))
+        ended += [each.full_tensor() if split.world > 1 else each for each in weights(model)]
+    return ended
+
+
+@exact
+def a_mean_over_tokens(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """The remedy for a loss that the model would compute itself: split.loss outside of it."""
+    split = split_by(shares)
+    model = split.wrap(network())
+    optimizer = sgd(model)
+    for inputs, labels in split.loader(rows):
+        total = F.cross_entropy(model(inputs), labels, ignore_index=1, reduction="sum")
+        update(optimizer, split.loss(total, (labels != 1).sum()))
+    return weights(model)
+
+
+def mean_inside(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """What can't be noticed."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(self.net(inputs), labels, ignore_index=1)
+
+    split = split_by(shares)
+    model = split.wrap(Own())
+    optimizer = sgd(model)
+    for inputs, labels in split.loader(rows):
+        update(optimizer, model(inputs, labels))
+    return weights(model)

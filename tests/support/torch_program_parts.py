@@ -1,0 +1,102 @@
+"""What training programs of tests are made of: data, a network, loops, and the lists of what is exact and refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from evener.errors import EvenerError
+from evener.torch_split import Split
+
+WIDTH, CLASSES = 5, 3
+ROWS = (41, 45)
+Program = Callable[[tuple[int, ...], TensorDataset], list[torch.Tensor]]
+EXACT: dict[str, Program] = {}
+REFUSED: dict[str, tuple[str, Program]] = {}
+
+
+def exact(program: Program) -> Program:
+    EXACT[program.__name__] = program
+    return program
+
+
+def refused(words: str) -> Callable[[Program], Program]:
+    def note(program: Program) -> Program:
+        REFUSED[program.__name__] = (words, program)
+        return program
+
+    return note
+
+
+def data(rows: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(rows)
+    inputs = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, torch.randint(0, CLASSES, (rows,), generator=generator))
+
+
+def network(outputs: int = CLASSES) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
+
+
+def split_by(shares: tuple[int, ...], times: int = 1, **options: Any) -> Split:
+    return Split(ratios=shares, global_batch=times * sum(shares), **options)
+
+
+def sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], 0.2, momentum=0.9)
+
+
+def weights(*models: Any) -> list[torch.Tensor]:
+    return [each.detach().clone() for model in models for each in model.parameters()]
+
+
+def update(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def train(model: Any, batches: Iterable[Any], optimizer: torch.optim.Optimizer | None = None) -> None:
+    optimizer = optimizer or sgd(model)
+    for inputs, labels in batches:
+        update(optimizer, F.cross_entropy(model(inputs), labels))
+
+
+def own_ddp(split: Split, net: nn.Module) -> nn.Module:
+    return DistributedDataParallel(net) if split.world > 1 else net
+
+
+def early(batches: Iterable[Any], change: Callable[[Any], Any] = lambda each: each) -> Iterator[Any]:
+    """Each batch once the next one is there."""
+    source = iter(batches)
+    ready = change(next(source))
+    for following in source:
+        changed = change(following)
+        del following
+        yield ready
+        ready = changed
+    yield ready
+
+
+def shard(split: Split, net: nn.Module) -> nn.Module:
+    if split.world > 1:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(net, mesh=init_device_mesh("cpu", (split.world,)))
+    return net
+
+
+def run(program: Program, shares: tuple[int, ...], rows: int) -> list[torch.Tensor] | str:
+    """What it returns, or the sentence that refuses it."""
+    try:
+        return program(shares, data(rows))
+    except EvenerError as error:
+        return str(error)
