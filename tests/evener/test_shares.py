@@ -69,6 +69,11 @@ def test_a_larger_ratio_never_gets_less(batch: int, ratios: list[int]) -> None:
     assert list(apportion(batch, ordered)) == sorted(apportion(batch, ordered), reverse=True)
 
 
+def test_the_samples_of_tiny_shares_come_from_the_device_furthest_above_its_quota() -> None:
+    """Three devices get one sample each for a quota of 0.1; of 3.88 and 3.83, the smaller quota gives."""
+    assert apportion(8, [0.1, 0.1, 0.1, 4, 3.95]) == (1, 1, 1, 3, 2)
+
+
 @given(st.integers(0, 10**6), st.integers(1, 64))
 def test_even_shares_differ_by_at_most_one(batch: int, devices: int) -> None:
     sizes = even(batch, devices)
@@ -90,6 +95,10 @@ def test_gradient_weights_sum_to_one(sizes: list[int]) -> None:
     weights = [gradient_weight(sizes, rank) for rank in range(len(sizes))]
     assert math.isclose(math.fsum(weights), 1.0, rel_tol=1e-15)
     assert all((weight == 0) == (size == 0) for weight, size in zip(weights, sizes, strict=True))
+
+
+def test_a_batch_of_one_sample_has_one_whole_weight() -> None:
+    assert [gradient_weight((0, 1), rank) for rank in (0, 1)] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(
