@@ -18,11 +18,11 @@ from evener.balancer.search.layouts import (
     shrink,
     split_evenly,
 )
-from evener.balancer.search.machine_model import UNMEASURABLE, same_measurement
+from evener.balancer.search.machine_model import same_measurement
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.packing import Packing
 from evener.balancer.search.predictions import Predictions
-from evener.balancer.search.ranking import SLACK, throughput
+from evener.balancer.search.ranking import EDGE_SLACK, LEAST_GAIN, throughput
 from evener.balancer.types import Layout, OutOfMemory, Problem, solo
 
 RETREATS = 4  # of a layout that ran out of memory in the race, each to a smaller batch
@@ -109,15 +109,15 @@ class Candidates:
         fastest = self._predictions.fastest_single
         if fastest is not None and self._problem.global_batch is None:
             layout = self._predictions.layout(fastest)
-            worth = fastest.samples_per_second > self.single_rate(best) * (1 + SLACK)
-            if worth and layout != best and self._model.surely_fits(layout):
+            worth = fastest.samples_per_second > self._single_rate(best) * (1 + EDGE_SLACK)
+            if worth and layout != best and self._model.safely_fits(layout):
                 found.append(Candidate("solo", layout, extra=True))
         return found
 
     @cached_property
     def best_single(self) -> Layout | None:
         """The layout of the best single device that did not break in the race; None if none can train alone."""
-        ranked = self._measured_singles() if self._problem.global_batch is None else self._fixed_singles()
+        ranked = self._ranked_singles() if self._problem.global_batch is None else self._fixed_singles()
         whole = [layout for layout in ranked if self.seen.broken(layout) is None]
         return next(iter(whole or ranked), None)
 
@@ -126,57 +126,54 @@ class Candidates:
         turns = self.seen.turns(best)
         if self._problem.global_batch is not None or not turns:
             return None
-        other = next((layout for layout in self._measured_singles() if layout != best), None)
-        faster = other is not None and self.single_rate(other) > throughput(turns).value * (1 + SLACK)
+        other = next((layout for layout in self._ranked_singles() if layout != best), None)
+        faster = other is not None and self._single_rate(other) > throughput(turns).value * (1 + EDGE_SLACK)
         return other if faster else None
 
-    def _measured_singles(self) -> list[Layout]:
-        """Every batch that exploration measured on one device and that may still run, the fastest first."""
-        standing = self.seen.standing(self.seen.timed(("solo", "rest")))
-        return sorted(standing, key=lambda layout: -max(one.samples_per_second for one in standing[layout]))
+    def _ranked_singles(self) -> list[Layout]:
+        """Every batch that exploration measured on one device and that still fits, the fastest first."""
+        fit = self.seen.still_fit(self.seen.timed(("solo", "rest")))
+        return sorted(fit, key=lambda layout: -max(one.samples_per_second for one in fit[layout]))
 
     def _fixed_singles(self) -> list[Layout]:
-        """Each device that holds the fixed batch, the fastest first, those that surely do before the others."""
+        """Each device that safely holds the fixed batch, the fastest first."""
         batch = self._problem.global_batch or 0
         layouts = [solo(self._problem.devices, i, batch) for i in self._model.live if batch <= self._model.limits[i]]
-        sure = [layout for layout in layouts if self._model.surely_fits(layout)]
-        return sorted(sure, key=lambda layout: -self._rate_at_rest(layout))
+        safe = [layout for layout in layouts if self._model.safely_fits(layout)]
+        return sorted(safe, key=lambda layout: -self._single_rate(layout, contended=False))
 
-    def _rate_at_rest(self, layout: Layout) -> float:
-        """Samples/s as measured at rest, else as the curve has it: the same for devices that can't be told apart."""
-        timed = self.seen.timed_in(layout, "rest")
-        return max((one.samples_per_second for one in timed), default=self._model.predicted_rate(layout))
+    def _single_rate(self, layout: Layout, contended: bool = True) -> float:
+        """Samples/s of a device alone, measured at rest, else in the solo stage if `contended` counts, else predicted.
 
-    def single_rate(self, layout: Layout) -> float:
-        """Samples/s of a device alone: the most that was measured of the layout, else as its curve has it."""
-        timed = self.seen.timed_in(layout, "rest") or self.seen.timed_in(layout, "solo")
+        A prediction is the same for indistinguishable devices.
+        """
+        timed = self.seen.timed_in(layout, "rest") or (self.seen.timed_in(layout, "solo") if contended else [])
         return max((one.samples_per_second for one in timed), default=self._model.predicted_rate(layout))
 
     # ------------------------------------------------------------------ several devices
 
     def _splits(self) -> list[Layout]:
         """The measured split that is preferred, predictions that should beat it, and the fastest measured one."""
-        found = self._measured_splits()
+        found = self._split_rates()
         if not found:
             fastest = self._predictions.fastest_split if self._model.splits else None
             layout = self._predictions.layout(fastest) if fastest else None
-            return [self._model.level(layout)] if layout and self._model.surely_fits(layout) else []
+            return [self._model.level(layout)] if layout and self._model.safely_fits(layout) else []
         chosen = self._preferred(found)
         layouts = [chosen, *self._promising(chosen), max(found, key=lambda layout: found[layout])]
         return [self._level(layout) for layout in layouts]
 
     def _level(self, layout: Layout) -> Layout:
-        """Equal shares where no measurement tells them from the layout's, and they surely fit."""
+        """Equal shares if they safely fit and no measurement could distinguish them from the layout's."""
         level = self._model.level(layout)
-        return level if self._model.surely_fits(level) else layout
+        return level if self._model.safely_fits(level) else layout
 
-    def _measured_splits(self) -> dict[Layout, float]:
-        """Every split of exploration that may still run, with its samples/s."""
-        standing = self.seen.standing(self.seen.timed(("split",)))
+    def _split_rates(self) -> dict[Layout, float]:
+        """Every split of exploration that still fits, with its samples/s."""
         batch = self._problem.global_batch
         return {
             layout: max(one.samples_per_second for one in turns)
-            for layout, turns in standing.items()
+            for layout, turns in self.seen.still_fit(self.seen.timed(("split",))).items()
             if batch is None or layout.global_batch == batch
         }
 
@@ -190,29 +187,27 @@ class Candidates:
 
     def _promising(self, chosen: Layout) -> list[Layout]:
         """Predicted splits that should be faster than the chosen one, or as good with another global batch."""
-        predictions = self._predictions
-        least = self._model.predicted_rate(chosen) * (1 + UNMEASURABLE)
-        layouts = []
-        for wanted in (predictions.tolerable, predictions.insured, predictions.fastest_split):
-            if wanted is None or not self._model.surely_fits(layout := predictions.layout(wanted)):
-                continue
-            other = abs(layout.global_batch / chosen.global_batch - 1) > OTHER_BATCH
-            tolerated = wanted is not predictions.fastest_split
-            if (tolerated and other) or (not tolerated and wanted.samples_per_second > least):
-                layouts.append(layout)
-        return layouts
+        predictions, fastest = self._predictions, self._predictions.fastest_split
+        wanted = [
+            one
+            for one in (predictions.tolerable, predictions.insured)
+            if one and abs(one.global_batch / chosen.global_batch - 1) > OTHER_BATCH
+        ]
+        if fastest and fastest.samples_per_second > self._model.predicted_rate(chosen) * (1 + LEAST_GAIN):
+            wanted.append(fastest)
+        return [layout for layout in map(predictions.layout, wanted) if self._model.safely_fits(layout)]
 
     def _evens(self, splits: list[Layout]) -> list[Candidate]:
         """The even split over all live devices; where scaling is asked for, also over 2, 4, ... of the fastest."""
         live = self._model.live
-        if not (self._model.splits or "split" not in self._options.families):
+        if "split" in self._options.families and not self._model.splits:
             return []
         order = sorted(live, key=lambda i: -max((p.batch / p.seconds for p in self._model.devices[i].alone), default=0))
         counts = device_counts(len(live)) if self._options.scaling else (len(live),)
         found = [self._even(tuple(sorted(order[:count])), splits) for count in counts if count > 1]
-        return [one for one in found if one is not None]
+        return [Candidate("even", layout) for layout in found if layout is not None]
 
-    def _even(self, positions: tuple[int, ...], splits: list[Layout]) -> Candidate | None:
+    def _even(self, positions: tuple[int, ...], splits: list[Layout]) -> Layout | None:
         """At the fixed batch, else at the preferred split's or the best single's for each device; as far as it fits."""
         count, quantum = len(positions), self._quantum
         least = min(self._model.devices[i].memory.largest_safe(self._model.cap, quantum) for i in positions)
@@ -230,7 +225,7 @@ class Candidates:
         count = len(positions)
         if splits:
             return splits[0].global_batch * count // len(self._model.live)
-        best = {layout.active[0]: layout.global_batch for layout in reversed(self._measured_singles())}
+        best = {layout.active[0]: layout.global_batch for layout in reversed(self._ranked_singles())}
         each = min((best[i] for i in positions if i in best), default=0) * count
         return min(each, self._problem.max_global_batch or each)
 
@@ -251,7 +246,7 @@ class Candidates:
         if self.common_batch is None:
             return []
         found = [place_on(self._problem.devices, one, self.common_batch) for one in self._options.placements]
-        return [one for one in found if one is not None]
+        return [Candidate("place", layout) for layout in found if layout is not None]
 
     @cached_property
     def packings(self) -> tuple[tuple[PackMode, Packing], ...]:
@@ -259,7 +254,7 @@ class Candidates:
         single = self.best_single
         if single is None or "pack" not in self._options.families:
             return ()
-        rate = self.single_rate(single)
+        rate = self._single_rate(single)
         modes = [mode for mode in self._options.pack_modes if mode != "logical"]
         return tuple((mode, Packing(self._model, single, rate, mode)) for mode in modes)
 
@@ -273,14 +268,14 @@ class Candidates:
 
     def _logical(self, plain: Layout) -> Layout:
         """Equal parts of the memory for as many as run best as plain processes, or as were measured in a short time."""
-        wanted = pack_on(plain, plain.processes, "logical").layout
+        wanted = pack_on(plain, plain.processes, "logical")
         tried = [one.probe.layout for one in self.seen.all_timed() if one.probe.layout.placement == "logical"]
         if wanted in tried or not tried or self._budget.affords(wanted, "race"):
             return wanted
         return max(tried, key=lambda layout: layout.processes)
 
     def _in_its_place(self, candidate: Candidate) -> Candidate:
-        """The candidate, or after it ran out of memory a smaller one; never smaller than a batch that is given."""
+        """The candidate, or its smaller replacement after running out of memory; a fixed batch is never reduced."""
         for _ in range(RETREATS):
             full = isinstance(self.seen.broken(candidate.layout), OutOfMemory)
             layout = shrink(candidate.layout, self._quantum)

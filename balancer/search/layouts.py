@@ -44,7 +44,7 @@ BALANCE = LayoutOptions(("solo", "even", "split"), scaling=False)  # what a plan
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One layout in the race; an extra one is a second try of its family, which a short budget does without."""
+    """One layout in the race. `extra`: not the family's first; not reported as missing when the budget ends."""
 
     family: Family
     layout: Layout
@@ -76,7 +76,7 @@ def device_counts(devices: int) -> tuple[int, ...]:
     return (*counts, devices) if devices > 1 else ()
 
 
-def split_evenly(devices: int, positions: tuple[int, ...], batch: int, quantum: int = 1) -> Candidate | None:
+def split_evenly(devices: int, positions: tuple[int, ...], batch: int, quantum: int = 1) -> Layout | None:
     """The batch spread evenly over some devices, in whole quanta; None if it has too few for them."""
     if batch // quantum < len(positions) or batch % quantum:
         return None
@@ -84,24 +84,24 @@ def split_evenly(devices: int, positions: tuple[int, ...], batch: int, quantum: 
     shares = [0] * devices
     for position, part in zip(positions, parts, strict=True):
         shares[position] = part * quantum
-    return Candidate("even", Layout("split", tuple(shares)))
+    return Layout("split", tuple(shares))
 
 
-def pack_on(of: Layout, processes: int, mode: PackMode = "", batch: int | None = None) -> Candidate:
-    """So many trainings side by side on the device of a solo layout, each with its batch unless said."""
-    (position,) = of.active
-    size = of.global_batch if batch is None else batch
-    shares = tuple(size if i == position else 0 for i in range(len(of.shares)))
-    return Candidate("pack", Layout("pack", shares, processes, mode))
+def pack_on(single: Layout, processes: int, mode: PackMode = "", batch: int | None = None) -> Layout:
+    """Several trainings side by side on the device of a solo layout, each with its batch unless another is given."""
+    (position,) = single.active
+    size = single.global_batch if batch is None else batch
+    shares = tuple(size if i == position else 0 for i in range(len(single.shares)))
+    return Layout("pack", shares, processes, mode)
 
 
-def place_on(devices: int, placement: Placement, batch: int) -> Candidate | None:
+def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
     """The model's parts on the first devices; the shares only say who takes part. None if there are too few."""
     used = min(devices, placement.devices)
     if used < 2 or batch < used:
         return None
     shares = (*even(batch, used), *[0] * (devices - used))
-    return Candidate("place", Layout("place", shares, placement=placement.name))
+    return Layout("place", shares, placement=placement.name)
 
 
 def shrink(layout: Layout, quantum: int = 1) -> Layout | None:

@@ -1,4 +1,4 @@
-"""What the observations say of the machine: each device's curve and limits, what keeping in step costs, who is left."""
+"""What the observations say about the machine: each device's curve and limits, the costs of synchronization."""
 
 from __future__ import annotations
 
@@ -6,38 +6,48 @@ import math
 from collections.abc import Callable, Iterable
 from functools import cached_property
 
-from evener.balancer.search.budget import Budget
 from evener.balancer.search.layouts import split_evenly
 from evener.balancer.search.model.contention import slow_by_contention
 from evener.balancer.search.model.device_groups import group_devices
+from evener.balancer.search.model.evidence import DeviceEvidence
+from evener.balancer.search.model.memory import UNBOUNDED
 from evener.balancer.search.model.step_time import Curve, Point, fit_curve
 from evener.balancer.search.model.sync_cost import fit_sync_costs
-from evener.balancer.search.observations import DeviceEvidence, Observations, relative_error
+from evener.balancer.search.observations import Observations, relative_error
+from evener.balancer.search.ranking import smallest_gain
 from evener.balancer.search.waterfill import DeviceCurve
 from evener.balancer.types import Layout, Problem, Timed
 
-UNMEASURABLE = 0.002  # relative: a gain below it can't be seen
-MATTERS_OF_TOLERANCE = 0.25  # a batch that gains less than this part of the tolerance does not matter either
-SAME_LIMIT = 0.02  # devices that can't be told apart have one limit if theirs differ by less
-REACH = 2  # times the largest batch that ran: curves and memory lines are not believed further in splits
-SAME_SHARE = 0.015  # layouts whose shares differ by less, relatively, are the same measurement
-NO_LIMIT = 1 << 30  # samples
+SAME_LIMIT = 0.02  # relative: indistinguishable devices whose limits differ by less get the smaller one
+REACH = 2  # in splits, curves and memory lines are trusted up to this many times the largest batch that ran
+SAME_SHARE = 0.015  # relative: layouts whose shares differ by less are the same measurement
+
+# Bounds on the batch of one device, each within the one it names:
+#   cap                    the request: largest share, fixed global batch, largest global batch
+#   Memory.predict_largest where the memory line meets the device's memory; may be unknown
+#   Memory.largest_to_try  within cap: the next guess alone (predict_largest, or between what ran and what failed)
+#   Memory.largest_in_split  within cap: the same for splits, less the memory that exchange takes
+#   Memory.largest_safe    within cap: what ran, or a little more if predict_largest is far above it
+#   limits                 largest_in_split, equal for indistinguishable devices
+#   useful_limit           within a given limit: further batches gain too little or their steps take too long
+#   reachable_limit        within useful_limit: at most REACH times what ran
+#   SoloStage._largest_that_matters  within largest_to_try and useful_limit: what a split could give the device
 
 
 class MachineModel:
-    """A reading of the observations; everything is computed once, when it is first asked for."""
+    """What one set of observations says; everything is computed once, when it is first asked for."""
 
-    def __init__(self, problem: Problem, seen: Observations, budget: Budget) -> None:
+    def __init__(self, problem: Problem, seen: Observations, longest_step_seconds: float | None) -> None:
         self.problem, self.seen = problem, seen
         self.quantum = problem.multiple_of
         self.devices: tuple[DeviceEvidence, ...] = tuple(seen.device(i) for i in range(problem.devices))
-        self._longest_step = budget.longest_step(solo=False) if budget.limits_steps else None  # as it is now
+        self._longest_step = longest_step_seconds
 
     @cached_property
     def cap(self) -> int:
         """The most samples that one device may ever have."""
         limits = (self.problem.largest_share, self.problem.global_batch, self.problem.max_global_batch)
-        return min((limit for limit in limits if limit is not None), default=NO_LIMIT) // self.quantum * self.quantum
+        return min((limit for limit in limits if limit is not None), default=UNBOUNDED) // self.quantum * self.quantum
 
     @cached_property
     def live(self) -> tuple[int, ...]:
@@ -50,14 +60,14 @@ class MachineModel:
 
     @cached_property
     def groups(self) -> list[list[int]]:
-        """Devices that can't be told apart."""
+        """Indistinguishable devices."""
         return group_devices(self.devices)
 
     # ------------------------------------------------------------------ time
 
     @cached_property
     def alone(self) -> tuple[Curve | None, ...]:
-        """Each device's curve as its own process; those that can't be told apart share theirs."""
+        """Each device's curve as its own process; indistinguishable devices share one."""
         return self._fit(self._solo_points)
 
     @cached_property
@@ -89,16 +99,16 @@ class MachineModel:
         return tuple(turn for turns in self.seen.timed(["split"]).values() for turn in turns)
 
     @cached_property
-    def standing_splits(self) -> tuple[Timed, ...]:
-        """Those of them that nothing seen since refutes: their memory may have gone to others."""
-        layouts = self.seen.standing({one.probe.layout: [one] for one in self.splits})
+    def fitting_splits(self) -> tuple[Timed, ...]:
+        """Those that still fit, by all that was seen since."""
+        layouts = self.seen.still_fit({one.probe.layout: [one] for one in self.splits})
         return tuple(one for one in self.splits if one.probe.layout in layouts)
 
     @cached_property
     def at_rest(self) -> dict[int, Timed]:
         """Devices measured alone while the others were at rest: the best of each that may still run."""
         best: dict[int, Timed] = {}
-        for turns in self.seen.standing(self.seen.timed(["rest"])).values():
+        for turns in self.seen.still_fit(self.seen.timed(["rest"])).values():
             for one in turns:
                 (i,) = one.probe.layout.active
                 if i not in best or one.samples_per_second > best[i].samples_per_second:
@@ -107,7 +117,7 @@ class MachineModel:
 
     @cached_property
     def sync_costs(self) -> tuple[float, ...]:
-        """[k]: seconds that k devices spend to keep in step."""
+        """[k]: seconds of k devices' gradient exchange that aren't hidden behind computation."""
         return fit_sync_costs([self._sync_sample(one) for one in self.splits], self.problem.devices)
 
     @cached_property
@@ -138,10 +148,9 @@ class MachineModel:
     def limits(self) -> tuple[int, ...]:
         """Each device's largest share worth trying in a split, by memory alone; 0 for one that is left out."""
         bold = self.problem.global_batch is not None  # a fixed batch has to go somewhere
-        own = [
-            device.memory.largest_in_split(self.cap, self.quantum, bold) if i in self._live else 0
-            for i, device in enumerate(self.devices)
-        ]
+        own = [0] * len(self.devices)
+        for i in self.live:
+            own[i] = self.devices[i].memory.largest_in_split(self.cap, self.quantum, bold)
         for group in self.groups:
             sizes = [own[i] for i in group if own[i]]
             if sizes and min(sizes) >= (1 - SAME_LIMIT) * max(sizes):
@@ -149,18 +158,14 @@ class MachineModel:
                     own[i] = min(own[i], *sizes)
         return tuple(own)
 
-    @cached_property
-    def _live(self) -> frozenset[int]:
-        return frozenset(self.live)
-
-    def surely_fits(self, layout: Layout) -> bool:
+    def safely_fits(self, layout: Layout) -> bool:
         """Whether every share ran before, or is far below what the memory line allows."""
         return all(
             layout.shares[i] <= self.devices[i].memory.largest_safe(self.cap, self.quantum) for i in layout.active
         )
 
     def level(self, layout: Layout) -> Layout:
-        """Equal shares for the same devices, if no measurement tells them from the layout's and they may fit."""
+        """Equal shares for the same devices, if they fit and no measurement could distinguish them from the layout's."""
         if layout.kind != "split":
             return layout
         batches = [layout.global_batch]
@@ -169,10 +174,10 @@ class MachineModel:
         for batch in batches:
             whole = batch // self.quantum * self.quantum
             even = split_evenly(self.problem.devices, layout.active, whole, self.quantum)
-            if even is None or not same_measurement(even.layout, layout):
+            if even is None or not same_measurement(even, layout):
                 continue
-            if all(share <= limit for share, limit in zip(even.layout.shares, self.limits, strict=True)):
-                return even.layout
+            if all(share <= limit for share, limit in zip(even.shares, self.limits, strict=True)):
+                return even
         return layout
 
     @cached_property
@@ -188,9 +193,9 @@ class MachineModel:
         return sum(device.limit for device in self.split_curves) >= (self.problem.global_batch or 0)
 
     def useful_limit(self, device: DeviceCurve) -> int:
-        """The largest batch whose gain can be seen: fixed costs / (slope * batch) falls below what is measurable."""
+        """The largest batch that matters: beyond it, fixed costs / (slope * batch) is below `smallest_gain`."""
         curve, limit = device.curve, self._quick_limit(device)
-        gain = max(UNMEASURABLE, MATTERS_OF_TOLERANCE * self.problem.tolerance)
+        gain = smallest_gain(self.problem.tolerance)
         slope = (curve.seconds(limit) - curve.seconds(self.quantum)) / max(1, limit - self.quantum)
         if slope <= 0 or not curve.straight:
             return limit
@@ -199,7 +204,7 @@ class MachineModel:
         return max(self.quantum, min(limit, enough))
 
     def reachable_limit(self, device: DeviceCurve, reach: int = REACH) -> int:
-        """The largest useful batch that is near enough to what ran for its curve to be believed."""
+        """The largest useful batch that is near enough to what ran for the curve to be trusted."""
         ran = self.devices[device.position].memory.ran
         return min(self.useful_limit(device), reach * ran) if ran else self.useful_limit(device)
 
@@ -211,7 +216,7 @@ class MachineModel:
         return max(self.quantum, min(device.limit, max(self.devices[device.position].memory.ran, quick)))
 
 
-def same_measurement(one: Layout, other: Layout, within: float = SAME_SHARE) -> bool:
-    """Whether two layouts are the same for all that can be measured."""
-    pairs = list(zip(one.shares, other.shares, strict=True))
-    return all((a > 0) == (b > 0) and abs(a - b) <= within * max(a, b) for a, b in pairs)
+def same_measurement(one: Layout, other: Layout) -> bool:
+    """Whether the shares of two layouts differ too little for a measurement to distinguish them."""
+    pairs = zip(one.shares, other.shares, strict=True)
+    return all((a > 0) == (b > 0) and abs(a - b) <= SAME_SHARE * max(a, b) for a, b in pairs)

@@ -12,8 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 
-import msgspec
-
+from evener.balancer.search.model.evidence import DeviceEvidence
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.step_time import Point
 from evener.balancer.search.statistics import student
@@ -27,17 +26,6 @@ FIRST_TURN = 0
 
 Place = tuple[str, tuple[int, ...]]  # a layout's kind and devices
 Turns = dict[int, Timed]
-
-
-class DeviceEvidence(msgspec.Struct, frozen=True):
-    """What exploration saw of one device. `rounds` counts its solo probes; `lost` says why it is left out, or ""."""
-
-    alone: tuple[Point, ...]  # a process of its own, the other devices at work as well
-    at_rest: tuple[Point, ...]  # a process of its own, the others at rest
-    in_splits: tuple[Point, ...]  # its own part of splits
-    memory: Memory
-    rounds: int
-    lost: str
 
 
 class Observations:
@@ -167,15 +155,15 @@ class Observations:
         broken = [one for one in seen if one is not None and not isinstance(one, Timed)]
         return min(broken, key=lambda one: one.probe.turn, default=None)
 
-    def standing(self, timed: dict[Layout, list[Timed]]) -> dict[Layout, list[Timed]]:
-        """Those of the layouts that ran which may still run.
+    def still_fit(self, timed: dict[Layout, list[Timed]]) -> dict[Layout, list[Timed]]:
+        """The layouts that ran and may run again.
 
         A layout is refuted by one on the same devices that ran out of memory with no more on any of them, by memory
         that others were seen to hold, and by a device that has gone.
         """
-        return {layout: turns for layout, turns in timed.items() if self._stands(layout)}
+        return {layout: turns for layout, turns in timed.items() if self._still_fits(layout)}
 
-    def _stands(self, layout: Layout) -> bool:
+    def _still_fits(self, layout: Layout) -> bool:
         place = layout.kind, layout.active
         if self._gone.intersection(layout.active):
             return False

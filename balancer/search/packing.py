@@ -38,7 +38,7 @@ class Packing:
         size = next_size(self._rates, self._most)
         if size is None:
             return self._with_all_memory()
-        return None if size < 2 else pack_on(self._single, size, self._mode, self._batch(size)).layout
+        return None if size < 2 else pack_on(self._single, size, self._mode, self._batch(size))
 
     def first_layout(self) -> Layout | None:
         """What is to be measured first, while nothing of more than one training ran; None once it did, or can't."""
@@ -147,7 +147,7 @@ class Packing:
             tried = tries[0].probe.layout.global_batch
             if rate and len(tries) == 1 and batch > tried:
                 gain = batch / curve.seconds(batch) * curve.seconds(tried) / tried
-                promised[rate * gain] = pack_on(self._single, size, self._mode, batch).layout
+                promised[rate * gain] = pack_on(self._single, size, self._mode, batch)
         top = max((rate for rate in self._rates.values() if rate), default=0.0)
         best = max(promised, default=0.0)
         return promised[best] if best > top * (1 + WORTH) else None

@@ -13,8 +13,8 @@ from evener.balancer.types import Layout, layout_of
 
 INSURED = 0.85  # of the tolerance, for a layout that keeps to it although its measurement goes against it
 REACH_ALONE = 4  # times the largest batch that ran: of one device, a curve is not believed further
-CLEAR_SLOPE = 2.0  # a slope is clear if the guessed knee takes so many times the time of an empty batch
 GUESSED_KNEE = 0.25  # of the limit
+CLEAR_SLOPE = 2.0  # a slope is clear if the step time rises by this factor up to the guessed knee
 
 
 class Predictions:
@@ -32,7 +32,7 @@ class Predictions:
     def first_guess(self) -> Allocation | None:
         """The best by solo curves, as if keeping in step were free; a knee is guessed where no slope is clear yet."""
         costs = (0.0,) * (self._problem.devices + 1)
-        devices = [guess_knee(device) for device in self._guesses()]
+        devices = [one if slope_is_clear(one) else with_guessed_knee(one) for one in self._guesses()]
         batch = self._problem.global_batch
         if batch is None:
             return waterfill.split_free(devices, costs, self._quantum, self._problem.max_global_batch)
@@ -109,13 +109,20 @@ class Predictions:
         return min((one for one in found if one), key=lambda one: (one.global_batch, one.seconds), default=None)
 
 
-def guess_knee(device: DeviceCurve) -> DeviceCurve:
-    """The device, with a guessed knee where its two small batches took nearly the same time and show no slope."""
-    knee = max(1.0, device.limit * GUESSED_KNEE)
+def slope_is_clear(device: DeviceCurve) -> bool:
+    """Whether the curve rises at least 2x up to a quarter of the limit."""
+    return device.curve.seconds(_guess_knee(device)) > CLEAR_SLOPE * device.curve.seconds(0)
+
+
+def with_guessed_knee(device: DeviceCurve) -> DeviceCurve:
+    """The device as if its curve were flat up to a quarter of the limit: its small batches show no slope yet."""
+    knee = _guess_knee(device)
     level = device.curve.seconds(knee)
-    if level > CLEAR_SLOPE * device.curve.seconds(0):
-        return device
     return DeviceCurve(device.position, Curve((0.0, knee), (level, level), level / knee), device.limit)
+
+
+def _guess_knee(device: DeviceCurve) -> float:
+    return max(1.0, device.limit * GUESSED_KNEE)
 
 
 def _rate(found: Allocation) -> float:

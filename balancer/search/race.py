@@ -14,7 +14,7 @@ import msgspec
 
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.candidates import Candidates
-from evener.balancer.search.layouts import Candidate, Knob, LayoutOptions
+from evener.balancer.search.layouts import Candidate, LayoutOptions
 from evener.balancer.search.observations import FIRST_TURN, Turns
 from evener.balancer.search.ranking import Standing, rank, throughput, unsettled
 from evener.balancer.types import Layout, Probe, Problem, Stage
@@ -36,7 +36,7 @@ class Race:
         """The next measurement; None when the race is over."""
         first = [one for one in self._unmeasured if one.layout.placement != "logical"]
         probe = self._first_turn(first) or self._grow() or self._first_turn(self._unmeasured) or self._confirm()
-        return probe or self._next_turn(self._candidates.running, "race") or self._try_knobs()
+        return probe or self._next_turn(self._candidates.running, "race") or self._next_turn(self._knob_rivals, "knobs")
 
     @cached_property
     def turns(self) -> dict[Layout, Turns]:
@@ -46,31 +46,36 @@ class Race:
     @cached_property
     def ranking(self) -> tuple[Standing, ...]:
         """The winner first; with the winner's knobs, once they were tried."""
-        found = rank(self._candidates.running, self.turns, self._problem)
-        if not found or not self._options.knobs:
-            return found
-        rivals = self._knob_rivals(found[0].candidate)
+        rivals = self._knob_rivals
         tried = rank(rivals, {one.layout: self._seen.turns(one.layout, "knobs") for one in rivals}, self._problem)
-        return (*tried, *found[1:]) if len(tried) > 1 else found
+        return (*tried, *self._without_knobs[1:]) if len(tried) > 1 else self._without_knobs
+
+    @cached_property
+    def _without_knobs(self) -> tuple[Standing, ...]:
+        return rank(self._candidates.running, self.turns, self._problem)
 
     @cached_property
     def _unmeasured(self) -> list[Candidate]:
         return [one for one in self._candidates.running if not self.turns[one.layout]]
 
     @property
-    def left_out(self) -> tuple[Candidate, ...]:
-        """The candidates that the budget left without a measurement."""
+    def unmeasured_firsts(self) -> tuple[Candidate, ...]:
+        """The first candidates of their families that the budget left without a measurement."""
         return tuple(one for one in self._unmeasured if not one.extra)
 
     @property
     def tied(self) -> bool:
-        """Whether layouts were left that more turns would not have told apart."""
-        return self._unsettled(list(self._candidates.running), "race")[1]
+        """Whether layouts are left that more turns would not separate."""
+        return self._left_unsettled[1]
 
     @property
     def waits_for_budget(self) -> bool:
-        """Whether a candidate was left without a measurement, or a turn that was wanted can't be paid."""
-        return bool(self._unmeasured) or bool(self._unsettled(list(self._candidates.running), "race")[0])
+        """Whether a candidate was left without a measurement, or the budget is too short for a turn that is wanted."""
+        return bool(self._unmeasured or self._left_unsettled[0])
+
+    @cached_property
+    def _left_unsettled(self) -> tuple[list[Candidate], bool]:
+        return self._unsettled(self._candidates.running, "race")
 
     # ------------------------------------------------------------------ first turn
 
@@ -115,7 +120,7 @@ class Race:
 
     def _confirm(self) -> Probe | None:
         """The winner, where exploration alone has measured it: what it is compared with was measured later."""
-        found = rank(self._candidates.running, self.turns, self._problem)
+        found = self._without_knobs
         if len(found) < 2:
             return None
         layout = found[0].candidate.layout
@@ -164,25 +169,17 @@ class Race:
 
     # ------------------------------------------------------------------ knobs
 
-    def _try_knobs(self) -> Probe | None:
-        main = rank(self._candidates.running, self.turns, self._problem)
-        if not main or not self._options.knobs:
-            return None
-        return self._next_turn(self._knob_rivals(main[0].candidate), "knobs")
-
-    def _knob_rivals(self, winner: Candidate) -> list[Candidate]:
-        """The winner as it is, and with each knob turned; those that did not break."""
-
-        def turned(knob: Knob) -> Candidate:
-            return Candidate(winner.family, msgspec.structs.replace(winner.layout, knobs=(knob,)))
-
-        rivals = [winner, *(turned(knob) for knob in self._options.knobs)]
+    @cached_property
+    def _knob_rivals(self) -> list[Candidate]:
+        """The winner as it is, and with each knob; without those that failed. Empty if no knobs were asked for."""
+        if not self._without_knobs or not self._options.knobs:
+            return []
+        winner = self._without_knobs[0].candidate
+        layouts = [msgspec.structs.replace(winner.layout, knobs=(knob,)) for knob in self._options.knobs]
+        rivals = [winner, *(Candidate(winner.family, layout) for layout in layouts)]
         return [one for one in rivals if self._seen.broken(one.layout) is None]
 
     @cached_property
     def _knobs_seconds(self) -> float:
         """What one turn of the winner with each knob should cost at the least."""
-        if not self._options.knobs:
-            return 0.0
-        main = rank(self._candidates.running, self.turns, self._problem)
-        return self._budget.total_seconds(one.layout for one in self._knob_rivals(main[0].candidate)) if main else 0.0
+        return self._budget.total_seconds(one.layout for one in self._knob_rivals)

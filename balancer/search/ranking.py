@@ -27,7 +27,7 @@ LEAST_GAIN = 0.002  # relative: a gain that is not worth another turn, whatever 
 GAIN_OF_TOLERANCE = 0.25  # the same as a part of the tolerance
 ROUGH = 0.05  # relative half-width of the leader's figure, beyond which it is measured again,
 ENOUGH_TURNS = 3  # until it had so many turns
-SLACK = 0.005  # of the throughput: what a tolerable layout may miss by where the measurements can't tell
+EDGE_SLACK = 0.005  # relative: forgiven at the tolerance's edge, if the interval is that wide
 
 TurnsByLayout = Mapping[Layout, Turns]
 
@@ -97,7 +97,7 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
 
 
 def _tolerable(gap: Interval, tolerance: float) -> bool:
-    return gap.value + min((gap.high - gap.low) / 2, SLACK) >= -tolerance
+    return gap.value + min((gap.high - gap.low) / 2, EDGE_SLACK) >= -tolerance
 
 
 def unsettled(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from enum import StrEnum
+from functools import cached_property
 
 import msgspec
 
@@ -31,6 +32,7 @@ from evener.balancer.types import (
     layout_of,
 )
 
+READINGS = ("_budget", "_candidates", "_race", "_decision")  # cached until the next observation
 SKETCHED = 24  # points of a curve for drawing
 WHY_SOLO = (
     "a first time",
@@ -66,26 +68,25 @@ class Decision(msgspec.Struct, frozen=True):
 class Search:
     """Finds the layout that trains fastest; see `evener.balancer.search` for the theory.
 
-    Time comes in by observations alone: the budget is held against the sum of their `elapsed_seconds`, where solo
-    probes of one turn run at the same time and count once, by the longest.
+    Time comes in by observations alone: what is spent is the sum of their `elapsed_seconds`. Solo probes of one turn
+    run at the same time, so only the longest counts.
     """
 
     def __init__(self, problem: Problem, options: LayoutOptions = BALANCE) -> None:
         check_problem(problem)
         self.problem, self.options = problem, options
         self._seen = Observations(problem)
-        self._model: tuple[int, MachineModel, Predictions] | None = None
-        self._reading: tuple[Candidates, Race] | None = None
-        self._decided: Decision | None = None
+        self._predicted: tuple[int, Predictions] | None = None  # with the version of exploration it was read from
 
     def ask(self) -> tuple[Probe, ...]:
         """What to measure now, at the same time; empty when the search is over. Asking changes nothing."""
-        return self._decision().probes
+        return self._decision.probes
 
     def tell(self, seen: Observation) -> None:
-        """Take what was seen: in any order, asked for or not, more than once."""
+        """Take an observation: in any order, asked for or not, more than once."""
         if self._seen.add(seen):
-            self._reading = self._decided = None
+            for reading in READINGS:
+                self.__dict__.pop(reading, None)
 
     def run(self, measure: Callable[[tuple[Probe, ...]], Iterable[Observation]]) -> Search:
         """Ask, measure, tell, until the search has no more questions."""
@@ -99,15 +100,15 @@ class Search:
     def best(self) -> Result | None:
         """The layout to take, of everything that was measured and may still run; None before anything was.
 
-        A layout that the race has not come to counts as it was measured before. If nothing may run any more, the best
-        of what ran.
+        A layout that the race has not measured yet counts with what exploration measured. If no layout may run any
+        more, the best of those that ran.
         """
         found = self.ranking()
         pool = {one.candidate.layout: one.candidate for one in found}
-        if any(candidate.layout.knobs or not candidate.synchronous for candidate in pool.values()) and found:
+        if any(candidate.layout.knobs or not candidate.synchronous for candidate in pool.values()):
             return _result(found[0])
         ran = self._ran()
-        eligible = self._seen.standing(ran) or ran
+        eligible = self._seen.still_fit(ran) or ran
         batch = self.problem.global_batch
         repeats = {
             layout for layout in ran if layout not in pool and any(same_measurement(layout, one) for one in pool)
@@ -123,12 +124,12 @@ class Search:
 
     def ranking(self) -> tuple[Standing, ...]:
         """Every layout of the race, the winner first."""
-        return self._race().ranking
+        return self._race.ranking
 
     def results(self) -> tuple[Result, ...]:
         """Every layout that ran and may run again, the fastest first; all that ran, if none may."""
         ran = self._ran()
-        found = [self._result_for(layout) for layout in self._seen.standing(ran) or ran]
+        found = [self._result_for(layout) for layout in self._seen.still_fit(ran) or ran]
         return tuple(sorted(found, key=lambda one: (-one.throughput.value, one.layout.global_batch, one.layout.shares)))
 
     def solos(self) -> tuple[Result | None, ...]:
@@ -150,7 +151,7 @@ class Search:
 
     def even_split(self) -> Result | None:
         """The even split over all devices that take part, as measured; None if it wasn't."""
-        live = self._predictions().model.live
+        live = self._predictions.model.live
         found = (one for one in self.results() if one.layout.kind == "split" and one.layout.active == live)
         return next((one for one in found if is_even(one.layout, self.problem.multiple_of)), None)
 
@@ -161,24 +162,24 @@ class Search:
 
     def why_stopped(self) -> str | None:
         """Why nothing more is asked, in words; None while something is."""
-        return None if self._decision().probes else self._decision().ended
+        return None if self._decision.probes else self._decision.ended
 
     def spent_seconds(self) -> float:
-        """What the budget is held against."""
+        """Seconds of the budget that the probes took."""
         return self._seen.spent_seconds()
 
     def sync_seconds(self) -> float | None:
         """The cost of keeping as many devices in step as the last split had; None before any was measured."""
-        return self._predictions().model.sync_seconds
+        return self._predictions.model.sync_seconds
 
     def apart_seconds(self, layout: Layout) -> float | None:
         """The longest that a device would take alone for its share of a layout; None if none of them ran alone."""
-        curves = [(self._predictions().model.alone[i], layout.shares[i]) for i in layout.active]
+        curves = [(self._predictions.model.alone[i], layout.shares[i]) for i in layout.active]
         return max((curve.seconds(share) for curve, share in curves if curve), default=None)
 
     def belief(self) -> Belief:
-        """The view between two probes, for whoever draws it."""
-        predictions = self._predictions()
+        """The search's view between two probes, to be drawn."""
+        predictions = self._predictions
         found = [one for one in (predictions.fastest_split, predictions.fastest_single) if one]
         top = max(found, key=lambda one: one.samples_per_second, default=None)
         return Belief(
@@ -186,33 +187,33 @@ class Search:
             predicted=predictions.layout(top) if top else None,
             predicted_samples_per_second=top.samples_per_second if top else None,
             sync_seconds=predictions.model.sync_seconds,
-            doing=self._decision().doing,
+            doing=self._decision.doing,
         )
 
     # ------------------------------------------------------------------ what a comparison reports beside its ranking
 
     def candidates(self) -> tuple[Candidate, ...]:
         """Every layout that takes part in the race."""
-        return self._candidates().all
+        return self._candidates.all
 
     def common_batch(self) -> int | None:
         """The batch of the layouts that have none of their own; None if nothing ran yet."""
-        return self._candidates().common_batch
+        return self._candidates.common_batch
 
     def unmeasured(self) -> tuple[Candidate, ...]:
         """The layouts that the budget left without a measurement."""
-        return self._race().left_out
+        return self._race.unmeasured_firsts
 
     def ungrown(self) -> tuple[Candidate, ...]:
-        """The next packs in each mode that still gained with its last one, when its part of the budget was spent."""
-        found = [packing.next_layout() for _, packing in self._candidates().packings if packing.still_gains]
+        """The next pack in each mode whose throughput still grew when packing's part of the budget was spent."""
+        found = [packing.next_layout() for _, packing in self._candidates.packings if packing.still_gains]
         return tuple(Candidate("pack", layout) for layout in found if layout is not None)
 
     def enough_seconds(self) -> float:
         """A budget that should have sufficed to measure every layout once, and another pack of each mode."""
-        budget = Budget(self.problem, self.options, self._seen)
+        budget = self._budget
         missing = [one.layout for one in self.unmeasured()]
-        live = self._predictions().model.live
+        live = self._predictions.model.live
         if self._with_splits and len(live) > 1 and not self._seen.in_stage("split"):
             missing.append(layout_of(tuple(int(i in live) for i in range(self.problem.devices))))
         once = budget.enough_for(budget.total_seconds(missing))
@@ -221,40 +222,41 @@ class Search:
 
     def retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:
         """Each layout that ran out of memory in the race, with the smaller one in its place."""
-        return self._candidates().retreats
+        return self._candidates.retreats
 
     def broken(self) -> tuple[tuple[Candidate, Observation], ...]:
-        """The layouts of the race that did not run, and what came instead."""
-        found = self._candidates()
-        pairs = [(one, self._seen.broken(one.layout)) for one in found.all]
-        packs = [(Candidate("pack", s.probe.layout), s) for _, one in found.packings if (s := one.refused())]
+        """The layouts of the race that failed, with the failure."""
+        pairs = [(one, self._seen.broken(one.layout)) for one in self._candidates.all]
+        refused = [failure for _, packing in self._candidates.packings if (failure := packing.refused())]
+        packs = [(Candidate("pack", failure.probe.layout), failure) for failure in refused]
         return (*((one, seen) for one, seen in pairs if seen is not None), *packs)
 
     def packs(self) -> dict[PackMode, tuple[Observation, ...]]:
         """What growing the number of trainings showed, by mode."""
-        return {mode: packing.seen for mode, packing in self._candidates().packings}
+        return {mode: packing.seen for mode, packing in self._candidates.packings}
 
     # ------------------------------------------------------------------ one reading of the observations
 
+    @property
     def _predictions(self) -> Predictions:
-        """Read anew whenever exploration has seen more."""
-        if self._model is None or self._model[0] != self._seen.explored_version:
-            model = MachineModel(self.problem, self._seen, Budget(self.problem, self.options, self._seen))
-            self._model = self._seen.explored_version, model, Predictions(model)
-        return self._model[2]
+        """Computed anew only after exploration has seen more."""
+        version = self._seen.explored_version
+        if self._predicted is None or self._predicted[0] != version:
+            longest = self._budget.longest_step(solo=False) if self._budget.limits_steps else None
+            self._predicted = version, Predictions(MachineModel(self.problem, self._seen, longest))
+        return self._predicted[1]
 
+    @cached_property
+    def _budget(self) -> Budget:
+        return Budget(self.problem, self.options, self._seen)
+
+    @cached_property
     def _candidates(self) -> Candidates:
-        return self._read()[0]
+        return Candidates(self.problem, self.options, self._predictions, self._budget)
 
+    @cached_property
     def _race(self) -> Race:
-        return self._read()[1]
-
-    def _read(self) -> tuple[Candidates, Race]:
-        if self._reading is None:
-            budget = Budget(self.problem, self.options, self._seen)
-            candidates = Candidates(self.problem, self.options, self._predictions(), budget)
-            self._reading = candidates, Race(self.problem, self.options, candidates, budget)
-        return self._reading
+        return Race(self.problem, self.options, self._candidates, self._budget)
 
     def _ran(self) -> dict[Layout, list[Timed]]:
         """Every layout that ran as one training."""
@@ -262,7 +264,7 @@ class Search:
         return {layout: turns for layout, turns in found.items() if layout.kind in ("solo", "split")}
 
     def _turns(self, layout: Layout) -> dict[int, Timed]:
-        """Its turns; what ran only while other devices were at work has no turn, and counts as measured there."""
+        """Its turns. A layout that was never measured uncontended uses its solo-stage measurements."""
         turns = self._seen.turns(layout)
         return turns or dict(enumerate(self._seen.timed_in(layout, "solo")))
 
@@ -272,59 +274,57 @@ class Search:
 
     # ------------------------------------------------------------------ the stages in their order
 
+    @cached_property
     def _decision(self) -> Decision:
-        if self._decided is None:
-            self._decided = self._decide()
-        return self._decided
-
-    def _decide(self) -> Decision:
         """The first stage that wants a probe gets it.
 
-        A race that has begun is left if its splits fell or time grew; when it is over, exploration has the rest of the
-        budget.
+        The race is interrupted if all measured splits no longer fit, or the budget was raised. When it is over,
+        exploration may spend the rest of the budget.
         """
         if again := self._seen.open_failures():
             same = tuple(probe for probe in again if probe.stage == again[0].stage)
             return Decision(same if again[0].stage == "solo" else same[:1], "Tries once more what failed.")
-        predictions = self._predictions()
-        model, budget = predictions.model, Budget(self.problem, self.options, self._seen)
+        model = self._predictions.model
         if not model.live:
             return Decision((), "Nothing more can be measured.", self._nobody(model))
-        if self._explores(model, budget) and (decision := self._explore(predictions, budget)):
+        if self._explores(model) and (decision := self._explore(self._budget)):
             return decision
-        if probe := self._race().next_probe():
+        if probe := self._race.next_probe():
             return Decision((probe,), self._explain_race(probe))
         rest = Budget(self.problem, self.options, self._seen, race_is_over=True)
-        if rest.seconds is not None and (decision := self._explore(predictions, rest)):
+        if rest.seconds is not None and (decision := self._explore(rest)):
             return decision
         return Decision((), "Done.", self._why_over(model))
 
-    def _explore(self, predictions: Predictions, budget: Budget) -> Decision | None:
+    def _explore(self, budget: Budget) -> Decision | None:
         """The next batch of every device alone, else the next split; None when nothing is wanted or affordable."""
-        if probes := SoloStage(predictions, budget).next_probes():
+        if probes := SoloStage(self._predictions, budget).next_probes():
             return Decision(probes, f"Measures every device alone: {WHY_SOLO[min(probes[0].turn, 3)]}.")
-        if probe := SplitStage(predictions, budget, self._with_splits).next_probe():
-            return Decision((probe,), _explain_split(predictions.model, probe))
+        if probe := SplitStage(self._predictions, budget, self._with_splits).next_probe():
+            return Decision((probe,), _explain_split(self._predictions.model, probe))
         return None
 
     @property
     def _with_splits(self) -> bool:
         return "split" in self.options.families
 
-    def _explores(self, model: MachineModel, budget: Budget) -> bool:
-        """Whether exploration may go on: a race was not begun, its splits fell, or the budget has room again."""
-        fallen = bool(model.splits) and not model.standing_splits
-        began = bool(self._seen.in_stage("race"))
-        return budget.seconds is None or fallen or not began or budget.has_time_to_explore
+    def _explores(self, model: MachineModel) -> bool:
+        """Whether exploration may go on.
+
+        True without a budget, before the race, while under 60 % of exploration's part is spent, or when no measured
+        split fits any more.
+        """
+        none_fits = bool(model.splits) and not model.fitting_splits
+        return none_fits or not self._seen.in_stage("race") or self._budget.has_time_to_explore
 
     def _why_over(self, model: MachineModel) -> str:
-        race, found = self._race(), self.ranking()
+        found = self.ranking()
         if not found:
             return (Stop.BUDGET if self._seen.in_stage("split") or model.holds_batch else Stop.NO_FIT).value
         endless = Budget(msgspec.structs.replace(self.problem, budget_seconds=None), self.options, self._seen)
-        if race.waits_for_budget or self._explore(self._predictions(), endless):
+        if self._race.waits_for_budget or self._explore(endless):
             return Stop.BUDGET.value
-        if race.tied:
+        if self._race.tied:
             return Stop.TIED.value
         return (Stop.SETTLED if len(found) > 1 else Stop.ONLY_ONE).value
 
@@ -342,11 +342,11 @@ class Search:
             return f"Packs {probe.layout.processes} trainings on one device."
         if probe.stage == "knobs":
             return "Measures the winner with other knobs, in turns."
-        return f"Races {len(self._candidates().running)} layouts in turns; this is turn {probe.turn + 1}."
+        return f"Races {len(self._candidates.running)} layouts in turns; this is turn {probe.turn + 1}."
 
 
 def is_even(layout: Layout, quantum: int = 1) -> bool:
-    """Whether the devices that take part have the same share, as far as whole quanta go."""
+    """Whether the shares of the devices that take part differ by at most one quantum."""
     active = [layout.shares[i] for i in layout.active]
     return len(active) > 1 and max(active) - min(active) <= quantum
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.model.throughput_drop import guess_faster_batch, throughput_falls
-from evener.balancer.search.predictions import Predictions, guess_knee
+from evener.balancer.search.predictions import Predictions, slope_is_clear
 from evener.balancer.search.waterfill import DeviceCurve, single_reaching
 from evener.balancer.types import Probe, Stage, solo
 
@@ -176,7 +176,7 @@ class SoloStage:
         bounded = DeviceCurve(position, curve, holds)
         least = quantum if problem.longest_step_seconds is None else device.memory.ran
         most = min(holds, max(quantum, least, curve.largest(self._budget.longest_step(), holds, quantum)))
-        clear = guess_knee(bounded) is bounded
+        clear = slope_is_clear(bounded)
         if problem.global_batch is not None:
             return max(quantum, min(most, self._share_of_fixed(position, clear)))
         most = max(quantum, min(most, model.useful_limit(bounded)))

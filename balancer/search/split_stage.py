@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from evener.balancer.search.budget import Budget
-from evener.balancer.search.machine_model import UNMEASURABLE, same_measurement
+from evener.balancer.search.machine_model import same_measurement
 from evener.balancer.search.predictions import Predictions
+from evener.balancer.search.ranking import LEAST_GAIN
 from evener.balancer.search.waterfill import Allocation
 from evener.balancer.types import Failed, Probe, Stage
 
@@ -76,15 +77,15 @@ class SplitStage:
 
     def _gains(self, wanted: Allocation) -> bool:
         """Whether it is predicted to beat everything measured, and one device alone, by what can be seen."""
-        if not self._model.standing_splits:
+        if not self._model.fitting_splits:
             return True
-        best = max(self._model.predicted_rate(seen.probe.layout) for seen in self._model.standing_splits)
-        return wanted.samples_per_second > max(best, self._predictions.single_rate) * (1 + UNMEASURABLE)
+        best = max(self._model.predicted_rate(seen.probe.layout) for seen in self._model.fitting_splits)
+        return wanted.samples_per_second > max(best, self._predictions.single_rate) * (1 + LEAST_GAIN)
 
     def _smaller(self, wanted: Allocation) -> bool:
         """Whether the smallest tolerable global batch is below every measured one that is fast enough."""
-        least = wanted.samples_per_second * (1 - UNMEASURABLE)
-        layouts = [seen.probe.layout for seen in self._model.standing_splits]
+        least = wanted.samples_per_second * (1 - LEAST_GAIN)
+        layouts = [seen.probe.layout for seen in self._model.fitting_splits]
         enough = [layout.global_batch for layout in layouts if self._model.predicted_rate(layout) >= least]
         return not enough or wanted.global_batch < min(enough) * (1 - NEAR_GLOBAL)
 
@@ -101,7 +102,7 @@ class SplitStage:
             return None
         if len(live) > 1:
             return wanted if self._may_win(wanted) else None
-        return wanted if not self._surely_fits(wanted) or self._promises(wanted) else None
+        return wanted if not self._safely_fits(wanted) or self._promises(wanted) else None
 
     def _was_at_rest(self, position: int) -> bool:
         """Whether a device was measured at rest; the only device is measured again where that promises a gain."""
@@ -112,15 +113,15 @@ class SplitStage:
 
     def _may_win(self, wanted: Allocation) -> bool:
         """Whether one of several devices may beat all splits, once the others are at rest."""
-        best = max((self._model.predicted_rate(s.probe.layout) for s in self._model.standing_splits), default=0.0)
+        best = max((self._model.predicted_rate(s.probe.layout) for s in self._model.fitting_splits), default=0.0)
         best = max([best, *(seen.samples_per_second for seen in self._model.at_rest.values())])
         if wanted.samples_per_second * HIDDEN > best:
             return True
         unseen = self._problem.global_batch is not None and not self._model.at_rest
-        return unseen and not self._surely_fits(wanted)  # the best single device is always compared
+        return unseen and not self._safely_fits(wanted)  # the best single device is always compared
 
-    def _surely_fits(self, wanted: Allocation) -> bool:
-        return self._model.surely_fits(self._predictions.layout(wanted))
+    def _safely_fits(self, wanted: Allocation) -> bool:
+        return self._model.safely_fits(self._predictions.layout(wanted))
 
     def _promises(self, wanted: Allocation) -> bool:
         """Whether the only device is predicted to gain so much over all that was measured that it has to be seen."""

@@ -23,10 +23,10 @@ from evener.balancer.types import Interval, Layout, Probe, Result, Timed, layout
 
 LABELS = ("GPU:0", "GPU:1")
 SOLO = Candidate("solo", solo(2, 0, 256))
-EVEN = cast(Candidate, split_evenly(2, (0, 1), 256))
+EVEN = Candidate("even", cast(Layout, split_evenly(2, (0, 1), 256)))
 SPLIT = Candidate("split", Layout("split", (150, 106)))
-PACK = pack_on(SOLO.layout, 5)
-PLACE = cast(Candidate, place_on(2, Placement("towers"), 256))
+PACK = Candidate("pack", pack_on(SOLO.layout, 5))
+PLACE = Candidate("place", cast(Layout, place_on(2, Placement("towers"), 256)))
 
 
 def result(one: Candidate, rate: float, error: float = 0.005) -> Result:
@@ -80,7 +80,7 @@ def test_an_even_split_over_fewer_devices_is_not_the_even_split() -> None:
     three = Candidate("split", Layout("split", (100, 80, 60)))
     two = split_evenly(3, (0, 1), 240)
     assert two is not None
-    assert "even" not in explain(result(three, 1000), [rival(two, 0.2)], ("A", "B", "C"))
+    assert "even" not in explain(result(three, 1000), [rival(Candidate("even", two), 0.2)], ("A", "B", "C"))
 
 
 def test_a_single_device_says_what_two_would_lose_and_why() -> None:
@@ -193,7 +193,7 @@ def test_rivals_of_a_layout_that_did_not_win_the_race_are_compared_by_throughput
 @pytest.mark.parametrize(
     ("one", "expected"),
     [(SOLO, "best single device"), (EVEN, "even split"), (SPLIT, "best split"), (PLACE, "place towers"),
-     (PACK, "pack of 5"), (pack_on(SOLO.layout, 2, "mps"), "pack of 2 under MPS")],
+     (PACK, "pack of 5"), (Candidate("pack", pack_on(SOLO.layout, 2, "mps")), "pack of 2 under MPS")],
 )  # fmt: skip
 def test_names_for_tables_and_evidence(one: Candidate, expected: str) -> None:
     assert name_candidate(one, 2) == expected
@@ -202,7 +202,7 @@ def test_names_for_tables_and_evidence(one: Candidate, expected: str) -> None:
 def test_an_even_split_over_some_of_the_devices_says_how_many() -> None:
     some = split_evenly(4, (0, 2), 64)
     assert some is not None
-    assert name_candidate(some, 4) == "even over 2"
+    assert name_candidate(Candidate("even", some), 4) == "even over 2"
 
 
 def test_no_two_layouts_have_one_name() -> None:

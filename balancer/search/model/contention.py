@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from evener.balancer.search.model.evidence import DeviceEvidence
 from evener.balancer.search.model.step_time import LEAST_ERROR, Curve, Point
-from evener.balancer.search.observations import DeviceEvidence
 
 NEAR_BATCH = 0.15  # a solo point so near to a split's share shows contention, not shape
 CONTENTION_ERRORS = 2.5  # standard errors before a split is said to slow a device

@@ -43,25 +43,25 @@ def test_an_even_split_is_tried_on_powers_of_two_and_on_all(devices: int, counts
 
 def test_a_batch_is_spread_in_whole_quanta() -> None:
     one = split_evenly(3, (0, 2), 40, 8)
-    assert one == Candidate("even", Layout("split", (24, 0, 16)))
+    assert one == Layout("split", (24, 0, 16))
     assert split_evenly(2, (0, 1), 8, 8) is None
     assert split_evenly(2, (0, 1), 20, 8) is None
     assert split_evenly(2, (0, 1), 2) is not None
 
 
 def test_a_placement_takes_its_devices_and_no_more() -> None:
-    assert place_on(4, Placement("towers"), 10) == Candidate("place", Layout("place", (5, 5, 0, 0), placement="towers"))
+    assert place_on(4, Placement("towers"), 10) == Layout("place", (5, 5, 0, 0), placement="towers")
     three = place_on(4, Placement("towers", 3), 10)
     assert three is not None
-    assert three.layout.active == (0, 1, 2)
+    assert three.active == (0, 1, 2)
     assert place_on(1, Placement("towers"), 10) is None
     assert place_on(2, Placement("towers"), 1) is None
     assert place_on(2, Placement("towers"), 2) is not None
 
 
 def test_a_pack_has_its_single_device_and_batch() -> None:
-    assert pack_on(solo(2, 1, 64), 3, "mps").layout == Layout("pack", (0, 64), 3, "mps")
-    assert pack_on(solo(2, 1, 64), 3, batch=8).layout.shares == (0, 8)
+    assert pack_on(solo(2, 1, 64), 3, "mps") == Layout("pack", (0, 64), 3, "mps")
+    assert pack_on(solo(2, 1, 64), 3, batch=8).shares == (0, 8)
 
 
 def test_what_ran_out_of_memory_comes_back_with_seven_tenths() -> None:
@@ -75,11 +75,11 @@ def test_families_and_what_is_simple() -> None:
     """One device before several, few before many, no knobs before any."""
     assert find_family(solo(2, 0, 8)) == "solo"
     assert find_family(Layout("split", (4, 4))) == "split"
-    even, split = split_evenly(2, (0, 1), 8), Candidate("split", Layout("split", (5, 3)))
-    assert even is not None
-    single, pack = Candidate("solo", solo(2, 0, 8)), pack_on(solo(2, 0, 8), 2)
+    even, split = Candidate("even", Layout("split", (4, 4))), Candidate("split", Layout("split", (5, 3)))
+    single = Candidate("solo", solo(2, 0, 8))
+    pack, more = (Candidate("pack", pack_on(single.layout, size)) for size in (2, 3))
     knob = Candidate("solo", Layout("solo", (8, 0), knobs=("xla",)))
-    order = [single, even, split, Candidate("split", Layout("split", (5, 2, 1))), pack, pack_on(solo(2, 0, 8), 3), knob]
+    order = [single, even, split, Candidate("split", Layout("split", (5, 2, 1))), pack, more, knob]
     assert sorted(set(order), key=lambda one: one.simplicity) == order
     assert [one.synchronous for one in order] == [True, True, True, True, False, False, False]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from evener.balancer.search.budget import Budget
@@ -11,9 +12,9 @@ from evener.balancer.search.layouts import BALANCE
 from evener.balancer.search.machine_model import MachineModel, same_measurement
 from evener.balancer.search.model.step_time import Curve
 from evener.balancer.search.observations import Observations
-from evener.balancer.search.predictions import Predictions, guess_knee
+from evener.balancer.search.predictions import Predictions, slope_is_clear, with_guessed_knee
 from evener.balancer.search.waterfill import DeviceCurve
-from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Stage, Timed, solo
+from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed, solo
 from tests.support.search_machines import Bench
 
 BENCH = Bench(((10.0, 0.1, 0, 2000), (20.0, 0.2, 0, 2000)), 0.005)
@@ -34,7 +35,13 @@ def model(
             seen.add(one)
     for one in extra:
         seen.add(one)
-    return MachineModel(problem, seen, Budget(problem, BALANCE, seen))
+    return read(problem, seen)
+
+
+def read(problem: Problem, seen: Observations) -> MachineModel:
+    """As a search reads them."""
+    budget = Budget(problem, BALANCE, seen)
+    return MachineModel(problem, seen, budget.longest_step(solo=False) if budget.limits_steps else None)
 
 
 def test_the_cap_is_the_least_of_what_was_asked_in_whole_quanta() -> None:
@@ -110,12 +117,12 @@ def test_devices_that_can_not_be_distinguished_share_a_limit() -> None:
     assert model(*SOLOS).groups == [[0], [1]]
 
 
-def test_what_surely_fits_ran_or_is_little_more() -> None:
+def test_what_safely_fits_ran_or_is_little_more() -> None:
     found = model(*SOLOS)
-    assert found.surely_fits(Layout("split", (500, 500)))
-    assert found.surely_fits(Layout("split", (625, 10)))
-    assert not found.surely_fits(Layout("split", (640, 10)))
-    assert not found.surely_fits(Layout("split", (10, 640)))
+    assert found.safely_fits(Layout("split", (500, 500)))
+    assert found.safely_fits(Layout("split", (625, 10)))
+    assert not found.safely_fits(Layout("split", (640, 10)))
+    assert not found.safely_fits(Layout("split", (10, 640)))
 
 
 @pytest.mark.parametrize(
@@ -133,6 +140,35 @@ def test_shares_that_no_measurement_distinguishes_are_made_equal(
 ) -> None:
     found = model(*SOLOS, bench=Bench(((10.0, 0.1, 0, 2000), (10.0, 0.1, 0, 2000))), global_batch=batch)
     assert found.level(layout).shares == level
+
+
+def test_equal_shares_keep_to_the_smaller_limit() -> None:
+    """Of a free batch the least share for all; a fixed one stays as it is where half of it doesn't fit."""
+    tight = Bench(((10.0, 0.1, 0, 2000), (10.0, 0.1, 0, 301)))
+    layouts: tuple[tuple[Layout, Stage], ...] = tuple(
+        (solo(2, i, batch), "solo") for i in range(2) for batch in (8, 64)
+    )
+    layout = Layout("split", (304, 300))
+    assert model(*layouts, bench=tight).level(layout) == Layout("split", (300, 300))
+    assert model(*layouts, bench=tight, global_batch=604).level(layout) == layout
+
+
+@pytest.mark.parametrize(("less", "shared"), [(1.0, True), (1.01, True), (1.05, False)])
+def test_limits_that_nearly_agree_are_one(less: float, shared: bool) -> None:
+    """Of devices of one speed whose bytes differ by what allocators round."""
+    problem = Bench(((10.0, 0.1, 0, 1000), (10.0, 0.1, 0, 1000))).problem()
+    seen = Observations(problem)
+    for i in range(2):
+        for turn, batch in enumerate((8, 64, 500)):
+            for one in Bench(((10.0, 0.1, 0, 1000),) * 2).measure([Probe(solo(2, i, batch), "solo", 1.0, turn)]):
+                assert isinstance(one, Timed)
+                used = round((1000 + 10 * batch) * (less if i else 1))
+                memory = tuple(used if share else None for share in one.probe.layout.shares)
+                seen.add(msgspec.structs.replace(one, memory_bytes=memory))
+    found = read(problem, seen)
+    found.groups = [[0, 1]]
+    assert (found.limits[0] == found.limits[1]) == shared
+    assert found.limits[0] > 900
 
 
 @pytest.mark.parametrize(
@@ -154,12 +190,13 @@ def test_layouts_within_a_little_are_one_measurement(one: tuple[int, int], other
 def test_a_knee_is_guessed_only_where_no_slope_shows() -> None:
     """A curve that is level to a quarter of the limit and straight from there on."""
     level = DeviceCurve(0, Curve((0.0, 1.0), (0.01, 0.01), 1e-6), 8000)
-    guess = guess_knee(level).curve
+    assert not slope_is_clear(level)
+    guess = with_guessed_knee(level).curve
     assert guess.seconds(10) == guess.seconds(2000)
     assert guess.seconds(10) == pytest.approx(0.012, rel=1e-3)
     assert guess.seconds(4000) == pytest.approx(0.024, rel=1e-3)
     steep = DeviceCurve(0, Curve((0.0, 1.0), (0.01, 0.01), 1e-4), 8000)
-    assert guess_knee(steep) is steep
+    assert slope_is_clear(steep)
 
 
 def test_predictions_are_what_brute_force_finds() -> None:

@@ -173,15 +173,15 @@ def test_a_layout_is_refuted_by_less_on_its_devices_and_by_memory_that_others_ho
 ) -> None:
     ran = {SPLIT: [timed(probe(SPLIT, "split"))]}
     found = store(*ran[SPLIT], refuting)
-    assert (SPLIT in found.standing(ran)) == stands
+    assert (SPLIT in found.still_fit(ran)) == stands
 
 
 def test_a_device_that_has_gone_twice_takes_its_layouts_with_it() -> None:
     ran = {SPLIT: [timed(probe(SPLIT, "split"))]}
     found = store(*ran[SPLIT], failed(alone(8, 1), 1, cause="device"))
-    assert SPLIT in found.standing(ran)
+    assert SPLIT in found.still_fit(ran)
     found.add(failed(alone(8, 1), 1, cause="device"))
-    assert SPLIT not in found.standing(ran)
+    assert SPLIT not in found.still_fit(ran)
 
 
 def test_the_most_that_others_held_counts() -> None:

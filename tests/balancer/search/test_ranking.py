@@ -26,8 +26,8 @@ from evener.balancer.search.ranking import (
 from evener.balancer.types import Layout, Probe, Problem, Timed, solo
 
 SOLO = Candidate("solo", solo(2, 0, 100))
-EVEN = cast(Candidate, split_evenly(2, (0, 1), 100))
-PACK = pack_on(SOLO.layout, 2)
+EVEN = Candidate("even", cast(Layout, split_evenly(2, (0, 1), 100)))
+PACK = Candidate("pack", pack_on(SOLO.layout, 2))
 FIXED = Problem(2, (None, None), global_batch=100)
 FREE = Problem(2, (None, None), tolerance=0.02)
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from evener.balancer.search.model.contention import slow_by_contention
 from evener.balancer.search.model.device_groups import group_devices
+from evener.balancer.search.model.evidence import DeviceEvidence
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.step_time import Point, fit_curve, merge_points
 from evener.balancer.search.model.sync_cost import fit_sync_costs
-from evener.balancer.search.observations import DeviceEvidence
 
 positive = st.floats(1e-4, 10.0)
 

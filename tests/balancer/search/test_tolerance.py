@@ -61,7 +61,7 @@ def test_a_miss_that_no_measurement_can_tell_is_forgiven() -> None:
 def test_it_is_not_smaller_than_what_the_whole_tolerance_allows(bench: Bench) -> None:
     """The less that may be missed, the larger the batch."""
     search, _ = searched(bench, bench.problem(tolerance=0.02))
-    found = search._predictions()
+    found = search._predictions
     if found.tolerable and found.insured:
         assert found.insured.global_batch >= found.tolerable.global_batch
         assert found.insured.samples_per_second >= found.tolerable.samples_per_second * (1 - 1e-6)

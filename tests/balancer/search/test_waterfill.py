@@ -133,3 +133,47 @@ def test_the_inverse_of_a_curve_is_its_inverse(curve: Curve, ceiling: int, limit
         assert curve.seconds(most) <= limit * (1 + 1e-6)
     if most + quantum <= ceiling:
         assert curve.seconds(most + quantum) > limit * (1 - 1e-6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(curves(), st.integers(1, 60), st.integers(1, 80), st.sampled_from([1, 4]), st.floats(0.3, 1.0))
+def test_one_device_is_solved_exactly(curve: Curve, most: int, cap: int, quantum: int, part: float) -> None:
+    """Its fastest batch, and the smallest that comes near it, by trying all in whole quanta up to both limits.
+
+    Where the curve is level, the smallest is larger than it had to be by no more than what it may miss.
+    """
+    device = DeviceCurve(3, curve, most // quantum * quantum)
+    rates = {n: n / curve.seconds(n) for n in range(quantum, min(device.limit, cap) + 1, quantum)}
+    best = waterfill.single_best(device, quantum, cap)
+    if not rates:
+        assert best is None
+        assert waterfill.single_reaching(device, 0.01, quantum, cap) is None
+        return
+    assert best is not None
+    assert best.samples_per_second == pytest.approx(max(rates.values()))
+    assert best.shares == ((3, best.global_batch),)
+    assert best.global_batch in rates
+    wanted = part * max(rates.values())
+    found = waterfill.single_reaching(device, wanted, quantum, cap)
+    assert found is not None
+    assert found.samples_per_second >= wanted * (1 - 1e-9)
+    assert found.global_batch <= best.global_batch
+    least = min(n for n, rate in rates.items() if rate >= wanted * (1 - 1e-9))
+    assert least <= found.global_batch <= least / part + quantum
+    assert waterfill.single_reaching(device, 1.01 * max(rates.values()), quantum, cap) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(device_curves(), st.integers(2, 20), st.sampled_from([1, 2]))
+def test_a_capped_batch_keeps_to_its_cap(some: list[DeviceCurve], cap: int, quantum: int) -> None:
+    """In whole quanta, and no slower than the capped batch itself would be."""
+    cost = costs(len(some), 0.5, 0.1)
+    found = waterfill.split_free(some, cost, quantum, cap)
+    whole = waterfill.split_fixed(some, cost, cap // quantum * quantum, quantum)
+    if found is None:
+        assert whole is None
+        return
+    assert found.global_batch <= cap
+    assert all(share % quantum == 0 for _, share in found.shares)
+    if whole is not None:
+        assert found.samples_per_second >= whole.samples_per_second * (1 - 1e-9)
