@@ -129,6 +129,11 @@ class Observations:
         seen = [self._seen[probe] for probe in self._by_layout.get(layout, ()) if probe.stage == stage]
         return [one for one in seen if isinstance(one, Timed)]
 
+    def timed_race(self) -> list[Timed]:
+        """What ran in the race as one training."""
+        timed = [seen for seen in self.in_stage("race") if isinstance(seen, Timed)]
+        return [seen for seen in timed if seen.probe.layout.kind in ("solo", "split")]
+
     def all_timed(self) -> list[Timed]:
         """Everything that ran."""
         return [seen for seen in self._seen.values() if isinstance(seen, Timed)]

@@ -80,7 +80,8 @@ class SplitStage:
         if not self._model.fitting_splits:
             return True
         best = max(self._model.predicted_rate(seen.probe.layout) for seen in self._model.fitting_splits)
-        return wanted.samples_per_second > max(best, self._predictions.single_rate) * (1 + LEAST_GAIN)
+        raced = max((seen.samples_per_second for seen in self._seen.timed_race()), default=0.0)
+        return wanted.samples_per_second > max(best, raced, self._predictions.single_rate) * (1 + LEAST_GAIN)
 
     def _smaller(self, wanted: Allocation) -> bool:
         """Whether the smallest tolerable global batch is below every measured one that is fast enough."""
