@@ -158,6 +158,20 @@ def test_a_doubt_begins_where_it_matters(steps: list[float], changes: dict[str, 
     assert doubts(steps, **changes) == expected
 
 
+def test_a_doubt_says_by_how_much() -> None:
+    """Relative to the step, whatever its length."""
+    timing = BlockTimer(40.0, steps=40)
+    for step in (20.0, 20.0, *[20.0] * 39, 80.0):
+        assert timing.next_steps() == 1
+        timing.add(Block(1, step, slowed=0.3, slowest=1, capped=0.5))
+    found = timing.result()
+    assert found is not None
+    said = {doubt.code: doubt for doubt in found.warnings}
+    assert said["stalled"].value == pytest.approx(4.0)
+    assert (said["throttled"].value, said["throttled"].device) == (pytest.approx(0.3), 1)
+    assert (said["capped"].value, said["capped"].device) == (pytest.approx(0.5), -1)
+
+
 def test_a_step_longer_than_the_time_is_still_timed_thrice() -> None:
     """Two warm-up steps and the fewest blocks of one step each."""
     assert timed(1.0, lambda _: 5.0).steps == FEWEST_BLOCKS

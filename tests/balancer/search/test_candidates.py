@@ -125,3 +125,16 @@ def test_devices_that_fail_in_an_even_split_leave_the_others() -> None:
     search.run(FOUR.measure)
     assert search.best_single() is not None
     assert [one.candidate.layout for one in search.ranking()] == [solo(4, 0, 800)]
+
+
+def test_results_are_listed_from_the_fastest() -> None:
+    """Every layout that ran, with what it had over its turns; each device's own best alone."""
+    search = Search(FOUR.problem()).run(FOUR.measure)
+    rates = [one.throughput.value for one in search.results()]
+    assert len(rates) > 8
+    assert rates == sorted(rates, reverse=True)
+    for position, alone in enumerate(search.solos()):
+        assert alone is not None
+        assert alone.layout.active == (position,)
+        own = [one for one in search.results() if one.layout.active == (position,)]
+        assert alone == own[0]

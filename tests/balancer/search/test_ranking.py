@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.balancer.search.layouts import Candidate, pack_on, split_evenly
+from evener.balancer.search.observations import relative_error
 from evener.balancer.search.ranking import (
+    DRIFT,
     TIE,
     Difference,
     Standing,
@@ -119,6 +121,27 @@ def test_of_a_free_batch_the_smallest_within_the_tolerance_wins() -> None:
     rates = {large: [1000.0] * 3, small: [985.0] * 3, twin: [990.0] * 3, smaller: [950.0] * 3}
     assert [one.candidate for one in ranked(rates, FREE)] == [twin, large, small, smaller]
     assert ranked(rates, Problem(2, (None, None), tolerance=0.0))[0].candidate == large
+
+
+def test_a_batch_beyond_the_tolerance_by_what_a_measurement_tells_is_not_taken() -> None:
+    """2.4 % slower in eight turns that agree is more than 2; in one turn nobody can tell."""
+    large, small = (Candidate("solo", solo(2, 0, batch)) for batch in (400, 200))
+    assert ranked({large: [1000.0] * 8, small: [976.2] * 8}, FREE)[0].candidate == large
+    assert ranked({large: [1000.0], small: [976.2]}, FREE)[0].candidate == small
+    assert ranked({large: [1000.0], small: [974.0]}, FREE)[0].candidate == large
+
+
+def test_the_deviation_of_a_turn_is_drawn_to_what_drift_is_assumed() -> None:
+    """As if four turns had shown that, and what the turns themselves are uncertain by."""
+    one, other = turns({SOLO: [1000.0, 1030.0, 1000.0], EVEN: [1000.0] * 3}).values()
+    found = compare_turns(one, other)
+    own = 2 * relative_error(one[0]) ** 2
+    spread = 0.03**2 / 3
+    assert found.value == pytest.approx(0.01)
+    assert found.deviation == pytest.approx(math.sqrt((4 * (own + DRIFT**2) + 2 * spread) / 6))
+    half = 2.4469 * found.deviation / math.sqrt(3)
+    assert found.interval().high == pytest.approx(0.01 + half)
+    assert found.interval().low == pytest.approx(0.01 - half)
 
 
 def test_a_pack_is_beaten_by_a_clear_gain_only_whatever_its_batch() -> None:

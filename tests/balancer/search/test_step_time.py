@@ -185,3 +185,13 @@ def line(factor: float = 1.0, error: float = 0.002) -> list[Point]:
 def test_devices_that_noise_tells_apart_share_no_curve(devices: list[DeviceEvidence], groups: list[list[int]]) -> None:
     """A 10 % slower largest batch, one batch in common, a lost device: each is its own."""
     assert sorted(group_devices(devices)) == groups
+
+
+def test_of_several_ratios_the_surest_decides() -> None:
+    """Two rough batches 5 % apart say nothing against a third that is sure; nor does it hide what a sure one says."""
+    rough = [Point(b, 0.01 + 1e-4 * b, 0.05) for b in (8, 64)]
+    slower = [Point(p.batch, 1.05 * p.seconds, p.error) for p in rough]
+    sure = Point(400, 0.05, 0.001)
+    assert sorted(group_devices([device([*rough, sure]), device([*slower, sure])])) == [[0, 1]]
+    apart = Point(400, 0.05 * 1.0055, 0.001)
+    assert sorted(group_devices([device([*rough, sure]), device([*rough, apart])])) == [[0], [1]]
