@@ -139,3 +139,9 @@ def test_a_retried_round_is_asked_for_whole() -> None:
     (left,) = search.ask()
     assert left.layout == Layout("solo", (0, 8))
     assert left.turn == 0
+
+
+def test_a_second_batch_is_measured_however_short_the_budget() -> None:
+    """Without it there is no curve; a third one keeps to the solo stage's half of the budget."""
+    assert len(rounds(PAIR, budget_seconds=2.5)) == 2
+    assert len(rounds(PAIR, budget_seconds=60.0)) == len(rounds(PAIR))
