@@ -13,7 +13,7 @@ from statistics import median
 from tests.support.comparison_cases import RIGHT, Score, make_case, score
 
 MACHINES = 200
-ENOUGH = 0.97  # of the machines
+ENOUGH = 0.97  # of the machines: named rightly
 
 
 def table(scores: list[Score]) -> list[str]:
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     print("\n".join(lines))
     if options.output:
         options.output.write_text("\n".join(lines) + "\n")
-    return 0 if sum(one.right and one.reached_part >= RIGHT for one in scores) >= ENOUGH * len(scores) else 1
+    return 0 if sum(one.right for one in scores) >= ENOUGH * len(scores) else 1
 
 
 if __name__ == "__main__":
