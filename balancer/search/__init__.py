@@ -2,33 +2,36 @@
 
 Rules. (1) Everything here is pure: no clock, file, thread, logging, framework or randomness. Time comes in as
 the seconds that observations say they took. (2) What is asked next is a function of the set of observations, not of
-their order: `tell` adds to the set, everything else is read from it anew. (3) Only what was measured is reported.
+their order: `tell` adds to the set, everything else is computed from it. Only failures are counted: telling one twice
+counts as two tries. (3) Only what was measured is reported.
 
 Theory. A synchronous step of the devices A takes
 
     T = max over i in A of t_i(b_i) + c_k,    k = |A|,    throughput = sum of b_i / T
 
-with t_i the device's own time for its share b_i, and c_k the exposed cost of keeping k replicas in step. A share fits
-while m0_i + m1_i * b_i is within the device's memory. From t_i and c_k the best shares follow exactly (`waterfill`).
+with t_i the device's own time for its share b_i, and c_k the time of gradient exchange that isn't hidden behind
+computation. A share fits while m0_i + m1_i * b_i is within the device's memory. From t_i and c_k the best shares follow
+(`waterfill`): exactly for up to 32 devices, by a sweep over finish times beyond.
 
 1. `solo_stage`: every device alone, all at the same time, three or four batches. This gives each t_i and memory line.
-   Devices that noise can't tell apart share one curve, hence equal shares.
+   Devices whose times differ by no more than noise share one curve, hence equal shares.
 2. `split_stage`: the predicted layout is measured as a real synchronous step. It gives c_k and one more point of every
-   curve under contention; the prediction is repeated until it says nothing new. Numbers of devices not yet tried are
-   assumed cheap, so that leaving devices out is tried where it could pay. Where times lie on no simple curve, more
-   splits are allowed. A device that may beat every split alone is measured with the others at rest.
+   curve under contention; the prediction is repeated until it says nothing new. For a number of devices never measured,
+   c_k is assumed low, so that using fewer devices gets tried. Where no simple curve fits the times, more splits are
+   allowed. A device that may beat every split alone is measured with the others at rest.
 3. `race`: every family that was asked for names its candidates (`candidates`), and all are measured in turns. They are
-   compared within each turn, so what drifts cancels (`ranking`). The best single device always takes part. Packs of
-   several trainings grow while they gain (`packing`, `pack_sizes`). A candidate gets another turn while it may still
-   gain more than a part of the tolerance; a tie that the rest of the budget can't resolve is a tie.
+   compared within each turn, so drift cancels (`ranking`). The best single device always takes part; which batch or
+   device that is may change with what the race shows, or when it runs out of memory. Packs of several trainings grow
+   while they gain (`packing`, `pack_sizes`). A candidate gets another turn while it may still gain more than a part of
+   the tolerance; a tie that the rest of the budget can't resolve is a tie.
 
 `balance` asks for solo, even and split layouts, `compare` for all families; nothing else differs. Of layouts within the
-tolerance of the fastest, the smallest global batch is chosen. What was measured and is clearly faster is never passed
-over, whichever stage measured it.
+tolerance of the fastest, the smallest global batch is chosen. A layout that was measured as clearly faster is never
+passed over, whichever stage measured it.
 
 Reading order: `search` (ask, tell, best, why_stopped), `solo_stage`, `split_stage`, `candidates`, `race`, `ranking`
 (what to measure next, and who won), `predictions` and `waterfill` (which layouts are worth it), `observations` (the
-evidence), `model/` (curves, memory, contention and exchange from noisy points), `budget`.
+evidence), `machine_model` and `model/` (curves, memory, contention and exchange from noisy points), `budget`.
 
 Sources: functional performance models, Lastovetsky and Reddy (HeteroPar 2009): measure near the solution and solve
 again. Expected gain: Jones, Schonlau and Welch, "Efficient global optimization" (1998).

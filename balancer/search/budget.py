@@ -1,4 +1,4 @@
-"""What a probe should cost at the least, how long it may measure, and whether the budget still has room for it.
+"""What a probe should cost at the least, how long it may measure, and whether it still fits the budget.
 
 Exploration may spend a part of the budget, so that the race can measure every candidate once. That part is the whole
 for solo, even and split; packs, placements and other knobs each need children of their own, which take time to start.
@@ -20,28 +20,30 @@ from evener.balancer.types import Layout, Problem, Stage, Timed
 BASE_SECONDS: dict[Stage, float] = {  # a probe of quick steps
     "solo": 4.0, "rest": 4.0, "split": 6.0, "pack": 2.0, "race": 4.0, "knobs": 4.0,
 }  # fmt: skip
-STEPS_A_PROBE = 12  # what a probe of slow steps should have time for
+STEPS_A_PROBE = 12  # a probe of slow steps should have time for this many
 LONGEST_PROBE_SECONDS = 60.0
 SHORTEST_PROBE_SECONDS = 0.2
 FEWEST_STEPS = 5  # below it a probe is not worth its start
-CLEAR_GROWTH = 1.2  # steps that differ less, by this factor, don't show how tuning grows with them
+CLEAR_GROWTH = 1.2  # factor: step times must differ by more to show how tuning time grows with them
 # the part of a budget (for solo, rest and split: of exploration's part) that may be spent when a probe of a stage ends
 ENDS_BY: dict[Stage, float] = {"solo": 0.5, "rest": 0.6, "split": 0.6, "pack": 0.65, "race": 1.0, "knobs": 1.0}
-LATER_TURNS_END_BY = 0.95  # what is measured already is not measured again: a probe may take longer than it should
+LATER_TURNS_END_BY = 0.95  # of the budget: repeat turns stop here, as probes may overrun
 
 STARTS = {"solo": 1.0, "split": 1.5, "place": 1.0, "pack": 0.8}  # of a solo start; of a pack, for each training
-EXPLORES, EXPLORES_SOLO = 0.4, 0.25  # of the budget, with and without splits, where packs and placements follow
+EXPLORES = 0.4  # of the budget, where packs and placements follow
+EXPLORES_SOLO = 0.25  # the same without splits
 EXPLORES_MOST = 0.75  # of the budget, where children start slowly
-SOLO_STAGE = 2.0  # the solo stage has half of exploration's part: the starts, and this part of the budget,
-SOLO_SHARE, SOLO_SECONDS = 0.15, 15.0  # or so many seconds, if that is less
+SOLO_STAGE = 2.0  # exploration gets at least this many times what the solo stage needs
+SOLO_SHARE = 0.15  # of the budget, for the solo stage's measurements
+SOLO_SECONDS = 15.0  # the most for them
 STEPS_SHARE = 0.4  # of the time that no start takes, for one probe of every candidate
 STEPS_TO_COME = 8  # of any probe: the first, the warm-up, and a few blocks
-BUDGET_ROUNDS = 12  # of solving for a budget that suffices; each halves what is missing at least
-QUICKEST_STEP = 0.05  # seconds; however short the budget, steps up to it are tried
+BUDGET_ROUNDS = 12  # of solving for a budget that suffices; each at least halves the error
+QUICKEST_STEP = 0.05  # seconds; steps up to this long are tried under any budget
 
 
 class Budget:
-    """The budget against what was spent."""
+    """What is left of the budget, by what the probes so far took."""
 
     def __init__(
         self, problem: Problem, options: LayoutOptions, seen: Observations, race_is_over: bool = False
@@ -58,7 +60,7 @@ class Budget:
     def probe_seconds(
         self, layout: Layout, stage: Stage, probes_left: int, step_seconds: float | None = None, reserved: float = 0.0
     ) -> float:
-        """How long the next probe may measure, with so many of its stage to come and `reserved` for what follows."""
+        """How long the next probe may measure, if its stage needs `probes_left` more and `reserved` seconds follow."""
         step = self._step(layout) if step_seconds is None else step_seconds
         wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))
         if self.seconds is None:
@@ -68,34 +70,37 @@ class Budget:
         return round(max(SHORTEST_PROBE_SECONDS, min(wanted, each)), 3)
 
     def affords(
-        self, layout: Layout, stage: Stage, step_seconds: float | None = None, turn: int = 0, reserved: float = 0.0
+        self, layout: Layout, ends_with: Stage, step_seconds: float | None = None, turn: int = 0, reserved: float = 0.0
     ) -> bool:
-        """Whether the shortest probe of this layout fits into what its stage may spend."""
+        """Whether the shortest probe of this layout can end when the stage `ends_with` has to, in its first turn.
+
+        Usually the probe's own stage; "race", the whole budget, for a probe without which there would be no result.
+        """
         if self.seconds is None:
             return True
-        end = self._end(stage) if turn == FIRST_TURN else LATER_TURNS_END_BY * self.seconds
+        end = self._end(ends_with) if turn == FIRST_TURN else LATER_TURNS_END_BY * self.seconds
         return self.spent + reserved + self.least_seconds(layout, step_seconds) <= end
 
     def least_seconds(self, layout: Layout, step_seconds: float | None = None) -> float:
-        """The shortest probe of a layout, with the start of its children where they don't stand."""
+        """Seconds of the shortest probe of a layout, with the start of its children if they don't run yet."""
         step = self._step(layout) if step_seconds is None else step_seconds
         return (
             self.start_seconds(layout) + self._warm_up(layout, step) + max(SHORTEST_PROBE_SECONDS, FEWEST_STEPS * step)
         )
 
     def total_seconds(self, layouts: Iterable[Layout]) -> float:
-        """The shortest probe of each."""
+        """Seconds of the shortest probe of each layout."""
         return sum(self.least_seconds(layout) for layout in layouts)
 
     def turns_left(self, layouts: Iterable[Layout]) -> float:
-        """How many more turns of these the budget has room for; infinite without a budget."""
+        """How many more turns of these layouts fit the budget; infinite without one."""
         if self.seconds is None:
             return float("inf")
         each = sum(max(self.least_seconds(one), BASE_SECONDS["race"]) for one in layouts)
         return max(0.0, LATER_TURNS_END_BY * self.seconds - self.spent) / each if each else 0.0
 
     def enough_for(self, missing_seconds: float) -> float:
-        """A budget that leaves so much more time for first turns, though exploration takes its part of it too."""
+        """A budget that leaves `missing_seconds` more for first turns, after exploration has taken its part of it."""
         explored = self._seen.spent_seconds(EXPLORATION)
         total = self.spent + missing_seconds
         for _ in range(BUDGET_ROUNDS):
@@ -104,7 +109,7 @@ class Budget:
         return total
 
     def enough_to_grow(self, grown_seconds: float) -> float:
-        """A budget in which packs may take so much more time, by what was spent up to the first turns."""
+        """A budget in which packs may take `grown_seconds` more, by what was spent up to the first turns."""
         return (self._seen.spent_seconds(until_turn=FIRST_TURN) + grown_seconds) / ENDS_BY["pack"]
 
     @property
@@ -135,7 +140,7 @@ class Budget:
         return max(part, min(EXPLORES_MOST * budget, alone)) if start else part
 
     def longest_step(self, solo: bool = True) -> float:
-        """The longest step, in seconds, that a device should have in a solo probe; in a split the same for all."""
+        """The longest step, in seconds, of a device in a solo probe; with `solo` False, of any device in a split."""
         longest = LONGEST_PROBE_SECONDS
         if self.seconds is not None:
             spent = self.spent if solo else self._seen.spent_seconds(("solo",))
@@ -151,7 +156,7 @@ class Budget:
 
     @cached_property
     def _longest_for_all(self) -> float | None:
-        """No step so long that one probe of each candidate can't be paid."""
+        """The step time at which one probe of every candidate still fits the budget."""
         if self.seconds is None or not self._options.needs_more_children:
             return None
         starts, probes = self._still_to_come()
@@ -159,7 +164,7 @@ class Budget:
         return max(QUICKEST_STEP, STEPS_SHARE * free / (STEPS_TO_COME * probes))
 
     def _still_to_come(self) -> tuple[float, float]:
-        """One probe of every candidate: its starts, in those of one device, and the number of probes."""
+        """(starts, as a multiple of a solo start, and the number of probes) to measure every candidate once."""
         options, devices = self._options, self._problem.devices
         splits = "split" in options.families and devices > 1
         groups = len(device_counts(devices)) if "even" in options.families else 0
@@ -175,9 +180,9 @@ class Budget:
     # ------------------------------------------------------------------ what probes cost
 
     def start_seconds(self, layout: Layout) -> float:
-        """Starting and building the children; 0 where they stand, and don't have to make way again and again.
+        """To start the children: 0 if they run already; their usual start if they had to be restarted before.
 
-        For new ones it is guessed from the solo probes', which are the first of all and so the slowest.
+        For new children it is guessed from the solo starts, which come first and so are the slowest.
         """
         own = self._starts.get(_children(layout))
         if own:
@@ -201,7 +206,7 @@ class Budget:
         return max((seen.start_seconds for seen in self._timed if seen.probe.stage == "solo"), default=0.0)
 
     def _pack_starts(self) -> list[tuple[int, float]]:
-        """(trainings, seconds that their start took) in rising number; the median of several."""
+        """(trainings, median seconds that their start took), the fewest first."""
         found: defaultdict[int, list[float]] = defaultdict(list)
         for seen in self._timed:
             if seen.probe.layout.kind == "pack" and seen.start_seconds:
@@ -209,13 +214,13 @@ class Budget:
         return [(size, median(seconds)) for size, seconds in sorted(found.items())]
 
     def _warm_up(self, layout: Layout, step_seconds: float) -> float:
-        """What a probe takes on top of its start and the time it is given to measure."""
+        """What a probe takes besides its start and the time that it may measure."""
         own = self._warm_ups.get(layout)
         return own if own is not None else self.overhead_seconds + self.tuning_steps * step_seconds
 
     @cached_property
     def _warm_ups(self) -> dict[Layout, float]:
-        """The least that a probe of each layout took so far."""
+        """The shortest untimed part of a probe, by layout."""
         found: dict[Layout, float] = {}
         for seen in self._timed:
             seconds, layout = _untimed_seconds(seen), seen.probe.layout
@@ -224,15 +229,15 @@ class Budget:
 
     @cached_property
     def overhead_seconds(self) -> float:
-        """Seconds of a typical probe that are not timed steps: tracing, warm-up. New children are counted apart."""
+        """Seconds of a typical probe that are not timed steps: tracing, warm-up. Starts are counted separately."""
         costs = [_untimed_seconds(seen) for seen in self._timed if seen.probe.stage in ("solo", "rest", "split")]
         return median(costs) if costs else 0.0
 
     @cached_property
     def tuning_steps(self) -> float:
-        """Steps that the first step at a new size lasts, as it tries kernels of that size out: TensorFlow's up to 100.
+        """How many steps the first step at a new size takes, as kernels are tuned for it: with TensorFlow up to 100.
 
-        From each device's quickest and slowest step alone; what a first step costs at any size is in the overhead.
+        From each device's quickest and slowest step alone. A first step's fixed cost is part of the overhead.
         """
         alone: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for seen in self._timed:
@@ -246,7 +251,7 @@ class Budget:
         return median(slopes) if slopes else 0.0
 
     def _step(self, layout: Layout) -> float:
-        """Seconds of a step as the devices alone promise it; 0 if none of them ran."""
+        """Seconds of a step, estimated from the devices alone; 0 if none of them ran."""
         rates = [self._solo_rates[i] for i in layout.active if i in self._solo_rates]
         rate = (sum if layout.kind == "split" else max)(rates or [0.0])
         return layout.global_batch * layout.processes / rate if rate else 0.0
@@ -262,12 +267,12 @@ class Budget:
 
 
 def _children(layout: Layout) -> Layout:
-    """The layout without its sizes: what runs on the same children reads equal."""
+    """The layout without its sizes: equal for layouts that run on the same children."""
     return msgspec.structs.replace(layout, shares=tuple(int(share > 0) for share in layout.shares))
 
 
 def _extrapolate_start(starts: list[tuple[int, float]], processes: int) -> float:
-    """Seconds to start so many trainings: in proportion, or less where a second size shows that cores are free."""
+    """Seconds to start `processes` trainings: in proportion, or less where a second size shows that cores are free."""
     (least, quickest), (most, longest) = starts[0], starts[-1]
     each = longest / most
     slope = each if most == least else min(each, max(0.0, (longest - quickest) / (most - least)))

@@ -1,4 +1,4 @@
-"""Who takes part in the race: each family's proposals, by what exploration and the growth of packs showed."""
+"""The layouts of the race: each family's candidates, by what exploration and growing packs showed."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from evener.balancer.search.predictions import Predictions
 from evener.balancer.search.ranking import EDGE_SLACK, LEAST_GAIN, throughput
 from evener.balancer.types import Layout, OutOfMemory, Problem, solo
 
-RETREATS = 4  # of a layout that ran out of memory in the race, each to a smaller batch
+RETREATS = 4  # smaller batches tried after a layout ran out of memory in the race
 OTHER_BATCH = 0.03  # relative: tolerable global batches that differ by more are worth a race
 
 
 class Candidates:
-    """A reading of the observations so far."""
+    """The candidates by one set of observations."""
 
     def __init__(self, problem: Problem, options: LayoutOptions, predictions: Predictions, budget: Budget) -> None:
         self._problem, self._options, self._budget = problem, options, budget
@@ -39,7 +39,7 @@ class Candidates:
 
     @property
     def seen(self) -> Observations:
-        """What they are read from."""
+        """The observations that they depend on."""
         return self._model.seen
 
     @cached_property
@@ -52,7 +52,7 @@ class Candidates:
 
     @cached_property
     def running(self) -> tuple[Candidate, ...]:
-        """Those that did not break in the race."""
+        """Those that did not fail in the race."""
         return tuple(one for one in self.all if self.seen.broken(one.layout) is None)
 
     @cached_property
@@ -86,7 +86,7 @@ class Candidates:
         return (*self._distinct(found), *self._packed())
 
     def _distinct(self, found: list[Candidate]) -> list[Candidate]:
-        """Without splits that would be the same measurement as an even one, or as a split before them."""
+        """Without splits that no measurement could distinguish from an even split, or from one before them."""
         kept: list[Candidate] = []
         for one in found:
             repeats = one.layout.kind == "split" and any(
@@ -99,7 +99,7 @@ class Candidates:
     # ------------------------------------------------------------------ one device
 
     def _singles(self) -> list[Candidate]:
-        """The best single device: at the fixed batch, else as measured; and what is predicted to be faster still."""
+        """The best single device at the fixed batch, else at its best measured one; and what may be faster still."""
         best = self.best_single
         if best is None:
             return []
@@ -116,13 +116,13 @@ class Candidates:
 
     @cached_property
     def best_single(self) -> Layout | None:
-        """The layout of the best single device that did not break in the race; None if none can train alone."""
+        """The layout of the best single device that did not fail in the race; None if none can train alone."""
         ranked = self._ranked_singles() if self._problem.global_batch is None else self._fixed_singles()
         whole = [layout for layout in ranked if self.seen.broken(layout) is None]
         return next(iter(whole or ranked), None)
 
     def _overlooked_single(self, best: Layout) -> Layout | None:
-        """Another measured batch or device, where the race has the best single device slower than that; else None."""
+        """Another measured batch or device, if the race found the best single device slower than that; else None."""
         turns = self.seen.turns(best)
         if self._problem.global_batch is not None or not turns:
             return None
@@ -153,7 +153,7 @@ class Candidates:
     # ------------------------------------------------------------------ several devices
 
     def _splits(self) -> list[Layout]:
-        """The measured split that is preferred, predictions that should beat it, and the fastest measured one."""
+        """The preferred measured split, predicted ones that should beat it, and the fastest measured one."""
         found = self._split_rates()
         if not found:
             fastest = self._predictions.fastest_split if self._model.splits else None
@@ -259,7 +259,7 @@ class Candidates:
         return tuple((mode, Packing(self._model, single, rate, mode)) for mode in modes)
 
     def _packed(self) -> list[Candidate]:
-        """The best number of trainings in each mode, or the fewest where none was measured yet."""
+        """The best number of trainings in each mode, or the fewest if none was measured yet."""
         best = {mode: packing.best_layout() or packing.first_layout() for mode, packing in self.packings}
         plain = best.get("")
         if "logical" in self._options.pack_modes and plain is not None:
@@ -267,7 +267,7 @@ class Candidates:
         return [Candidate("pack", layout) for layout in best.values() if layout is not None]
 
     def _logical(self, plain: Layout) -> Layout:
-        """Equal parts of the memory for as many as run best as plain processes, or as were measured in a short time."""
+        """As many trainings on logical devices as run best as plain processes, or the most that were measured so."""
         wanted = pack_on(plain, plain.processes, "logical")
         tried = [one.probe.layout for one in self.seen.all_timed() if one.probe.layout.placement == "logical"]
         if wanted in tried or not tried or self._budget.affords(wanted, "race"):

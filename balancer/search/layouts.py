@@ -1,4 +1,4 @@
-"""The ways to lay a job on the devices, as candidates of one race."""
+"""Families of layouts, and the candidates of a race."""
 
 from __future__ import annotations
 

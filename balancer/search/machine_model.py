@@ -51,7 +51,7 @@ class MachineModel:
 
     @cached_property
     def live(self) -> tuple[int, ...]:
-        """Devices that were neither lost nor out of memory at the smallest share."""
+        """Devices that neither failed nor ran out of memory at the smallest share."""
         return tuple(i for i, device in enumerate(self.devices) if not device.lost and not self._full(i))
 
     def _full(self, position: int) -> bool:
@@ -84,12 +84,12 @@ class MachineModel:
         return tuple(curves)
 
     def _solo_points(self, position: int) -> tuple[Point, ...]:
-        """A device's solo points; with one device left, also those with the others at rest: it makes no difference."""
+        """A device's solo points; with one device left also those at rest, as nothing contends."""
         device = self.devices[position]
         return (*device.alone, *device.at_rest) if not device.alone or len(self.live) == 1 else device.alone
 
     def _split_points(self, position: int) -> tuple[Point, ...]:
-        """Its solo points, slowed as its splits were, and its own part of these."""
+        """Its solo points, slowed by contention, and its own part of splits."""
         device = self.devices[position]
         return (*slow_by_contention(device, self.alone[position]), *device.in_splits)
 
@@ -106,7 +106,7 @@ class MachineModel:
 
     @cached_property
     def at_rest(self) -> dict[int, Timed]:
-        """Devices measured alone while the others were at rest: the best of each that may still run."""
+        """Devices measured with the others at rest: the best measurement of each that still fits."""
         best: dict[int, Timed] = {}
         for turns in self.seen.still_fit(self.seen.timed(["rest"])).values():
             for one in turns:
@@ -135,7 +135,7 @@ class MachineModel:
         return len(layout.active), split.step_seconds - slowest, relative_error(split) * split.step_seconds
 
     def predicted_rate(self, layout: Layout) -> float:
-        """Samples/s that the curves give a solo or split layout; 0 if one of them is unknown."""
+        """Samples/s of a solo or split layout by the curves; 0 if one of them is unknown."""
         active = layout.active
         curves = [(self.in_splits if len(active) > 1 else self.alone)[i] for i in active]
         times = [curve.seconds(layout.shares[i]) for i, curve in zip(active, curves, strict=True) if curve]
@@ -165,7 +165,7 @@ class MachineModel:
         )
 
     def level(self, layout: Layout) -> Layout:
-        """Equal shares for the same devices, if they fit and no measurement could distinguish them from the layout's."""
+        """Equal shares for the same devices, if they fit and a measurement could not distinguish the two layouts."""
         if layout.kind != "split":
             return layout
         batches = [layout.global_batch]
@@ -209,7 +209,7 @@ class MachineModel:
         return min(self.useful_limit(device), reach * ran) if ran else self.useful_limit(device)
 
     def _quick_limit(self, device: DeviceCurve) -> int:
-        """The limit, cut where a step takes longer than the problem or its budget allows, though not below what ran."""
+        """The limit, reduced so that no step takes longer than is allowed, but not below the largest that ran."""
         if self._longest_step is None:
             return device.limit
         quick = device.curve.largest(self._longest_step, device.limit, self.quantum)

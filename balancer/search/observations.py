@@ -1,8 +1,8 @@
-"""The store of observations: each once, whatever the order in which it came, read per device, per layout and per stage.
+"""The store of observations, in any order; by device, by layout and by stage.
 
-Equal sets of observations read equal. What a device is like is read from exploration alone (stages solo, rest and
-split), so that the race does not move the candidates it compares; costs, failures and memory that others take count
-from all.
+Equal sets of observations give equal answers. Devices are modelled from exploration alone (stages solo, rest and
+split), so that the race does not change the candidates it compares. Costs, failures and memory that others take count
+from all stages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Prob
 STAGES: tuple[Stage, ...] = get_args(Stage)
 EXPLORATION: tuple[Stage, ...] = ("solo", "rest", "split")
 TRIES = 2  # of a probe that fails for a reason other than memory
-TYPICAL_BLOCKS = 8  # behind an interval; it turns a half-width into a standard error
+TYPICAL_BLOCKS = 8  # of a probe; turns the half-width of its interval into a standard error
 FIRST_TURN = 0
 
 Place = tuple[str, tuple[int, ...]]  # a layout's kind and devices
@@ -47,10 +47,9 @@ class Observations:
         self.explored_version = 0  # grows with everything that may change what is believed of devices
 
     def add(self, seen: Observation) -> bool:
-        """Take an observation; False if it says nothing new.
+        """Take an observation; False if it changes nothing.
 
-        Of two on one probe the worse news counts: out of memory once is out of memory. A failure counts each time,
-        since a failed probe is tried afresh.
+        Of two on one probe OutOfMemory beats Timed beats Failed. Each failure counts as one more try.
         """
         probe, layout = seen.probe, seen.probe.layout
         if len(layout.shares) != self._problem.devices or not layout.active:
@@ -62,13 +61,13 @@ class Observations:
                 self._gone.update(seen.devices)
         else:
             self._shrink(seen.short_bytes)
-        known = self._seen.get(probe)
-        repeated = isinstance(seen, Failed) and isinstance(known, Failed)
-        if known is not None and not repeated and _rank(known) >= _rank(seen):
+        before = self._seen.get(probe)
+        repeated = isinstance(seen, Failed) and isinstance(before, Failed)
+        if before is not None and not repeated and _rank(before) >= _rank(seen):
             return False
-        if known is None or _rank(seen) > _rank(known):
+        if before is None or _rank(seen) > _rank(before):
             self._seen[probe] = seen
-        if known is None:
+        if before is None:
             self._places[layout.kind, layout.active].append(probe)
             self._by_layout[layout].append(probe)
             if probe.stage in EXPLORATION:
@@ -78,7 +77,7 @@ class Observations:
         return True
 
     def _shrink(self, short_bytes: tuple[int, ...]) -> None:
-        """Others hold memory: the most that was seen counts, as it may be held again."""
+        """Reduce the limits by memory that others hold: the most ever seen, as they may take it again."""
         more = {i: size for i, size in enumerate(short_bytes) if size > self._taken.get(i, 0)}
         if more:
             self._taken.update(more)
@@ -87,7 +86,7 @@ class Observations:
             self.explored_version += 1
 
     def _forget(self, seen: Observation) -> None:
-        """Drop what was read before this observation."""
+        """Drop cached readings that this observation changes."""
         probe, layout = seen.probe, seen.probe.layout
         self._settled.pop(probe.stage, None)
         self._refuted.pop((layout.kind, layout.active), None)
@@ -103,7 +102,7 @@ class Observations:
     # ------------------------------------------------------------------ by probe, stage and layout
 
     def at(self, probe: Probe) -> Observation | None:
-        """What came of a probe; None if it is open, or failed once and is worth another try."""
+        """The observation of a probe; None if there is none, or it failed and is worth another try."""
         seen = self._seen.get(probe)
         return None if isinstance(seen, Failed) and not self._final(seen) else seen
 
@@ -125,7 +124,7 @@ class Observations:
         return layouts
 
     def timed_in(self, layout: Layout, stage: Stage) -> list[Timed]:
-        """What a stage timed of one layout."""
+        """The timed observations of one layout in one stage."""
         seen = [self._seen[probe] for probe in self._by_layout.get(layout, ()) if probe.stage == stage]
         return [one for one in seen if isinstance(one, Timed)]
 
@@ -135,13 +134,13 @@ class Observations:
         return [seen for seen in timed if seen.probe.layout.kind in ("solo", "split")]
 
     def all_timed(self) -> list[Timed]:
-        """Everything that ran."""
+        """Every timed observation."""
         return [seen for seen in self._seen.values() if isinstance(seen, Timed)]
 
     def turns(self, layout: Layout, stage: Stage = "race") -> Turns:
         """The turns of a layout in the race (or with other knobs).
 
-        What exploration measured of it with nothing else at work counts as its first turn.
+        An uncontended measurement from exploration counts as turn 0, unless the race has one.
         """
         seen = [self._seen[probe] for probe in self._by_layout.get(layout, ())]
         timed = [one for one in seen if isinstance(one, Timed)]
@@ -155,7 +154,7 @@ class Observations:
         return seen.probe.stage == "solo" and self._problem.devices == 1
 
     def broken(self, layout: Layout) -> Observation | None:
-        """What came of the layout's first turn in the race (or with knobs) that did not run, if one didn't."""
+        """The first race or knob observation of this layout that wasn't timed, if any."""
         seen = [self.at(p) for p in self._by_layout.get(layout, ()) if p.stage in ("race", "knobs")]
         broken = [one for one in seen if one is not None and not isinstance(one, Timed)]
         return min(broken, key=lambda one: one.probe.turn, default=None)
@@ -190,19 +189,19 @@ class Observations:
         )
 
     def _holds(self, position: int, seen: Timed) -> bool:
-        """Whether the device can still give what the layout held there."""
+        """Whether the device still has the memory that the layout took there."""
         used, limit = seen.memory_bytes[position], self.memory_limit(position)
         return position not in self._taken or used is None or limit is None or used <= limit
 
     def memory_limit(self, position: int) -> int | None:
-        """Bytes that training can have on a device, less what others were seen to hold; None: unknown."""
+        """A device's bytes less those that others were seen to hold; None: unknown."""
         limit = self._problem.memory_bytes[position]
         return None if limit is None else max(1, limit - self._taken.get(position, 0))
 
     # ------------------------------------------------------------------ failures and costs
 
     def _final(self, seen: Failed) -> bool:
-        """Whether another try is pointless: it had its tries, or the workload's own code can't do it."""
+        """Whether another try is pointless: it had its tries, or the workload's own code raised."""
         own_code = seen.cause == "unsupported" or (seen.cause == "raised" and seen.probe.stage == "solo")
         return own_code or self._failures[seen.probe] >= TRIES
 
@@ -211,9 +210,9 @@ class Observations:
         return sorted((p for p, s in self._seen.items() if isinstance(s, Failed) and not self._final(s)), key=_order)
 
     def spent_seconds(self, stages: Iterable[Stage] | None = None, until_turn: float = math.inf) -> float:
-        """What the probes cost: solo probes of one turn run at the same time, everything else one after another.
+        """Seconds of the probes; of solo probes of one turn, which run at the same time, only the longest counts.
 
-        `until_turn` leaves out later turns of the race.
+        Turns of the race after `until_turn` are left out.
         """
         wanted = None if stages is None else set(stages)
         rounds: defaultdict[tuple[int, int], float] = defaultdict(float)
@@ -281,7 +280,7 @@ class Observations:
         )
 
     def _out_of_memory(self, position: int, seen: Observation) -> bool:
-        """Whether this device ran out: it is named, or is the one nearest to the largest batch it ran."""
+        """Whether this device ran out: it is named, or had the largest share relative to the batch it ran alone."""
         if isinstance(seen, Failed):
             return self._too_large(position, seen)
         if not isinstance(seen, OutOfMemory):
@@ -292,7 +291,7 @@ class Observations:
         return position == max(seen.probe.layout.active, key=lambda i: (shares[i] / self._largest_alone(i), -i))
 
     def _too_large(self, position: int, seen: Failed) -> bool:
-        """Whether a device failed alone, for good, at more samples than it ran: some kernels end there."""
+        """Whether it failed alone, for good, at a larger batch than it ran: some kernels have such a limit."""
         layout, ran = seen.probe.layout, self._largest_alone(position)
         alone = layout.active == (position,) and seen.cause != "device"
         return alone and self._final(seen) and ran >= 1 and layout.shares[position] > ran
@@ -302,7 +301,10 @@ class Observations:
         return max((layout.shares[position] for layout in sizes if layout.kind == "solo"), default=0.5)
 
     def _lost(self, position: int, explored: list[Observation]) -> str:
-        """Why the device is left out: it failed where nothing smaller ran, and not only with its one mate."""
+        """Why the device is left out, or empty.
+
+        It failed for good, alone or named by a split of 3 or more; a failure in a pair is blamed on the pair.
+        """
         for one in explored:
             if not isinstance(one, Failed) or not self._final(one):
                 continue
@@ -321,9 +323,9 @@ def relative_error(seen: Timed) -> float:
 
 
 def _points(seen: Sequence[Observation], position: int, own_part: bool = False) -> Iterator[Point]:
-    """Whole steps, or the device's own part in them, with standard errors.
+    """Whole steps, or the device's own part of them, with standard errors.
 
-    An error is the probe's own, or what the noise of a step in all of them says, if that is more: an interval of few
+    Each error is the larger of its own error and the error expected from the pooled noise per step: an interval of few
     blocks is often too narrow by luck, and a probe that ends once it is narrow enough selects those.
     """
     found: list[tuple[Timed, float]] = []
@@ -344,7 +346,7 @@ def _no_larger(one: Layout, other: Layout) -> bool:
 
 
 def _rank(seen: Observation) -> tuple[int, int, float]:
-    """Which of two observations of one probe is kept, in whatever order they come."""
+    """Of two observations of one probe, the larger is kept."""
     if isinstance(seen, OutOfMemory):
         return (2, 0, seen.elapsed_seconds)
     if isinstance(seen, Timed):

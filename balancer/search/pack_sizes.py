@@ -1,8 +1,8 @@
 """How many trainings side by side get most out of one device: which N to try next, from those tried.
 
-N grows as 1, 2, 3, 5, 8, 13, ... while the combined throughput gains; two sizes in a row without a gain, or one that
-does not run, end the growth. Then the gaps beside the best are halved. Each training costs memory, so the fewest that
-come within `GAIN` of the best are chosen.
+N grows as 1, 2, 3, 5, 8, 13, ... while the combined throughput gains. Growth ends after two sizes in a row without a
+gain, or one that fails. Then the gaps next to the best size are halved. Each training costs memory, so the smallest N
+within `GAIN` of the best is chosen.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 GAIN = 0.01  # relative; less than that is no gain
-PATIENCE = 2  # sizes in a row without a gain, before growing ends
-REFINEMENTS = 5  # sizes tried between neighbours, once growing has ended
+SIZES_WITHOUT_GAIN = 2  # sizes in a row without a gain after which growth ends
+REFINEMENTS = 5  # sizes tried between neighbours after growth ended
 MOST_PROCESSES = 89
 
 Rates = Mapping[int, float | None]  # trainings -> combined samples/s; None: did not run
@@ -46,11 +46,11 @@ def _grown(most: int) -> list[int]:
 
 
 def _gains(rates: list[float | None]) -> bool:
-    """Whether one of the last `PATIENCE` sizes beat all smaller ones."""
+    """Whether one of the last `SIZES_WITHOUT_GAIN` sizes beat all smaller ones."""
     known = [rate or 0.0 for rate in rates]
-    if len(known) <= PATIENCE:
+    if len(known) <= SIZES_WITHOUT_GAIN:
         return True
-    return max(known[-PATIENCE:]) > max(known[:-PATIENCE]) * (1 + GAIN)
+    return max(known[-SIZES_WITHOUT_GAIN:]) > max(known[:-SIZES_WITHOUT_GAIN]) * (1 + GAIN)
 
 
 def _between(tried: Rates, grown: list[int]) -> int | None:

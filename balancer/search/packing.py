@@ -1,9 +1,9 @@
 """Packing one device with several trainings: which number and batch to measure next, and which was best.
 
-Trainings side by side share the memory. A batch that is given stays; a free one is, for each number of trainings, the
-largest that fits so many times by the device's memory points, at most that of the single device. A little memory is
-left free, for contexts and for allocators that don't use all of it; in the end the best number is tried without that,
-where the curve of the single device says that it would gain.
+Trainings side by side share the memory. A fixed batch stays; a free one is, for N trainings, the largest that fits N
+times by the device's memory points, at most that of the single device. A little memory is left free, for contexts and
+allocators. Finally the best size is retried using 99.8 % of memory, if the single device's curve predicts a gain; sizes
+tried with two batches are skipped.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from evener.balancer.search.pack_sizes import MOST_PROCESSES, best_size, next_si
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 
 MEMORY_SHARE = 0.98  # of a device's memory, for all trainings packed on it
-WHOLE_MEMORY = 0.998  # of it, in the end
-WORTH = 0.004  # relative: what the last samples must promise to gain
-TRIES = 3  # of a number of trainings with a free batch that ran out of memory, each with a smaller one
-PACK_RETREAT = 0.85  # of a batch that ran out of memory
+WHOLE_MEMORY = 0.998  # of a device's memory, for the final try
+LAST_GAIN = 0.004  # relative: the least predicted gain for which the final try is made
+BATCHES_A_SIZE = 3  # tries of a number of trainings that runs out of memory, each with a smaller batch
+PACK_RETREAT = 0.85  # of a batch that ran out of memory: the next one
 
 
 class Packing:
@@ -41,23 +41,23 @@ class Packing:
         return None if size < 2 else pack_on(self._single, size, self._mode, self._batch(size))
 
     def first_layout(self) -> Layout | None:
-        """What is to be measured first, while nothing of more than one training ran; None once it did, or can't."""
+        """What to measure before any pack ran; None once one did, or if none can."""
         layout = None if any(isinstance(seen, Timed) for seen in self.seen) else self.next_layout()
         return layout if layout is not None and layout.global_batch else None
 
     def best_layout(self) -> Layout | None:
-        """The best measured of more than one training; None if none ran."""
+        """The best measured pack; None if none ran."""
         size = best_size({size: rate for size, rate in self._rates.items() if size > 1})
         ran = [seen for seen in self._by_size.get(size or 0, []) if isinstance(seen, Timed)]
         return max(ran, key=lambda seen: seen.samples_per_second).probe.layout if ran else None
 
     @property
     def still_gains(self) -> bool:
-        """Whether the most trainings that were tried are the best so far."""
+        """Whether the largest pack tried is the best so far."""
         return len(self._rates) > 1 and best_size(self._rates) == max(self._rates)
 
     def refused(self) -> Observation | None:
-        """What came of the fewest trainings, if none of more than one ever ran."""
+        """How the smallest pack failed, if none ever ran."""
         return None if not self.seen or any(isinstance(seen, Timed) for seen in self.seen) else self.seen[0]
 
     @cached_property
@@ -78,7 +78,7 @@ class Packing:
 
     @cached_property
     def _rates(self) -> dict[int, float | None]:
-        """Combined samples/s by number of trainings; None where they don't run, with no batch worth trying."""
+        """Combined samples/s by number of trainings; None where they failed and no smaller batch is worth trying."""
         rates: dict[int, float | None] = {1: self._rate}
         for size, tries in self._by_size.items():
             timed = [seen.samples_per_second for seen in tries if isinstance(seen, Timed)]
@@ -91,10 +91,10 @@ class Packing:
     def _may_retreat(self, size: int) -> bool:
         tries = self._by_size.get(size, [])
         full = all(isinstance(seen, OutOfMemory) for seen in tries)
-        return full and self._problem.global_batch is None and len(tries) < TRIES and bool(self._batch(size))
+        return full and self._problem.global_batch is None and len(tries) < BATCHES_A_SIZE and bool(self._batch(size))
 
     def _batch(self, size: int) -> int:
-        """The batch of each of so many trainings; 0 if not even the smallest fits."""
+        """The batch of each of `size` trainings; 0 if not even the smallest fits."""
         batch = self._batch_within(size, MEMORY_SHARE)
         if self._problem.global_batch is not None:
             return batch
@@ -103,7 +103,7 @@ class Packing:
         return max(0, batch // self._problem.multiple_of * self._problem.multiple_of)
 
     def _batch_within(self, size: int, share: float) -> int:
-        """The batch of each of so many trainings in a share of the memory, in whole quanta, at most the single's."""
+        """The batch of each of `size` trainings in a share of the memory, in whole quanta, at most the single's."""
         batch, quantum = self._single.global_batch, self._problem.multiple_of
         limit = self._problem.memory_bytes[self._position]
         if self._problem.global_batch is not None or limit is None or not self._memory.points:
@@ -123,7 +123,7 @@ class Packing:
 
     @cached_property
     def _memory(self) -> Memory:
-        """What one training holds by batch, alone or packed: the most that was seen."""
+        """The memory of one training by batch: the most that was seen alone or packed."""
         held = dict(self._model.devices[self._position].memory.points)
         for seen in self.seen:
             used = seen.memory_bytes[self._position] if isinstance(seen, Timed) else None
@@ -134,9 +134,9 @@ class Packing:
         return msgspec.structs.replace(memory, points=tuple(sorted(held.items())))
 
     def _with_all_memory(self) -> Layout | None:
-        """The number of trainings that should gain most with no memory left free; None if none should.
+        """The size that should gain most with no memory left free; None if none should.
 
-        One that was tried with more than one batch is as large as it can be, or was tried so.
+        Sizes tried with two batches are skipped: they ran out of memory, or had this try.
         """
         curve = self._model.alone[self._position]
         if curve is None:
@@ -150,4 +150,4 @@ class Packing:
                 promised[rate * gain] = pack_on(self._single, size, self._mode, batch)
         top = max((rate for rate in self._rates.values() if rate), default=0.0)
         best = max(promised, default=0.0)
-        return promised[best] if best > top * (1 + WORTH) else None
+        return promised[best] if best > top * (1 + LAST_GAIN) else None

@@ -1,4 +1,4 @@
-"""Which layouts should train fastest, by what is known so far; each is computed once."""
+"""Which layouts should train fastest, as predicted from the observations so far; each is computed once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from evener.balancer.search.model.step_time import Curve
 from evener.balancer.search.waterfill import Allocation, DeviceCurve
 from evener.balancer.types import Layout, layout_of
 
-INSURED = 0.85  # of the tolerance, for a layout that keeps to it although its measurement goes against it
-REACH_ALONE = 4  # times the largest batch that ran: of one device, a curve is not believed further
+INSURED = 0.85  # of the tolerance: aimed at, so that a small disappointment still passes
+REACH_ALONE = 4  # one device's curve is trusted up to this many times the largest batch that ran
 GUESSED_KNEE = 0.25  # of the limit
 CLEAR_SLOPE = 2.0  # a slope is clear if the step time rises by this factor up to the guessed knee
 
@@ -30,7 +30,7 @@ class Predictions:
 
     @cached_property
     def first_guess(self) -> Allocation | None:
-        """The best by solo curves, as if keeping in step were free; a knee is guessed where no slope is clear yet."""
+        """The best by solo curves if exchange cost nothing; a knee is guessed where no slope is clear yet."""
         costs = (0.0,) * (self._problem.devices + 1)
         devices = [one if slope_is_clear(one) else with_guessed_knee(one) for one in self._guesses()]
         batch = self._problem.global_batch
@@ -39,7 +39,7 @@ class Predictions:
         return waterfill.split_fixed(devices, costs, batch, self._quantum, fewest=1)
 
     def _guesses(self) -> Iterable[DeviceCurve]:
-        """The live devices by their solo curves, up to the next batch that memory may hold and that is useful."""
+        """The live devices by their solo curves, up to the largest useful batch that may fit."""
         model = self.model
         for i in model.live:
             curve, limit = model.alone[i], model.devices[i].memory.largest_to_try(model.cap, self._quantum)
@@ -58,7 +58,7 @@ class Predictions:
 
     @cached_property
     def _reachable(self) -> tuple[DeviceCurve, ...]:
-        """The devices, cut where a larger batch gains too little to be measured, or is far from all that ran."""
+        """The devices, limited to batches that gain enough to matter and aren't far beyond those that ran."""
         return tuple(DeviceCurve(d.position, d.curve, self.model.reachable_limit(d)) for d in self.model.split_curves)
 
     @cached_property
@@ -68,14 +68,14 @@ class Predictions:
 
     @cached_property
     def single_rate(self) -> float:
-        """The most samples/s of one device alone: as measured at rest, else as its curve has it."""
+        """The most samples/s of one device alone: measured at rest, else predicted."""
         at_rest = self.model.at_rest
         rates = [seen.samples_per_second for seen in at_rest.values()]
         rates += [f.samples_per_second for i in self.model.live if i not in at_rest and (f := self.single(i))]
         return max(rates, default=0.0)
 
     def single(self, position: int) -> Allocation | None:
-        """The best batch of one device alone, as far as it is predicted to fit; None if none does."""
+        """The best batch of one device alone that is predicted to fit; None if none does."""
         curve, limit, batch = self.model.alone[position], self.model.limits[position], self._problem.global_batch
         if curve is None or not limit:
             return None
@@ -91,7 +91,7 @@ class Predictions:
 
     @cached_property
     def insured(self) -> Allocation | None:
-        """The same for a little less than the tolerance, should the measurements go against it by as much."""
+        """The same for 85 % of the tolerance, so that a small disappointment still passes."""
         return self._within(INSURED)
 
     def _within(self, part: float) -> Allocation | None:

@@ -1,8 +1,8 @@
 """The last stage: the candidates in turns A B C A B C, until nothing left to measure is expected to change the plan.
 
-In the first turn every candidate is measured once, what promises most for its cost first; what exploration measured
-with nothing else at work has had its first turn. Packs then grow while they gain, later turns settle who is fastest,
-and the winner is measured with other knobs, if any were asked for.
+In the first turn (0) every candidate is measured once, the one that promises most for its cost first. A split or rest
+measurement from exploration counts as turn 0; the winner is measured once more in the race. Packs then grow while they
+gain, later turns settle which layout is fastest, and the winner is measured with other knobs, if any were asked for.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from evener.balancer.search.ranking import Standing, rank, throughput, unsettled
 from evener.balancer.types import Layout, Probe, Problem, Stage
 
 MOST_TURNS = 8
-TURNS_TO_EXPECT = 3  # of every candidate, when the time of a probe is shared out
-PACKS_TO_EXPECT = 6
+TURNS_TO_EXPECT = 3  # of every candidate, when the time left is divided among probes
+PACKS_TO_EXPECT = 6  # the same for growing packs
 LEAST_EXPECTED = 1e-9  # samples/s
 
 
 class Race:
-    """A reading of the observations so far."""
+    """The race as one set of observations has it."""
 
     def __init__(self, problem: Problem, options: LayoutOptions, candidates: Candidates, budget: Budget) -> None:
         self._problem, self._options, self._candidates, self._budget = problem, options, candidates, budget
@@ -95,14 +95,14 @@ class Race:
         return Probe(layout, stage, seconds, FIRST_TURN)
 
     def _priority(self, one: Candidate) -> tuple[bool, float]:
-        """What promises most for its cost comes first; second tries of a family come last."""
+        """The one that promises most for its cost comes first; a family's extra candidates come last."""
         expected = max(self._candidates.expected_rate(one), LEAST_EXPECTED)
         return (one.extra and self._options.needs_more_children, self._budget.least_seconds(one.layout) / expected)
 
     # ------------------------------------------------------------------ packs
 
     def _grow(self) -> Probe | None:
-        """Larger packs, the smallest of all modes first, while another turn of every candidate can be paid as well."""
+        """The next pack, the smallest of all modes first, if the budget also suffices for a turn of every candidate."""
         wanted = [layout for _, packing in self._candidates.packings if (layout := packing.next_layout()) is not None]
         if not wanted or self._began_later_turns():
             return None
@@ -114,12 +114,12 @@ class Race:
         return None
 
     def _began_later_turns(self) -> bool:
-        """Whether turns after the first have begun: under a budget they are not left again for a larger pack."""
+        """Whether turn 1 began: with a budget, packs then stop growing."""
         later = (turn for turns in self.turns.values() for turn in turns if turn > FIRST_TURN)
         return self._problem.budget_seconds is not None and any(later)
 
     def _confirm(self) -> Probe | None:
-        """The winner, where exploration alone has measured it: what it is compared with was measured later."""
+        """The winner, if only exploration measured it: its rivals were measured later."""
         found = self._without_knobs
         if len(found) < 2:
             return None
@@ -132,7 +132,7 @@ class Race:
     # ------------------------------------------------------------------ later turns
 
     def _next_turn(self, rivals: Sequence[Candidate], stage: Stage) -> Probe | None:
-        """The next of those who take part in the turn that is open, or in a new one."""
+        """The next rival of the open turn, or of a new one."""
         turns = {one.layout: self._seen.turns(one.layout, stage) for one in rivals}
         now = max((turn for taken in turns.values() for turn in taken), default=FIRST_TURN)
         for turn in (now, now + 1):
@@ -150,9 +150,9 @@ class Race:
         return Probe(layout, stage, self._budget.probe_seconds(layout, stage, left, reserved=reserved), turn)
 
     def _running_in(self, rivals: Sequence[Candidate], stage: Stage, turn: int) -> list[Candidate]:
-        """Who takes part in a turn: everybody in the first, then those that the turns before have not settled."""
+        """The rivals of a turn: all in the first, then those that the turns before have not settled."""
         if turn == FIRST_TURN:
-            return [] if stage == "race" else list(rivals)  # the first of the race has an order of its own
+            return [] if stage == "race" else list(rivals)  # `_first_turn` orders the race's own
         return [] if turn >= MOST_TURNS else self._unsettled(rivals, stage, turn)[0]
 
     def _unsettled(

@@ -1,9 +1,9 @@
-"""Who is fastest, by how much, and how surely: layouts measured in turns A B C A B C, compared within each turn.
+"""Which layout is fastest, by how much, and how certainly: measured in turns A B C A B C, compared within each turn.
 
-What drifts between turns (heat, other work) hits all layouts of a turn alike, so the difference of two layouts is
-more certain than either figure. A difference is worth another turn while switching to the slower one of the two may
-gain more than `smallest_gain`: the expected gain is E[max(0, d)], with d normal around the measured difference (Jones
-and others, "Efficient global optimization", 1998).
+Drift between turns (heat, other work) affects all layouts of a turn, so the difference of two layouts is more certain
+than either figure. Two layouts deserve another turn while switching to the slower one may still gain more than
+`smallest_gain`: the expected gain is E[max(0, d)], with d normal around the measured difference (Jones and others,
+"Efficient global optimization", 1998).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from evener.balancer.search.observations import Turns, relative_error
 from evener.balancer.search.statistics import normal_cdf, normal_density, relative_half_width, student
 from evener.balancer.types import Interval, Layout, Problem, Timed
 
-TIE = 0.01  # relative; less than that is not worth a change
-UNCLEAR = 0.03  # relative; a tie is not called one if its likeliest difference is larger
-DRIFT = 0.007  # relative standard deviation between two probes, before turns show it
+TIE = 0.01  # relative; a smaller difference is not worth a change
+UNCLEAR = 0.03  # relative; a tie with a measured gap above this is reported as unclear
+DRIFT = 0.007  # assumed relative standard deviation between two probes
 DRIFT_WEIGHT = 4  # turns that this assumption counts for
-LEAST_GAIN = 0.002  # relative: a gain that is not worth another turn, whatever the tolerance
+LEAST_GAIN = 0.002  # relative: a smaller gain is not worth a measurement, whatever the tolerance
 GAIN_OF_TOLERANCE = 0.25  # the same as a part of the tolerance
-ROUGH = 0.05  # relative half-width of the leader's figure, beyond which it is measured again,
-ENOUGH_TURNS = 3  # until it had so many turns
+ROUGH = 0.05  # relative half-width: a leader that is less certain is measured again
+ENOUGH_TURNS = 3  # a leader with this many is not measured again for that
 EDGE_SLACK = 0.005  # relative: forgiven at the tolerance's edge, if the interval is that wide
 
 TurnsByLayout = Mapping[Layout, Turns]
@@ -45,7 +45,7 @@ class Difference(msgspec.Struct, frozen=True):
         return Interval(self.value, self.value - half, self.value + half)
 
     def expected_gain(self, more_turns: float = 0.0) -> float:
-        """What switching to the layout should gain, if positive, after so many more turns with the same mean."""
+        """What switching to the layout should gain, at least 0, after `more_turns` with the same mean."""
         error = self.deviation / math.sqrt(self.turns + more_turns)
         if error <= 0:
             return max(0.0, self.value)
@@ -65,7 +65,7 @@ class Standing(msgspec.Struct, frozen=True):
 
     @property
     def unclear(self) -> bool:
-        """A tie only because too little is certain: the difference may be none, and may be large."""
+        """A tie whose measured gap is above 3 %: the difference may be 0 and may be large."""
         return self.tie and self.against is not None and abs(self.against.value) > UNCLEAR
 
 
@@ -81,10 +81,10 @@ def rank(candidates: Sequence[Candidate], turns: TurnsByLayout, problem: Problem
 
 
 def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Problem) -> Candidate:
-    """The fastest, or what the tolerance prefers to it.
+    """The fastest, or the layout that is preferred within the tolerance.
 
-    Of layouts within the tolerance of the fastest the one with the smallest global batch, where that is free; else, and
-    between kinds, the simplest of those that nobody would tell from the fastest.
+    For a free global batch the smallest one within the tolerance of the fastest. Else, or if the fastest is a pack or a
+    placement, the simplest layout less than 1 % from the fastest.
     """
     leader = max(ran, key=lambda one: throughput(turns[one.layout]).value)
     gaps = {one.layout: compare_turns(turns[one.layout], turns[leader.layout]).interval() for one in ran}
@@ -103,9 +103,9 @@ def _tolerable(gap: Interval, tolerance: float) -> bool:
 def unsettled(
     ran: Sequence[Candidate], turns: TurnsByLayout, tolerance: float, turns_left: float, most_turns: int
 ) -> tuple[list[Candidate], bool]:
-    """The layouts that deserve another turn, the leader among them; and whether a tie was given up.
+    """(layouts that deserve another turn, the leader among them; whether there is a tie that can't be resolved).
 
-    A rival deserves one while it may still gain, and the turns that are left can settle whether it does.
+    A rival deserves another turn if it may still gain and the turns that are left can settle whether it does.
     """
     if len(ran) < 2:
         return [], False
@@ -126,7 +126,7 @@ def unsettled(
 
 
 def _is_rough(turns: Turns) -> bool:
-    """Whether a figure says too little for a plan, though nothing else would be chosen."""
+    """Whether the winner's figure is too uncertain for a plan, though no other layout would be chosen."""
     return len(turns) < ENOUGH_TURNS and relative_half_width(throughput(turns)) > ROUGH
 
 
@@ -154,7 +154,7 @@ def compare_turns(one: Turns, other: Turns) -> Difference:
 def throughput(turns: Turns) -> Interval:
     """Samples/s over all turns, each counted once: as uncertain as the turns are, and as they differ.
 
-    Two turns show their spread so badly that it is judged with the quantile of three.
+    With two turns t(1) = 12.7 is absurd; t(2) is used.
     """
     figures = [_rate(seen) for _, seen in sorted(turns.items())]
     count = len(figures)
@@ -168,7 +168,7 @@ def throughput(turns: Turns) -> Interval:
 
 
 def is_tie(against: Interval) -> bool:
-    """A difference that may be none, or that nobody would notice."""
+    """Whether the difference may be 0, or is below 1 %."""
     return against.low <= 0 <= against.high or abs(against.value) < TIE
 
 

@@ -1,9 +1,9 @@
 """The first stage: every device in a process of its own, all at the same time, mostly three or four batches each.
 
-Two small batches give a first curve and the memory slope; the third is the largest that matters, which tests the
-memory line and the straight line over their longest lever, or one on the way to it if that is far. A fourth where it is
-still to come, or where lines or memory were refuted, and of a lone device a fifth; two more only where samples/s fell
-from a batch to a larger one. A batch that was measured is not measured again.
+Two small batches give a first curve and the memory slope. The third is the largest that matters, or one on the way to
+it if that is far; it tests both lines over their whole length. A fourth follows if that batch was not reached or a line
+was refuted, for a lone device a fifth, and two more only where samples/s fell from a batch to a larger one. No batch is
+measured twice.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from evener.balancer.types import Probe, Stage, solo
 MOST_ROUNDS = 4
 FALLING_ROUNDS = 6  # where samples/s fell from a batch to a larger one
 PATIENT_ROUNDS = 8  # while a device has not run at all, or grows without known memory
-SMALL, SECOND = 8, 64  # the first two batches, of a free global batch
-RATIO = 8  # between them
-SLACK = 2.0  # the third batch may take so many times the predicted finish time
-GROWTH = 32  # times the last batch, on the way to one that is far: beyond it a peak between is not seen
-FARTHEST = 40  # times the last batch that is gone to at once: a little further is not worth a round
-WORTH = 0.02  # relative gain in samples/s that is worth going on from there
-ENOUGH = 0.01  # relative: what the batch that is gone on to may miss of it
+SMALL = 8  # the first batch, of a free global batch
+SECOND = 64  # the second batch
+RATIO = 8  # between the two
+PAST_FINISH = 2.0  # the third batch may take this many times the predicted finish time
+FARTHEST = 40  # a batch up to this many times the last is measured directly
+LONGEST_STRIDE = 32  # beyond that, this many times the last comes first, so as not to miss a peak between
+FURTHER_GAIN = 0.02  # relative gain in samples/s for which a larger batch is tried
+ENOUGH = 0.01  # relative: stop at the batch that reaches 99 % of the predicted best rate
 FAR = 4  # times the largest batch that ran: the least that the third batch aims at
-ON_SLOPE = 0.55  # of the largest batch: where the fourth point of a curve with a knee lies, beyond most knees
-GROWN = 1.1  # times what ran: a growth worth a round
-TESTED = 0.12  # a batch so near to a measured one, relatively, tells nothing new
-FIRST_RETREAT = 8  # a first batch that ran out of memory is divided by it
+ON_SLOPE = 0.55  # of the largest batch: the fourth point of a curve with a knee, beyond most knees
+GROWN = 1.1  # times the largest batch that ran: growth worth a round
+TESTED = 0.12  # relative: a batch this near to a measured one shows nothing new
+FIRST_RETREAT = 8  # a first batch that ran out of memory is divided by this
 
 
 class SoloStage:
-    """What to measure of every device alone, by what the model and its predictions say."""
+    """Which batches to measure on every device alone, by the model and its predictions."""
 
     def __init__(self, predictions: Predictions, budget: Budget) -> None:
         self._predictions, self._model, self._budget = predictions, predictions.model, budget
@@ -63,13 +64,13 @@ class SoloStage:
         return turn < 2 or not everyone or not all(self._tested(i, batch) for i, batch in batches.items())
 
     def _wanted(self, turn: int) -> bool:
-        """Whether another round says anything: somebody has not run, or a shape or a memory line is in doubt."""
+        """Whether another round helps: a device has not run yet, or a curve or a memory line is in doubt."""
         live, devices = self._model.live, self._model.devices
         if any(not devices[i].alone for i in live):
             return turn < PATIENT_ROUNDS
         if turn < 3:
             return True
-        lone = len(live) == 1 and self._problem.global_batch is None  # no other's points, nor a split's, help it
+        lone = len(live) == 1 and self._problem.global_batch is None  # no other device or split adds points
         if turn < MOST_ROUNDS + lone and any(self._in_doubt(i) or self._held_back(i) or self._further(i) for i in live):
             return True
         if turn < FALLING_ROUNDS and any(throughput_falls(devices[i].alone) and self._between(i) for i in live):
@@ -77,14 +78,14 @@ class SoloStage:
         return turn < PATIENT_ROUNDS and any(self._growing(i) for i in live)
 
     def _growing(self, position: int) -> bool:
-        """Whether a device whose memory can't be read may hold a batch that still gains something."""
+        """Whether a larger batch may fit and gain, on a device whose memory can't be read."""
         memory = self._model.devices[position].memory
         if memory.limit_bytes is not None and memory.line is not None:
             return False
         return self._largest_that_matters(position) > GROWN * memory.ran
 
     def _held_back(self, position: int) -> bool:
-        """Whether the last batch was smaller than what matters because the memory line was unsure then."""
+        """Whether the last batch was kept small because the memory line was unsure then."""
         memory = self._model.devices[position].memory
         return memory.was_unsure and self._largest_that_matters(position) > GROWN * memory.ran
 
@@ -146,13 +147,13 @@ class SoloStage:
         return first, min(max(first + quantum, math.ceil(second / quantum) * quantum), cap)
 
     def _stride(self, ran: int, most: int) -> int:
-        """As far towards `most` as one round goes; all the way for a fixed global batch, whose shares are bounded."""
+        """The next batch on the way to `most`; `most` itself for a fixed global batch, whose shares are bounded."""
         if self._problem.global_batch is not None or most <= FARTHEST * ran:
             return most
-        return max(self._quantum, GROWTH * ran // self._quantum * self._quantum)
+        return max(self._quantum, LONGEST_STRIDE * ran // self._quantum * self._quantum)
 
     def _further(self, position: int) -> int:
-        """The batch to go on to, where one that gains was too far from those before; 0: none."""
+        """A larger batch that should gain but was too far from those measured before; 0: none."""
         curve, device = self._model.alone[position], self._model.devices[position]
         ran = device.memory.ran
         if curve is None or not ran or self._problem.global_batch is not None:
@@ -161,13 +162,13 @@ class SoloStage:
         if most <= GROWN * ran:
             return 0
         rate = most / curve.seconds(most)
-        if rate <= (1 + WORTH) * max((p.batch / p.seconds for p in device.alone), default=0.0):
+        if rate <= (1 + FURTHER_GAIN) * max((p.batch / p.seconds for p in device.alone), default=0.0):
             return 0
         enough = single_reaching(DeviceCurve(position, curve, most), rate * (1 - ENOUGH), self._quantum)
         return self._stride(ran, max(ran, enough.global_batch if enough else most))
 
     def _largest_that_matters(self, position: int) -> int:
-        """The least of: what memory holds, what a split could give it, a gain worth measuring, an affordable step."""
+        """The least of: what fits memory, what a split could give it, a gain worth measuring, an affordable step."""
         model, quantum, problem = self._model, self._quantum, self._problem
         device, curve = model.devices[position], model.alone[position]
         holds = device.memory.largest_to_try(model.cap, quantum)
@@ -183,19 +184,19 @@ class SoloStage:
         if not clear:
             return most  # only a large batch shows a slope
         guess = self._predictions.first_guess
-        wanted = curve.largest(SLACK * (guess.seconds if guess else math.inf), holds, quantum)
+        wanted = curve.largest(PAST_FINISH * (guess.seconds if guess else math.inf), holds, quantum)
         return min(most, wanted if len(device.alone) > 2 else max(wanted, FAR * device.memory.ran))
 
     def _share_of_fixed(self, position: int, clear: bool) -> int:
         """The predicted share; all that fits where no slope is clear yet and the device is fast enough."""
         split, curve, cap = self._predictions.first_guess, self._model.alone[position], self._model.cap
-        if split is None or (not clear and curve is not None and curve.seconds(0) <= SLACK * split.seconds):
+        if split is None or (not clear and curve is not None and curve.seconds(0) <= PAST_FINISH * split.seconds):
             return cap
         even = (self._problem.global_batch or 0) // len(self._model.live) // self._quantum * self._quantum
         return max(even, dict(split.shares).get(position, 0))
 
     def _widest_gap(self, position: int) -> int:
-        """Between the two batches measured furthest apart, where the shape is known least."""
+        """The middle of the widest gap between measured batches."""
         batches = sorted({p.batch for p in self._model.devices[position].alone} | {self._quantum})
         gaps = [(high / low, low, high) for low, high in pairwise(batches)]
         if not gaps:

@@ -1,8 +1,8 @@
-"""The second stage: the real synchronous step, a few times, each with what the last one showed.
+"""The second stage: the real synchronous step, a few times, each predicted with what the last one showed.
 
-The first split is the fastest that the solo curves predict; its step gives the cost of keeping in step and, where the
-devices' own times are known, one point more of every curve. The stage ends when the prediction says nothing new. One
-device alone, the others at rest, is measured where it may beat every split.
+The first split is the fastest that the solo curves predict. Its step gives the cost of gradient exchange and, where the
+devices' own times are reported, one more point of every curve. The stage ends when the prediction no longer changes.
+One device alone, with the others at rest, is measured if it may beat every split.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from evener.balancer.search.waterfill import Allocation
 from evener.balancer.types import Failed, Probe, Stage
 
 MOST_SPLITS = 4
-MOST_OF_BENT = 7  # splits, where a device's times lie on no simple shape
+MOST_OF_BENT = 7  # splits, if no simple curve fits a device's times
 PATIENT_SPLITS = 8  # while none has run
-MOST_FAILED = 2  # splits that can't run, after which there are none
-NEAR_GLOBAL = 0.04  # a tolerable global batch so near to a measured one, relatively, is not measured again
-PROMISE = 0.02  # relative: a gain that one device alone is not believed to have before it was measured
-HIDDEN = 1.3  # a device may be so many times as fast alone as it was with the others at work
+MOST_FAILED = 2  # after this many failed splits no more are tried
+NEAR_GLOBAL = 0.04  # relative: a tolerable global batch this near to a measured one is not measured
+PROMISE = 0.02  # relative: a lone device predicted this much above its measurements is measured again
+HIDDEN = 1.3  # a device may be this many times as fast with the others at rest
 
 
 class SplitStage:
-    """What to measure of several devices in step, and of one with the others at rest."""
+    """Which splits to measure, and which device with the others at rest."""
 
     def __init__(self, predictions: Predictions, budget: Budget, splits: bool) -> None:
         self._predictions, self._model, self._budget = predictions, predictions.model, budget
@@ -61,7 +61,7 @@ class SplitStage:
         return None
 
     def _choices(self) -> Iterator[tuple[Allocation | None, bool]]:
-        """What may be worth a split probe and whether it is; each takes time, so it is computed only when needed."""
+        """(allocation, whether it is worth a probe); a generator, as each takes time to compute."""
         fastest = self._predictions.fastest_split
         yield fastest, fastest is not None and self._gains(fastest)
         tolerable = self._predictions.tolerable
@@ -76,7 +76,7 @@ class SplitStage:
         return len(self._seen.in_stage("rest"))
 
     def _gains(self, wanted: Allocation) -> bool:
-        """Whether it is predicted to beat everything measured, and one device alone, by what can be seen."""
+        """Whether it is predicted to beat all measured splits and one device alone by a measurable gain."""
         if not self._model.fitting_splits:
             return True
         best = max(self._model.predicted_rate(seen.probe.layout) for seen in self._model.fitting_splits)
@@ -91,7 +91,7 @@ class SplitStage:
         return not enough or wanted.global_batch < min(enough) * (1 - NEAR_GLOBAL)
 
     def _next_single(self) -> Allocation | None:
-        """One device alone, the others at rest: at a batch it has not shown to hold, or hidden by contention."""
+        """One device alone, the others at rest, if it may win: it may hold a larger batch, or be faster uncontended."""
         live = self._model.live
         if len(live) > 1 and self._with_splits and not self._model.splits:
             return None
@@ -106,14 +106,14 @@ class SplitStage:
         return wanted if not self._safely_fits(wanted) or self._promises(wanted) else None
 
     def _was_at_rest(self, position: int) -> bool:
-        """Whether a device was measured at rest; the only device is measured again where that promises a gain."""
+        """Whether a device was measured at rest; a lone device is measured again if that promises a gain."""
         tried = [seen.probe.layout for seen in self._seen.in_stage("rest") if seen.probe.layout.shares[position]]
         single = self._predictions.single(position)
         new = single is not None and self._predictions.layout(single) not in tried and self._promises(single)
         return bool(tried) and not new
 
     def _may_win(self, wanted: Allocation) -> bool:
-        """Whether one of several devices may beat all splits, once the others are at rest."""
+        """Whether one of several devices may beat all splits when the others are at rest."""
         best = max((self._model.predicted_rate(s.probe.layout) for s in self._model.fitting_splits), default=0.0)
         best = max([best, *(seen.samples_per_second for seen in self._model.at_rest.values())])
         if wanted.samples_per_second * HIDDEN > best:
@@ -125,7 +125,7 @@ class SplitStage:
         return self._model.safely_fits(self._predictions.layout(wanted))
 
     def _promises(self, wanted: Allocation) -> bool:
-        """Whether the only device is predicted to gain so much over all that was measured that it has to be seen."""
+        """Whether a lone device is predicted 2 % above its measurements, at a new batch."""
         ((position, batch),) = wanted.shares
         device = self._model.devices[position]
         if len(self._model.live) > 1 or any(p.batch == batch for p in device.alone):

@@ -1,8 +1,8 @@
-"""Water-filling: curves and the cost of keeping k devices in step, in; the shares that train fastest, out.
+"""Water-filling: the shares that train fastest, from the devices' curves and the cost of synchronizing k devices.
 
 A step of the devices A takes T = max over A of t_i(b_i) + c_k with k = |A|. For a finish time tau, device i can do
-b_i(tau) = max{b <= M_i : t_i(b) <= tau}, so the best k devices for tau are those with the largest b_i(tau): sorting
-replaces the enumeration of subsets, and exactly, since c depends on how many devices take part and not on which.
+b_i(tau) = max{b <= M_i : t_i(b) <= tau}, so the best k devices for tau are those with the largest b_i(tau). Sorting
+replaces the enumeration of subsets, and is exact, since c depends on how many devices take part and not on which.
 Fixed batch B, k devices: the least tau whose k largest b_i(tau) reach B, by bisection (exact for any rising t_i).
 Free batch: S_k(tau) = sum b_i(tau) / (tau + c_k) is monotone between the finish times of knots and full
 memories (a ratio of two affine functions of tau), so the optimum is at one of those times; where shares are few
@@ -21,15 +21,15 @@ import msgspec
 from evener.balancer.search.model.step_time import Curve
 
 HALVINGS = 48  # of an interval of finish times: far below a nanosecond
-EXACT_DEVICES = 32  # up to so many every k and quantum is tried; beyond, those that a sweep over tau finds
+EXACT_DEVICES = 32  # up to this many, every k and quantum is tried; beyond, those that a sweep over tau finds
 SWEEP = 40  # finish times of one sweep
-MOST_TIMES = 400  # finish times looked at for a free batch
-COARSE = 200  # quanta: below it, one quantum of a share is worth a look
-ROUNDS = 8  # of adding a quantum where shares are coarse
+MOST_TIMES = 400  # finish times tried for a free batch
+COARSE = 200  # quanta: for shares below this, one quantum more is tried
+ROUNDS = 8  # of adding a quantum to such shares
 
 
 class DeviceCurve(msgspec.Struct, frozen=True):
-    """One device as the allocation sees it: its curve beside others, and the most samples it may have."""
+    """One device: its curve with the others at work, and the most samples it may get."""
 
     position: int
     curve: Curve
@@ -53,13 +53,13 @@ class Allocation(msgspec.Struct, frozen=True):
         return self.global_batch / self.seconds if self.seconds > 0 else math.inf
 
 
-Costs = Sequence[float]  # [k]: seconds that k devices spend to keep in step
+Costs = Sequence[float]  # [k]: seconds of k devices' gradient exchange that aren't hidden behind computation
 
 
 def split_fixed(
     devices: Sequence[DeviceCurve], costs: Costs, batch: int, quantum: int = 1, fewest: int = 2
 ) -> Allocation | None:
-    """The fastest way to do exactly `batch` samples on `fewest` devices or more; None if it does not fit."""
+    """The fastest allocation of exactly `batch` samples to `fewest` devices or more; None if it does not fit."""
     devices = [device for device in devices if device.limit >= quantum]
     most = min(len(devices), batch // quantum)
     if most < fewest or sum(sorted((device.limit for device in devices), reverse=True)[:most]) < batch:
@@ -68,7 +68,7 @@ def split_fixed(
     if natural is None:
         return None
     least, shares = natural
-    if len(shares) < fewest:  # one more device than help: the slow ones get the least share
+    if len(shares) < fewest:  # fewer devices would suffice, but `fewest` are required: extra ones get one quantum
         forced = _fixed_count(devices, fewest, batch, quantum, least, fewest)
         return _allocation(devices, forced[1], _slowest(devices, forced[1]) + costs[fewest]) if forced else None
     best = _allocation(devices, shares, _slowest(devices, shares) + costs[len(shares)])
@@ -87,21 +87,13 @@ def split_fixed(
 
 
 def split_free(
-    devices: Sequence[DeviceCurve],
-    costs: Costs,
-    quantum: int = 1,
-    limit: int | None = None,
-    fewest: int = 2,
+    devices: Sequence[DeviceCurve], costs: Costs, quantum: int = 1, limit: int | None = None, fewest: int = 2
 ) -> Allocation | None:
     """The layout of most samples/s on `fewest` devices or more, with at most `limit` samples; None if none fits."""
     devices = [device for device in devices if device.limit >= quantum]
-    best: Allocation | None = None
-    before = 0.0
-    for seconds in _finish_times(devices, quantum):
-        found = _best_count(devices, costs, seconds, quantum, limit, fewest, Bar(before, best))
-        if found and (best is None or found.samples_per_second > best.samples_per_second):
-            best = found
-        before = seconds if len(devices) > EXACT_DEVICES else 0.0
+    times = _finish_times(devices, quantum)
+    found = [one for time in times if (one := _best_count(devices, costs, time, quantum, limit, fewest))]
+    best = max(found, key=lambda one: one.samples_per_second, default=None)
     if limit is not None and sum(device.limit for device in devices) > limit:
         capped = split_fixed(devices, costs, limit // quantum * quantum, quantum, fewest)
         if capped and (best is None or capped.samples_per_second > best.samples_per_second):
@@ -154,8 +146,8 @@ def single_best(device: DeviceCurve, quantum: int = 1, limit: int | None = None)
 def single_reaching(device: DeviceCurve, rate: float, quantum: int = 1, limit: int | None = None) -> Allocation | None:
     """One device's smallest batch that reaches `rate` samples/s; None if none does."""
     limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
-    if limit < quantum or limit < rate * device.curve.seconds(quantum):  # even if all took no longer than the least
-        return None
+    if limit < quantum or limit < rate * device.curve.seconds(quantum):
+        return None  # unreachable even if the limit took only one quantum's time
     return smallest_reaching(
         [DeviceCurve(device.position, device.curve, limit)], (0.0, 0.0), rate, quantum, limit, fewest=1
     )
@@ -180,7 +172,7 @@ def _top(sizes: Sequence[int], k: int) -> list[int]:
 
 
 def _reach(devices: Sequence[DeviceCurve], k: int, seconds: float, quantum: int, active: int = 0) -> int:
-    """Samples that the best k devices do by `seconds`; 0 if fewer than `active` do any."""
+    """Samples that the best k devices finish by `seconds`; 0 if fewer than `active` of them finish any."""
     sizes = _most(devices, seconds, quantum)
     if active and sum(1 for size in sizes if size) < active:
         return 0
@@ -190,7 +182,7 @@ def _reach(devices: Sequence[DeviceCurve], k: int, seconds: float, quantum: int,
 def _fixed_count(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, least: float, active: int
 ) -> tuple[float, dict[int, int]] | None:
-    """The least finish time at which k devices do `batch`, `active` of them some of it, and their shares; else None."""
+    """(least finish time, shares) at which k devices do `batch` and at least `active` of them any; None: impossible."""
     late = max(device.curve.seconds(device.limit) for device in devices)
     if _reach(devices, k, late, quantum, active) < batch:
         return None
@@ -211,7 +203,7 @@ def _fixed_count(
 def _settled(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, early: float, late: float
 ) -> dict[int, int]:
-    """Whole shares that sum to `batch`: what ends by `early`, then one quantum at a time where it ends first."""
+    """Whole shares that sum to `batch`: those that end by `early`, then one quantum at a time where it ends first."""
     most = _most(devices, late, quantum)
     chosen = _top(most, min(k, batch // quantum))
     shares = {i: min(most[i], max(quantum, devices[i].curve.largest(early, devices[i].limit, quantum))) for i in chosen}
@@ -224,7 +216,7 @@ def _settled(
         missing -= quantum
         if shares[i] + quantum <= most[i]:
             heapq.heappush(queue, (devices[i].curve.seconds(shares[i] + quantum), i))
-    while missing < 0:  # devices raised to one quantum each: take it where it saves most
+    while missing < 0:  # raising idle devices to one quantum overshot the batch: take it from the slowest
         i = max((i for i in chosen if shares[i] > quantum), key=lambda i: (devices[i].curve.seconds(shares[i]), i))
         shares[i] -= quantum
         missing += quantum
@@ -232,7 +224,7 @@ def _settled(
 
 
 def _likely(devices: Sequence[DeviceCurve], costs: Costs, batch: int, quantum: int) -> list[int]:
-    """Counts of devices worth solving: around the best that sweeps over the finish time find."""
+    """Numbers of devices worth solving: around the best that sweeps over the finish time find."""
     early, late = 0.0, max(device.curve.seconds(device.limit) for device in devices)
     best: tuple[float, int] = (math.inf, len(devices))
     for _ in range(3):
@@ -250,7 +242,7 @@ def _likely(devices: Sequence[DeviceCurve], costs: Costs, batch: int, quantum: i
 
 
 def _count_for(devices: Sequence[DeviceCurve], seconds: float, batch: int, quantum: int) -> int:
-    """The fewest devices that do `batch` within `seconds`; 0 if all together don't."""
+    """The fewest devices that finish `batch` within `seconds`; 0 if all together don't."""
     for k, total in enumerate(accumulate(sorted(_most(devices, seconds, quantum), reverse=True)), 1):
         if total >= batch:
             return k
@@ -265,17 +257,6 @@ def _finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
     return times
 
 
-class Bar(msgspec.Struct, frozen=True):
-    """What a layout that ends later than `seconds` has to beat to be worth a closer look."""
-
-    seconds: float = 0.0
-    best: Allocation | None = None
-
-    def beaten(self, samples: int, cost: float) -> bool:
-        """Whether so many samples may be faster."""
-        return self.best is None or samples > self.best.samples_per_second * (self.seconds + cost)
-
-
 def _best_count(
     devices: Sequence[DeviceCurve],
     costs: Costs,
@@ -283,16 +264,15 @@ def _best_count(
     quantum: int,
     limit: int | None,
     fewest: int,
-    bar: Bar = Bar(),  # noqa: B008 - frozen
 ) -> Allocation | None:
-    """Of the layouts that end by `seconds`, that of the number of devices with most samples/s; None below the bar."""
+    """Of the layouts that end by `seconds`, the one with most samples/s; None if no number of devices is allowed."""
     sizes = _most(devices, seconds, quantum)
     order = _top(sizes, len(sizes))
     best, rate = 0, 0.0
     for k, total in enumerate(accumulate(sizes[i] for i in order), 1):
         if k >= fewest and (limit is None or total <= limit) and total > rate * (seconds + costs[k]):
             best, rate = k, total / (seconds + costs[k])
-    if not best or not bar.beaten(round(rate * (seconds + costs[best])), costs[best]):
+    if not best:
         return None
     shares = {i: sizes[i] for i in order[:best]}
     return _allocation(devices, shares, _slowest(devices, shares) + costs[best])
@@ -301,7 +281,7 @@ def _best_count(
 def _nearby(
     devices: Sequence[DeviceCurve], costs: Costs, best: Allocation, quantum: int, limit: int | None, fewest: int
 ) -> Allocation:
-    """The best, or one that ends where a device could just take one quantum more: few quanta are coarse."""
+    """The best, or a better one that ends when a device can take just one quantum more: shares of few quanta."""
     by_device = {device.position: device for device in devices}
     for _ in range(ROUNDS):
         small = [(by_device[i], share) for i, share in best.shares if share < COARSE * quantum]

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pytest
 
 # packages and folders; "." stands for the files beside them
-CLEAN = ("evener", "devices", "workloads", "tui", "benchmarks", "docs", "examples", ".")
+CLEAN = ("evener", "devices", "workloads", "balancer", "tui", "benchmarks", "docs", "examples", ".")
 PACKAGES = ("evener", "devices", "workloads", "balancer", "tui")
 FORBIDDEN = {"told", "purse", "ration", "scout", "party", "room", "rooms", "trial", "orders"}
 FORBIDDEN |= {"alike", "beside", "known", "fill", "peak", "looks", "feed", "measured"}

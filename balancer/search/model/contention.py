@@ -1,4 +1,4 @@
-"""A device in a split: its solo points, made as slow as its own part of splits shows it to be there."""
+"""A device's points in a split: solo times multiplied by the slowdown seen in splits."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 from evener.balancer.search.model.evidence import DeviceEvidence
 from evener.balancer.search.model.step_time import LEAST_ERROR, Curve, Point
 
-NEAR_BATCH = 0.15  # a solo point so near to a split's share shows contention, not shape
-CONTENTION_ERRORS = 2.5  # standard errors before a split is said to slow a device
+NEAR_BATCH = 0.15  # relative: a solo point this near to a split's share shows contention, not the curve's shape
+CONTENTION_ERRORS = 2.5  # standard errors: a smaller slowdown is noise
 
 
 def slow_by_contention(device: DeviceEvidence, alone: Curve | None) -> tuple[Point, ...]:
-    """The solo points, slowed by the factor that splits show where it can be told from the curve's own shape."""
+    """The solo points, multiplied by the slowdown in splits where that can't be the curve's own shape."""
     if alone is None or not device.in_splits:
         return device.alone
     batches = [p.batch for p in device.alone]

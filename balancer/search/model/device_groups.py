@@ -1,4 +1,4 @@
-"""Which devices can't be told apart: they share one curve, hence equal shares, and their points sharpen each other."""
+"""Groups of indistinguishable devices: they share one curve fitted to the points of all, hence equal shares."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from evener.balancer.search.model.evidence import DeviceEvidence
 from evener.balancer.search.model.step_time import LEAST_ERROR, SAME_BATCH, Point
 
-APART = 3.0  # standard errors by which the mean ratio of two devices' times may differ from 1
-FAR_APART = 4.0  # the same for a single batch
-SAME_MEMORY = 0.01
-NEAR = 0.2  # devices whose first times differ by more are not compared: what noise would explain it?
-FEWEST = 2  # batches in common
+MEAN_ERRORS = 3.0  # standard errors by which the mean ratio of two devices' times may differ from 1
+BATCH_ERRORS = 4.0  # the same for a single batch
+SAME_MEMORY = 0.01  # relative
+NEAR = 0.2  # devices over 20 % apart are never grouped
+FEWEST_COMMON = 2  # batches in common
 
 
 def group_devices(devices: Sequence[DeviceEvidence]) -> list[list[int]]:
-    """Positions grouped so that each is as fast as the first of its group; lost devices stay alone."""
+    """Positions grouped so that each is as fast as the first of its group; lost devices are groups of their own."""
     groups: list[list[int]] = []
     pace = [device.alone[0].seconds / device.alone[0].batch ** 0.5 if device.alone else math.inf for device in devices]
     for position in sorted(range(len(devices)), key=lambda i: (pace[i], i)):
@@ -37,15 +37,15 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     if one.lost or other.lost or one.memory.limit_bytes != other.memory.limit_bytes:
         return False
     pairs = [*_common(one.alone, other.alone), *_common(one.in_splits, other.in_splits)]
-    if len(pairs) < FEWEST or not _same_memory(one, other):
+    if len(pairs) < FEWEST_COMMON or not _same_memory(one, other):
         return False
     gaps = [math.log(a.seconds / b.seconds * (b.batch / a.batch) ** 0.5) for a, b in pairs]
     errors = [math.hypot(max(a.error, LEAST_ERROR), max(b.error, LEAST_ERROR)) for a, b in pairs]
-    if any(abs(gap) > FAR_APART * error for gap, error in zip(gaps, errors, strict=True)):
+    if any(abs(gap) > BATCH_ERRORS * error for gap, error in zip(gaps, errors, strict=True)):
         return False
     weights = [1 / error**2 for error in errors]
     mean = math.fsum(w * gap for w, gap in zip(weights, gaps, strict=True)) / math.fsum(weights)
-    return abs(mean) <= APART / math.sqrt(math.fsum(weights))
+    return abs(mean) <= MEAN_ERRORS / math.sqrt(math.fsum(weights))
 
 
 def _common(points: Sequence[Point], others: Sequence[Point]) -> list[tuple[Point, Point]]:

@@ -1,8 +1,8 @@
-"""How many samples fit: a device's line of bytes(batch), the bracket of what ran and what didn't, and the next guess.
+"""How many samples fit: a device's line of bytes(batch), the batches that ran and failed, and the next guess.
 
-The guess is where the line through the two largest batches measured that lie apart meets the device's memory. A guess
-that failed refutes the line; from then on the bracket is halved. Without known bytes the batch grows by a factor, then
-halves. What a step with others holds beside its samples is learnt from the first such step.
+The guess is where the line through the two largest distinct batches meets the device's memory. A guess that failed
+refutes the line; from then on the gap between ran and failed is halved. With unknown bytes the batch grows by a factor,
+then the gap is halved. The memory that gradient exchange takes is learnt from the first split.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from functools import cached_property
 
 import msgspec
 
-MARGIN = 0.003  # of the predicted batch, left out: allocators round up with the size of what they hold
-GROWTH = 8  # from one batch to the next where memory is unknown, or its line unsure
-FINE = 0.03  # a bracket narrower than this, relatively, is settled
-WIDE = 4  # a wider bracket without known bytes is cut at its geometric mean
-PATIENCE = 3  # times out of memory after which only what ran is tried
-SAFE_SHARE = 0.8  # of the predicted largest batch: safe without having run,
-SAFE_GROWTH = 1.25  # if it is not more than so many times what ran
-TELLING = 0.02  # of the bytes: a rise over twice the batch that is smaller leaves the line unsure
-STRAIGHT = 0.01  # slopes that differ by less, relatively, are alike
-BELIEVED = 0.7  # of the way that a bend leaves
+MARGIN = 0.003  # of the predicted batch, left free: allocators round up
+BLIND_GROWTH = 8  # from one batch to the next if memory is unknown or its line unsure
+FINE = 0.03  # relative: a gap between ran and failed below this is not narrowed further
+WIDE = 4  # failed / ran: a wider gap with unknown bytes is cut at its geometric mean
+MOST_FAILURES = 3  # times out of memory after which no split gets more than what ran
+SAFE_SHARE = 0.8  # of the predicted largest batch: safe without having run
+SAFE_GROWTH = 1.25  # times the largest that ran: the most that is safe without having run
+TELLING = 0.02  # of the bytes: a smaller rise over a doubled batch leaves the line unsure
+SAME_SLOPE = 0.01  # relative: slopes that differ by less are equal
+BELIEVED = 0.7  # of the free memory: used if the line bends upwards
 UNBOUNDED = 1 << 30  # samples
-APART = 0.95  # of a batch; a slope through two that lie nearer is what allocators round, not what samples take
+DISTINCT = 0.95  # ignore pairs of batches within 5 %: allocator rounding dominates
 
 
 class Memory(msgspec.Struct, frozen=True, dict=True):
     """One device's evidence: `points` are (batch, bytes) in rising batch, `failed` the smallest batch that ran out.
 
-    `in_splits` are points of steps that it made with others, where buffers for what is exchanged are held too.
+    `in_splits` are points of splits, which also hold buffers for the exchange.
     """
 
     limit_bytes: int | None
@@ -41,9 +41,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def exchanged_bytes(self) -> int:
-        """The most that a step with others held above what the samples take alone; 0 where that is unknown.
+        """The most that a split took above the same batch alone; 0 if unknown.
 
-        Only up to the largest batch that ran alone: further on, a bend of the line would be taken for it.
+        Only up to the largest batch that ran alone: beyond it, a bend of the line would be mistaken for exchange.
         """
         if len(self.points) < 2:
             return 0
@@ -52,7 +52,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def shape(self) -> tuple[tuple[int, int], ...]:
-        """The points, and what steps with others say of the samples alone; in rising batch."""
+        """The points, and those of splits less the exchanged bytes; in rising batch."""
         shape = dict(self.points)
         for batch, used in self.in_splits:
             shape[batch] = max(shape.get(batch, 0), used - self.exchanged_bytes)
@@ -60,10 +60,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def apart(self) -> tuple[tuple[int, int], ...]:
-        """The shape's points that lie apart, from the largest down, in rising batch; the outermost two if none do."""
+        """The distinct points of the shape, chosen from the largest down; its outermost two if none are distinct."""
         kept: list[tuple[int, int]] = []
         for point in reversed(self.shape):
-            if not kept or point[0] <= APART * kept[-1][0]:
+            if not kept or point[0] <= DISTINCT * kept[-1][0]:
                 kept.append(point)
         return tuple(reversed(kept)) if len(kept) > 1 else self.shape[:1] + self.shape[1:][-1:]
 
@@ -78,19 +78,21 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def unsure(self) -> bool:
-        """Whether the line is nearly flat over twice the batch: the optimizer's own peak may hide what samples take."""
+        """Whether memory rose under 2 % over a doubled batch, so that the slope isn't trusted.
+
+        The optimizer's own peak may hide what samples take.
+        """
         return len(self.apart) > 1 and _flat(*self.apart[-2:])
 
     @property
     def was_unsure(self) -> bool:
-        """Whether it was so before the last point, which was therefore not taken as far as the line allowed."""
+        """Whether the line was unsure before the last point, whose batch was kept small for that."""
         return len(self.apart) > 2 and _flat(*self.apart[-3:-1])
 
     def predict_largest(self) -> int | None:
-        """The largest batch that the line gives room for; None: unknown, or without bound.
+        """The largest batch that fits by the line; None: unknown, or unbounded.
 
-        Where the points bend upwards, the last slope is the least that the next may be: the bend goes on as steeply,
-        and only part of that way is believed.
+        If the slope grew by d, assume it grows by d again, and use only 70 % of what is free.
         """
         line = self.line
         if line is None or self.limit_bytes is None or line[1] <= 0:
@@ -98,23 +100,23 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         bend = self._bend()
         last, used = self.shape[-1]
         free = self.limit_bytes - used
-        way = free / (line[1] + bend) if free > 0 else free / line[1]
-        most = int(last + way * (BELIEVED if bend and free > 0 else 1.0))
+        more = free / (line[1] + bend) if free > 0 else free / line[1]
+        most = int(last + more * (BELIEVED if bend and free > 0 else 1.0))
         return max(0, most - int(MARGIN * most))
 
     def _bend(self) -> float:
-        """How much steeper, in bytes a sample, the last stretch is than the one before; 0 where they are alike."""
+        """By how many bytes a sample the last slope is steeper than the one before; 0 if it isn't."""
         if len(self.apart) < 3:
             return 0.0
         (b0, m0), (b1, m1), (b2, m2) = self.apart[-3:]
         before, last = (m1 - m0) / (b1 - b0), (m2 - m1) / (b2 - b1)
-        return last - before if last > before * (1 + STRAIGHT) else 0.0
+        return last - before if last > before * (1 + SAME_SLOPE) else 0.0
 
     def largest_to_try(self, cap: int, quantum: int = 1) -> int:
         """The largest batch worth trying, at most `cap`, a multiple of `quantum`; 0 if nothing can fit."""
         above = cap if self.failed is None else min(cap, (self.failed - 1) // quantum * quantum)
         if self.unsure:
-            above = min(above, max(quantum, self.ran * GROWTH // quantum * quantum))
+            above = min(above, max(quantum, self.ran * BLIND_GROWTH // quantum * quantum))
         if above <= self.ran or (self.failed is not None and self.failed - self.ran <= max(quantum, FINE * self.ran)):
             return min(self.ran, cap) // quantum * quantum
         guess = self.predict_largest()
@@ -122,32 +124,32 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
             return max(self.ran, min(guess, above)) // quantum * quantum
         if self.failed is not None:
             return min(above, max(quantum, self._middle(self.failed) // quantum * quantum))
-        return min(above, max(quantum, self.ran * GROWTH)) // quantum * quantum
+        return min(above, max(quantum, self.ran * BLIND_GROWTH)) // quantum * quantum
 
     def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
-        """The largest batch worth trying beside others: the next guess if bytes are known or `bold`, else what ran."""
+        """The largest batch worth trying in a split: the next guess if bytes are known or `bold`, else what ran."""
         unknown = self.limit_bytes is None or self.line is None
-        if self.failures >= PATIENCE or (unknown and not bold):
+        if self.failures >= MOST_FAILURES or (unknown and not bold):
             return min(self.ran, cap) // quantum * quantum
         return self._in_split().largest_to_try(cap, quantum)
 
     def largest_safe(self, cap: int, quantum: int = 1) -> int:
-        """The largest batch, at most `cap`, that surely fits: what ran, and a little more far below the limit."""
-        known = self.ran
+        """The largest batch, at most `cap`, that safely fits: what ran, or a little more far below the limit."""
+        safe = self.ran
         guess = self._in_split().predict_largest()
         if self.failed is None and guess is not None and self.ran:
-            known = max(known, min(int(guess * SAFE_SHARE), int(self.ran * SAFE_GROWTH)))
-        return min(known, cap) // quantum * quantum
+            safe = max(safe, min(int(guess * SAFE_SHARE), int(self.ran * SAFE_GROWTH)))
+        return min(safe, cap) // quantum * quantum
 
     def bytes_at(self, batch: int) -> float:
-        """Bytes at `batch` by straight lines through the points; through none with one point. Needs a point."""
+        """Bytes at `batch` by straight lines through the points; from the origin with one point. Needs a point."""
         points = self.points if len(self.points) > 1 else ((0, 0), *self.points)
         right = min(max(1, bisect_left(points, (batch, 0))), len(points) - 1)
         (b0, m0), (b1, m1) = points[right - 1 : right + 1]
         return m0 + (m1 - m0) / (b1 - b0) * (batch - b0)
 
     def largest_within(self, limit_bytes: float) -> int:
-        """The largest batch that holds at most so many bytes, by the same lines as `bytes_at`. Needs a point."""
+        """The largest batch that takes at most `limit_bytes`, by the same lines as `bytes_at`. Needs a point."""
         points = self.points if len(self.points) > 1 else ((0, 0), *self.points)
         right = min(max(1, bisect_left([used for _, used in points], limit_bytes)), len(points) - 1)
         (b0, m0), (b1, m1) = points[right - 1 : right + 1]
@@ -157,7 +159,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return max(0, int(b1 + (limit_bytes - m1) / slope))
 
     def _in_split(self) -> Memory:
-        """The same for steps with others, which leave less room; what ran alone may not fit there."""
+        """The same for splits, whose exchange takes memory; what ran alone may not fit there."""
         if self.limit_bytes is None or not self.exchanged_bytes:
             return self
         less = max(1, self.limit_bytes - self.exchanged_bytes)

@@ -1,8 +1,8 @@
 """A device's seconds(batch): fitted to a few noisy points, rising, and inverted exactly.
 
-The curve is the simplest that the points allow: straight (fixed cost + cost a sample), flat up to a knee and straight
-after it, or one of these bent through the points, each bend as strong as its evidence exceeds the noise. Real step
-times may fall as the batch grows; the curve stays level there, and a split that goes against it is measured again.
+The curve is the simplest that fits the points: straight (fixed cost + cost a sample), flat up to a knee and straight
+after it, or one of these bent through the points; each point's deviation is shrunk by the share that noise explains.
+Real step times may fall as the batch grows; the curve stays level there, and a split that contradicts it is repeated.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import msgspec
 
 from evener.balancer.search.model.regression import rising_line
 
-SAME_BATCH = 0.02  # points nearer than this, relatively, are one point
-LEAST_ERROR = 0.0005  # relative; no timing is believed to be better
-STRAIGHT = 2.5  # a line stands if no point is further off than so many of its errors (of 95 % of small fits none is)
+SAME_BATCH = 0.02  # relative: points nearer than this are one point
+LEAST_ERROR = 0.0005  # relative; no timing is trusted to be better
+LINE_ERRORS = 2.5  # a line fits if no point is off by more than this many of its errors: so in 95 % of small fits
 ROUNDING = 1e-9  # relative slack where a time is compared with its own inverse
 
 
@@ -104,15 +104,15 @@ def fit_curve(points: Iterable[Point]) -> Curve | None:
     if not merged:
         return None
     hinge, worst = _simplest(merged)
-    straight = worst <= STRAIGHT
+    straight = worst <= LINE_ERRORS
     return _broken_line(hinge, merged, [] if straight else _bends(merged, hinge), straight)
 
 
-def merge_points(points: Iterable[Point], within: float = SAME_BATCH) -> list[Point]:
-    """Points in rising batch; those whose batches are nearer than `within`, relatively, averaged by their errors."""
+def merge_points(points: Iterable[Point]) -> list[Point]:
+    """Points in rising batch; those whose batches differ by less than `SAME_BATCH` are averaged by their errors."""
     groups: list[list[Point]] = []
     for point in sorted(points, key=lambda p: (p.batch, p.seconds, p.error)):
-        if groups and point.batch <= groups[-1][0].batch * (1 + within):
+        if groups and point.batch <= groups[-1][0].batch * (1 + SAME_BATCH):
             groups[-1].append(point)
         else:
             groups.append([point])
@@ -135,10 +135,10 @@ def _typical_error(points: Sequence[Point]) -> float:
 
 
 def _simplest(points: Sequence[Point]) -> tuple[Hinge, float]:
-    """A straight line if it stands, else flat-then-straight; and its worst residual, in errors."""
+    """A straight line if it fits, else flat-then-straight; and its worst residual, in errors."""
     line = Hinge(*rising_line(_weighted(points)))
     worst = _worst_residual(points, line)
-    if worst <= STRAIGHT or len(points) < 3:
+    if worst <= LINE_ERRORS or len(points) < 3:
         return line, worst
     hinges = [_hinge(points, cut) for cut in range(1, len(points))]
     return min(((h, _worst_residual(points, h)) for h in (line, *hinges)), key=lambda pair: pair[1])
@@ -150,7 +150,7 @@ def _hinge(points: Sequence[Point], cut: int) -> Hinge:
     level = math.fsum(w * p.seconds for w, p in zip(weights, points[:cut], strict=True)) / math.fsum(weights)
     rest = points[cut:]
     if len(rest) > 1:
-        return Hinge(*rising_line(_weighted(rest), through_origin_at_least=False), level)
+        return Hinge(*rising_line(_weighted(rest), intercept_not_negative=False), level)
     left = points[cut - 1]  # one point on the slope: the knee is unknown, the longest flat stretch rises the steepest
     slope = max(0.0, (rest[0].seconds - level) / (rest[0].batch - left.batch))
     return Hinge(level - slope * left.batch, slope, level)
@@ -165,7 +165,7 @@ def _worst_residual(points: Sequence[Point], line: Hinge) -> float:
 
 
 def _bends(points: Sequence[Point], line: Hinge) -> list[tuple[int, float]]:
-    """(batch, factor on the line) at each point, shrunk towards 1 by the share of its residual that is noise."""
+    """(batch, factor on the line) at each point, shrunk towards 1 by the share that noise explains."""
     residuals = [p.seconds / line.seconds(p.batch) - 1 for p in points]
     noise = _typical_error(points) ** 2
     spread = max(0.0, math.fsum(r * r for r in residuals) / len(points) - noise)
@@ -180,7 +180,7 @@ def _bends(points: Sequence[Point], line: Hinge) -> list[tuple[int, float]]:
 def _broken_line(line: Hinge, points: Sequence[Point], bends: Sequence[tuple[int, float]], straight: bool) -> Curve:
     """Knots of the line and its bends, made rising; before the first bend and after the last its factor holds."""
     batches = {0.0, *(float(batch) for batch, _ in bends)}
-    if line.knee > 0 and not bends:  # a refuted one would hide how time rises between two points
+    if line.knee > 0 and not bends:  # a knee that the points contradict would hide how time rises between two
         batches.add(line.knee)
     knots = sorted(batches)
     times: list[float] = []

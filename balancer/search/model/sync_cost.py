@@ -1,7 +1,7 @@
-"""What keeping k devices in step costs: c_k = base + each * (k - 1), from the splits measured.
+"""The time of gradient exchange that isn't hidden behind computation: c_k = base + each * (k - 1), from splits.
 
-A number of devices that was not measured is assumed cheap (optimism in the face of uncertainty): from one measured cost
-c_k, fewer devices pay in proportion and more pay the same, so that a promising number is tried and then measured.
+For a number of devices never measured, c_k is assumed low (optimism in the face of uncertainty): from one measured
+cost, fewer devices pay in proportion and more pay the same. So a promising number gets tried and then measured.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Where a device's samples/s may have a peak between two measured batches.
 
-Samples a second mostly rise with the batch, but a library that takes other kernels for large ones makes them fall
-again, and a line through few points hides that. So a fall is looked into: each gap is judged by its middle, with time
-hoped to rise on as it rose up to the gap.
+Samples a second mostly rise with the batch, but where a library switches kernels they may fall again, and a line
+through few points hides that. So after a fall each gap between batches is judged by its middle, assuming that the slope
+before the gap continues through it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 from evener.balancer.search.model.step_time import Point, merge_points
 
-FALL = 0.05  # relative: samples/s that are lower by less have not fallen,
-FALL_ERRORS = 3.0  # nor by less than so many standard errors
-WORTH = 0.03  # relative gain that is worth a probe
-NARROW = 1.5  # batches that differ by less, as a factor, have nothing between them
-FEWEST = 3  # points; with fewer there is no rise to go on with
+FALL = 0.05  # relative: a smaller drop of samples/s is no fall
+FALL_ERRORS = 3.0  # standard errors: a smaller drop is no fall either
+DROP_GAIN = 0.03  # relative gain that is worth a probe
+NARROW = 1.5  # factor: between batches that differ by less nothing is tried
+FEWEST_POINTS = 3  # with fewer there is no slope before a gap
 
 
 def throughput_falls(points: Sequence[Point]) -> bool:
@@ -28,10 +28,10 @@ def throughput_falls(points: Sequence[Point]) -> bool:
 def guess_faster_batch(alone: Sequence[Point], quantum: int = 1) -> int:
     """The batch between two measured ones that may make more samples/s than any of them; 0 if none may."""
     points = merge_points(alone)
-    if len(points) < FEWEST:
+    if len(points) < FEWEST_POINTS:
         return 0
     rate, batch = max(_promises(points, quantum), default=(0.0, 0))
-    return batch if rate > (1 + WORTH) * max(map(_rate, points)) else 0
+    return batch if rate > (1 + DROP_GAIN) * max(map(_rate, points)) else 0
 
 
 def _promises(points: Sequence[Point], quantum: int) -> list[tuple[float, int]]:
