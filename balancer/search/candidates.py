@@ -19,7 +19,6 @@ from evener.balancer.search.layouts import (
     split_evenly,
 )
 from evener.balancer.search.machine_model import same_measurement
-from evener.balancer.search.observations import Observations
 from evener.balancer.search.packing import Packing
 from evener.balancer.search.predictions import Predictions
 from evener.balancer.search.ranking import EDGE_SLACK, LEAST_GAIN, throughput
@@ -34,13 +33,8 @@ class Candidates:
 
     def __init__(self, problem: Problem, options: LayoutOptions, predictions: Predictions, budget: Budget) -> None:
         self._problem, self._options, self._budget = problem, options, budget
-        self._predictions, self._model = predictions, predictions.model
+        self._predictions, self._model, self.seen = predictions, predictions.model, predictions.model.seen
         self._quantum = problem.multiple_of
-
-    @property
-    def seen(self) -> Observations:
-        """The observations that they depend on."""
-        return self._model.seen
 
     @cached_property
     def all(self) -> tuple[Candidate, ...]:
@@ -70,29 +64,22 @@ class Candidates:
     @cached_property
     def _wished(self) -> tuple[Candidate, ...]:
         families = self._options.families
-        found: list[Candidate] = []
-        if "solo" in families:
-            found += self._singles()
         splits = self._splits() if "split" in families else []
-        if "even" in families:
-            found += self._evens(splits)
-        found += [
-            Candidate(family, layout, extra=i > 0)
-            for i, layout in enumerate(splits)
-            if (family := find_family(layout)) in families  # what is tolerable may be one device
+        found = [
+            *(self._singles() if "solo" in families else ()),
+            *(self._evens(splits) if "even" in families else ()),
+            *(Candidate(find_family(layout), layout, extra=i > 0) for i, layout in enumerate(splits)),
+            *(self._placed() if "place" in families else ()),
         ]
-        if "place" in families:
-            found += self._placed()
-        return (*self._distinct(found), *self._packed())
+        allowed = [one for one in found if one.family in families]  # a tolerable "split" may be one device
+        return (*self._distinct(allowed), *self._packed())
 
     def _distinct(self, found: list[Candidate]) -> list[Candidate]:
         """Without splits that no measurement could distinguish from an even split, or from one before them."""
         kept: list[Candidate] = []
         for one in found:
-            repeats = one.layout.kind == "split" and any(
-                other.layout.kind == "split" and same_measurement(one.layout, other.layout) for other in kept
-            )
-            if not repeats:
+            splits = [other.layout for other in kept if other.layout.kind == one.layout.kind == "split"]
+            if not any(same_measurement(one.layout, other) for other in splits):
                 kept.append(one)
         return kept
 

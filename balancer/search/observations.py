@@ -96,9 +96,6 @@ class Observations:
         if probe.stage in EXPLORATION or not isinstance(seen, Timed):
             self.explored_version += 1
 
-    def __len__(self) -> int:
-        return len(self._seen) + sum(count - 1 for count in self._failures.values())
-
     # ------------------------------------------------------------------ by probe, stage and layout
 
     def at(self, probe: Probe) -> Observation | None:
@@ -129,7 +126,7 @@ class Observations:
         return [one for one in seen if isinstance(one, Timed)]
 
     def timed_race(self) -> list[Timed]:
-        """What ran in the race as one training."""
+        """The timed observations of the race whose layouts are one training."""
         timed = [seen for seen in self.in_stage("race") if isinstance(seen, Timed)]
         return [seen for seen in timed if seen.probe.layout.kind in ("solo", "split")]
 
@@ -145,13 +142,11 @@ class Observations:
         seen = [self._seen[probe] for probe in self._by_layout.get(layout, ())]
         timed = [one for one in seen if isinstance(one, Timed)]
         found = {one.probe.turn: one for one in timed if one.probe.stage == stage}
-        earlier = [one for one in timed if one.probe.stage in ("rest", "split", "pack") or self._alone_anyway(one)]
+        uncontended = ("rest", "split", "pack", *(("solo",) if self._problem.devices == 1 else ()))
+        earlier = [one for one in timed if one.probe.stage in uncontended]
         if stage == "race" and earlier and FIRST_TURN not in found:
             found[FIRST_TURN] = max(earlier, key=lambda one: _order(one.probe))
         return dict(sorted(found.items()))
-
-    def _alone_anyway(self, seen: Timed) -> bool:
-        return seen.probe.stage == "solo" and self._problem.devices == 1
 
     def broken(self, layout: Layout) -> Observation | None:
         """The first race or knob observation of this layout that wasn't timed, if any."""

@@ -63,11 +63,10 @@ class Packing:
     @cached_property
     def seen(self) -> tuple[Observation, ...]:
         """Every pack measured, by number of trainings and falling batch."""
-        found = [one for one in self._model.seen.in_stage("pack") if self._is_ours(one.probe.layout)]
+        ours = self._single.active, self._mode
+        every = self._model.seen.in_stage("pack")
+        found = [one for one in every if (one.probe.layout.active, one.probe.layout.placement) == ours]
         return tuple(sorted(found, key=lambda one: (one.probe.layout.processes, -one.probe.layout.global_batch)))
-
-    def _is_ours(self, layout: Layout) -> bool:
-        return layout.active == (self._position,) and layout.placement == self._mode
 
     @cached_property
     def _by_size(self) -> dict[int, list[Observation]]:

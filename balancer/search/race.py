@@ -136,18 +136,16 @@ class Race:
         turns = {one.layout: self._seen.turns(one.layout, stage) for one in rivals}
         now = max((turn for taken in turns.values() for turn in taken), default=FIRST_TURN)
         for turn in (now, now + 1):
-            due = [one for one in self._running_in(rivals, stage, turn) if turn not in turns[one.layout]]
+            due = [one.layout for one in self._running_in(rivals, stage, turn) if turn not in turns[one.layout]]
             if due:
-                return self._turn(due, stage, turn, len(rivals))
-        return None
-
-    def _turn(self, due: Sequence[Candidate], stage: Stage, turn: int, rivals: int) -> Probe | None:
-        layout = due[0].layout
-        reserved = self._knobs_seconds if stage == "race" else 0.0
-        if not self._budget.affords(layout, stage, turn=turn, reserved=reserved):
+                break
+        else:
             return None
-        left = len(due) + max(0, TURNS_TO_EXPECT - 1 - turn) * rivals
-        return Probe(layout, stage, self._budget.probe_seconds(layout, stage, left, reserved=reserved), turn)
+        reserved = self._knobs_seconds if stage == "race" else 0.0
+        if not self._budget.affords(due[0], stage, turn=turn, reserved=reserved):
+            return None
+        left = len(due) + max(0, TURNS_TO_EXPECT - 1 - turn) * len(rivals)
+        return Probe(due[0], stage, self._budget.probe_seconds(due[0], stage, left, reserved=reserved), turn)
 
     def _running_in(self, rivals: Sequence[Candidate], stage: Stage, turn: int) -> list[Candidate]:
         """The rivals of a turn: all in the first, then those that the turns before have not settled."""

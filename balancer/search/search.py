@@ -119,8 +119,7 @@ class Search:
         if not candidates:
             return None
         turns = {layout: self._turns(layout) for layout in layouts}
-        chosen = choose_winner(candidates, turns, self.problem).layout
-        return Result(chosen, throughput(turns[chosen]), len(turns[chosen]))
+        return self._result_for(choose_winner(candidates, turns, self.problem).layout)
 
     def ranking(self) -> tuple[Standing, ...]:
         """Every layout of the race, the winner first."""

@@ -51,8 +51,11 @@ class SoloStage:
             batches = {i: self._next_batch(i, turn) for i in due}
             if not self._worth_a_round(turn, batches, len(due) == len(left)):
                 return ()
-            if new := {i: batch for i, batch in batches.items() if not self._repeats(i, batch)}:
-                return tuple(self._probe(i, batch, turn) for i, batch in new.items())
+            repeated = {
+                i for i, batch in batches.items() if any(p.batch == batch for p in self._model.devices[i].alone)
+            }
+            if new := [i for i in due if i not in repeated]:
+                return tuple(self._probe(i, batches[i], turn) for i in new)
             left = [i for i in left if i not in due]
         return ()
 
@@ -207,9 +210,6 @@ class SoloStage:
     def _tested(self, position: int, batch: int) -> bool:
         points = self._model.devices[position].alone
         return batch <= 0 or any(abs(p.batch - batch) <= TESTED * batch for p in points)
-
-    def _repeats(self, position: int, batch: int) -> bool:
-        return any(p.batch == batch for p in self._model.devices[position].alone)
 
     def _probe(self, position: int, batch: int, turn: int) -> Probe:
         curve = self._model.alone[position]

@@ -39,8 +39,8 @@ class SplitStage:
             return None
         layout = self._model.level(self._predictions.layout(wanted))
         stage: Stage = "split" if layout.kind == "split" else "rest"
-        first = not self._model.splits
-        if not self._budget.affords(layout, "race" if first else stage, wanted.seconds):
+        ends_with: Stage = stage if self._model.splits else "race"
+        if not self._budget.affords(layout, ends_with, wanted.seconds):
             return None
         left = self._most - len(self._model.splits)
         return Probe(layout, stage, self._budget.probe_seconds(layout, stage, left, wanted.seconds))
@@ -50,30 +50,26 @@ class SplitStage:
         tried = self._seen.in_stage("split")
         failed = sum(1 for seen in tried if isinstance(seen, Failed))
         most = self._most if self._model.splits else PATIENT_SPLITS
-        if len(self._model.live) < 2 or len(tried) + self._rested() >= most or failed >= MOST_FAILED:
+        used = len(tried) + len(self._seen.in_stage("rest"))
+        if len(self._model.live) < 2 or used >= most or failed >= MOST_FAILED:
             return None
-        for wanted, worth in self._choices():
-            if wanted is None or len(wanted.shares) < 2 or not worth:
-                continue
+        for wanted in self._choices():
             layout = self._model.level(self._predictions.layout(wanted))
-            if not any(same_measurement(layout, seen.probe.layout) for seen in tried):
+            if layout.kind == "split" and not any(same_measurement(layout, seen.probe.layout) for seen in tried):
                 return wanted
         return None
 
-    def _choices(self) -> Iterator[tuple[Allocation | None, bool]]:
-        """(allocation, whether it is worth a probe); a generator, as each takes time to compute."""
-        fastest = self._predictions.fastest_split
-        yield fastest, fastest is not None and self._gains(fastest)
-        tolerable = self._predictions.tolerable
-        yield tolerable, tolerable is not None and self._smaller(tolerable)
+    def _choices(self) -> Iterator[Allocation]:
+        """The allocations that are worth a probe; a generator, as each takes time to compute."""
+        if (fastest := self._predictions.fastest_split) and self._gains(fastest):
+            yield fastest
+        if (tolerable := self._predictions.tolerable) and self._smaller(tolerable):
+            yield tolerable
 
     @property
     def _most(self) -> int:
         straight = all(device.curve.straight for device in self._model.split_curves)
         return MOST_SPLITS if straight else MOST_OF_BENT
-
-    def _rested(self) -> int:
-        return len(self._seen.in_stage("rest"))
 
     def _gains(self, wanted: Allocation) -> bool:
         """Whether it is predicted to beat all measured splits and one device alone by a measurable gain."""
@@ -95,7 +91,7 @@ class SplitStage:
         live = self._model.live
         if len(live) > 1 and self._with_splits and not self._model.splits:
             return None
-        if len(self._model.splits) + self._rested() >= self._most:
+        if len(self._model.splits) + len(self._seen.in_stage("rest")) >= self._most:
             return None
         singles = [one for i in live if (one := self._predictions.single(i)) and not self._was_at_rest(i)]
         wanted = max(singles, key=lambda one: one.samples_per_second, default=None)
