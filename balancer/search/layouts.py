@@ -80,19 +80,14 @@ def split_evenly(devices: int, positions: tuple[int, ...], batch: int, quantum: 
     """The batch spread evenly over some devices, in whole quanta; None if it has too few for them."""
     if batch // quantum < len(positions) or batch % quantum:
         return None
-    parts = even(batch // quantum, len(positions))
-    shares = [0] * devices
-    for position, part in zip(positions, parts, strict=True):
-        shares[position] = part * quantum
-    return Layout("split", tuple(shares))
+    quanta = dict(zip(positions, even(batch // quantum, len(positions)), strict=True))
+    return Layout("split", tuple(quanta.get(i, 0) * quantum for i in range(devices)))
 
 
 def pack_on(single: Layout, processes: int, mode: PackMode = "", batch: int | None = None) -> Layout:
     """Several trainings side by side on the device of a solo layout, each with its batch unless another is given."""
-    (position,) = single.active
     size = single.global_batch if batch is None else batch
-    shares = tuple(size if i == position else 0 for i in range(len(single.shares)))
-    return Layout("pack", shares, processes, mode)
+    return Layout("pack", tuple(size if share else 0 for share in single.shares), processes, mode)
 
 
 def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:

@@ -64,7 +64,8 @@ class Predictions:
     @cached_property
     def fastest_single(self) -> Allocation | None:
         """The single device of most samples/s, at its best batch."""
-        return max((f for f in map(self.single, self.model.live) if f), key=_rate, default=None)
+        found = [one for one in map(self.single, self.model.live) if one]
+        return max(found, key=lambda one: one.samples_per_second, default=None)
 
     @cached_property
     def single_rate(self) -> float:
@@ -123,7 +124,3 @@ def with_guessed_knee(device: DeviceCurve) -> DeviceCurve:
 
 def _guess_knee(device: DeviceCurve) -> float:
     return max(1.0, device.limit * GUESSED_KNEE)
-
-
-def _rate(found: Allocation) -> float:
-    return found.samples_per_second

@@ -93,11 +93,10 @@ def split_free(
     devices = [device for device in devices if device.limit >= quantum]
     times = _finish_times(devices, quantum)
     found = [one for time in times if (one := _best_count(devices, costs, time, quantum, limit, fewest))]
-    best = max(found, key=lambda one: one.samples_per_second, default=None)
     if limit is not None and sum(device.limit for device in devices) > limit:
         capped = split_fixed(devices, costs, limit // quantum * quantum, quantum, fewest)
-        if capped and (best is None or capped.samples_per_second > best.samples_per_second):
-            best = capped
+        found += [capped] if capped else []
+    best = max(found, key=lambda one: one.samples_per_second, default=None)
     if best is None or len(devices) > EXACT_DEVICES:
         return best
     return _nearby(devices, costs, best, quantum, limit, fewest)
@@ -258,12 +257,7 @@ def _finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
 
 
 def _best_count(
-    devices: Sequence[DeviceCurve],
-    costs: Costs,
-    seconds: float,
-    quantum: int,
-    limit: int | None,
-    fewest: int,
+    devices: Sequence[DeviceCurve], costs: Costs, seconds: float, quantum: int, limit: int | None, fewest: int
 ) -> Allocation | None:
     """Of the layouts that end by `seconds`, the one with most samples/s; None if no number of devices is allowed."""
     sizes = _most(devices, seconds, quantum)
