@@ -27,6 +27,8 @@ class MemoryMeter:
 
     def __init__(self, devices: int, gpus: GpuMemory | None) -> None:
         self._devices, self._gpus = devices, gpus
+        if gpus is None:
+            _return_unused()
         self._before = _status_bytes("VmRSS") or 0
         self.meaning = gpus.meaning if gpus else "growth of the peak resident memory"
 
@@ -35,8 +37,7 @@ class MemoryMeter:
         if self._gpus:
             self._gpus.reset()
             return
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+        _return_unused()
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
 
@@ -48,6 +49,12 @@ class MemoryMeter:
         if self._devices != 1 or peak is None:
             return (None,) * self._devices
         return (max(0, peak - self._before),)
+
+
+def _return_unused() -> None:
+    """Give memory that was freed back to the system."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _status_bytes(key: str) -> int | None:

@@ -14,7 +14,7 @@ from evener.balancer.search.model.memory import UNBOUNDED
 from evener.balancer.search.model.step_time import Curve, Point, fit_curve
 from evener.balancer.search.model.sync_cost import fit_sync_costs
 from evener.balancer.search.observations import Observations, relative_error
-from evener.balancer.search.ranking import smallest_gain
+from evener.balancer.search.ranking import LEAST_GAIN, smallest_gain
 from evener.balancer.search.waterfill import DeviceCurve
 from evener.balancer.types import Layout, Problem, Timed
 
@@ -176,7 +176,8 @@ class MachineModel:
             even = split_evenly(self.problem.devices, layout.active, whole, self.quantum)
             if even is None or not same_measurement(even, layout):
                 continue
-            if all(share <= limit for share, limit in zip(even.shares, self.limits, strict=True)):
+            as_fast = self.predicted_rate(even) >= self.predicted_rate(layout) * (1 - LEAST_GAIN)
+            if as_fast and all(share <= limit for share, limit in zip(even.shares, self.limits, strict=True)):
                 return even
         return layout
 

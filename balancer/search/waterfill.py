@@ -135,9 +135,10 @@ def single_best(device: DeviceCurve, quantum: int = 1, limit: int | None = None)
     limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
     if limit < quantum:
         return None
-    sizes = {device.curve.largest(seconds, limit, quantum) for seconds in device.curve.breakpoints(limit)} | {limit}
+    knots = {device.curve.largest(seconds, limit, quantum) for seconds in device.curve.breakpoints(limit)}
+    sizes = {limit, *knots, *(size + quantum for size in knots)}  # a knot may lie between two whole quanta
     allocations = [
-        Allocation(((device.position, size),), device.curve.seconds(size)) for size in sizes if size >= quantum
+        Allocation(((device.position, size),), device.curve.seconds(size)) for size in sizes if quantum <= size <= limit
     ]
     return max(allocations, key=lambda allocation: (allocation.samples_per_second, -allocation.global_batch))
 

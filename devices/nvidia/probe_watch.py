@@ -90,8 +90,9 @@ class GpuVitals:
             self._thread.join(seconds)
 
     def _start(self, target: Callable[..., None], argument: object) -> None:
-        self._thread = threading.Thread(target=target, args=(argument,), name="evener-vitals", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=target, args=(argument,), name="evener-vitals", daemon=True)
+        thread.start()  # before others see it: they may join it at once
+        self._thread = thread
 
     def _answer(self, full: bool) -> None:
         self._began = time.monotonic()

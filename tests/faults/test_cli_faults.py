@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 import evener
+from evener.balancer.search.search import Stop
 from evener.balancer.store import journal
 from evener.balancer.store.journal import Record
 from evener.balancer.types import Timed
@@ -138,7 +139,7 @@ def test_a_signal_ends_with_the_best_plan_so_far(
     assert time.monotonic() - sent < 2 * GONE_SECONDS
     assert answer["interrupted"]
     plan = load_plan("plan.toml")
-    assert plan.search.why_stopped == "interrupted"
+    assert plan.search.why_stopped == Stop.INTERRUPTED.value
     (path,) = state.glob("evener/runs/*/journal.jsonl")
     record = journal.read(path)
     assert record.ended is not None
@@ -198,7 +199,7 @@ def test_under_nohup_a_hang_up_ends_nothing(start: Start) -> None:
     children = wait_for(lambda: children_of(process))
     process.send_signal(signal.SIGHUP)
     assert ends(process, children) == 0
-    assert load_plan("plan.toml").search.why_stopped != "interrupted"
+    assert load_plan("plan.toml").search.why_stopped != Stop.INTERRUPTED.value
 
 
 @pytest.mark.slow
