@@ -28,6 +28,12 @@ def pytest_configure() -> None:
     end_with_this_process()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests begin first, so that no worker is left with one of them at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def default_signal_handlers() -> None:
     """Restore the handlers that nohup or `&` turned off: child processes inherit ignored signals."""
