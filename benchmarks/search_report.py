@@ -13,8 +13,8 @@ WITHIN = 0.005  # a rival that is better by no more is a draw
 MODE_WORDS = {"free": "free batch, tolerance 0", "fixed": "fixed batch", "tolerant": "free batch, tolerance 2 %"}
 REASONS = {
     "stairs": (
-        "the search doesn't look for stairs: it measures up to seven splits where times lie on no simple curve, and ends "
-        "where the curve through them is best"
+        "the search doesn't look for stairs: it measures up to seven splits where times lie on no simple curve, and "
+        "ends where the curve through them is best"
     ),
 }
 
