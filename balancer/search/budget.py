@@ -48,7 +48,7 @@ class Budget:
     def __init__(
         self, problem: Problem, options: LayoutOptions, seen: Observations, race_is_over: bool = False
     ) -> None:
-        self._problem, self._options, self._seen, self._race_is_over = problem, options, seen, race_is_over
+        self._problem, self._options, self._seen, self.race_is_over = problem, options, seen, race_is_over
         self._timed = seen.all_timed()
         self.seconds = problem.budget_seconds
 
@@ -119,7 +119,7 @@ class Budget:
 
     def _end(self, stage: Stage) -> float:
         assert self.seconds is not None
-        if self._race_is_over:  # exploration may have the rest
+        if self.race_is_over:  # exploration may have the rest
             return LATER_TURNS_END_BY * self.seconds
         return ENDS_BY[stage] * (self.explore_seconds if stage in EXPLORATION else self.seconds)
 

@@ -320,7 +320,8 @@ class Search:
         found = self.ranking()
         if not found:
             return (Stop.BUDGET if self._seen.in_stage("split") or model.holds_batch else Stop.NO_FIT).value
-        endless = Budget(msgspec.structs.replace(self.problem, budget_seconds=None), self.options, self._seen)
+        problem = msgspec.structs.replace(self.problem, budget_seconds=None)
+        endless = Budget(problem, self.options, self._seen, race_is_over=True)
         if self._race.waits_for_budget or self._explore(endless):
             return Stop.BUDGET.value
         if self._race.tied:

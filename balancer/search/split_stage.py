@@ -63,7 +63,8 @@ class SplitStage:
         """The allocations that are worth a probe; a generator, as each takes time to compute."""
         if (fastest := self._predictions.fastest_split) and self._gains(fastest):
             yield fastest
-        if (tolerable := self._predictions.tolerable) and self._smaller(tolerable):
+        late = self._budget.race_is_over  # then a smaller batch is not worth another race
+        if not late and (tolerable := self._predictions.tolerable) and self._smaller(tolerable):
             yield tolerable
 
     @property
@@ -77,7 +78,8 @@ class SplitStage:
             return True
         best = max(self._model.predicted_rate(seen.probe.layout) for seen in self._model.fitting_splits)
         raced = max((seen.samples_per_second for seen in self._seen.timed_race()), default=0.0)
-        return wanted.samples_per_second > max(best, raced, self._predictions.single_rate) * (1 + LEAST_GAIN)
+        gain = max(LEAST_GAIN, self._problem.tolerance if self._budget.race_is_over else 0.0)
+        return wanted.samples_per_second > max(best, raced, self._predictions.single_rate) * (1 + gain)
 
     def _smaller(self, wanted: Allocation) -> bool:
         """Whether the smallest tolerable global batch is below every measured one that is fast enough."""

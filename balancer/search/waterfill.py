@@ -148,9 +148,10 @@ def single_reaching(device: DeviceCurve, rate: float, quantum: int = 1, limit: i
     limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
     if limit < quantum or limit < rate * device.curve.seconds(quantum):
         return None  # unreachable even if the limit took only one quantum's time
-    return smallest_reaching(
-        [DeviceCurve(device.position, device.curve, limit)], (0.0, 0.0), rate, quantum, limit, fewest=1
-    )
+    bounded = DeviceCurve(device.position, device.curve, limit)
+    found = (smallest_reaching([bounded], (0.0, 0.0), rate, quantum, limit, fewest=1), single_best(bounded, quantum))
+    enough = (one for one in found if one is not None and one.samples_per_second >= rate)
+    return min(enough, key=lambda one: one.global_batch, default=None)
 
 
 def _most(devices: Sequence[DeviceCurve], seconds: float, quantum: int) -> list[int]:
