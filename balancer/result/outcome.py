@@ -21,7 +21,7 @@ from evener.balancer.result.explain import (
     name_rivals,
 )
 from evener.balancer.result.number_format import join_words
-from evener.balancer.search.search import Search
+from evener.balancer.search.search import Search, Stop
 from evener.balancer.store.journal import Header
 from evener.balancer.types import Failed, Interval, Layout, Observation, OutOfMemory, Result
 from evener.devices.limits import write_limit
@@ -68,7 +68,7 @@ def build_outcome(
         *header.notes,
         *search.options.left_out,
         *explain_failures(search, labels),
-        *explain_unmeasured(search, labels),
+        *explain_unmeasured(search, labels, why_stopped in (Stop.INTERRUPTED.value, Stop.CUT_OFF.value)),
         *measurements.explain_doubts(doubts, devices),
         *measurements.explain_taken_memory(seen, devices),
         *measurements.explain_left_out(seen, devices, chosen.layout),
@@ -99,12 +99,12 @@ def explain_failures(search: Search, labels: Sequence[str]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def explain_unmeasured(search: Search, labels: Sequence[str]) -> tuple[str, ...]:
+def explain_unmeasured(search: Search, labels: Sequence[str], interrupted: bool = False) -> tuple[str, ...]:
     """Layouts that the budget left out, with a budget that should do; and what was measured smaller than was meant."""
     missing = [name_candidate(one, len(labels)) for one in search.unmeasured()]
     larger = [name_candidate(one, len(labels)) for one in search.ungrown()]
     lines = []
-    if search.problem.budget_seconds is not None and (missing or larger):
+    if search.problem.budget_seconds is not None and not interrupted and (missing or larger):
         enough = f"--budget {STEP_SECONDS * math.ceil(MARGIN * search.enough_seconds() / STEP_SECONDS)}s should do"
         if missing:
             lines.append(f"The budget left no time to measure {join_words(missing)}; {enough}.")

@@ -116,6 +116,7 @@ def test_a_budget_that_was_too_short_is_named_with_one_that_suffices(budget: flo
     assert missing
     assert search.best() is not None
     assert search.why_stopped() == Stop.BUDGET.value
+    assert explain_unmeasured(search, LABELS, interrupted=True) == ()
     (sentence,) = explain_unmeasured(search, LABELS)
     assert "pack of 2" in sentence
     enough = float(sentence.partition("--budget ")[2].partition("s should")[0])
