@@ -15,9 +15,10 @@ import msgspec
 
 from evener.atomic_write import write_atomically
 from evener.errors import PlanError
+from evener.passes import split_passes
 from evener.shares import apportion
 
-SCHEMA = 1
+SCHEMA = 2
 LARGEST_FILE_BYTES = 4 << 20  # a plan takes a few kB
 RATIO_TOLERANCE = 1e-6
 EVEN_SPLIT = "even split"  # names in a plan's evidence
@@ -38,6 +39,12 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batch: int  # samples
     ratio: float  # batch / global batch
     limit: str = ""  # as given behind `@`: "60%+8GiB"
+    micro: int = 0  # rows of one forward and backward pass: `batch` where one does it
+
+    @property
+    def passes(self) -> tuple[int, ...]:
+        """Rows of each forward and backward pass; none for a device that is left out."""
+        return split_passes(self.batch, self.micro or self.batch or 1)
 
 
 class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,6 +71,11 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def active(self) -> tuple[Share, ...]:
         """The shares of the devices that compute."""
         return tuple(share for share in self.share if share.batch)
+
+    @property
+    def in_passes(self) -> bool:
+        """Whether a device computes its share in more than one pass."""
+        return any(len(share.passes) > 1 for share in self.share)
 
 
 class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -145,15 +157,16 @@ def make_layout(
     devices: tuple[Share, ...],
     batches: tuple[int, ...],
     *,
+    micros: tuple[int, ...] | None = None,
     engine: str = "",
     processes: int = 1,
     placement: str = "",
 ) -> PlanLayout:
-    """A layout from template shares (their batch and ratio are replaced) and samples per device."""
+    """A layout from template shares (their figures are replaced), samples per device and, if not all, per pass."""
     total = sum(batches)
     shares = tuple(
-        msgspec.structs.replace(device, batch=batch, ratio=batch / total if total else 0.0)
-        for device, batch in zip(devices, batches, strict=True)
+        msgspec.structs.replace(device, batch=batch, ratio=batch / total if total else 0.0, micro=micro)
+        for device, batch, micro in zip(devices, batches, micros or batches, strict=True)
     )
     return PlanLayout(kind, total, shares, engine, processes, placement)
 
@@ -185,27 +198,57 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
         raise PlanError(
             f"{source}: {error}.", "Correct that key, or make the plan again with evener balance --export."
         ) from None
+    if plan.schema == 1:
+        evidence = tuple(msgspec.structs.replace(rival, layout=_upgrade(rival.layout)) for rival in plan.evidence)
+        plan = msgspec.structs.replace(plan, schema=SCHEMA, layout=_upgrade(plan.layout), evidence=evidence)
     _check_numbers(plan, source)
     return plan
 
 
-def to_toml(plan: Plan) -> bytes:
-    """The plan as TOML, with the schema first."""
+def to_toml(plan: Plan, schema: int | None = None) -> bytes:
+    """The plan as TOML, with the schema first; PlanError if `schema` is an older one that can't say it."""
     import tomli_w
 
-    text: str = tomli_w.dumps(_ordered(plan))
+    text: str = tomli_w.dumps(_ordered(plan, schema))
     return text.encode()
 
 
-def to_json(plan: Plan) -> bytes:
+def to_json(plan: Plan, schema: int | None = None) -> bytes:
     """The plan as indented JSON, with the same keys as the TOML."""
-    text: bytes = msgspec.json.format(msgspec.json.encode(_ordered(plan)), indent=2)
+    text: bytes = msgspec.json.format(msgspec.json.encode(_ordered(plan, schema)), indent=2)
     return text + b"\n"
 
 
-def _ordered(plan: Plan) -> dict[str, Any]:
+def _ordered(plan: Plan, schema: int | None) -> dict[str, Any]:
     data: dict[str, Any] = _as_unicode(msgspec.to_builtins(plan))
+    if (schema or plan.schema) == 1:
+        _take_out_passes(data)
     return {"schema": data.pop("schema"), **data}
+
+
+def _take_out_passes(data: dict[str, Any]) -> None:
+    """Make it a plan of schema 1, which has no passes; rivals that need them are left out."""
+    data["schema"] = 1
+    data["evidence"] = [rival for rival in data["evidence"] if not any(map(_needs_passes, rival["layout"]["share"]))]
+    for layout in (data["layout"], *(rival["layout"] for rival in data["evidence"])):
+        for share in layout["share"]:
+            if _needs_passes(share):
+                raise PlanError(
+                    f"Schema 1 has no passes, and {share['device']} computes {share['batch']} rows in passes of"
+                    f" {share['micro']}.",
+                    "Export schema 2, or make a plan with evener balance --micro off.",
+                )
+            del share["micro"]
+
+
+def _needs_passes(share: dict[str, Any]) -> bool:
+    return bool(0 < share["micro"] < share["batch"])
+
+
+def _upgrade(layout: PlanLayout) -> PlanLayout:
+    """A layout of schema 1, where each share is one pass, in today's."""
+    shares = (msgspec.structs.replace(share, micro=share.micro or share.batch) for share in layout.share)
+    return msgspec.structs.replace(layout, share=tuple(shares))
 
 
 def _as_unicode(data: Any) -> Any:
@@ -236,7 +279,7 @@ def _check_schema(data: dict[Any, Any], source: str) -> None:
             "Update evener on this machine.",
         )
     if schema < 1:
-        raise PlanError(f"{source} has unsupported schema {schema}.", f"The first schema is {SCHEMA}.")
+        raise PlanError(f"{source} has unsupported schema {schema}.", "The first schema is 1.")
 
 
 def _check_numbers(plan: Plan, source: str) -> None:
@@ -278,6 +321,11 @@ def _check_layout(layout: PlanLayout, where: str) -> None:
             raise PlanError(
                 f"{where}.share[{position}].ratio is {share.ratio}, but its batch is {share.batch} of {total}.",
                 f"Write ratio = {expected!r}, or change the batch.",
+            )
+        if not min(share.batch, 1) <= share.micro <= share.batch:
+            raise PlanError(
+                f"{where}.share[{position}].micro is {share.micro}, but its batch is {share.batch}.",
+                f"Write the rows of one pass, 1 to {share.batch}." if share.batch else "Write 0, as for the batch.",
             )
 
 

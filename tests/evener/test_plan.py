@@ -47,7 +47,9 @@ def layouts(draw: st.DrawFn) -> PlanLayout:
     batches = draw(st.lists(st.integers(0, 4096), min_size=1, max_size=5).filter(any))
     shares = tuple(Share(draw(TEXT), draw(st.integers(0, 64)), draw(TEXT), batch, 0.0, draw(TEXT)) for batch in batches)
     kind: Kind = "solo" if sum(map(bool, batches)) == 1 else draw(st.sampled_from(["split", "place"]))
-    return make_layout(kind, shares, tuple(batches), engine=draw(st.sampled_from(["", "towers", "ddp"])))
+    micros = tuple(draw(st.integers(min(batch, 1), batch)) for batch in batches) if draw(st.booleans()) else None
+    engine = draw(st.sampled_from(["", "towers", "ddp"]))
+    return make_layout(kind, shares, tuple(batches), micros=micros, engine=engine)
 
 
 @st.composite
@@ -138,6 +140,34 @@ def test_a_damaged_plan_is_read_or_is_one_sentence(data: st.DataObject) -> None:
     assert parse_plan(to_json(plan)) == plan
 
 
+def in_passes(*micros: int) -> PlanLayout:
+    """The example's layout with passes of so many rows."""
+    layout = example().layout
+    return make_layout(layout.kind, layout.share, layout.batches, micros=micros)
+
+
+def test_a_plan_of_schema_1_is_read_as_one_pass_each_and_written_again() -> None:
+    """Old plans, and journals that hold them as they were decoded."""
+    for form in (to_toml, to_json):
+        old = form(example(), schema=1)
+        assert b"micro" not in old
+        assert parse_plan(old) == example()
+        assert form(parse_plan(old), schema=1) == old
+    journalled = msgspec.convert(msgspec.json.decode(to_json(example(), schema=1)), Plan)
+    assert parse_plan(to_json(journalled)) == example()
+
+
+def test_a_plan_with_passes_has_no_schema_1() -> None:
+    throughput = Throughput(10.0, 9.0, 11.0)
+    plan = msgspec.structs.replace(example(), layout=in_passes(30, 0, 20))
+    with pytest.raises(PlanError, match="GPU-0 computes 60 rows in passes of 30"):
+        to_toml(plan, schema=1)
+    rivals = (Evidence("a", in_passes(60, 0, 10), throughput), Evidence("b", example().layout, throughput))
+    plan = msgspec.structs.replace(example(), evidence=rivals)
+    assert parse_plan(to_json(plan, schema=1)).evidence == rivals[1:]
+    assert parse_plan(to_json(plan)) == plan
+
+
 def put(data: Any, path: str, value: Any) -> None:
     *way, last = path.split(".")
     for key in way:
@@ -164,6 +194,12 @@ def put(data: Any, path: str, value: Any) -> None:
         ("layout.share.0.batch", 60.5, "batch"),
         ("layout.share.0.batch", "60", "batch"),
         ("layout.share.0.batch", 0, "split"),
+        ("layout.share.0.micro", 61, "share[0].micro is 61, but its batch is 60"),
+        ("layout.share.0.micro", 0, "share[0].micro"),
+        ("layout.share.0.micro", -1, "share[0].micro"),
+        ("layout.share.0.micro", 30.5, "micro"),
+        ("layout.share.0.micro", True, "micro"),
+        ("layout.share.1.micro", 1, "share[1].micro"),
         ("layout.global_batch", 10**30, "global_batch"),
         ("layout.kind", "solo", "solo"),
         ("layout.kind", "spilt", "spilt"),

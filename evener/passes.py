@@ -1,0 +1,20 @@
+"""A share as passes: the rows of each forward and backward pass where a device can't compute its share at once."""
+
+from __future__ import annotations
+
+from evener.errors import RequestError
+from evener.shares import even, whole_number
+
+
+def count_passes(batch: int, micro: int) -> int:
+    """The passes that `batch` rows take at up to `micro` rows each; RequestError unless `micro` is 1 or more."""
+    whole = whole_number(micro)
+    if whole is None or whole < 1:
+        raise RequestError(f"A pass can't have {micro!r} rows.", "Give a whole number, 1 or above, as micro.")
+    return -(-batch // whole)
+
+
+def split_passes(batch: int, micro: int) -> tuple[int, ...]:
+    """The rows of each pass, spread evenly: 820 rows at up to 300 are 273, 273 and 274; none for 0 rows."""
+    passes = count_passes(batch, micro)
+    return even(batch, passes)[::-1] if passes > 0 else ()
