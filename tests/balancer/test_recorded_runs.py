@@ -8,7 +8,7 @@ import pytest
 
 from evener.balancer.store import journal, replay
 from evener.balancer.types import OutOfMemory, Timed
-from evener.plan import parse_plan, to_toml
+from evener.plan import parse_plan, to_json, to_toml
 
 RECORDED = sorted((Path(__file__).parents[1] / "recorded").glob("*.jsonl"))
 
@@ -24,7 +24,7 @@ def test_a_recorded_run_replays_to_its_plan(path: Path) -> None:
     record = journal.read(path)
     assert record.ended is not None
     found = replay.recover(record)
-    assert found.plan.layout == record.ended.plan.layout
+    assert found.plan.layout == parse_plan(to_json(record.ended.plan)).layout
     rate = record.ended.plan.throughput.samples_per_second
     assert found.plan.throughput.samples_per_second == pytest.approx(rate, rel=0.01)
     assert found.plan.search.probes == record.ended.plan.search.probes
