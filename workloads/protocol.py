@@ -38,9 +38,12 @@ class Place(msgspec.Struct, frozen=True):
 class Workload(Protocol):
     """A model that trains, built at its place. Its constructor may take minutes; `step` returns when it is enqueued."""
 
-    def prepare(self, shares: Sequence[int]) -> None:
+    def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
         """Make batches of these samples per device (of all ranks in a group, else of the place's devices, in order)
-        and whatever a first step needs. Called again for each new size; a share of 0 leaves that device out."""
+        and whatever a first step needs. Called again for each new size; a share of 0 leaves that device out.
+
+        `micro` has the rows of one pass for each device; without it, each share is one pass.
+        """
         ...
 
     def step(self) -> None:

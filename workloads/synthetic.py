@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evener.errors import RequestError
+from evener.passes import split_passes
 from evener.workloads.protocol import Place, Workload
 
 MIB = 1 << 20
@@ -28,7 +29,7 @@ def build(place: Place, settings: Mapping[str, Any]) -> Workload:
 
 
 class Synthetic:
-    """Steps take max over own devices of `base_ms + per_sample_ms * share`; a group's ranks wait for each other.
+    """Passes take max over own devices of `base_ms + per_sample_ms * rows`; a group's ranks wait for each other.
 
     `fail` (one of FAILURES) happens in the first step for which own share >= `at_share` and step number >= `at_step`,
     counted from 0 since `prepare`; "memory" happens in `prepare`. "slow" makes that one step 20 times longer.
@@ -43,23 +44,26 @@ class Synthetic:
         self._settings = dict(settings)
         self._random = random.Random(place.rank)
         self._shares: tuple[int, ...] = ()
+        self._passes: tuple[tuple[int, ...], ...] = ()  # the rows of each, by own device
         self._held: list[bytearray] = []
         self._steps = 0
         self._barrier = Barrier(place.peers, place.rank) if place.world > 1 else None
 
-    def prepare(self, shares: Sequence[int]) -> None:
-        """Hold the memory that the shares need; MemoryError if that is above the place's limit or the machine's."""
-        own = shares[self._place.rank : self._place.rank + 1] if self._barrier else shares
-        self._shares = tuple(own)
+    def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
+        """Hold the memory that a pass needs; MemoryError if that is above the place's limit or the machine's."""
+        own = slice(self._place.rank, self._place.rank + 1) if self._barrier else slice(None)
+        self._shares = tuple(shares[own])
+        sizes = (micro or shares)[own]
+        self._passes = tuple(split_passes(*each) if each[0] else () for each in zip(self._shares, sizes, strict=True))
         self._steps = 0
         self._held.clear()
         if self._settings["fail"] == "memory" and self._struck():
             raise MemoryError(f"synthetic was asked to run out of memory at {self._largest} samples")
         limits = [*self._place.memory_limit_bytes, *[None] * len(self._shares)]
-        for share, limit in zip(self._shares, limits, strict=False):
-            size = self._bytes(share) if share else 0
+        for passes, limit in zip(self._passes, limits, strict=False):
+            size = self._bytes(max(passes)) if passes else 0
             if limit is not None and size > limit:
-                raise MemoryError(f"synthetic needs {size} bytes for {share} samples, its device has {limit}")
+                raise MemoryError(f"synthetic needs {size} bytes for {max(passes)} samples, its device has {limit}")
             self._held.append(_touched(size))
 
     def step(self) -> None:
@@ -106,7 +110,8 @@ class Synthetic:
 
     def _seconds(self) -> float:
         settings = self._settings
-        milliseconds = settings["base_ms"] + settings["per_sample_ms"] * self._largest
+        passes = max(map(len, self._passes), default=0)
+        milliseconds = settings["base_ms"] * passes + settings["per_sample_ms"] * self._largest
         return float(milliseconds * max(0.0, self._random.gauss(1.0, settings["noise"]))) / 1000
 
     def _struck(self) -> bool:

@@ -42,9 +42,10 @@ class Build(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """Make batches of these sizes and run the first step."""
+    """Make batches of these sizes and run the first step. `micro` is the rows of one pass; empty: each share is one."""
 
     shares: tuple[int, ...]
+    micro: tuple[int, ...] = ()
 
 
 class RunSteps(msgspec.Struct, frozen=True, tag=True):

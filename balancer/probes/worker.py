@@ -106,7 +106,7 @@ class Worker:
         workload, _ = self._built()
         gc.unfreeze()
         self._busy_seconds = 0.0
-        workload.prepare(command.shares)
+        workload.prepare(command.shares, command.micro)
         started = time.perf_counter()
         workload.step()
         workload.synchronize()

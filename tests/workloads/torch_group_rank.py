@@ -16,6 +16,7 @@ from evener.workloads.torch_backend.batches import Data
 from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
 
 SIZES = ((6, 2, 3), (1, 5, 2), (4, 0, 4), (6, 2, 3))  # in the third, the middle rank is left out
+MICROS = ((2, 2, 3), (), (4, 0, 1), (5, 1, 2))
 STEPS = 5
 ROWS = 28  # two or three full batches an epoch
 
@@ -36,8 +37,8 @@ def main(rank: int, port: str, world: int, result: str) -> None:
     peers = tuple(f"127.0.0.1:{port}" for _ in range(world))
     workload = TorchWorkload(Place(("CPU:0",), rank=rank, peers=peers, threads=1, engine="ddp"), recipe, sample_batch)
     ended: list[Any] = []
-    for sizes in SIZES:
-        workload.prepare(sizes)
+    for sizes, micro in zip(SIZES, MICROS, strict=True):
+        workload.prepare(sizes, micro)
         for _ in range(STEPS):
             workload.step()
         workload.synchronize()

@@ -51,7 +51,7 @@ class KerasWorkload:
         self._position = 0
         self._logs: Any = None
 
-    def prepare(self, shares: Sequence[int]) -> None:
+    def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
         """Begin to make batches for these shares; RequestError if this process would have none of the samples."""
         self._memory.reset()
         self._sent = self._batches = None

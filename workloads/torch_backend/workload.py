@@ -19,12 +19,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.errors import RequestError
+from evener.passes import split_passes
+from evener.shares import bounds
 from evener.torch_split.gradient_weights import GradientWeights
 from evener.torch_split.model_digest import model_digest
 from evener.torch_split.process import fetching_threads
 from evener.workloads.memory import MemoryMeter
 from evener.workloads.protocol import Place
-from evener.workloads.torch_backend.batches import Batches, Data, PoolData, SampleBatch
+from evener.workloads.torch_backend.batches import Batches, Data, PoolData, SampleBatch, map_tensors
 
 _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 
@@ -65,11 +67,13 @@ class TorchWorkload:
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=place.precision == "mixed_float16")
         self._weights: GradientWeights | None = None
         self._members: tuple[int, ...] = ()
+        self._passes: tuple[tuple[int, int], ...] = ()  # the rows of each, first and stop
         self._model: Any = self.recipe.module if lay is None else lay(self.recipe.module, self.devices)
 
-    def prepare(self, shares: Sequence[int]) -> None:
+    def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
         """Hold batches for this rank's share; a rank whose share is 0 is left out of the group until it has one."""
         own = own_share(self.place, shares)
+        self._passes = bounds(split_passes(own, own_share(self.place, micro or shares))) if own else ()
         batches = self._open_batches()
         batches.drop()
         self._memory.reset()
@@ -84,14 +88,22 @@ class TorchWorkload:
         """One optimizer step on the next batch, in step with the other ranks."""
         if self._batches is None or not self._batches.rows:
             return
-        inputs, targets = self._batches.take()
+        batch = self._batches.take()
         optimizer = self.recipe.optimizer
         optimizer.zero_grad(set_to_none=True)
-        with self._autocast():
-            loss = self._objective(inputs, targets)
-        self._scaler.scale(loss).backward()
+        *others, last = self._passes
+        for rows in others:
+            with self._model.no_sync() if self._group else nullcontext():
+                self._add_gradients(cut(batch, *rows), (rows[1] - rows[0]) / last[1])
+        self._add_gradients(cut(batch, *last) if others else batch, (last[1] - last[0]) / last[1])
         self._scaler.step(optimizer)
         self._scaler.update()
+
+    def _add_gradients(self, batch: tuple[Any, Any], weight: float) -> None:
+        """A forward and backward pass on rows that are this part of the share."""
+        with self._autocast():
+            loss = self._objective(*batch)
+        self._scaler.scale(loss if weight == 1.0 else loss * weight).backward()
 
     def synchronize(self) -> None:
         """Wait for the GPUs and for the batches fetched ahead; on a CPU nothing is pending when `step` returns."""
@@ -238,6 +250,11 @@ def own_share(place: Place, shares: Sequence[int]) -> int:
     if len(shares) != expected or min(shares) < 0 or not any(shares):
         raise RequestError(f"The shares {tuple(shares)} are not for {expected} devices.", "Give 0 or more for each.")
     return shares[place.rank] if expected > 1 else shares[0]
+
+
+def cut(batch: Any, start: int, stop: int) -> Any:
+    """These rows of a batch."""
+    return map_tensors(lambda tensor: tensor[start:stop], batch)
 
 
 def call(model: Any, inputs: Any) -> Any:
