@@ -5,15 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from evener.balancer.request import Request
 from evener.tui.text.parsing import REQUEST_HELP, make_request
 
-TRAINING = ("devices", "workload", "framework", "settings", "precision", "xla", "inputs", "engine", "share")
-SEARCH = ("global_batch", "max_global_batch", "multiple_of", "budget", "tolerance", "seed", "pace", "objective")
+WHAT, BATCH, LENGTH, OUTPUT = "What is measured", "Which batches", "How long", "Where results go"  # groups in --help
+TRAINING = ("devices", "share", "workload", "framework", "settings", "precision", "xla", "inputs", "engine")
+BATCHES = ("global_batch", "max_global_batch", "multiple_of", "tolerance", "objective")
+SEARCH = (*BATCHES, "budget", "seed", "pace")
 _FLAGS = {
     "devices": ("--devices", "-d"),
     "workload": ("--workload", "-w"),
@@ -34,10 +36,17 @@ def _request_option(name: str, panel: str | None = None) -> Any:
 
 
 DevicesOption = Annotated[str, _request_option("devices")]
-ExportOption = Annotated[Path | None, typer.Option("--export", "-e", help="Write the plan here (.toml or .json).")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+ExportOption = Annotated[
+    Path | None,
+    typer.Option("--export", "-e", help="Write the plan to this .toml or .json file.", rich_help_panel=OUTPUT),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=OUTPUT)]
+FormatOption = Annotated[
+    Literal["table", "csv", "markdown"], typer.Option("--format", help="Form of the table.", rich_help_panel=OUTPUT)
+]
 ReadonlyOption = Annotated[bool, typer.Option("--readonly", help="The app can't send signals to processes.")]
 AsciiOption = Annotated[bool, typer.Option("--ascii", help="Draw with plain ASCII characters.")]
+ThemeOption = Annotated[Literal["dark", "light"], typer.Option("--theme", help="Colours of the app.")]
 ReplayOption = Annotated[Path | None, typer.Option("--replay", help="Show a file that `monitor --record` wrote.")]
 
 
@@ -48,7 +57,8 @@ def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., N
 
     def parameter(name: str) -> inspect.Parameter:
         kind, default = _TYPED[name] if name in _TYPED else (types[name], fields[name].default)
-        annotation: Any = Annotated[kind, _request_option(name, "Search" if name in SEARCH else "Training")]
+        group = WHAT if name in TRAINING else BATCH if name in BATCHES else LENGTH
+        annotation: Any = Annotated[kind, _request_option(name, group)]
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
     def decorate(command: Callable[..., int]) -> Callable[..., None]:
@@ -60,7 +70,7 @@ def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., N
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
-        run.__signature__ = inspect.Signature([*keywords, *map(parameter, names)])  # type: ignore[attr-defined]
+        run.__signature__ = inspect.Signature([*map(parameter, names), *keywords])  # type: ignore[attr-defined]
         run.__annotations__ = {}
         return run
 
