@@ -17,6 +17,7 @@ OBJECTIVES = ("throughput",)
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 INPUTS = ("host", "device")
 ENGINES = ("auto", "towers", "mirrored", "multiworker")
+MICROS = ("auto", "off")
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -37,6 +38,7 @@ class Request(msgspec.Struct, frozen=True):
     xla: bool = False
     input: str = "host"  # where each step's batch comes from
     engine: str = "auto"  # how TensorFlow keeps a split in step
+    micro: str = "auto"  # a share that doesn't fit at once is computed in passes; off: each share is one pass
     pace: float = 0.0  # simulated devices: 1 takes real time
     share: bool = False  # run even if another session is using the devices
     compare: LayoutOptions | None = None  # which layouts to compare; None: find the best split
@@ -81,6 +83,7 @@ def check_request(request: Request) -> None:
         ("--precision", request.precision, PRECISIONS),
         ("--input", request.input, INPUTS),
         ("--engine", request.engine, ENGINES),
+        ("--micro", request.micro, MICROS),
     ):
         if word not in words:
             raise RequestError(f"{option} {word!r} is not known.", f"Choose {' or '.join(words)}.")

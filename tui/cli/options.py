@@ -14,7 +14,7 @@ from evener.tui.text.parsing import REQUEST_HELP, make_request
 
 WHAT, BATCH, LENGTH, OUTPUT = "What is measured", "Which batches", "How long", "Where results go"  # groups in --help
 TRAINING = ("devices", "share", "workload", "framework", "settings", "precision", "xla", "inputs", "engine")
-BATCHES = ("global_batch", "max_global_batch", "multiple_of", "tolerance", "objective")
+BATCHES = ("global_batch", "max_global_batch", "multiple_of", "micro", "tolerance", "objective")
 SEARCH = (*BATCHES, "budget", "seed", "pace")
 _FLAGS = {
     "devices": ("--devices", "-d"),
@@ -85,7 +85,7 @@ def spread_lists(arguments: list[str]) -> list[str]:
         is_option = argument.startswith("-") and not argument.lstrip("-").isdigit()
         if is_option and current and not values:
             spread.append(current)  # the parser says what is missing
-        if argument in ("--gpus", "--batches"):
+        if argument in ("--gpus", "--batches", "--micro"):
             current, values = argument, 0
             continue
         if is_option:

@@ -13,7 +13,7 @@ from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Button, Input, Static
 
-from evener.balancer.request import ENGINES, INPUTS, OBJECTIVES, PRECISIONS, Request
+from evener.balancer.request import ENGINES, INPUTS, MICROS, OBJECTIVES, PRECISIONS, Request
 from evener.devices.types import Device
 from evener.errors import EvenerError, RequestError
 from evener.tui.runtime.base_app import UsesApp
@@ -26,7 +26,7 @@ from evener.tui.widgets.lines import Lines
 from evener.workloads import registry
 
 _OWN = "your own"
-_CHOICES = {"objective": OBJECTIVES, "precision": PRECISIONS, "inputs": INPUTS}
+_CHOICES = {"objective": OBJECTIVES, "micro": MICROS, "precision": PRECISIONS, "inputs": INPUTS}
 _ENGINE = {"engine": ENGINES}
 _FRAMEWORKS = tuple(name for name in registry.FRAMEWORKS if name != "none")
 _FIELDS = {"budget": "120s", "global_batch": "", "max_global_batch": "", "tolerance": "0.02", "settings": ""}

@@ -28,6 +28,7 @@ REQUEST_HELP = {
     "global_batch": "Fixed number of samples per step.",
     "max_global_batch": "Upper limit for the global batch, in samples.",
     "multiple_of": "Make every share a multiple of this number.",
+    "micro": "auto: compute a share that doesn't fit in memory in several passes; off: keep to what fits at once.",
     "objective": "What to maximise; throughput is samples/s.",
     "budget": "Most time to spend on measuring, like 120s or 5m; none: no limit.",
     "tolerance": "Take the smallest global batch within this fraction of the fastest; 0.02 is 2 %.",
