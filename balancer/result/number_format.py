@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+
+from evener.passes import split_passes
 
 
 def rate(samples_per_second: float) -> str:
@@ -16,6 +19,14 @@ def rate(samples_per_second: float) -> str:
 def percent(share: float, digits: int = 0) -> str:
     """A relative figure: 0.173 is "17 %"."""
     return f"{share * 100:.{digits}f} %"
+
+
+def write_share(batch: int, micro: int) -> str:
+    """A share in passes of up to `micro` rows: 820 for one, 820 = 2 × 410, 820 = 2 × 273 + 274."""
+    passes = Counter(split_passes(batch, micro or batch or 1))
+    if passes.total() < 2:
+        return str(batch)
+    return f"{batch} = {' + '.join(str(rows) if times == 1 else f'{times} × {rows}' for rows, times in passes.items())}"
 
 
 def join_words(words: Sequence[str]) -> str:
