@@ -28,13 +28,14 @@ class ProbeStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class ProbeProgress(msgspec.Struct, frozen=True, tag=True):
-    """How a running measurement is doing. A later report replaces it."""
+    """How a running measurement is doing, at least once a second. A later report replaces it."""
 
     probe: Probe
     phase: str  # starting | building | warming up | measuring
     samples_per_second: float | None
     relative_interval: float | None  # half-width of the 95 % interval / the figure
     at_seconds: float
+    phase_seconds: float = 0.0  # how long it has been in this phase
 
 
 class Observed(msgspec.Struct, frozen=True, tag=True):

@@ -23,7 +23,16 @@ from evener.balancer.result.explain_failure import explain_no_plan
 from evener.balancer.result.outcome import build_outcome
 from evener.balancer.search.search import Search, Stop
 from evener.balancer.store import journal, replay, runs
-from evener.balancer.store.journal import AskedEntry, EndedEntry, FactsEntry, Header, Journal, ObservationEntry, Record
+from evener.balancer.store.journal import (
+    AskedEntry,
+    EndedEntry,
+    FactsEntry,
+    FailedEntry,
+    Header,
+    Journal,
+    ObservationEntry,
+    Record,
+)
 from evener.balancer.store.locks import RunLock, lock_devices
 from evener.balancer.types import Observation, OutOfMemory, Probe
 from evener.errors import RequestError
@@ -256,7 +265,10 @@ class Session:
         seen, at = tuple(self._seen), self._prober.now()
         found = build_outcome(self._header, self._search, seen, self._facts, self._why_stopped(), self._seconds())
         if found is None:
-            raise explain_no_plan(self._header, seen, self._search.belief(), self._why_stopped(), self._interrupted)
+            fault = explain_no_plan(self._header, seen, self._search.belief(), self._why_stopped(), self._interrupted)
+            if not self._interrupted:
+                self._write(FailedEntry(fault.message, at))
+            raise fault
         interrupted = self._interrupted and self._search.why_stopped() is None
         results = self._search.results()
         ended = EndedEntry(found.plan, results, found.verdict, interrupted, at)

@@ -22,6 +22,7 @@ class Running(msgspec.Struct, frozen=True):
     samples_per_second: float | None
     relative_interval: float | None
     since_seconds: float
+    phase_seconds: float = 0.0  # how long it has been in this phase
 
 
 class Seen(NamedTuple):
@@ -94,7 +95,9 @@ def _without(state: SessionState, probe: Probe) -> tuple[Running, ...]:
 def _progressed(state: SessionState, event: ProbeProgress) -> tuple[Running, ...]:
     before = next((each for each in state.running if each.probe == event.probe), None)
     since = before.since_seconds if before is not None else event.at_seconds
-    now = Running(event.probe, event.phase, event.samples_per_second, event.relative_interval, since)
+    now = Running(
+        event.probe, event.phase, event.samples_per_second, event.relative_interval, since, event.phase_seconds
+    )
     if before is None:
         return (*state.running, now)
     return tuple(now if each is before else each for each in state.running)

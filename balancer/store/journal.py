@@ -75,7 +75,14 @@ class EndedEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
     at_seconds: float
 
 
-LaterEntry = AskedEntry | ObservationEntry | FactsEntry | EndedEntry
+class FailedEntry(msgspec.Struct, frozen=True, tag="failed", tag_field="entry"):
+    """The session ended without a plan."""
+
+    message: str  # why, in a sentence
+    at_seconds: float
+
+
+LaterEntry = AskedEntry | ObservationEntry | FactsEntry | EndedEntry | FailedEntry
 Entry = Header | LaterEntry
 _decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
 
@@ -98,9 +105,15 @@ class Record(msgspec.Struct, frozen=True):
         return next((entry.facts for entry in reversed(self.entries) if isinstance(entry, FactsEntry)), Facts())
 
     @property
-    def ended(self) -> EndedEntry | None:
+    def last_end(self) -> EndedEntry | FailedEntry | None:
         """The last end, unless something was measured after it."""
         last = next((entry for entry in reversed(self.entries) if not isinstance(entry, FactsEntry | AskedEntry)), None)
+        return last if isinstance(last, EndedEntry | FailedEntry) else None
+
+    @property
+    def ended(self) -> EndedEntry | None:
+        """The last end, if it was one with a plan."""
+        last = self.last_end
         return last if isinstance(last, EndedEntry) else None
 
 

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import pwd
+import time
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from hashlib import blake2b
@@ -25,6 +26,7 @@ LOCKS = Path("/proc/locks")
 LARGEST_LOCKS_BYTES = 4 << 20
 LARGEST_NOTE_BYTES = 4096
 TRIES = 3  # at a lock whose holder is gone when it is looked up
+PAUSE_SECONDS = 0.01  # between two tries at a file of this user's
 REMEDY = "Wait for it, or use --share to run beside it."
 Note = dict[str, object]  # who holds a lock: pid and run
 
@@ -44,7 +46,7 @@ class _Locks(ExitStack):
                 "Set XDG_STATE_HOME to a folder that you may write.",
             ) from None
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
         except OSError:
             holder = _read_note(descriptor)
             os.close(descriptor)
@@ -64,6 +66,21 @@ class RunLock(_Locks):
         holder = self._lock_own(runs_folder() / run / "lock", {"pid": os.getpid()})
         if holder is not None:
             raise RequestError(f"The run {run} is going on{_describe_note(holder)}.", "Wait for it, or stop it there.")
+
+
+def is_running(run: str) -> bool:
+    """Whether a process works on the run: whether its lock is held."""
+    try:
+        descriptor = os.open(runs_folder() / run / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(descriptor)
 
 
 class DeviceLock(_Locks):
@@ -148,6 +165,16 @@ def find_holder(descriptor: int) -> int:
         lines = stream.read(LARGEST_LOCKS_BYTES).decode(errors="replace").splitlines()
         return next((int(words[4]) for line in lines if wanted in (words := line.split())), 0)
     return 0
+
+
+def _lock(descriptor: int) -> None:
+    """Lock an open file, or BlockingIOError; `is_running` holds it for a moment, so it is tried more than once."""
+    for _ in range(TRIES - 1):
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(PAUSE_SECONDS)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _lock_units(device: Device) -> list[str]:

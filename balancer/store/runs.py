@@ -1,24 +1,27 @@
-"""This user's runs: found by name, listed, loaded and deleted."""
+"""This user's runs: found by name, listed, loaded, annotated and deleted."""
 
 from __future__ import annotations
 
+import calendar
+import math
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from evener.balancer.store import journal
+from evener.balancer.store import journal, replay
 from evener.balancer.store.folders import runs_folder
-from evener.balancer.store.journal import EndedEntry, Header
-from evener.balancer.store.locks import RunLock
-from evener.balancer.types import Observation, Timed
+from evener.balancer.store.journal import EndedEntry, FailedEntry, Header, Record
+from evener.balancer.store.locks import RunLock, is_running
+from evener.balancer.store.notes import RunNote, change_note, read_note
+from evener.balancer.types import Failed, Observation, Timed
 from evener.devices.types import Device
 from evener.errors import EvenerError, NoLayoutError, RequestError
 from evener.plan import Plan, parse_plan, to_json
@@ -26,7 +29,8 @@ from evener.plan import Plan, parse_plan, to_json
 JOURNAL = "journal.jsonl"
 MOST_RUNS = 20  # searched for solo rates, the newest first
 _ID = re.compile(r"[0-9a-z][0-9a-z-]{0,40}")
-State = Literal["finished", "interrupted", "unfinished", "unreadable"]
+_CREATED = "%Y-%m-%dT%H:%M:%SZ"
+State = Literal["running", "finished", "stopped", "failed", "unreadable"]  # stopped: by the user, or cut off
 
 
 class RunSummary(msgspec.Struct, frozen=True):
@@ -40,7 +44,11 @@ class RunSummary(msgspec.Struct, frozen=True):
     probes: int
     samples_per_second: float | None
     ratios: tuple[float, ...] = ()
-    trouble: str = ""  # why it can't be read
+    trouble: str = ""  # why it failed, or can't be read
+    seconds: float = 0.0  # of measuring, by the session's clock
+    budget_seconds: float | None = None
+    note: str = ""
+    tags: tuple[str, ...] = ()
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -51,6 +59,10 @@ class Run(msgspec.Struct, frozen=True):
     plan: Plan | None
     verdict: str
     interrupted: bool
+    state: State = "finished"
+    trouble: str = ""  # why it failed
+    seconds: float = 0.0
+    note: RunNote = RunNote()
 
 
 def new_id(now: float | None = None) -> str:
@@ -98,15 +110,49 @@ def load_run(name: str) -> Run:
     record = journal.read(path)
     ended = record.ended
     observations = tuple(entry.seen for entry in record.seen)
-    if ended is None:
-        from evener.balancer.store import replay
-
+    state, trouble = _find_state(record)
+    plan, verdict = None, ""
+    if ended is not None:
+        plan, verdict = parse_plan(to_json(ended.plan), str(path)), ended.verdict
+    else:
         with suppress(NoLayoutError):
             found = replay.recover(record)
-            return Run(record.header, observations, found.plan, found.verdict, True)
-        return Run(record.header, observations, None, "", True)
-    plan = parse_plan(to_json(ended.plan), str(path))
-    return Run(record.header, observations, plan, ended.verdict, ended.interrupted)
+            plan, verdict = found.plan, found.verdict
+    interrupted = ended is None or ended.interrupted
+    seconds, note = replay.read_clock(record), read_note(path.parent)
+    return Run(record.header, observations, plan, verdict, interrupted, state, trouble, seconds, note)
+
+
+def annotate_run(
+    name: str, note: str | None = None, add_tags: Iterable[str] = (), remove_tags: Iterable[str] = ()
+) -> RunNote:
+    """Change a run's note (None leaves it) and its tags, and return them; RequestError for a bad tag."""
+    return change_note(run_folder(find(name)), note, add_tags, remove_tags)
+
+
+def choose_prunable(
+    found: Sequence[RunSummary],
+    *,
+    older_seconds: float | None = None,
+    keep: int | None = None,
+    states: Collection[State] = (),
+    now: float | None = None,
+) -> tuple[RunSummary, ...]:
+    """The runs that meet every condition given: older, in one of the states, and not among the newest `keep`.
+
+    Never one that is running, or that has a note or a tag; without a condition, none. `found` is as `list_runs` has it.
+    """
+    if older_seconds is None and keep is None and not states:
+        return ()
+    latest = None if older_seconds is None else (time.time() if now is None else now) - older_seconds
+    return tuple(
+        one
+        for one in found[keep or 0 :]
+        if one.state != "running"
+        and not (one.note or one.tags)
+        and (not states or one.state in states)
+        and (latest is None or _created_at(one) < latest)
+    )
 
 
 def delete_run(name: str) -> str:
@@ -161,24 +207,48 @@ def _list_ids() -> list[str]:
 
 
 def _summarize(run: str) -> RunSummary:
+    note = read_note(run_folder(run))
     try:
         record = journal.read(journal_path(run))
     except EvenerError as fault:
-        return RunSummary(run, "", (), "", "unreadable", 0, None, (), fault.message)
+        return RunSummary(run, "", (), "", "unreadable", 0, None, (), fault.message, note=note.note, tags=note.tags)
     header, ended = record.header, record.ended
+    state, trouble = _find_state(record)
     return RunSummary(
         run=run,
         created=header.created,
         devices=tuple(device.label for device in header.devices),
         workload=header.workload,
-        state=_describe_state(ended),
+        state=state,
         probes=len(record.seen),
         samples_per_second=ended.plan.throughput.samples_per_second if ended else None,
         ratios=ended.plan.ratios if ended else (),
+        trouble=trouble,
+        seconds=replay.read_clock(record),
+        budget_seconds=header.request.budget_seconds,
+        note=note.note,
+        tags=note.tags,
     )
 
 
-def _describe_state(ended: EndedEntry | None) -> State:
-    if ended is None:
-        return "unfinished"
-    return "interrupted" if ended.interrupted else "finished"
+def _find_state(record: Record) -> tuple[State, str]:
+    """The state of a run, and why it failed."""
+    if is_running(record.header.run):
+        return "running", ""
+    end = record.last_end
+    if isinstance(end, FailedEntry):
+        return "failed", end.message
+    if isinstance(end, EndedEntry):
+        return ("stopped" if end.interrupted else "finished"), ""
+    seen = [entry.seen for entry in record.seen]
+    failures = [one.detail for one in seen if isinstance(one, Failed)]
+    return ("stopped", "") if not failures or len(failures) < len(seen) else ("failed", failures[0])
+
+
+def _created_at(summary: RunSummary) -> float:
+    """Seconds since the epoch; of a run that can't be read, the time at which its folder was changed last."""
+    with suppress(ValueError):
+        return calendar.timegm(time.strptime(summary.created, _CREATED))
+    with suppress(OSError):
+        return run_folder(summary.run).stat().st_mtime
+    return math.inf

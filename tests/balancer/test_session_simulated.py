@@ -306,7 +306,7 @@ def test_runs_are_listed_newest_first_with_their_state() -> None:
     listed = {one.run: one for one in runs.list_runs()}
     assert listed[first.run].state == "finished"
     assert listed[first.run].samples_per_second == first.plan.throughput.samples_per_second
-    assert listed[second.run].state == "unfinished"
+    assert listed[second.run].state == "stopped"
     assert listed[third.run].state == "unreadable"
     assert "line 1" in listed[third.run].trouble
     cut_off = runs.load_run(second.run)

@@ -13,7 +13,13 @@ from evener.tui.view.cells import Line, Span, Tone, clean, cut, line, text_lines
 from evener.tui.view.marks import Marks
 from evener.tui.view.table import NO_CURSOR, Column, Position, column_widths, heading, scrolled, table_row, text_cell
 
-_STATE_TONES: dict[str, Tone] = {"finished": "good", "interrupted": "warn", "unfinished": "dim", "unreadable": "bad"}
+_STATE_TONES: dict[str, Tone] = {
+    "running": "speed",
+    "finished": "good",
+    "stopped": "warn",
+    "failed": "bad",
+    "unreadable": "bad",
+}
 
 
 class _RunRow:
