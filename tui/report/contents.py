@@ -11,7 +11,7 @@ from evener.balancer.store.journal import Record
 from evener.balancer.types import OutOfMemory, Timed
 from evener.errors import RequestError
 from evener.plan import SOLO_PREFIX, Plan, PlanLayout, Throughput
-from evener.tui.text.formatting import plain
+from evener.tui.text.formatting import plain, write_share
 from evener.tui.text.progress import outcome_name
 
 
@@ -109,7 +109,7 @@ def _ranking(plan: Plan, labels: Sequence[str]) -> tuple[RankedLayout, ...]:
 
 def _bar(name: str, layout: PlanLayout, throughput: Throughput, labels: Sequence[str]) -> RankedLayout:
     parts = zip(labels, layout.share, strict=True)
-    where = " + ".join(f"{label}[{share.batch}]" for label, share in parts if share.batch)
+    where = " + ".join(f"{label}[{write_share(share.batch, share.micro)}]" for label, share in parts if share.batch)
     many = layout.processes
     rate = throughput.samples_per_second
     step = layout.global_batch * many / rate if rate else 0.0

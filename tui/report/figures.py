@@ -9,7 +9,7 @@ from typing import Any
 
 from evener.errors import RequestError
 from evener.tui.report.contents import RunReport
-from evener.tui.text.formatting import percent
+from evener.tui.text.formatting import percent, write_share
 
 INK, LINES = "#010203", "#040506"  # placeholders for the page's colours
 PAPER_LINES = "#d0d4d9"  # on white
@@ -55,7 +55,10 @@ def draw_shares(report: RunReport, axes: Axes) -> None:
     rows = range(len(shares))
     colours = [SERIES[number % len(SERIES)] for number in rows]
     bars = axes.barh(rows, [share.batch for share in shares], color=colours, height=0.6)
-    words = [f"{share.batch} ({percent(share.ratio, 1)})" if share.batch else "left out" for share in shares]
+    words = [
+        f"{write_share(share.batch, share.micro)} ({percent(share.ratio, 1)})" if share.batch else "left out"
+        for share in shares
+    ]
     axes.bar_label(bars, words, padding=4, color=INK, fontsize=9)
     axes.set_yticks(rows, report.labels)
     axes.invert_yaxis()

@@ -8,7 +8,7 @@ from html import escape
 
 from evener.tui.report.contents import RunReport
 from evener.tui.report.figures import PICTURES, draw_ranking, draw_svg
-from evener.tui.text.formatting import duration, rate
+from evener.tui.text.formatting import duration, rate, write_share
 
 RANKING = [draw for _, draw in PICTURES].index(draw_ranking)
 PARTED = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)")  # where no line may break: within a figure, before its %
@@ -58,7 +58,7 @@ def _own_names(svg: str, number: int) -> str:
 
 def _shares(report: RunReport) -> str:
     rows = [
-        (label, name, str(share.batch) if share.batch else "left out", f"{share.ratio:.3f}")
+        (label, name, write_share(share.batch, share.micro) if share.batch else "left out", f"{share.ratio:.3f}")
         for label, name, share in zip(report.labels, report.names, report.plan.layout.share, strict=True)
     ]
     layout = report.plan.layout

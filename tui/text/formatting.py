@@ -8,6 +8,7 @@ import unicodedata
 
 from evener.balancer.result.number_format import percent as percent
 from evener.balancer.result.number_format import rate as rate
+from evener.balancer.result.number_format import write_share as write_share
 
 NO_BREAK = "\u00a0"
 _WITHIN_FIGURE = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)|(?<=±) (?=\d)")
