@@ -24,6 +24,7 @@ class Facts(msgspec.Struct, frozen=True):
     driver: str = ""
     engine: str = ""  # how split layouts were kept in step: towers | mirrored | multiworker | ddp | simulated
     workload_digest: str = ""
+    batch_statistics: str = ""  # a layer that takes statistics over the rows of a pass, as batch normalization does
 
 
 class Prober(Protocol):

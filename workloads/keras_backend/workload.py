@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from evener.keras_split.compatibility import all_layers
 from evener.keras_split.digest import model_digest
 from evener.keras_split.tf_devices import make_logical_cpus
 from evener.workloads.keras_backend.batches import Rows, SampleBatch, Stream, as_arrays, pool
@@ -91,6 +92,7 @@ class KerasWorkload:
 
     def facts(self) -> Mapping[str, str]:
         """Versions, parameters, digest, and how it was run."""
+        layers = all_layers(self.model)
         return {
             "framework": "tensorflow",
             "version": tf.__version__,
@@ -104,6 +106,9 @@ class KerasWorkload:
             "input": self.place.input,
             "trace": "one for all batch sizes",
             "memory": self._memory.meaning,
+            "batch_statistics": next(
+                (type(each).__name__ for each in layers if isinstance(each, keras.layers.BatchNormalization)), ""
+            ),
         }
 
 

@@ -16,6 +16,7 @@ import msgspec
 import torch
 import torch._dynamo  # optimizers load it on their first step: better now than under a memory cap
 import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.errors import RequestError
@@ -120,6 +121,7 @@ class TorchWorkload:
     def facts(self) -> Mapping[str, str]:
         """Versions, parameters, digest, and how it was run."""
         cuda = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()} if _on_gpu(self.device) else {}
+        modules = self.recipe.module.modules()
         known = {
             "framework": "torch",
             "version": torch.__version__,
@@ -131,6 +133,7 @@ class TorchWorkload:
             "xla": "false",
             "input": self.place.input,
             "memory": self._memory.meaning,
+            "batch_statistics": next((type(each).__name__ for each in modules if isinstance(each, _BatchNorm)), None),
             **cuda,
         }
         return {key: str(value) for key, value in known.items() if value is not None}
