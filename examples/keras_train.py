@@ -27,9 +27,9 @@ MOST_BYTES = 4 << 30
 
 def build() -> Any:
     """A compiled Keras model; what `--workload examples/keras_train.py:build` measures."""
-    from evener.workloads.keras_backend.models.mnist import model
+    from evener.workloads.keras_backend.models.classifiers import mnist
 
-    return model()
+    return mnist()
 
 
 def training_data() -> Any:
@@ -87,9 +87,9 @@ def train(options: argparse.Namespace, plan: Plan) -> None:
 def parts(plan: Plan) -> tuple[Any, Any]:
     """The plan's network, and the function that makes rows for it."""
     if plan.workload == "keras_maxer":
-        from evener.workloads.keras_backend.models import maxer
+        from evener.workloads.keras_backend.models.classifiers import maxer, maxer_batch
 
-        return maxer.model, maxer.sample_batch
+        return maxer, maxer_batch
     from evener.workloads.datasets import digits
 
     return build, digits

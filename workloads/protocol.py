@@ -6,7 +6,7 @@ it likes; `evener.balancer.probes` recognises such errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -63,15 +63,12 @@ class Workload(Protocol):
         ...
 
 
-Factory = Callable[[Place, Mapping[str, Any]], Workload]
-
-
 class Entry(msgspec.Struct, frozen=True):
-    """A workload in the registry; nothing is imported until `factory` is looked up."""
+    """A workload in the registry; nothing is imported until it is built."""
 
     name: str
     framework: Literal["tensorflow", "torch", "none"]
-    home: str  # "evener.workloads.keras_backend.models.mnist:build"
+    home: str  # what builds it: "evener.workloads.keras_backend.models.classifiers:build_mnist"
     summary: str  # one line
     source: str  # where the model comes from
     settings: dict[str, Any]  # parameters that `--set` can override, with their defaults

@@ -8,12 +8,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
 from evener.errors import RequestError
-from evener.workloads.protocol import Entry, Factory, Place, Workload
+from evener.workloads.protocol import Entry, Place, Workload
 
 Framework = Literal["tensorflow", "torch", "none"]
 FRAMEWORKS: tuple[Framework, ...] = ("tensorflow", "torch", "none")
@@ -22,47 +22,52 @@ _MAXER = "jinkos/multi-gpus, gpu_maxing_model.py: an MNIST network with far more
 _MNIST = "a small convolutional network on 28 x 28 images made in code; nothing is downloaded"
 _GRU = "the multi-GPU recurrent demo: 4 x GRU 512 and Dense 128, on sequences made in code"
 LARGEST_MNIST = 16384  # more than a quarter of such a data set in one step is no training
-_GRU_SETTINGS: dict[str, Any] = {"steps": 64, "features": 32, "units": 512, "layers": 4, "dense": 128, "classes": 10}
+_MNIST_SETTINGS: dict[str, Any] = {"filters": 16, "dense": 64, "learning_rate": 0.001}
+_GRU_SIZES = {"steps": 64, "features": 32, "units": 512, "layers": 4, "dense": 128, "classes": 10}
+_GRU_SETTINGS: dict[str, Any] = {**_GRU_SIZES, "learning_rate": 0.001}
+
+
+def _model(name: str, home: str, summary: str, source: str, settings: dict[str, Any], **limits: Any) -> Entry:
+    """A model of the backend that its name begins with; `home` is its module there and the function that builds it."""
+    backend, framework = ("keras", "tensorflow") if name.startswith("keras_") else ("torch", "torch")
+    home = f"evener.workloads.{backend}_backend.models.{home}"
+    return Entry(name, cast(Framework, framework), home, summary, source, settings, **limits)
+
 
 _TABLE = (
-    Entry(
+    _model(
         "keras_maxer",
-        "tensorflow",
-        "evener.workloads.keras_backend.models.maxer:build",
+        "classifiers:build_maxer",
         "the network that shows what GPUs of different sizes can do together (78,923,530 parameters)",
         _MAXER,
         {"learning_rate": 0.001},
         largest_share=10_699,  # more, and its first tensors pass the 2^31 elements that TensorFlow counts on a GPU
     ),
-    Entry(
+    _model(
         "keras_mnist",
-        "tensorflow",
-        "evener.workloads.keras_backend.models.mnist:build",
+        "classifiers:build_mnist",
         "a small convolutional network, for CPUs",
         _MNIST,
-        {"filters": 16, "dense": 64, "learning_rate": 0.001},
+        _MNIST_SETTINGS,
         largest_share=LARGEST_MNIST,
     ),
-    Entry(
+    _model(
         "keras_gru",
-        "tensorflow",
-        "evener.workloads.keras_backend.models.gru:build",
+        "classifiers:build_gru",
         "four recurrent layers, whose step time is flat up to large batches",
         _GRU,
-        {**_GRU_SETTINGS, "use_cudnn": "auto", "learning_rate": 0.001},
+        {**_GRU_SETTINGS, "use_cudnn": "auto"},
     ),
-    Entry(
+    _model(
         "keras_resnet50",
-        "tensorflow",
-        "evener.workloads.keras_backend.models.resnet50:build",
+        "classifiers:build_resnet50",
         "ResNet-50 on pictures of CIFAR's size",
         "the slides that squeeze more juice out of a single GPU by packing",
         {"side": 32, "classes": 10, "learning_rate": 0.001},
     ),
-    Entry(
+    _model(
         "keras_towers",
-        "tensorflow",
-        "evener.workloads.keras_backend.models.two_tower:build",
+        "two_tower:build",
         "ratings from reviews: two convolutional towers that can lie on two devices",
         "aistein/dlprof, DeepCoNN on two GPUs",
         {
@@ -76,57 +81,39 @@ _TABLE = (
         },
         placements=("single", "towers", "alternate"),
     ),
-    Entry(
-        "torch_maxer",
-        "torch",
-        "evener.workloads.torch_backend.models.maxer:build",
-        "keras_maxer's twin in PyTorch",
-        _MAXER,
-        {"learning_rate": 0.001},
-    ),
-    Entry(
+    _model("torch_maxer", "classifiers:build_maxer", "keras_maxer's twin in PyTorch", _MAXER, {"learning_rate": 0.001}),
+    _model(
         "torch_mnist",
-        "torch",
-        "evener.workloads.torch_backend.models.mnist:build",
+        "classifiers:build_mnist",
         "keras_mnist's twin in PyTorch",
         _MNIST,
-        {"filters": 16, "dense": 64, "learning_rate": 0.001},
+        _MNIST_SETTINGS,
         largest_share=LARGEST_MNIST,
     ),
-    Entry(
-        "torch_gru",
-        "torch",
-        "evener.workloads.torch_backend.models.gru:build",
-        "keras_gru's twin in PyTorch",
-        _GRU,
-        {**_GRU_SETTINGS, "learning_rate": 0.001},
-    ),
-    Entry(
+    _model("torch_gru", "classifiers:build_gru", "keras_gru's twin in PyTorch", _GRU, _GRU_SETTINGS),
+    _model(
         "torch_depth",
-        "torch",
-        "evener.workloads.torch_backend.models.split_depth:build",
+        "split_depth:build",
         "a convolutional stack in two halves on two devices, plain and with micro-batches in flight",
         "slides on several GPUs: model parallelism in depth",
         {"side": 32, "classes": 10, "norm": "group", "micro_batches": 4, "learning_rate": 0.001},
         placements=("single", "halves", "halves-micro"),
     ),
-    Entry(
+    _model(
         "torch_tiles",
-        "torch",
-        "evener.workloads.torch_backend.models.tiled_cnn:build",
+        "tiled_cnn:build",
         "images cut in 2 x 2 tiles on several devices, borders exchanged: exactly the whole image's result",
         "slides on several GPUs: tile parallelism for images",
         {"side": 128, "classes": 10, "learning_rate": 0.001},
         placements=("single", "tiles"),
         placement_devices=4,
     ),
-    Entry(
+    _model(
         "torch_dataparallel",
-        "torch",
-        "evener.workloads.torch_backend.models.mnist:build",
+        "classifiers:build_mnist",
         "torch_mnist under nn.DataParallel, which cuts every batch evenly; on GPUs alone",
         "slides on several GPUs: nn.DataParallel",
-        {"filters": 16, "dense": 64, "learning_rate": 0.001},
+        _MNIST_SETTINGS,
         placements=("single", "dataparallel"),
         placement_devices=64,
     ),
@@ -151,12 +138,7 @@ _TABLE = (
     ),
 )
 _ENTRIES = {entry.name: entry for entry in _TABLE}
-_DEFAULTS = {
-    ("tensorflow", "gpu"): "keras_maxer",
-    ("tensorflow", "cpu"): "keras_mnist",
-    ("torch", "gpu"): "torch_maxer",
-    ("torch", "cpu"): "torch_mnist",
-}
+_BACKENDS = {"tensorflow": "keras", "torch": "torch"}
 
 
 def names(framework: str = "") -> tuple[str, ...]:
@@ -166,8 +148,8 @@ def names(framework: str = "") -> tuple[str, ...]:
 
 def default_name(framework: str, device_kind: str) -> str:
     """The workload to use when none is named, for `device_kind` gpu, cpu or sim."""
-    kind = "cpu" if device_kind == "cpu" else "gpu"
-    return _DEFAULTS.get((framework, kind), "synthetic")
+    backend = _BACKENDS.get(framework)
+    return f"{backend}_{'mnist' if device_kind == 'cpu' else 'maxer'}" if backend else "synthetic"
 
 
 def find(name: str, framework: str = "") -> Entry:
@@ -197,7 +179,7 @@ def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
 
     The user's own workload takes any setting here: its function's signature decides when it is called.
     """
-    if entry.home.startswith("evener.workloads.user_code:"):
+    if _is_own(entry):
         return dict(given)
     settings = dict(entry.settings)
     for key, value in given.items():
@@ -219,18 +201,15 @@ def build(name: str, place: Place, settings: Mapping[str, Any], framework: str =
     """Import the workload's module and build it at `place`; the framework is loaded here."""
     entry = find(name, framework)
     chosen = resolve_settings(entry, settings)
-    if entry.home.startswith("evener.workloads.user_code:"):
-        from evener.workloads import user_code
-
-        return user_code.build(entry, place, chosen)
-    return factory(entry)(place, chosen)
-
-
-def factory(entry: Entry) -> Factory:
-    """The function at the entry's home, imported now."""
     module, _, attribute = entry.home.partition(":")
-    found: Factory = getattr(import_module(module), attribute)
-    return found
+    make = getattr(import_module(module), attribute)
+    workload: Workload = make(name, place, chosen) if _is_own(entry) else make(place, chosen)
+    return workload
+
+
+def _is_own(entry: Entry) -> bool:
+    """Whether it is the user's own code."""
+    return ":" in entry.name
 
 
 def _listed(known: Iterable[str], wanted: str) -> str:

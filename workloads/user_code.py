@@ -16,13 +16,12 @@ from types import ModuleType
 from typing import Any, ClassVar, Literal, cast
 
 from evener.errors import EvenerError, RequestError
-from evener.workloads.protocol import Entry, Place, Workload
+from evener.workloads.protocol import Entry, Workload
 
 _RECIPES = {
     "tensorflow": "evener.workloads.keras_backend.user_model:build",
     "torch": "evener.workloads.torch_backend.user_model:build",
 }
-_HOME = "evener.workloads.user_code:build"
 _DATA_FUNCTIONS = ("sample_batch", "training_data")
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
@@ -64,19 +63,12 @@ def entry(name: str, framework: str) -> Entry:
     elif not all(part.isidentifier() for part in home.split(".")):
         raise RequestError(f"{home!r} is neither a Python file nor a module.", "Write it as train.py:build.")
     kind = cast(Literal["tensorflow", "torch"], framework)
-    return Entry(name, kind, _HOME, f"your own {attribute}", home, {})
+    return Entry(name, kind, _RECIPES[framework], f"your own {attribute}", home, {})
 
 
 def names_a_file(home: str) -> bool:
     """Whether it is a path, not a module or one of the names that the registry knows."""
     return home.endswith(".py") or "/" in home
-
-
-def build(found: Entry, place: Place, settings: Mapping[str, Any]) -> Workload:
-    """Hand the user's function to its framework's backend, which calls it where the model has to be built."""
-    module, _, attribute = _RECIPES[found.framework].partition(":")
-    recipe = cast(Callable[[str, Place, Mapping[str, Any]], Workload], getattr(import_module(module), attribute))
-    return recipe(found.name, place, settings)
 
 
 def load(name: str, settings: Mapping[str, Any]) -> UserModule:

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from evener.workloads.keras_backend.models import resnet50
+from evener.workloads.keras_backend.models.classifiers import resnet50
 from evener.workloads.keras_backend.models.two_tower import PlacedEngine, build, model, reviews
 from evener.workloads.keras_backend.pipeline_stages import added
 from evener.workloads.profiling import profile
@@ -35,7 +35,7 @@ def main() -> None:
         answer[placement]["devices"] = devices_of(workload.engine)
         answer[placement]["sent"] = sent(workload)
     answer["dense"] = by_hand()
-    answer["resnet50"] = resnet50.model().count_params()
+    answer["resnet50"] = resnet50().count_params()
     print(json.dumps(answer))
 
 

@@ -21,7 +21,7 @@ from evener.errors import EvenerError
 from evener.keras_split import make_logical_cpus, model_digest
 from evener.workloads import registry
 from evener.workloads.datasets import digits
-from evener.workloads.keras_backend.models import maxer as keras_maxer
+from evener.workloads.keras_backend.models.classifiers import maxer
 from evener.workloads.protocol import Place
 
 OWN = """
@@ -242,7 +242,7 @@ def count_maxer() -> int:
     """The parameters of the seed's network, in half precision to spare the memory."""
     keras.config.set_dtype_policy("float16")
     try:
-        return int(keras_maxer.model().count_params())
+        return int(maxer().count_params())
     finally:
         keras.config.set_dtype_policy("float32")
 

@@ -16,7 +16,7 @@ from evener.workloads import registry  # noqa: E402
 from evener.workloads.datasets import stripes  # noqa: E402
 from evener.workloads.protocol import Place  # noqa: E402
 from evener.workloads.torch_backend import batches as torch_batches  # noqa: E402
-from evener.workloads.torch_backend.classifiers import as_tensors, cross_entropy  # noqa: E402
+from evener.workloads.torch_backend.models.classifiers import as_tensors, cross_entropy  # noqa: E402
 from evener.workloads.torch_backend.models.split_depth import DepthNet  # noqa: E402
 from evener.workloads.torch_backend.models.tiled_cnn import TilesNet  # noqa: E402
 

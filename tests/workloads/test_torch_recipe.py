@@ -23,9 +23,7 @@ from evener.workloads import registry
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend import batches as torch_batches
 from evener.workloads.torch_backend.batches import Batches, Data, PoolData
-from evener.workloads.torch_backend.classifiers import classifier
-from evener.workloads.torch_backend.models import gru as torch_gru
-from evener.workloads.torch_backend.models import maxer, mnist
+from evener.workloads.torch_backend.models.classifiers import GruNet, classifier, maxer, mnist, mnist_batch
 from evener.workloads.torch_backend.user_model import from_user
 from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
 from evener.workloads.user_code import UserCodeError
@@ -62,9 +60,9 @@ def count(module: torch.nn.Module) -> int:
 
 def test_the_models_have_the_sizes_of_their_twins() -> None:
     """The seed's count; the small network's; a GRU layer has 3 units (inputs + units + 2 biases) parameters."""
-    assert count(maxer.model()) == 78_923_530
-    assert count(mnist.model(16, 64)) == 160 + 4_640 + 100_416 + 650
-    gru = torch_gru.GruNet(32, 512, 4, 128, 10)
+    assert count(maxer()) == 78_923_530
+    assert count(mnist(16, 64)) == 160 + 4_640 + 100_416 + 650
+    gru = GruNet(32, 512, 4, 128, 10)
     assert count(gru) == 3 * 512 * (32 + 512 + 2) + 3 * (3 * 512 * (512 + 512 + 2)) + 512 * 128 + 128 + 128 * 10 + 10
 
 
@@ -108,8 +106,8 @@ def test_half_precision_trains_with_weights_in_float32(monkeypatch: pytest.Monke
     for each in ("float32", precision):
         workload = TorchWorkload(
             Place(("CPU:0",), threads=1, precision=each),
-            lambda: classifier(mnist.model(4, 16), 1e-3),
-            mnist.sample_batch,
+            lambda: classifier(mnist(4, 16), 1e-3),
+            mnist_batch,
         )
         workload.prepare((32,))
         for _ in range(40):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from evener.errors import RequestError
 from evener.workloads.datasets import stripes
 from evener.workloads.protocol import Place, Workload
-from evener.workloads.torch_backend.classifiers import as_tensors, classifier, lay_for
+from evener.workloads.torch_backend.models.classifiers import as_tensors, classifier, lay_for
 from evener.workloads.torch_backend.workload import Lay, TorchWorkload
 
 FIRST_CHANNELS = (16, 32)
