@@ -99,20 +99,20 @@ def _on(device: Device, seen: Sequence[OnDevice], rates: Rates) -> list[OnDevice
 
 
 def _row(device: Device, seen: OnDevice, look: ProcessReading, rate: tuple[float, float] | None) -> ProcessSample:
-    facts, percent, memory_bytes = look.facts, look.cpu_percent, seen.memory_bytes
-    unknown = Reading(State.STALE) if facts.start_time else UNSUPPORTED
+    unknown = Reading(State.STALE) if look.start_time else UNSUPPORTED
+    memory_bytes = seen.memory_bytes
     if device.kind == "cpu" and look.memory_bytes is not None:
         memory_bytes = value(look.memory_bytes)
     return ProcessSample(
         pid=seen.pid,
-        start_time=facts.start_time,
-        user=facts.user,
+        start_time=look.start_time,
+        user=look.user,
         device_id=device.id,
         device_label=device.label,
         memory_bytes=memory_bytes,
         sm_percent=seen.sm_percent,
-        cpu_percent=unknown if percent is None else value(percent),
-        command=facts.command,
+        cpu_percent=unknown if look.cpu_percent is None else value(look.cpu_percent),
+        command=look.command,
         samples_per_second=rate_reading([rate] if rate else []),
     )
 

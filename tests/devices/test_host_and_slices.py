@@ -7,13 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from evener.devices.cpu.slices import slices
 from evener.devices.cpu.source import CpuSource
-from evener.devices.host.metrics import CpuMeter, HostMeter, ProcessFacts, ProcessReading, ProcessTable, clean_text
+from evener.devices.host.metrics import HostMeter, ProcessReading, ProcessTable, clean_text
 from evener.devices.host.snapshot_builder import OnDevice, SnapshotBuilder
 from evener.devices.host.training_rates import TrainingRates, rate_reading
 from evener.devices.types import Device, DeviceSample, Reading, State
@@ -40,17 +39,6 @@ def training(rate: float, pid: int = 1, devices: tuple[LiveDevice, ...] = (), ag
     return Training(pid, 1.0, "torch", "w", rate, 5, time.time() - age, devices)
 
 
-def test_cpu_shares_come_from_the_kernels_ticks(tmp_path: Path) -> None:
-    stat = tmp_path / "stat"
-    stat.write_text("cpu  10 0 10 80 0 0 0 0 9 9\ncpu0 10 0 10 30 0 0 0 0 9 9\ncpu3 0 0 0 50 0 0 0 0 0 0\nintr 1\n")
-    meter = CpuMeter(stat)
-    assert meter.read().total_percent is None
-    stat.write_text("cpu  40 0 10 130 20 0 0 0 9 9\ncpu0 40 0 10 40 10 0 0 0 9 9\ncpu3 0 0 0 90 10 0 0 0 0 0\nintr 1\n")
-    use = meter.read()
-    assert use.total_percent == pytest.approx(30.0)
-    assert use.by_cpu == {0: pytest.approx(60.0), 3: pytest.approx(0.0)}
-
-
 def test_the_first_host_line_is_a_real_one() -> None:
     meter = HostMeter()
     host = meter.read()
@@ -65,21 +53,20 @@ def test_process_facts_are_known_and_cannot_steer_a_terminal(sleeper: subprocess
     look = book.look(sleeper.pid)
     assert look.cpu_percent is None  # the first look has nothing to compare with
     assert (look.memory_bytes or 0) > 1 << 20
-    facts = look.facts
-    assert facts.command.endswith("[31mred")
-    assert "sleep" in facts.command
-    assert facts.user
-    assert abs(facts.start_time - time.time()) < 600
+    assert look.command.endswith("[31mred")
+    assert "sleep" in look.command
+    assert look.user
+    assert abs(look.start_time - time.time()) < 600
     assert book.look(sleeper.pid).cpu_percent is not None
 
 
 def test_a_dead_process_is_forgotten_and_a_stranger_stays_a_number(sleeper: subprocess.Popen[bytes]) -> None:
     book = ProcessTable()
-    assert book.look(sleeper.pid).facts.start_time > 0
+    assert book.look(sleeper.pid).start_time > 0
     sleeper.kill()
     sleeper.wait()
     for pid in (sleeper.pid, 2**30, -1):
-        assert book.look(pid) == ProcessReading(ProcessFacts(pid))
+        assert book.look(pid) == ProcessReading(pid)
 
 
 def test_text_is_cleaned_of_what_is_not_printed() -> None:
