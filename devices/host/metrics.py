@@ -55,6 +55,7 @@ class ProcessReading(msgspec.Struct, frozen=True):
     start_time: float = 0.0  # seconds since the epoch; 0: unknown
     user: str = ""
     command: str = ""
+    parent_pid: int = 0
     cpu_percent: float | None = None  # since the reading before, 100 for one core; None at first, or where denied
     memory_bytes: int | None = None  # resident in the machine's memory
 
@@ -89,8 +90,8 @@ class ProcessTable:
 
 def _look_up(process: psutil.Process) -> ProcessReading:
     found = process.as_dict(["cmdline", "name", "username"], ad_value="")
-    command = " ".join(found["cmdline"] or ()) or found["name"]
-    return ProcessReading(process.pid, process.create_time(), clean_text(found["username"]), clean_text(command))
+    command, user = clean_text(" ".join(found["cmdline"] or ()) or found["name"]), clean_text(found["username"])
+    return ProcessReading(process.pid, process.create_time(), user, command, process.ppid())
 
 
 def clean_text(text: str) -> str:
