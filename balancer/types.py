@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from evener.passes import count_passes, split_passes
+
 Kind = Literal["solo", "split", "pack", "place"]
 Stage = Literal["solo", "rest", "split", "pack", "race", "knobs"]  # rest: one device alone, the others at rest
 Cause = Literal[
@@ -25,6 +27,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     processes: int = 1  # pack: trainings side by side, each with the whole share
     placement: str = ""  # place: the workload's own name for it; pack: "", "logical" or "mps"
     knobs: tuple[str, ...] = ()  # on top of what the request says: "xla", "mixed"
+    micro: tuple[int, ...] = ()  # rows of one pass, for each device; empty: every share is one pass
 
     @property
     def global_batch(self) -> int:
@@ -36,15 +39,35 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         """Positions of the devices that compute."""
         return tuple(i for i, share in enumerate(self.shares) if share)
 
+    @cached_property
+    def pass_rows(self) -> tuple[int, ...]:
+        """The most rows that each device has in one pass: what its memory must hold."""
+        return self.micro or self.shares
+
+    @property
+    def in_passes(self) -> bool:
+        """Whether a device takes its share in more than one pass."""
+        return bool(self.micro)
+
+    def passes(self, position: int) -> int:
+        """How many passes a device takes for its share; 0 for one that is left out."""
+        share = self.shares[position]
+        return count_passes(share, self.pass_rows[position]) if share else 0
+
 
 def solo(devices: int, position: int, batch: int) -> Layout:
     """One of `devices` devices alone at `batch` samples."""
     return Layout("solo", tuple(batch if i == position else 0 for i in range(devices)))
 
 
-def layout_of(shares: tuple[int, ...]) -> Layout:
-    """Solo if one device has samples, else split."""
-    return Layout("solo" if sum(1 for share in shares if share) == 1 else "split", shares)
+def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
+    """Solo if one device has samples, else split; in passes of at most `micro` rows, each as many as its passes need.
+
+    So of all `micro` that mean the same passes one is kept, and none where every share is one pass.
+    """
+    kind: Kind = "solo" if sum(1 for share in shares if share) == 1 else "split"
+    rows = tuple(max(split_passes(b, m)) if b else 0 for b, m in zip(shares, micro, strict=True)) if micro else ()
+    return Layout(kind, shares, micro=() if rows == shares else rows)
 
 
 class Probe(msgspec.Struct, frozen=True):
@@ -106,6 +129,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="outcome"):
     detail: str  # one line, fit for a person
     devices: tuple[int, ...]
     elapsed_seconds: float
+    user_code: bool = False  # the workload's own code or settings are wrong, whatever the device
 
 
 Observation = Timed | OutOfMemory | Failed
@@ -174,4 +198,6 @@ class Problem(msgspec.Struct, frozen=True):
     tolerance: float = 0.02  # within it of the best, the smallest global batch wins
     budget_seconds: float | None = None  # of probing; None: until the evidence is enough
     largest_share: int | None = None  # the workload can't make a larger batch for one device
+    spend_all: bool = False  # the best layouts are measured until the budget is spent, however sure the plan is
     longest_step_seconds: float | None = None  # a free batch whose step takes longer on a device is not tried there
+    micro: bool = True  # a share may be taken in several passes; False: it must fit in one

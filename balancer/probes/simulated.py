@@ -80,7 +80,10 @@ class _SimulatedProbe:
 
     def __init__(self, machine: Machine, seed: int, probe: Probe, busy: set[int], start_seconds: float = 0.0) -> None:
         self._machine, self._probe, self._start = machine, probe, start_seconds
-        drawn = {"layout": probe.layout, "stage": probe.stage, "seconds": probe.seconds, "turn": probe.turn}
+        layout = {
+            name: value for name, value in msgspec.structs.asdict(probe.layout).items() if name != "micro" or value
+        }
+        drawn = {"layout": layout, "stage": probe.stage, "seconds": probe.seconds, "turn": probe.turn}
         self._random = random.Random(blake2b(f"{seed}:".encode() + msgspec.json.encode(drawn), digest_size=8).digest())
         self._busy = busy
         self.reports: list[tuple[float, ProbeProgress]] = []  # with seconds from the start

@@ -23,7 +23,7 @@ from evener.devices.types import Device
 from evener.errors import RequestError
 from evener.plan import Plan
 
-SCHEMA = 1
+SCHEMA = 2  # 1: before a share could be taken in passes
 LARGEST_FILE_BYTES = 256 << 20
 LONGEST_LINE_BYTES = 8 << 20
 MOST_DEVICES = 4096
@@ -73,6 +73,7 @@ class EndedEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
     verdict: str
     interrupted: bool
     at_seconds: float
+    budget_seconds: float | None = None  # if it isn't that of the request any more
 
 
 class FailedEntry(msgspec.Struct, frozen=True, tag="failed", tag_field="entry"):
@@ -207,6 +208,8 @@ def _entry(text: bytes, path: Path, number: int) -> Entry:
             raise _too_new(path, entry.schema)
         if not 1 <= len(entry.devices) <= MOST_DEVICES:
             raise RequestError(f"{path}: line {number} names {len(entry.devices)} devices.", remedy)
+        if entry.schema == 1:
+            return msgspec.structs.replace(entry, request=msgspec.structs.replace(entry.request, micro="off"))
     return entry
 
 
@@ -248,6 +251,8 @@ def _layout_sound(layout: Layout, header: Header) -> bool:
         and all(0 <= share <= LARGEST_NUMBER for share in shares)
         and any(shares)
         and 1 <= layout.processes <= MOST_DEVICES
+        and len(layout.pass_rows) == len(shares)
+        and all(min(1, share) <= rows <= share for rows, share in zip(layout.pass_rows, shares, strict=False))
     )
 
 

@@ -12,8 +12,8 @@ from evener.balancer.types import Observation, Probe, Problem
 from evener.errors import NoLayoutError
 
 
-def make_problem(header: Header) -> Problem:
-    """What the search was asked to solve."""
+def make_problem(header: Header, spend_all: bool = False) -> Problem:
+    """What the search was asked to solve; with `spend_all` it measures the best layouts until the budget is spent."""
     request = header.request
     return Problem(
         devices=len(header.devices),
@@ -24,12 +24,14 @@ def make_problem(header: Header) -> Problem:
         tolerance=request.tolerance,
         budget_seconds=request.budget_seconds,
         largest_share=header.largest_share,
+        micro=request.micro == "auto",
+        spend_all=spend_all,
     )
 
 
-def make_search(header: Header, seen: Iterable[Observation]) -> Search:
+def make_search(header: Header, seen: Iterable[Observation], spend_all: bool = False) -> Search:
     """A search for what was asked, with everything that was seen."""
-    search = Search(make_problem(header), header.request.compare or BALANCE)
+    search = Search(make_problem(header, spend_all), header.request.compare or BALANCE)
     for observation in seen:
         search.tell(observation)
     return search
