@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from array import array
+from collections import deque
 from collections.abc import Callable
 from typing import Self, TypeVar
 
@@ -140,55 +140,36 @@ class Sampler:
 
 
 class History:
-    """Ring buffers of numbers, one for each device and metric that ever had a value. Not thread-safe."""
+    """The readings of the last ticks. Not thread-safe."""
 
     def __init__(self, ticks: int) -> None:
-        self._size = ticks
-        self._count = 0
-        self._rings: dict[tuple[str, str], array[float]] = {}
+        self._ticks: deque[dict[str, tuple[float | None, ...]]] = deque(maxlen=ticks)
 
     def add(self, snapshot: Snapshot) -> None:
         """One tick."""
-        at = self._count % self._size
-        self._count += 1
-        for ring in self._rings.values():
-            ring[at] = math.nan
-        for sample in snapshot.devices:
-            for name in _READINGS:
-                current = getattr(sample, name).current
-                if current is not None:
-                    self._ring(sample.device.id, name)[at] = current
+        self._ticks.append(
+            {
+                sample.device.id: tuple(getattr(sample, name).current for name in _READINGS)
+                for sample in snapshot.devices
+            }
+        )
 
     def values(self, device_id: str, metric: str) -> tuple[float | None, ...]:
         """All ticks kept, oldest first."""
-        kept = min(self._count, self._size)
-        ring = self._rings.get((device_id, metric))
-        if ring is None:
-            return (None,) * kept
-        start = self._count - kept
-        numbers = (ring[i % self._size] for i in range(start, self._count))
-        return tuple(None if math.isnan(number) else number for number in numbers)
-
-    def _ring(self, device_id: str, metric: str) -> array[float]:
-        key = (device_id, metric)
-        if key not in self._rings:
-            self._rings[key] = array("d", [math.nan]) * self._size
-        return self._rings[key]
+        at = _READINGS.index(metric)
+        return tuple(tick[device_id][at] if device_id in tick else None for tick in self._ticks)
 
 
 def stale(snapshot: Snapshot, age_seconds: float) -> Snapshot:
     """The same snapshot with every value marked as too old to be current."""
     note = f"No reading for {age_seconds:.0f} s: the driver does not answer."
+    devices = (_stale_readings(sample, age_seconds) for sample in snapshot.devices)
     return msgspec.structs.replace(
         snapshot,
-        devices=tuple(_stale_device(sample, age_seconds, note) for sample in snapshot.devices),
+        devices=tuple(msgspec.structs.replace(sample, note=sample.note or note) for sample in devices),
         processes=tuple(_stale_readings(process, age_seconds) for process in snapshot.processes),
         notes=(*snapshot.notes, note),
     )
-
-
-def _stale_device(sample: DeviceSample, age_seconds: float, note: str) -> DeviceSample:
-    return msgspec.structs.replace(_stale_readings(sample, age_seconds), note=sample.note or note)
 
 
 def _stale_readings(sample: Sample, age_seconds: float) -> Sample:
