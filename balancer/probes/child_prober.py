@@ -29,10 +29,10 @@ from evener.balancer.probes.launch_plan import (
     map_ranks,
     runs_in_one_process,
 )
-from evener.balancer.probes.measurement import Measurement, ProgressReporter, Timeouts
+from evener.balancer.probes.measurement import Measurement, ProgressReporter, Timeouts, prepare_command
 from evener.balancer.probes.memory_budget import MemoryBudget
 from evener.balancer.probes.prober import Facts, Report
-from evener.balancer.probes.protocol import Built, Prepare, Prepared, Profile, Profiled, Ready
+from evener.balancer.probes.protocol import Built, Prepared, Profile, Profiled, Ready
 from evener.balancer.request import ResolvedRequest
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed
 from evener.devices.child_environment import ChildEnvironment, child_environment
@@ -105,9 +105,9 @@ class ChildProber:
         try:
             group = self._start(GroupKey.for_layout(layout), ProgressReporter(probe, lambda _: None, self.now), stop)
             try:
-                shares = tuple(layout.shares[i] for i in group.ranks.unique_positions)
+                command = prepare_command(layout, group.ranks)
                 for _ in range(2):  # TensorFlow traces twice
-                    group.call(lambda _: Prepare(shares), Prepared, self._timeouts.prepare, stop)
+                    group.call(lambda _: command, Prepared, self._timeouts.prepare, stop)
                 replies = group.call(lambda _: Profile(steps), Profiled, self._timeouts.prepare, stop)
                 return cast(Profiled, replies[0])
             finally:
@@ -187,7 +187,7 @@ class ChildProber:
                 if peak is not None:
                     held = self._memory.estimate_held(i, peak)
                     group.held_bytes[i] = max(held, group.held_bytes.get(i, 0))
-                    self._memory.record_held(i, layout.shares[i], held // layout.processes)
+                    self._memory.record_held(i, layout.pass_rows[i], held // layout.processes)
             self._idle[key] = group
 
     def _measure_short(self, key: GroupKey, clean: bool) -> tuple[int, ...]:

@@ -11,12 +11,12 @@ import msgspec
 
 from evener.balancer.events import ProbeProgress
 from evener.balancer.probes.block_timing import LONGEST_BLOCK_SECONDS, Block, BlockTimer, StepTiming
-from evener.balancer.probes.child_group import ChildGroup, GroupError, RankFailure
+from evener.balancer.probes.child_group import ChildGroup, GroupError, RankFailure, RankMap
 from evener.balancer.probes.interference import InterferenceMonitor, ProbeInterference
 from evener.balancer.probes.prober import Report
 from evener.balancer.probes.protocol import Prepare, Prepared, Ran, RunSteps
 from evener.balancer.search.statistics import relative_half_width
-from evener.balancer.types import Probe, Timed
+from evener.balancer.types import Layout, Probe, Timed
 
 _T = TypeVar("_T")
 REPORT_SECONDS = 0.2  # between two reports on one probe
@@ -31,6 +31,15 @@ class Timeouts(msgspec.Struct, frozen=True):
     build: float = 600.0  # imports of a framework on a slow disk, and the model
     prepare: float = 600.0  # tracing, autotuning, compiling
     block: float = 60.0  # or BLOCK_SLACK times what it should take, if that is more
+
+
+def prepare_command(layout: Layout, ranks: RankMap) -> Prepare:
+    """What the ranks have to prepare for a layout."""
+
+    def pick(sizes: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sizes[position] for position in ranks.unique_positions)
+
+    return Prepare(pick(layout.shares), pick(layout.micro) if layout.in_passes else ())
 
 
 class ProgressReporter:
@@ -76,11 +85,11 @@ class Measurement:
         `started` is when the probe began, by the monotonic clock; `short_bytes` what other users held then.
         """
         self._progress.enter("warming up")
-        shares = tuple(self._probe.layout.shares[position] for position in self._ranks.unique_positions)
-        smaller = tuple(max(1, min(share // 2, warm_up_share)) for share in shares)
-        if warm_up_share and smaller != shares:
-            self._prepare(smaller, stop)
-        first = self._prepare(shares, stop)
+        command = prepare_command(self._probe.layout, self._ranks)
+        smaller = tuple(max(1, min(share // 2, warm_up_share)) for share in command.shares)
+        if warm_up_share and smaller != command.shares:
+            self._prepare(Prepare(smaller, smaller if command.micro else ()), stop)
+        first = self._prepare(command, stop)
         start_seconds = time.monotonic() - started if self._group.fresh else 0.0
         timing = self._time_blocks(first, stop)
         return Timed(
@@ -105,8 +114,8 @@ class Measurement:
             return None
         return min(max(1.0, self._cpu_seconds / self._work_seconds), float(self._ranks.threads))
 
-    def _prepare(self, shares: tuple[int, ...], stop: threading.Event) -> float:
-        replies = self._group.call(lambda _: Prepare(shares), Prepared, self._timeouts.prepare, stop)
+    def _prepare(self, command: Prepare, stop: threading.Event) -> float:
+        replies = self._group.call(lambda _: command, Prepared, self._timeouts.prepare, stop)
         return max(cast(Prepared, reply).first_step_seconds for reply in replies)
 
     def _time_blocks(self, first_step_seconds: float, stop: threading.Event) -> StepTiming:

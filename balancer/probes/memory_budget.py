@@ -21,7 +21,7 @@ HeldBytes = Mapping[GroupKey, Mapping[int, int]]  # group -> position -> peak by
 
 
 class MemoryBudget:
-    """What processes were seen to hold, by position and share, and what each device has left for them."""
+    """What processes were seen to hold, by position and rows of a pass, and what each device has left for them."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
@@ -32,9 +32,9 @@ class MemoryBudget:
         """What a process holds after it used so much at its peak."""
         return round(peak_bytes * KEPT) if self._devices[position].kind == "gpu" else peak_bytes
 
-    def record_held(self, position: int, share: int, held_bytes: int) -> None:
-        """A process held so much for such a share."""
-        self._peaks.setdefault(position, {})[share] = held_bytes
+    def record_held(self, position: int, rows: int, held_bytes: int) -> None:
+        """A process held so much for passes of so many rows."""
+        self._peaks.setdefault(position, {})[rows] = held_bytes
 
     def record_short(self, position: int, short_bytes: int) -> None:
         """Other users hold so much of the device's memory."""
@@ -55,14 +55,14 @@ class MemoryBudget:
         for probe in probes:
             layout = probe.layout
             for position in layout.active:
-                most = self._estimate_need(position, layout.shares[position])
+                most = self._estimate_need(position, layout.pass_rows[position])
                 needs[position] = None if most is None else most * layout.processes
         return needs
 
-    def _estimate_need(self, position: int, share: int) -> int | None:
-        """An upper bound, from what processes held for other shares: memory grows with the share, at most as fast."""
+    def _estimate_need(self, position: int, rows: int) -> int | None:
+        """An upper bound, from what processes held for other passes: memory grows with the rows, at most as fast."""
         peaks = self._peaks.get(position, {})
-        return min((round(size * max(1.0, share / seen)) for seen, size in peaks.items()), default=None)
+        return min((round(size * max(1.0, rows / seen)) for seen, size in peaks.items()), default=None)
 
     def _is_tight(self, position: int, need: int | None, wanted: set[GroupKey], idle: HeldBytes) -> bool:
         """Whether a GPU can't hold the idle children and one that needs so much; an unknown need is all of it."""
