@@ -16,7 +16,19 @@ from evener.balancer.probes.prober import Prober
 from evener.balancer.request import ResolvedRequest
 from evener.balancer.resolve import make_prober
 from evener.balancer.store.locks import lock_devices
-from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Stage, Timed, Warned, layout_of, solo
+from evener.balancer.types import (
+    Failed,
+    Interval,
+    Layout,
+    Observation,
+    OutOfMemory,
+    Probe,
+    Stage,
+    Timed,
+    Warned,
+    layout_of,
+    solo,
+)
 from evener.devices.types import Device
 from evener.errors import NoLayoutError, RequestError
 
@@ -41,6 +53,7 @@ class TimedRun(msgspec.Struct, frozen=True):
     steps: int  # timed in this run
     memory_bytes: tuple[int | None, ...]  # peak of each device in this run; None: unknown, or left out
     warnings: tuple[Warned, ...]  # doubts about this run
+    this_run: Interval  # samples/s of this run alone
 
 
 def choose_layout(devices: int, positions: Sequence[int] | None, batches: Sequence[int]) -> Layout:
@@ -53,7 +66,8 @@ def choose_layout(devices: int, positions: Sequence[int] | None, batches: Sequen
             message = f"--batches gives {len(batches)} batches for {devices} device{'' if devices == 1 else 's'}."
             raise RequestError(message, "Give at most one for each device, or more --devices.")
     if len(positions) != len(batches):
-        raise RequestError(f"{len(positions)} GPUs have {len(batches)} batches.", "Give one batch for each GPU.")
+        names = f"--gpus names {len(positions)} device{'' if len(positions) == 1 else 's'}"
+        raise RequestError(f"{names}, and --batches gives {len(batches)}.", "Give one batch for each device.")
     if max(positions) >= devices:
         there = f"There are {devices} devices, from 0 to {devices - 1}." if devices > 1 else "There is one device, 0."
         raise RequestError(f"--gpus names {max(positions)}.", there)
@@ -96,7 +110,9 @@ def _runs(
         )
         if layout.kind == "split" and not any(own):
             alone = own = alone or _measure_alone(prober, layout, min(length.seconds, ALONE_SECONDS), stop)
-        yield TimedRun(samples, samples / spent, own, bool(alone), seen.steps, seen.memory_bytes, seen.warnings)
+        batch, low, high = layout.global_batch, seen.low_seconds, seen.high_seconds
+        here = Interval(seen.samples_per_second, batch / high, batch / low)
+        yield TimedRun(samples, samples / spent, own, bool(alone), seen.steps, seen.memory_bytes, seen.warnings, here)
 
 
 def _measure(prober: Prober, probe: Probe, stop: threading.Event) -> Observation | None:

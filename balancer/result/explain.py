@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from evener.balancer.result.number_format import join_words, percent, rate
+from evener.balancer.result.number_format import half_width, join_words, percent, rate
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.ranking import Standing
 from evener.balancer.search.search import is_even
@@ -271,5 +271,5 @@ def _overlap(a: Interval, b: Interval) -> bool:
 
 
 def _error(figure: Interval) -> str:
-    half = (figure.high - figure.low) / 2 / figure.value if figure.value else 0.0
-    return f" ± {percent(half, 1)}" if half >= 0.0005 else ""
+    half = half_width(figure.value, figure.low, figure.high)
+    return "" if half == percent(0.0, 1) else f" ± {half}"

@@ -29,6 +29,11 @@ def write_share(batch: int, micro: int) -> str:
     return f"{batch} = {' + '.join(str(rows) if times == 1 else f'{times} × {rows}' for rows, times in passes.items())}"
 
 
+def half_width(value: float, low: float, high: float) -> str:
+    """What stands behind every ±: half of the figure's 95 % interval, relative to the figure."""
+    return percent((high - low) / 2 / value if value else 0.0, 1)
+
+
 def join_words(words: Sequence[str]) -> str:
     """One, two and three."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import subprocess
@@ -127,28 +129,48 @@ def test_the_table_ends_in_a_verdict(capsys: pytest.CaptureFixture[str]) -> None
     assert "evener export" in output.err
 
 
-def test_a_probe_speaks_the_seed_s_format(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line a device and the total, after each run."""
-    arguments = ["--devices", "sim:gtx1080ti,gtx1080", "--gpus", "0", "1", "--batches", "820", "568", "--repeat", "2"]
-    assert run(["probe", *arguments]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "Each of the 2 training runs should take about 10 seconds..."
-    after = [line for line in lines if line.startswith("After ")]
-    assert len(after) == 2
-    assert after[0].endswith(" samples")
-    assert [line.split("]")[0] for line in lines if "GPU:0[" in line] == ["\t GPU:0[820"] * 2
-    total = [line for line in lines if "Total:" in line][-1]
-    assert total.startswith("\t Total:[1388]")
-    assert abs(float(total.split()[1].removesuffix("sps")) / 2158 - 1) < 0.03
-    assert lines[-1] == "Done!"
-
-
-def test_a_probe_says_what_gpu_stands_for_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    """The seed's word stays in the answer; beside it, which devices they are."""
-    assert run(["probe", "--devices", PAIR, "--gpus", "0", "1", "--batches", "8", "8", "--repeat", "1"]) == 0
+def test_a_probe_names_the_devices_and_each_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """A table of every device and of all of them; progress goes to stderr, and no simulated device is called a GPU."""
+    assert run(["probe", "--devices", PAIR, "--gpus", "0", "1", "--batches", "820", "568", "--repeat", "2"]) == 0
     output = capsys.readouterr()
-    assert "GPU:0 is SIM:0, GPU:1 is SIM:1" in output.err
-    assert "SIM:0" not in output.out
+    head, *rows = (line.split() for line in output.out.splitlines())
+    assert head == ["run", "device", "batch", "samples/s", "±", "memory"]
+    assert [row[:3] for row in rows[:3]] == [["1", "SIM:0", "820"], ["1", "SIM:1", "568"], ["1", "together", "1388"]]
+    assert rows[6][:3] == ["all", "together", "1388"]
+    assert abs(float("".join(rows[6][3:5])) / 2158 - 1) < 0.03
+    assert "run 2 of 2: " in output.err
+    assert not {"GPU:0", "sps", "Done!"} & set(f"{output.out} {output.err}".split())
+
+
+@pytest.mark.parametrize("batches", [["178,122"], ["178", "122"], ["=178,122"]], ids=str)
+def test_batches_are_listed_with_or_without_commas(batches: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """As --devices and -o take theirs."""
+    option = [f"--batches{batches[0]}"] if batches[0].startswith("=") else ["--batches", *batches]
+    code, answer = ask(capsys, "probe", "--devices", PAIR, *option, "--repeat", "1", "--json")
+    assert (code, answer["batches"]) == (0, [178, 122])
+
+
+def test_tables_are_csv_and_markdown_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """CSV has plain numbers under keys with units and nothing else; Markdown has every table and the verdict."""
+    assert run(["probe", "--devices", PAIR, "--batches", "820", "568", "--repeat", "1", "--format", "csv"]) == 0
+    first, second, both = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert (first["device"], second["device"], both["device"]) == ("SIM:0", "SIM:1", "together")
+    assert float(both["low"]) < float(both["samples_per_second"]) < float(both["high"])
+    assert float(first["samples_per_second"]) > 1200
+    assert run(["compare", "--devices", PAIR, "--format", "csv"]) == 0
+    output = capsys.readouterr()
+    rows = list(csv.DictReader(io.StringIO(output.out)))
+    assert rows[0]["name"] == "best split"
+    assert all(float(row["samples_per_second_low"]) <= float(row["samples_per_second"]) for row in rows)
+    assert "evener: Split " in output.err
+    assert run(["compare", "--devices", PAIR, "--format", "markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("| layout | where | samples/s |")
+    assert lines[1].startswith("| --- | --- | ---: |")
+    assert lines[-1].startswith("Split ")
+    for command in (("compare",), ("probe", "--batches", "8")):
+        code, answer = ask(capsys, *command, "--devices", PAIR, "--format", "csv", "--json")
+        assert (code, "two forms" in answer["error"]["message"]) == (2, True)
 
 
 def test_a_request_that_cannot_be_met_leaves_no_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,19 +275,15 @@ def test_a_probe_with_too_large_a_batch_ends_with_one_sentence(capsys: pytest.Ca
 
 
 def test_a_probe_without_gpus_takes_as_many_devices_as_batches(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two batches are for the first two devices, each with its own."""
+    """Two batches are for the first two devices, each with its own; one is for the first."""
     chosen = "sim:gtx1080ti,gtx1080,gtx1080"
-    assert run(["probe", "--devices", chosen, "--batches", "820", "568", "--repeat", "1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split("]")[0] for line in lines if "\t GPU:" in line] == ["\t GPU:0[820", "\t GPU:1[568"]
-
-
-def test_a_probe_without_gpus_takes_the_default_device(capsys: pytest.CaptureFixture[str]) -> None:
-    """One batch is for the first device."""
-    assert run(["probe", "--devices", PAIR, "--batches", "64", "--repeat", "1"]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("After")]
-    assert "default GPU:" in line
-    assert abs(float(line.split()[-1].removesuffix("sps")) / 684 - 1) < 0.05
+    assert ask(capsys, "probe", "--devices", chosen, "--batches", "820", "568", "--repeat", "1", "--json")[1][
+        "batches"
+    ] == [820, 568, 0]
+    assert run(["probe", "--devices", chosen, "--batches", "64", "--repeat", "1"]) == 0
+    _, line, *_ = capsys.readouterr().out.splitlines()
+    assert line.split()[:3] == ["1", "SIM:0", "64"]
+    assert abs(float(line.split()[3]) / 684 - 1) < 0.05
 
 
 @pytest.mark.parametrize(
@@ -293,6 +311,8 @@ def test_a_probe_without_gpus_takes_the_default_device(capsys: pytest.CaptureFix
         (["probe", "--devices", PAIR, "--gpus", "0", "1", "--batches", "820"], 2, "batch"),
         (["probe", "--devices", PAIR, "--gpus", "0", "7", "--batches", "8", "8"], 2, "7"),
         (["probe", "--devices", PAIR, "--batches", "0"], 2, "0"),
+        (["probe", "--devices", PAIR, "--batches", "8,x"], 2, "x"),
+        (["compare", "--devices", PAIR, "--format", "yaml"], 2, "yaml"),
         (["probe", "--devices", PAIR, "--batches", "8", "8", "8"], 2, "3 batches for 2 devices"),
         (["probe", "--devices", PAIR, "--batches", "8", "--steps", "5", "--seconds", "3s"], 2, "--steps"),
         (["probe", "--devices", PAIR, "--batches", "8", "--steps", "0"], 2, "--steps"),

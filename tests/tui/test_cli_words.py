@@ -78,6 +78,14 @@ def test_lists_are_spread_for_the_parser() -> None:
     spread = spread_lists(["probe", "--gpus", "0", "1", "--batches", "820", "568", "--repeat", "2"])
     expected = "probe --gpus 0 --gpus 1 --batches 820 --batches 568 --repeat 2"
     assert " ".join(spread) == expected
+    assert spread_lists(["probe", "--batches=820,568", "--json"]) == [
+        "probe",
+        "--batches",
+        "820",
+        "--batches",
+        "568",
+        "--json",
+    ]
     assert spread_lists(["probe", "--gpus"]) == ["probe", "--gpus"]
     assert spread_lists(["probe", "--gpus", "--json"]) == ["probe", "--gpus", "--json"]
 

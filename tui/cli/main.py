@@ -14,11 +14,15 @@ import typer
 from evener.balancer.request import Request
 from evener.errors import EvenerError, RequestError
 from evener.tui.cli.options import (
+    BATCH,
+    LENGTH,
     SEARCH,
     TRAINING,
+    WHAT,
     AsciiOption,
     DevicesOption,
     ExportOption,
+    FormatOption,
     JsonOption,
     ReadonlyOption,
     ReplayOption,
@@ -105,41 +109,64 @@ def compare(
     request: Request,
     layouts: Annotated[
         str | None,
-        typer.Option("--layouts", help="Some of solo,even,split,pack,place. Default: all possible."),
+        typer.Option(
+            "--layouts", help="Some of solo,even,split,pack,place. Default: all possible.", rich_help_panel=WHAT
+        ),
     ] = None,
-    mps: Annotated[bool, typer.Option("--mps", help="Also pack under an MPS daemon, which evener starts.")] = False,
+    mps: Annotated[
+        bool,
+        typer.Option("--mps", help="Also pack under an MPS daemon, which evener starts.", rich_help_panel=WHAT),
+    ] = False,
     knobs: Annotated[
-        str | None, typer.Option("--try", help="xla,mixed: also measure the winner with XLA, with mixed precision.")
+        str | None,
+        typer.Option(
+            "--try", help="xla,mixed: also measure the winner with XLA, with mixed precision.", rich_help_panel=WHAT
+        ),
     ] = None,
-    profile: Annotated[bool, typer.Option("--profile", help="Also profile the transfers between devices.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also profile the transfers between devices.", rich_help_panel=WHAT)
+    ] = False,
     export: ExportOption = None,
+    form: FormatOption = "table",
     as_json: JsonOption = False,
 ) -> int:
     """Compare single-device, even, split, packed and placed layouts; the fastest becomes the plan."""
     from evener.tui.cli.commands.compare import run_compare
 
-    return run_compare(request, layouts=layouts, mps=mps, knobs=knobs, profile=profile, export=export, as_json=as_json)
+    return run_compare(
+        request, layouts=layouts, mps=mps, knobs=knobs, profile=profile, export=export, form=form, as_json=as_json
+    )
 
 
 @app.command()
 @takes_request(*TRAINING, "seed")
 def probe(
     request: Request,
-    batches: Annotated[list[int], typer.Option("--batches", help="Samples per step for each device.")],
-    gpus: Annotated[list[str] | None, typer.Option("--gpus", help="Device indices. Default: the first ones.")] = None,
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Number of training runs to time.")] = 3,
+    batches: Annotated[
+        list[int],
+        typer.Option("--batches", help="Samples per step for each device, like 820 568.", rich_help_panel=BATCH),
+    ],
+    gpus: Annotated[
+        list[str] | None,
+        typer.Option("--gpus", help="Which devices, like 0 1. Default: the first ones.", rich_help_panel=WHAT),
+    ] = None,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="How many runs.", rich_help_panel=LENGTH)] = 3,
     seconds: Annotated[
-        str | None, typer.Option("--seconds", help="Length of each run without warm-up. Default: 10s.")
+        str | None,
+        typer.Option("--seconds", help="Length of each run without warm-up. Default: 10s.", rich_help_panel=LENGTH),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option("--steps", min=1, help="Length of each run in optimizer steps, instead of --seconds.")
+        int | None,
+        typer.Option("--steps", min=1, help="Length in optimizer steps, instead of --seconds.", rich_help_panel=LENGTH),
     ] = None,
+    form: FormatOption = "table",
     as_json: JsonOption = False,
 ) -> int:
-    """Time training at batch sizes that you choose: `evener probe --gpus 0 1 --batches 820 568`."""
+    """Time training at batch sizes that you choose: `evener probe --batches 820 568`."""
     from evener.tui.cli.commands.probe import parse_length, run_probe
 
-    return run_probe(request, gpus, tuple(batches), repeat=repeat, length=parse_length(seconds, steps), as_json=as_json)
+    length = parse_length(seconds, steps)
+    return run_probe(request, gpus, tuple(batches), repeat=repeat, length=length, form=form, as_json=as_json)
 
 
 @app.command("devices")

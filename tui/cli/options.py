@@ -22,6 +22,7 @@ _FLAGS = {
     "settings": ("--set",),
     "inputs": ("--input",),
 }
+_LISTS = ("--gpus", "--batches")  # options that take several values
 _TYPED: dict[str, tuple[Any, Any]] = {  # options whose text `make_request` parses, with their defaults
     "framework": (str | None, None),
     "settings": (list[str] | None, None),
@@ -78,18 +79,20 @@ def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., N
 
 
 def spread_lists(arguments: list[str]) -> list[str]:
-    """`--gpus 0 1 --batches 820 568` as the parser needs it: the option repeated before each value."""
+    """`--gpus 0 1 --batches 820,568` as the parser needs it: the option repeated before each value."""
     spread: list[str] = []
     current, values = "", 0
     for argument in [*arguments, "--"]:
+        option, equals, rest = argument.partition("=")
         is_option = argument.startswith("-") and not argument.lstrip("-").isdigit()
         if is_option and current and not values:
             spread.append(current)  # the parser says what is missing
-        if argument in ("--gpus", "--batches", "--micro"):
-            current, values = argument, 0
-            continue
+        if option in _LISTS:
+            current, values, argument, is_option = option, 0, rest, False
+            if not equals:
+                continue
         if is_option:
             current = ""
         values += 1
-        spread += [current, argument] if current else [argument]
+        spread += [word for value in argument.split(",") for word in (current, value)] if current else [argument]
     return spread[:-1]

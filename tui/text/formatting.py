@@ -6,6 +6,7 @@ import re
 import textwrap
 import unicodedata
 
+from evener.balancer.result.number_format import half_width as half_width
 from evener.balancer.result.number_format import percent as percent
 from evener.balancer.result.number_format import rate as rate
 from evener.balancer.result.number_format import write_share as write_share

@@ -113,6 +113,12 @@ def parse_words(text: str | None) -> list[str] | None:
     return words
 
 
+def check_one_form(form: str, as_json: bool) -> None:
+    """RequestError if a table in another form and JSON are both asked for."""
+    if as_json and form != "table":
+        raise RequestError(f"--json and --format {form} are two forms of one answer.", "Give one of them.")
+
+
 def parse_duration(text: str, name: str) -> float:
     """Seconds in "120s", "2m", "1h30m", "3 min 20 s" or "90" (seconds); RequestError names the option."""
     given = text.strip()

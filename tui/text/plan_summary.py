@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evener.balancer.session_state import SUM, plan_rivals
-from evener.plan import SOLO_PREFIX, Evidence, Plan, Throughput
-from evener.tui.text.formatting import folded, percent, plain, rate
+from evener.plan import SOLO_PREFIX, Evidence, Plan
+from evener.tui.text.formatting import folded, half_width, percent, plain, rate, write_share
+from evener.tui.text.tables import align
 
 
 def summary_lines(plan: Plan, labels: Sequence[str], verdict: str = "", width: int | None = None) -> list[str]:
@@ -33,14 +34,14 @@ def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
             (
                 label + (f" @{plain(share.limit, 32)}" if share.limit else ""),
                 plain(share.name, 32),
-                str(share.batch) if share.batch else "left out",
+                write_share(share.batch, share.micro) if share.batch else "left out",
                 f"{share.ratio:.3f}",
                 rate(share.ratio * combined) if share.batch else "-",
                 _alone(solo),
             )
         )
-    total = plan.layout.global_batch
-    rows.append(("together", "", str(total), "1.000", rate(combined), interval(plan.throughput)))
+    total, error = plan.layout.global_batch, half_width(combined, plan.throughput.low, plan.throughput.high)
+    rows.append(("together", "", str(total), "1.000", rate(combined), f"± {error}"))
     return align(rows, numbers_from=2)
 
 
@@ -48,12 +49,6 @@ def _alone(solo: Evidence | None) -> str:
     if solo is None:
         return "-"
     return f"{rate(solo.throughput.samples_per_second)} at {solo.layout.global_batch}"
-
-
-def interval(throughput: Throughput) -> str:
-    """Half the width of the 95 % interval, relative to the figure."""
-    half = (throughput.high - throughput.low) / 2
-    return f"± {percent(half / throughput.samples_per_second, 1)}" if throughput.samples_per_second else ""
 
 
 def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
@@ -67,17 +62,4 @@ def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
             gain = own / rival.samples_per_second - 1
             where = f"{'on' if rival.device else 'at'} {rival.where}"
             lines.append(f"{figure} {where}; the plan {'gains' if gain >= 0 else 'loses'} {percent(abs(gain), 1)}")
-    return lines
-
-
-def align(rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:
-    """Columns separated by two spaces, right-aligned from `numbers_from` on."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if column >= numbers_from else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
     return lines

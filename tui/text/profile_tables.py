@@ -13,7 +13,7 @@ from evener.balancer.request import ResolvedRequest
 from evener.balancer.result.explain import name_candidate
 from evener.balancer.search.search import Search
 from evener.tui.text.formatting import percent, plain, size
-from evener.tui.text.plan_summary import align
+from evener.tui.text.tables import Table
 from evener.workloads.profiling import Transfer
 
 MOST_ROWS = 8  # of each table, the slowest first
@@ -28,22 +28,18 @@ def profile_ranking(
     return profile_layouts(resolved, [(name_candidate(one, devices), one.layout) for one in wanted], stop)
 
 
-def transfer_lines(profiles: Sequence[LayoutProfile]) -> list[str]:
-    """One table per layout; times are relative to the steps' time without the profiler."""
-    lines: list[str] = []
-    for title, profile in profiles:
-        if isinstance(profile, str):
-            lines += [f"profile of {title}: {plain(profile, 200)}", ""]
-            continue
-        lines += [f"profile of {title}, {profile.steps} steps of {profile.seconds / profile.steps * 1000:.2f} ms:"]
-        lines += [*_table(profile), ""] if profile.transfers else ["  nothing moved between devices", ""]
-    return lines
+def transfer_tables(profiles: Sequence[LayoutProfile]) -> list[Table]:
+    """One for each layout; times are relative to the steps' time without the profiler."""
+    return [_table(title, profile) for title, profile in profiles]
 
 
-def _table(profile: Profiled) -> list[str]:
-    rows: list[tuple[str, ...]] = [("time", "ms", "calls", "avg us", "min us", "max us", "moved", "name")]
+def _table(title: str, profile: Profiled | str) -> Table:
+    rows: list[tuple[str, ...]] = [("time", "ms", "calls", "avg us", "min us", "max us", "size", "name")]
+    if isinstance(profile, str):
+        return Table(f"profile of {title}", rows, 0, plain(profile, 200))
     rows += [_row(row, profile.seconds) for row in profile.transfers[:MOST_ROWS]]
-    return align(rows, numbers_from=0)
+    title = f"profile of {title}, {profile.steps} steps of {profile.seconds / profile.steps * 1000:.2f} ms"
+    return Table(title, rows, 0, "" if profile.transfers else "nothing moved between devices")
 
 
 def _row(row: Transfer, total_seconds: float) -> tuple[str, ...]:

@@ -7,7 +7,18 @@ from collections.abc import Sequence
 from evener.balancer.events import Event, Observed, Started
 from evener.balancer.session_state import Running, SessionState, advance, seconds_left
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
-from evener.tui.text.formatting import duration, percent, plain, rate
+from evener.tui.text.formatting import duration, half_width, percent, plain, rate
+
+DOUBTS = {  # about one measurement, behind its figure
+    "slow_start": "still warming up",
+    "drift": "speed drifting",
+    "noisy": "steps vary much",
+    "too_short": "timed too shortly",
+    "throttled": "steps held back",
+    "capped": "at the power limit",
+    "disturbed": "other work on the CPU",
+    "stalled": "one stall",
+}
 
 
 class Progress:
@@ -62,9 +73,9 @@ def observation_words(seen: Observation, labels: Sequence[str]) -> str:
 def outcome_words(seen: Observation, labels: Sequence[str], plus_minus: str = "± ") -> str:
     """What came of one measurement: samples/s with doubts, out of memory, or why it failed."""
     if isinstance(seen, Timed):
-        half = (seen.high_seconds - seen.low_seconds) / 2 / seen.step_seconds
-        doubts = "".join(f", {warning.code.replace('_', ' ')}" for warning in seen.warnings)
-        return f"{rate(seen.samples_per_second)} samples/s {plus_minus}{percent(half, 1)}{doubts}"
+        error = half_width(seen.step_seconds, seen.low_seconds, seen.high_seconds)
+        doubts = "".join(f", {DOUBTS[warning.code]}" for warning in seen.warnings)
+        return f"{rate(seen.samples_per_second)} samples/s {plus_minus}{error}{doubts}"
     if isinstance(seen, OutOfMemory):
         who = ", ".join(labels[i] for i in seen.devices)
         return "out of memory" + (f" on {who}" if who else "")

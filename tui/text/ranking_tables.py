@@ -8,33 +8,37 @@ from evener.balancer.result.explain import PACK_MODES, name_all, waiting_share
 from evener.balancer.search.ranking import Standing
 from evener.balancer.search.search import Search, is_even
 from evener.balancer.types import Failed, Observation, OutOfMemory, Timed
-from evener.tui.text.formatting import percent, plain, rate, size
-from evener.tui.text.plan_summary import align
+from evener.tui.text.formatting import half_width, percent, plain, rate, size
 from evener.tui.text.progress import outcome_name
+from evener.tui.text.tables import Table
 
 SCALING_STEPS = 1000  # the tables have the seconds of this many steps
+RANKING_NOTE = (
+    "±: half of the 95 % interval. waiting: part of a step in which even the busiest device waits for others or for"
+    " data. turns: how often it was measured in the race."
+)
 
 
-def ranking_lines(found: Search, labels: Sequence[str]) -> list[str]:
+def ranking_table(found: Search, labels: Sequence[str]) -> Table:
     """One row per layout, the winner first: throughput, step time, and the difference from the winner."""
-    rows = [("layout", "where", "samples/s", "±", "step ms", "moved", "against the winner", "turns")]
+    rows = [("layout", "where", "samples/s", "±", "step ms", "waiting", "against the winner", "turns")]
     standings = found.ranking()
     titles = name_all([one.candidate for one in standings], len(labels))
     for title, one in zip(titles, standings, strict=True):
-        moved = waiting_share(found.turns(one.candidate.layout)) if len(one.candidate.layout.active) > 1 else None
+        waiting = waiting_share(found.turns(one.candidate.layout)) if len(one.candidate.layout.active) > 1 else None
         rows.append(
             (
                 title,
                 where(one, labels),
                 rate(one.throughput.value),
-                percent((one.throughput.high - one.throughput.low) / 2 / one.throughput.value, 1),
+                half_width(one.throughput.value, one.throughput.low, one.throughput.high),
                 f"{one.step.value * 1000:.2f}",
-                "-" if moved is None else percent(moved, 1),
+                "-" if waiting is None else percent(waiting, 1),
                 against(one),
                 str(one.turns),
             )
         )
-    return align(rows, numbers_from=2) if len(rows) > 1 else []
+    return Table("", rows, 2, RANKING_NOTE)
 
 
 def where(one: Standing, labels: Sequence[str]) -> str:
@@ -55,15 +59,12 @@ def against(one: Standing) -> str:
     return f"{tie}{100 * one.against.value:+.1f} % ({low} to {high})"
 
 
-def packing_lines(found: Search) -> list[str]:
+def packing_tables(found: Search) -> list[Table]:
     """Combined throughput and the time of each training, by the number of concurrent trainings."""
-    lines: list[str] = []
-    for mode, seen in found.packs().items():
-        rows = [("trainings", "batch", "samples/s together", f"s per {SCALING_STEPS} steps", "memory")]
-        rows += [_pack_row(one) for one in seen]
-        if len(rows) > 1:
-            lines += [f"packing{PACK_MODES[mode]}:", *align(rows, numbers_from=0), ""]
-    return lines
+    heads = ("trainings", "batch", "samples/s together", f"s per {SCALING_STEPS} steps", "memory")
+    return [
+        Table(f"packing{PACK_MODES[mode]}", [heads, *map(_pack_row, seen)], 0) for mode, seen in found.packs().items()
+    ]
 
 
 def _pack_row(one: Observation) -> tuple[str, str, str, str, str]:
@@ -78,21 +79,21 @@ def _pack_row(one: Observation) -> tuple[str, str, str, str, str]:
     return (*head, rate(one.samples_per_second), seconds, "-" if held is None else size(held))
 
 
-def scaling_lines(found: Search) -> list[str]:
+def scaling_table(found: Search) -> Table:
     """Seconds for a fixed number of steps on 1, 2, 4, ... devices, evenly split."""
     plain_ones = [one for one in found.ranking() if not one.candidate.layout.knobs]
     single = next((one for one in plain_ones if one.candidate.family == "solo"), None)
     evens = [one for one in plain_ones if one.candidate.layout.kind == "split" and is_even(one.candidate.layout)]
-    if single is None or not evens:
-        return []
+    evens.sort(key=lambda one: len(one.candidate.layout.active))
     rows = [("devices", "global batch", f"s per {SCALING_STEPS} steps", "samples/s", "times one")]
-    for one in [single, *sorted(evens, key=lambda one: len(one.candidate.layout.active))]:
+    scaled = [single, *evens] if single is not None and evens else []
+    for one in scaled:
         layout = one.candidate.layout
-        times = one.throughput.value / single.throughput.value
+        times = one.throughput.value / scaled[0].throughput.value
         seconds = f"{one.step.value * SCALING_STEPS:.1f}"
         row = (str(len(layout.active)), str(layout.global_batch), seconds, rate(one.throughput.value), f"{times:.2f}")
         rows.append(row)
-    return ["evenly over 1, 2, ... devices:", *align(rows, numbers_from=0), ""]
+    return Table("evenly over 1, 2, ... devices", rows, 0)
 
 
 def ranking_json(found: Search, labels: Sequence[str]) -> dict[str, object]:
@@ -108,6 +109,22 @@ def ranking_json(found: Search, labels: Sequence[str]) -> dict[str, object]:
             for mode, seen in found.packs().items()
         ],
     }
+
+
+def ranking_records(found: Search, labels: Sequence[str]) -> list[dict[str, object]]:
+    """The ranking for CSV: each interval as two keys."""
+    records: list[dict[str, object]] = []
+    standings = found.ranking()
+    for title, one in zip(name_all([one.candidate for one in standings], len(labels)), standings, strict=True):
+        record: dict[str, object] = {"name": title}
+        for key, value in _standing_json(found, one).items():
+            if key.endswith("_interval"):
+                low, high = value if isinstance(value, list) else (None, None)
+                record |= {key.replace("interval", "low"): low, key.replace("interval", "high"): high}
+            else:
+                record[key.replace("moved", "waiting")] = value
+        records.append(record)
+    return records
 
 
 def _standing_json(found: Search, one: Standing) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +15,11 @@ from evener.balancer.search.search import Search
 from evener.balancer.session import Session
 from evener.tui.cli.session_runner import result_json, run_session, stopped_by_signals
 from evener.tui.text.formatting import plain
-from evener.tui.text.parsing import parse_words
-from evener.tui.text.profile_tables import profile_ranking, transfer_json, transfer_lines
-from evener.tui.text.ranking_tables import packing_lines, ranking_json, ranking_lines, scaling_lines
+from evener.tui.text.parsing import check_one_form, parse_words
+from evener.tui.text.profile_tables import profile_ranking, transfer_json, transfer_tables
+from evener.tui.text.ranking_tables import packing_tables, ranking_json, ranking_records, ranking_table, scaling_table
 from evener.tui.text.safe_documents import json_text
+from evener.tui.text.tables import Form, csv_text
 
 
 def run_compare(
@@ -28,9 +30,11 @@ def run_compare(
     knobs: str | None,
     profile: bool,
     export: Path | None,
+    form: Form,
     as_json: bool,
 ) -> int:
     """Run a comparison; the exit code is 0, or that of the signal that interrupted it."""
+    check_one_form(form, as_json)
     resolved = resolve_comparison(request, parse_words(layouts), mps, parse_words(knobs) or ())
 
     def show(session: Session, finished: Finished, labels: Sequence[str]) -> None:
@@ -39,8 +43,13 @@ def run_compare(
         if as_json:
             more = {"profile": transfer_json(profiles)} if profile else {}
             print(json_text({**result_json(finished, **ranking_json(found, labels)), **more}), flush=True)
+        elif form == "csv":
+            print(csv_text(ranking_records(found, labels)), end="", flush=True)
+            print(f"evener: {plain(finished.verdict, 1000)}", file=sys.stderr)
         else:
-            print("\n".join(_lines(finished, found, labels, transfer_lines(profiles))), flush=True)
+            tables = [ranking_table(found, labels), scaling_table(found), *packing_tables(found)]
+            lines = [line for table in (*tables, *transfer_tables(profiles)) for line in table.lines(form)]
+            print("\n".join([*lines, *_words(finished, form)]), flush=True)
 
     return run_session(lambda: Session(resolved), show, export, as_json)
 
@@ -52,7 +61,8 @@ def _profiled(resolved: ResolvedRequest, found: Search, devices: int) -> list[La
         return profile_ranking(resolved, found, devices, stop)
 
 
-def _lines(finished: Finished, found: Search, labels: Sequence[str], profiles: Sequence[str]) -> list[str]:
-    lines = [*ranking_lines(found, labels), "", *scaling_lines(found), *packing_lines(found), *profiles]
-    lines += [f"warning: {plain(warning)}" for warning in finished.plan.warnings]
-    return [*lines, "", plain(finished.verdict, 1000)]
+def _words(finished: Finished, form: Form) -> list[str]:
+    """The warnings and the verdict."""
+    head = "- " if form == "markdown" else ""
+    warnings = [f"{head}warning: {plain(warning)}" for warning in finished.plan.warnings]
+    return [*warnings, "", plain(finished.verdict, 1000)]

@@ -14,8 +14,8 @@ from evener.devices.limits import write_limit
 from evener.devices.nvidia.reference_units import over_expected, reference_units
 from evener.devices.types import Device
 from evener.tui.text.formatting import plain, size
-from evener.tui.text.plan_summary import align
 from evener.tui.text.safe_documents import json_text
+from evener.tui.text.tables import align
 
 _MARKS: dict[Level, str] = {"ok": "ok  ", "note": "note", "problem": "FAIL"}
 

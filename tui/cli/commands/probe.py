@@ -1,10 +1,11 @@
-"""`evener probe`: time training at chosen batch sizes, printed in the format of jinkos/multi-gpus' test_GPUs.py."""
+"""`evener probe`: time training at chosen batch sizes."""
 
 from __future__ import annotations
 
 import sys
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,11 +17,25 @@ from evener.balancer.types import Layout
 from evener.devices.types import Device
 from evener.errors import RequestError
 from evener.tui.cli.session_runner import stopped_by_signals
-from evener.tui.text.formatting import plain
-from evener.tui.text.parsing import parse_duration
+from evener.tui.text.formatting import duration, half_width, plain, rate, size
+from evener.tui.text.parsing import check_one_form, parse_duration
 from evener.tui.text.safe_documents import json_text
+from evener.tui.text.tables import Form, Table, csv_text
 
 LONGEST_SECONDS = 86_400.0
+TOGETHER = "together"
+
+
+class Row(NamedTuple):
+    """Samples/s of one device, or of all of them, in one run, or in all of them; None where unknown."""
+
+    run: int | None  # None: all
+    device: str
+    batch: int
+    samples_per_second: float | None
+    low: float | None = None  # of the 95 % interval
+    high: float | None = None
+    memory_bytes: int | None = None  # the peak
 
 
 def parse_length(seconds: str | None, steps: int | None) -> RunLength:
@@ -44,30 +59,31 @@ def run_probe(
     *,
     repeat: int,
     length: RunLength,
+    form: Form,
     as_json: bool,
 ) -> int:
-    """Time `repeat` runs and print each; 1 if the batch doesn't fit or fails, a signal's code if interrupted."""
+    """Time `repeat` runs and print them; 1 if the batch doesn't fit or fails, a signal's code if interrupted."""
+    check_one_form(form, as_json)
     spec, positions = _parse_gpus(request.devices, gpus)
     resolved = resolve_request(msgspec.structs.replace(request, devices=spec))
     layout = choose_layout(len(resolved.devices), positions, batches)
-    by_gpu = gpus is not None or len(batches) > 1
     finished: list[TimedRun] = []
     stop = threading.Event()
     with (
-        stopped_by_signals(stop.set, "stopping") as caught,
+        stopped_by_signals(stop.set, "stopping; runs that have ended are printed") as caught,
         timed_runs(resolved, layout, repeat, length, stop) as turns,
     ):
-        if not as_json:
-            _announce(resolved, layout, repeat, length)
+        _announce(resolved, repeat, length)
         for run in turns:
             finished.append(run)
-            if not as_json:
-                _print_run(run, layout, resolved.devices, by_gpu, length)
+            _print_run(run, len(finished), repeat, resolved.devices, length)
+    labels = [device.label for device in resolved.devices]
     if as_json:
-        labels = [device.label for device in resolved.devices]
         print(json_text({"devices": labels, "batches": layout.shares, "runs": finished, "interrupted": stop.is_set()}))
-    elif not stop.is_set():
-        print("Done!")
+    elif finished:
+        rows = _list_rows(finished, layout, labels)
+        lines = _table(rows, finished[-1].alone).lines(form)[:-1]
+        print(csv_text([row._asdict() for row in rows]).rstrip() if form == "csv" else "\n".join(lines), flush=True)
     return (caught[0] if caught else 130) if stop.is_set() else 0
 
 
@@ -88,13 +104,10 @@ def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, 
     return f"{kind}:{','.join(gpus)}", tuple(range(len(gpus)))
 
 
-def _announce(resolved: ResolvedRequest, layout: Layout, repeat: int, length: RunLength) -> None:
-    """Print how long it will take; notes, and what "GPU" stands for where there is none, go to stderr."""
-    devices = [resolved.devices[position] for position in layout.active]
-    others = [f"GPU:{device.index} is {device.label}" for device in devices if device.kind != "gpu"]
-    _print_notes((*resolved.notes, *([f"In the lines below {', '.join(others)}."] if others else ())))
-    lasts = f"{length.steps} steps" if length.steps else f"about {length.seconds:.0f} seconds"
-    print(f"Each of the {repeat} training runs should take {lasts}...", flush=True)
+def _announce(resolved: ResolvedRequest, repeat: int, length: RunLength) -> None:
+    lasts = f"{length.steps} steps" if length.steps else f"about {duration(length.seconds)}"
+    runs = f"{repeat} runs of {lasts} each" if repeat > 1 else f"one run of {lasts}"
+    _print_notes((*resolved.notes, f"{runs}, besides warm-up"))
 
 
 def _print_notes(lines: Sequence[str]) -> None:
@@ -102,24 +115,50 @@ def _print_notes(lines: Sequence[str]) -> None:
         print(f"evener: {plain(line)}", file=sys.stderr, flush=True)
 
 
-def _print_run(run: TimedRun, layout: Layout, devices: Sequence[Device], by_gpu: bool, length: RunLength) -> None:
-    """Print results to stdout and warnings to stderr."""
-    print("\n".join(_run_lines(run, layout, devices, by_gpu)), flush=True)
+def _print_run(run: TimedRun, number: int, repeat: int, devices: Sequence[Device], length: RunLength) -> None:
+    """Print a run that has ended, and doubts about it, to stderr."""
+    figure = run.this_run
+    error = half_width(figure.value, figure.low, figure.high)
+    _print_notes([f"run {number} of {repeat}: {rate(figure.value)} samples/s ± {error}"])
     remedy = "more --steps" if length.steps else "a longer --seconds"
     _print_notes(explain_doubts(run.warnings, devices, remedy))
 
 
-def _run_lines(run: TimedRun, layout: Layout, devices: Sequence[Device], by_gpu: bool) -> list[str]:
-    total = f"{run.samples_per_second:5.0f}"
-    if not by_gpu:
-        return [f"After {run.samples} samples default GPU: {total}sps"]
-    if layout.kind == "solo":
-        (position,) = layout.active
-        return [f"After {run.samples} samples GPU:{devices[position].index} {total}sps"]
-    lines = [f"After {run.samples} samples"]
-    for position in layout.active:
-        own = run.own[position]
-        figure = "    ?" if own is None else f"{own:5.0f}"
-        note = " alone" if run.alone else ""
-        lines.append(f"\t GPU:{devices[position].index}[{layout.shares[position]}] {figure}sps{note}")
-    return [*lines, f"\t Total:[{layout.global_batch}] {total}sps"]
+def _list_rows(runs: Sequence[TimedRun], layout: Layout, labels: Sequence[str]) -> list[Row]:
+    """A row for each device of each run, for all devices of it, and for all runs."""
+    rows: list[Row] = []
+    split = len(layout.active) > 1
+    for number, run in enumerate(runs, 1):
+        whole = run.this_run
+        rows += [
+            Row(number, labels[i], layout.shares[i], run.own[i], memory_bytes=run.memory_bytes[i])
+            for i in layout.active
+        ]
+        if split:
+            rows.append(Row(number, TOGETHER, layout.global_batch, whole.value, whole.low, whole.high))
+        else:
+            rows[-1] = rows[-1]._replace(samples_per_second=whole.value, low=whole.low, high=whole.high)
+    if len(runs) > 1:
+        where = TOGETHER if split else labels[layout.active[0]]
+        rows.append(Row(None, where, layout.global_batch, runs[-1].samples_per_second))
+    return rows
+
+
+def _table(rows: Sequence[Row], alone: bool) -> Table:
+    note = "±: half of the 95 % interval."
+    if any(row.device == TOGETHER for row in rows):
+        how = "was measured alone at its share" if alone else "leaves out the time in which it waits for others"
+        note += f" The samples/s of one device {how}."
+    return Table("", [("run", "device", "batch", "samples/s", "±", "memory"), *map(_cells, rows)], 2, note)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    figure, low, high = row.samples_per_second, row.low, row.high
+    return (
+        "all" if row.run is None else str(row.run),
+        row.device,
+        str(row.batch),
+        "-" if figure is None else rate(figure),
+        "-" if figure is None or low is None or high is None else half_width(figure, low, high),
+        "-" if row.memory_bytes is None else size(row.memory_bytes),
+    )

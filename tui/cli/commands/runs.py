@@ -15,9 +15,10 @@ from evener.errors import RequestError
 from evener.plan import Format, Plan, to_json, to_toml
 from evener.tui.cli.streams import terminal_columns
 from evener.tui.text.formatting import plain, rate
-from evener.tui.text.plan_summary import align, summary_lines
+from evener.tui.text.plan_summary import summary_lines
 from evener.tui.text.progress import observation_words
 from evener.tui.text.safe_documents import harmless_json, json_text, toml_text
+from evener.tui.text.tables import align
 
 FORMATS = ("toml", "json")
 REPORT_FORMATS = (".html", ".png", ".svg")

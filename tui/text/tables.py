@@ -1,0 +1,68 @@
+"""Tables as text, Markdown or CSV. Knows no screen."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from evener.tui.text.formatting import plain
+
+Form = Literal["table", "csv", "markdown"]
+
+
+class Table(NamedTuple):
+    """Rows of text, the headings first; columns from `numbers_from` on hold numbers. `note` explains the headings."""
+
+    title: str
+    rows: Sequence[Sequence[str]]
+    numbers_from: int
+    note: str = ""
+
+    def lines(self, form: Form = "table") -> list[str]:
+        """Title, rows and note, then an empty line; of a table without rows, what its title and note say."""
+        if len(self.rows) < 2:
+            return [f"{self.title}: {self.note}", ""] if self.title and self.note else []
+        if form == "markdown":
+            title, rows = f"**{self.title}**", _pipe_rows(self.rows, self.numbers_from)
+            return [*((title, "") if self.title else ()), *rows, "", *((self.note, "") if self.note else ())]
+        notes = (self.note,) if self.note else ()
+        return [*((f"{self.title}:",) if self.title else ()), *align(self.rows, self.numbers_from), *notes, ""]
+
+
+def align(rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:
+    """Columns separated by two spaces, right-aligned from `numbers_from` on."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if column >= numbers_from else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _pipe_rows(rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:
+    marks = ["---:" if column >= numbers_from else "---" for column in range(len(rows[0]))]
+    escaped = ([cell.replace("|", "\\|") for cell in row] for row in (rows[0], marks, *rows[1:]))
+    return [f"| {' | '.join(row)} |" for row in escaped]
+
+
+def csv_text(records: Sequence[Mapping[str, object]], headed: bool = True) -> str:
+    """One line for each record, after its keys; numbers as they are, lists joined by +, nothing for None."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    if headed and records:
+        writer.writerow(records[0])
+    writer.writerows([_cell(value) for value in record.values()] for record in records)
+    return text.getvalue()
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return plain("+".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
