@@ -1,4 +1,4 @@
-"""Send a signal to exactly the process that was confirmed, identified by its pid and start time."""
+"""Signal exactly the process that was confirmed, or read its environment; its pid and start time identify it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,20 @@ def send_signal(row: ProcessSample, name: str) -> None:
         os.close(held)
 
 
+def read_environment(row: ProcessSample) -> dict[str, str]:
+    """The variables that a process started with; RequestError if it ended, or belongs to another user."""
+    try:
+        _check_same(row)
+        return dict(psutil.Process(row.pid).environ())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        raise RequestError(f"Process {row.pid} has ended.", "Choose one that runs.") from None
+    except (psutil.AccessDenied, OSError):
+        raise RequestError(f"You may not read the environment of process {row.pid}.", "Ask its user.") from None
+
+
 def _check_same(row: ProcessSample) -> None:
     process = psutil.Process(row.pid)
     if abs(process.create_time() - row.start_time) > START_TIME_TOLERANCE_SECONDS:
-        raise RequestError(f"Pid {row.pid} is another process now.", "Nothing was sent.")
+        raise RequestError(f"Pid {row.pid} is another process now.", "Nothing was done.")
     if os.geteuid() != 0 and process.uids().real != os.geteuid():
         raise RequestError(f"Process {row.pid} belongs to another user.", "Ask them, or an administrator.")

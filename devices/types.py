@@ -129,6 +129,7 @@ class ProcessSample(msgspec.Struct, frozen=True, kw_only=True):
     cpu_percent: Reading = UNSUPPORTED
     command: str = ""  # cleaned of control characters
     samples_per_second: Reading = UNSUPPORTED
+    parent_pid: int = 0  # who started it; 0: unknown
 
 
 class HostSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,6 +154,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     sampling_seconds: float  # what this tick cost
     driver: str = ""  # "" without an NVIDIA driver
     notes: tuple[str, ...] = ()  # "No NVIDIA driver: ..." and the like
+    parents: tuple[ProcessSample, ...] = ()  # on no device: what started the processes, up to the shell
 
 
 class Source(Protocol):
