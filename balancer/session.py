@@ -12,30 +12,17 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
-import msgspec
-
-from evener import __version__
 from evener.balancer import resolve
-from evener.balancer.events import Event, Finished, Observed, Paused, ProbeStarted, Started
+from evener.balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
 from evener.balancer.probes.prober import Facts, Prober
 from evener.balancer.request import Request, ResolvedRequest
-from evener.balancer.result.explain_failure import explain_no_plan
+from evener.balancer.result.explain_failure import explain_no_plan, explain_unfinished
 from evener.balancer.result.outcome import build_outcome
 from evener.balancer.search.search import Search, Stop
+from evener.balancer.session_start import begin, reopen
 from evener.balancer.store import journal, replay, runs
-from evener.balancer.store.journal import (
-    AskedEntry,
-    EndedEntry,
-    FactsEntry,
-    FailedEntry,
-    Header,
-    Journal,
-    ObservationEntry,
-    Record,
-)
-from evener.balancer.store.locks import RunLock, lock_devices
-from evener.balancer.types import Observation, OutOfMemory, Probe
-from evener.errors import RequestError
+from evener.balancer.store.journal import AskedEntry, EndedEntry, FactsEntry, FailedEntry, ObservationEntry
+from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Timed
 
 __all__ = ["Request", "Session"]
 
@@ -46,9 +33,15 @@ POLL_SECONDS = 0.1
 
 
 class Session:
-    """One run, new or resumed, driven by `events`. RequestError or DeviceError if it can't begin."""
+    """One run, new or resumed, driven by `events`. RequestError or DeviceError if it can't begin.
 
-    def __init__(self, request: Request | ResolvedRequest, *, resume: str | None = None) -> None:
+    A run that had ended goes on if its budget is raised, or by `extend_seconds` more: its best layouts are measured
+    again until that time is spent.
+    """
+
+    def __init__(
+        self, request: Request | ResolvedRequest, *, resume: str | None = None, extend_seconds: float | None = None
+    ) -> None:
         self._halt = threading.Event()  # running probes end
         self._interrupted = False
         self._late = False
@@ -58,18 +51,23 @@ class Session:
         self._events: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._seen: list[Observation] = []
-        self._journal: Journal | None = None
+        self._running: dict[Probe, ProbeProgress] = {}
         self._locks = ExitStack()
         try:
-            self._record, self._resolved = self._begin(request) if resume is None else self._reopen(request, resume)
+            opened = (
+                begin(request, self._locks) if resume is None else reopen(resume, request, extend_seconds, self._locks)
+            )
         except BaseException:
-            self._release()
+            self._locks.close()
             raise
+        self._record, self._resolved, self._journal = opened.record, opened.resolved, opened.journal
+        self._raised_budget = opened.raised_budget
         self._header = self._record.header
         self._facts = self._record.facts
         errors = runs.run_folder(self._header.run) / ERRORS
         self._prober: Prober = resolve.make_prober(self._resolved, replay.read_clock(self._record), errors)
-        self._search: Search = replay.make_search(self._header, (entry.seen for entry in self._record.seen))
+        seen = (entry.seen for entry in self._record.seen)
+        self._search: Search = replay.make_search(self._header, seen, opened.spend_all)
 
     @property
     def run_id(self) -> str:
@@ -116,50 +114,7 @@ class Session:
         self._prober.close()
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
-        self._release()
-
-    def _begin(self, request: Request | ResolvedRequest) -> tuple[Record, ResolvedRequest]:
-        found = request if isinstance(request, ResolvedRequest) else resolve.resolve_request(request)
-        request = found.request
-        run = runs.new_id()
-        if not request.share:
-            self._locks.enter_context(lock_devices(run, found.devices))
-        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        header = Header(
-            run, created, request, found.devices, found.workload, found.framework, __version__, found.largest_share,
-            found.notes,
-        )  # fmt: skip
-        replay.make_search(header, ())  # raises for a request that no search can meet, before a run is made
-        try:
-            self._locks.enter_context(RunLock(run))
-            self._journal = journal.create(runs.journal_path(run), header)
-        except BaseException:
-            runs.forget_empty(run)
-            raise
-        return Record(header, (), 0), found
-
-    def _reopen(self, request: Request | ResolvedRequest, resume: str) -> tuple[Record, ResolvedRequest]:
-        """The run's own request counts, except for `pace`, `share` and a new budget."""
-        request = request.request if isinstance(request, ResolvedRequest) else request
-        run = runs.find(resume)
-        self._locks.enter_context(RunLock(run))
-        self._journal, record = journal.reopen(runs.journal_path(run))
-        wanted = msgspec.structs.replace(record.header.request, pace=request.pace, share=request.share)
-        if request.budget_seconds != Request().budget_seconds:
-            wanted = msgspec.structs.replace(wanted, budget_seconds=request.budget_seconds)
-        found = resolve.resolve_request(wanted)
-        then = [(device.id, device.cores) for device in record.header.devices]
-        if then != [(device.id, device.cores) for device in found.devices]:
-            raise RequestError(
-                f"The run {run} was measured on {', '.join(device.id for device in record.header.devices)};"
-                f" this machine has {', '.join(device.id for device in found.devices)}.",
-                "Resume it on the machine where it began, or start a new run.",
-            )
-        if not request.share:
-            self._locks.enter_context(lock_devices(run, found.devices))
-        header = msgspec.structs.replace(record.header, request=wanted)
-        found = msgspec.structs.replace(found, devices=header.devices)
-        return Record(header, record.entries, record.whole_bytes), found
+        self._locks.close()
 
     def _drive(self) -> None:
         try:
@@ -170,7 +125,7 @@ class Session:
             self._events.put(error)
         finally:
             self._prober.close()
-            self._release()
+            self._locks.close()
             self._events.put(None)
 
     def _start(self) -> None:
@@ -204,15 +159,28 @@ class Session:
             self._measure(probes, ())
 
     def _measure(self, probes: tuple[Probe, ...], finished: tuple[Probe, ...]) -> None:
+        self._running.clear()
         for probe in probes:
             self._events.put(ProbeStarted(probe, self._prober.now()))
         alarm = self._alarm()
         try:
-            for seen in self._prober.measure(probes, self._events.put, self._halt, finished):
+            for seen in self._prober.measure(probes, self._report, self._halt, finished):
                 self._take(seen)
+                if self._hopeless(seen):
+                    self._halt.set()
+                    return
         finally:
             if alarm is not None:
                 alarm.cancel()
+
+    def _report(self, progress: ProbeProgress) -> None:
+        """From any thread."""
+        self._running[progress.probe] = progress
+        self._events.put(progress)
+
+    def _hopeless(self, seen: Observation) -> bool:
+        """Whether the workload's own code failed before anything ran, as it would on every device."""
+        return isinstance(seen, Failed) and seen.user_code and not any(isinstance(one, Timed) for one in self._seen)
 
     def _take(self, seen: Observation) -> None:
         """Journal an observation, then tell the search."""
@@ -224,6 +192,7 @@ class Session:
         self._write(ObservationEntry(seen, at))
         self._search.tell(seen)
         self._seen.append(seen)
+        self._running.pop(seen.probe, None)
         self._events.put(
             Observed(
                 seen=seen,
@@ -262,16 +231,20 @@ class Session:
 
     def _finish(self) -> Finished:
         """Journal the best plan so far; NoLayoutError if there is none."""
-        seen, at = tuple(self._seen), self._prober.now()
-        found = build_outcome(self._header, self._search, seen, self._facts, self._why_stopped(), self._seconds())
+        seen, at, why = tuple(self._seen), self._prober.now(), self._why_stopped()
+        unfinished = explain_unfinished(self._header, tuple(self._running.values()))
+        found = build_outcome(
+            self._header, self._search, seen, self._facts, why, self._seconds(), unfinished if self._late else ()
+        )
         if found is None:
-            fault = explain_no_plan(self._header, seen, self._search.belief(), self._why_stopped(), self._interrupted)
+            belief = self._search.belief()
+            fault = explain_no_plan(self._header, seen, belief, why, self._interrupted, unfinished)
             if not self._interrupted:
                 self._write(FailedEntry(fault.message, at))
             raise fault
         interrupted = self._interrupted and self._search.why_stopped() is None
         results = self._search.results()
-        ended = EndedEntry(found.plan, results, found.verdict, interrupted, at)
+        ended = EndedEntry(found.plan, results, found.verdict, interrupted, at, self._raised_budget)
         if ended != self._record.ended:
             self._write(ended)
         return Finished(self.run_id, found.plan, results, found.verdict, interrupted, at)
@@ -289,13 +262,7 @@ class Session:
         return (Stop.LATE if self._late and not self._interrupted else Stop.INTERRUPTED).value
 
     def _write(self, entry: journal.Entry) -> None:
-        assert self._journal is not None
         self._journal.append(entry)
-
-    def _release(self) -> None:
-        if self._journal is not None:
-            self._journal.close()
-        self._locks.close()
 
 
 class _Events(Iterator[Event]):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
+from evener.balancer.events import ProbeProgress
 from evener.balancer.result.explain_measurements import GIB, find_taken_bytes
 from evener.balancer.result.number_format import join_words
 from evener.balancer.search.search import Stop
@@ -12,13 +14,19 @@ from evener.balancer.types import Belief, Failed, Observation, OutOfMemory, Time
 from evener.devices.types import Device
 from evener.errors import DeviceError, NoLayoutError
 
+HANGS = "Look there for what never ends, or waits for input, which is empty,"
 REMEDY = "Fix what failed, free memory, or choose another workload or other devices."
 
 
 def explain_no_plan(
-    header: Header, seen: Sequence[Observation], belief: Belief, why_stopped: str, interrupted: bool
+    header: Header,
+    seen: Sequence[Observation],
+    belief: Belief,
+    why_stopped: str,
+    interrupted: bool,
+    unfinished: Sequence[str] = (),
 ) -> NoLayoutError | DeviceError:
-    """The fault, by what was seen, what the search believes of the devices, and why it ended."""
+    """The fault, by what was seen, what the search believes of the devices, why it ended, and what was `unfinished`."""
     ran = any(isinstance(one, Timed) for one in seen)
     largest = [curve.largest_batch or 0 for curve in belief.curves]
     if ran and sum(largest) < (header.request.global_batch or 0):
@@ -30,16 +38,33 @@ def explain_no_plan(
         return NoLayoutError(f"No layout could be measured: {failed}.", REMEDY)
     what = "a layout of the global batch" if ran else "anything"
     if interrupted:
-        return NoLayoutError(
-            f"The search was stopped before {what} was measured.", f"Go on with evener balance --resume {header.run}."
-        )
+        message = " ".join([f"The search was stopped before {what} was measured.", *unfinished])
+        return NoLayoutError(message, f"Go on with evener balance --resume {header.run}.")
     budget = header.request.budget_seconds
     if budget is None or why_stopped not in (Stop.BUDGET.value, Stop.LATE.value):
         return NoLayoutError(f"No layout could be measured: {why_stopped.rstrip('.')}.", REMEDY)
-    return NoLayoutError(
-        f"The budget of {budget:g} s was over before {what} was measured.",
-        f"Give more, as in --budget {2 * budget:g}s.",
-    )
+    more = f"as in --budget {2 * budget:g}s"
+    if unfinished:
+        return NoLayoutError(" ".join(unfinished), f"{HANGS} or give it more time, {more}.")
+    return NoLayoutError(f"The budget of {budget:g} s was over before {what} was measured.", f"Give more, {more}.")
+
+
+def explain_unfinished(header: Header, running: Sequence[ProbeProgress]) -> tuple[str, ...]:
+    """A sentence for each phase before measuring in which probes still are: on which devices, and for how long."""
+    home, _, attribute = header.workload.rpartition(":")
+    name = f"{Path(home).name}'s {attribute}()" if home else header.workload
+    words = {
+        "building": f"{name} had not {'returned' if home else 'been built'}",
+        "warming up": f"The first steps of {Path(home).name or name} had not ended",
+    }
+    found = []
+    for phase, what in words.items():
+        late = [one for one in running if one.phase == phase]
+        if late:
+            positions = sorted({i for one in late for i in one.probe.layout.active})
+            where = join_words([header.devices[i].label for i in positions])
+            found.append(f"{what} after {max(one.phase_seconds for one in late):.0f} s on {where}.")
+    return tuple(found)
 
 
 def list_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> str:

@@ -4,27 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from evener.balancer.probes.block_timing import NOISY
 from evener.balancer.result.number_format import join_words, percent
 from evener.balancer.types import Failed, Layout, Observation, Timed, Warned
 from evener.devices.types import Device
 
 GIB = 1 << 30
-ORDER = ("disturbed", "throttled", "capped", "drift", "noisy", "slow_start", "stalled", "too_short")
+ORDER = ("not_finite", "disturbed", "throttled", "capped", "drift", "noisy", "slow_start", "stalled", "too_short")
 MOSTLY = 0.5  # of a rival's blocks, from which other work is said to have slowed the chosen layout too
 IN_SHORT = {
+    "not_finite": "its loss was not finite",
     "throttled": "steps were held back while it was measured",
     "drift": "its speed drifted while it was measured",
     "disturbed": "other work took CPU time while it was measured",
 }
 
 
-def find_doubts(seen: Iterable[Observation], chosen: Layout) -> tuple[Warned, ...]:
-    """Doubts about the chosen layout's own measurements, the worst of each kind."""
+def find_doubts(seen: Iterable[Observation], chosen: Layout, error: float | None = None) -> tuple[Warned, ...]:
+    """Doubts about the chosen layout's own measurements, the worst of each kind; and any loss that wasn't finite.
+
+    `error` is that of the figure over all its measurements, relative: what says whether they were too noisy.
+    """
     worst: dict[str, Warned] = {}
     for doubt in _doubts_about(seen, chosen):
-        if doubt.code not in worst or abs(doubt.value) > abs(worst[doubt.code].value):
+        if doubt.code not in worst or _weight(doubt) > _weight(worst[doubt.code]):
             worst[doubt.code] = doubt
+    if error is not None and "noisy" in worst:
+        worst["noisy"] = Warned("noisy", error)
+        if error <= NOISY:
+            del worst["noisy"]
     return tuple(worst[code] for code in ORDER if code in worst)
+
+
+def _weight(doubt: Warned) -> float:
+    """The larger the worse; a loss is lost the earlier the worse."""
+    return -doubt.value if doubt.code == "not_finite" else abs(doubt.value)
 
 
 def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Warned]:
@@ -33,6 +47,8 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Warne
     Processes that wait for each other can't tell other work from waiting.
     """
     for one in seen:
+        if isinstance(one, Timed):
+            yield from (each for each in one.warnings if each.code == "not_finite")
         if isinstance(one, Timed) and one.probe.layout == chosen:
             yield from one.warnings
         elif isinstance(one, Timed) and one.probe.stage == "race" and len(chosen.active) > 1:
@@ -50,6 +66,8 @@ def _explain_doubt(doubt: Warned, devices: Sequence[Device], longer: str) -> str
     size, whole, fine = doubt.value, percent(doubt.value), percent(abs(doubt.value), 1)
     who = f"{devices[doubt.device].label}: " if 0 <= doubt.device < len(devices) else ""
     sentences = {
+        "not_finite": f"The loss was not finite (NaN or infinite) by step {size:.0f}: nothing is learned like that;"
+        " look at the data, the learning rate and the precision.",
         "disturbed": f"Other work took CPU time in {whole} of the blocks; stop it and measure again.",
         "throttled": f"Some steps were held back (by {whole}), as by heat, power or other work; let it cool,"
         " look at evener monitor, and measure again.",
@@ -68,7 +86,10 @@ def add_doubt(sentence: str, doubts: Iterable[Warned]) -> str:
     """The verdict with what most weakens it; noise is in its intervals already."""
     codes = {doubt.code for doubt in doubts}
     why = next((words for code, words in IN_SHORT.items() if code in codes), "")
-    return f"{sentence.removesuffix('.')}; but {why}: measure again to be sure." if why else sentence
+    if not why:
+        return sentence
+    remedy = "look at it before you train" if "not_finite" in codes else "measure again to be sure"
+    return f"{sentence.removesuffix('.')}; but {why}: {remedy}."
 
 
 def explain_taken_memory(seen: Iterable[Observation], devices: Sequence[Device]) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from evener.balancer.result.explain import (
 )
 from evener.balancer.result.number_format import join_words
 from evener.balancer.search.search import Search, Stop
+from evener.balancer.search.statistics import relative_half_width
 from evener.balancer.store.journal import Header
 from evener.balancer.types import Failed, Interval, Layout, Observation, OutOfMemory, Result
 from evener.devices.limits import write_limit
@@ -53,22 +54,32 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def build_outcome(
-    header: Header, search: Search, seen: Sequence[Observation], facts: Facts, why_stopped: str, seconds: float
+    header: Header,
+    search: Search,
+    seen: Sequence[Observation],
+    facts: Facts,
+    why_stopped: str,
+    seconds: float,
+    unfinished: Sequence[str] = (),
 ) -> Outcome | None:
-    """The plan that a search has come to after `seconds` of its clock; None if nothing was measured."""
+    """The plan that a search has come to after `seconds` of its clock; None if nothing was measured.
+
+    `unfinished` are sentences on what had not ended when the time was over.
+    """
     chosen = search.best()
     if chosen is None:
         return None
     devices = header.devices
     labels = [device.label for device in devices]
     rivals = list_rivals(chosen, search.ranking())
-    doubts = measurements.find_doubts(seen, chosen.layout)
+    doubts = measurements.find_doubts(seen, chosen.layout, relative_half_width(chosen.throughput))
     sentence = explain(chosen, rivals, labels, Costs(search.sync_seconds(), search.apart_seconds))
     warnings = (
         *header.notes,
         *search.options.left_out,
         *explain_failures(search, labels),
         *explain_unmeasured(search, labels, why_stopped in (Stop.INTERRUPTED.value, Stop.CUT_OFF.value)),
+        *unfinished,
         *measurements.explain_doubts(doubts, devices),
         *measurements.explain_taken_memory(seen, devices),
         *measurements.explain_left_out(seen, devices, chosen.layout),

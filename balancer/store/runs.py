@@ -29,7 +29,7 @@ from evener.plan import Plan, parse_plan, to_json
 JOURNAL = "journal.jsonl"
 MOST_RUNS = 20  # searched for solo rates, the newest first
 _ID = re.compile(r"[0-9a-z][0-9a-z-]{0,40}")
-_CREATED = "%Y-%m-%dT%H:%M:%SZ"
+CREATED = "%Y-%m-%dT%H:%M:%SZ"
 State = Literal["running", "finished", "stopped", "failed", "unreadable"]  # stopped: by the user, or cut off
 
 
@@ -248,7 +248,7 @@ def _find_state(record: Record) -> tuple[State, str]:
 def _created_at(summary: RunSummary) -> float:
     """Seconds since the epoch; of a run that can't be read, the time at which its folder was changed last."""
     with suppress(ValueError):
-        return calendar.timegm(time.strptime(summary.created, _CREATED))
+        return calendar.timegm(time.strptime(summary.created, CREATED))
     with suppress(OSError):
         return run_folder(summary.run).stat().st_mtime
     return math.inf

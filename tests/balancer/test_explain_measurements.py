@@ -53,11 +53,28 @@ def test_a_doubt_about_another_layout_is_none_about_this_one() -> None:
 
 def test_the_verdict_says_what_weakens_it_most() -> None:
     """Noise is in its interval already."""
-    doubts = find_doubts([timed(doubt) for doubt in EVERY], SPLIT)
+    doubts = find_doubts([timed(doubt) for doubt in EVERY if doubt.code != "not_finite"], SPLIT)
     assert add_doubt("Do it.", doubts) == (
         "Do it; but steps were held back while it was measured: measure again to be sure."
     )
     assert add_doubt("Do it.", [Warned("noisy", 0.1)]) == "Do it."
+
+
+def test_a_loss_that_was_not_finite_anywhere_is_said_with_its_first_step() -> None:
+    """Also of a layout that wasn't chosen: the model is the same."""
+    seen = [timed(Warned("not_finite", 57.0, 1), layout=EVEN), timed(Warned("not_finite", 3.0, 0), layout=EVEN)]
+    doubts = find_doubts(seen, SPLIT)
+    assert doubts == (Warned("not_finite", 3.0, 0),)
+    assert add_doubt("Do it.", doubts) == "Do it; but its loss was not finite: look at it before you train."
+    (sentence,) = explain_doubts(doubts, DEVICES)
+    assert sentence.startswith("GPU:0: The loss was not finite (NaN or infinite) by step 3: ")
+
+
+def test_noise_is_that_of_the_figure_over_all_turns() -> None:
+    """One figure has one error: a rough first turn is no doubt once the others have settled it."""
+    seen = [timed(Warned("noisy", 0.8)), timed()]
+    assert find_doubts(seen, SPLIT, error=0.02) == ()
+    assert find_doubts(seen, SPLIT, error=0.09) == (Warned("noisy", 0.09),)
 
 
 def test_memory_that_others_hold_is_said_with_the_most_that_was_seen() -> None:

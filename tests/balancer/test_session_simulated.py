@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -140,6 +141,28 @@ def test_a_complete_run_resumed_measures_nothing_and_writes_nothing() -> None:
     assert not observed(again)
     assert ended(again).plan == whole.plan
     assert runs.journal_path(whole.run).read_bytes() == content
+
+
+def test_a_finished_run_goes_on_with_what_was_measured_when_it_gets_more_time() -> None:
+    """With a larger budget, or so many seconds more; a plain resume then has the last plan."""
+    first = ended(drive(PAIR))
+    larger = drive(Request(budget_seconds=300.0), resume=first.run)
+    assert observed(larger)
+    assert ended(larger).at_seconds > 200
+    assert ended(larger).plan.search.probes == first.plan.search.probes + len(observed(larger))
+    assert relative_half_width(ended(larger)) < relative_half_width(first)
+    assert not observed(drive(Request(), resume=first.run))
+    assert runs.load_run(first.run).plan == ended(larger).plan
+    session = Session(Request(), resume=first.run, extend_seconds=100.0)
+    more = list(session.events())
+    session.close()
+    assert 0 < ended(more).at_seconds - ended(larger).at_seconds <= 100
+
+
+def relative_half_width(finished: Finished) -> float:
+    """Of the plan's figure."""
+    figure = finished.plan.throughput
+    return (figure.high - figure.low) / 2 / figure.samples_per_second
 
 
 def test_a_stop_keeps_the_best_plan_so_far_and_resuming_goes_on() -> None:
@@ -313,6 +336,45 @@ def test_runs_are_listed_newest_first_with_their_state() -> None:
     assert cut_off.interrupted
     assert cut_off.plan is not None
     assert "run was cut off" in cut_off.plan.search.why_stopped
+
+
+def test_a_run_s_state_says_whether_it_runs_and_why_it_failed(tmp_path: Path) -> None:
+    """Running while its lock is held, wherever; failed with its reason; no state suggests what can't be done."""
+    session = Session(msgspec.structs.replace(PAIR, pace=0.02))
+    events = session.events()
+    next(event for event in events if isinstance(event, Observed))
+    (running,) = runs.list_runs()
+    assert (running.state, running.probes) == ("running", 1)
+    session.stop()
+    list(events)
+    session.close()
+    assert [one.state for one in runs.list_runs()] == ["stopped"]
+    machine = tmp_path / "small.toml"
+    machine.write_text(COSTLY.replace("memory_mib = 1000", "memory_mib = 90"))
+    with pytest.raises(NoLayoutError) as fault:
+        drive(Request(devices=f"sim:{machine}"))
+    (failed,) = (one for one in runs.list_runs() if one.state == "failed")
+    assert failed.trouble == runs.load_run(failed.run).trouble == fault.value.message
+
+
+def test_notes_and_tags_stay_with_a_run_and_keep_it_from_being_pruned() -> None:
+    """Old, stopped or surplus runs may go; a running one, and one that a person marked, never."""
+    names = sorted(ended(drive(PAIR)).run for _ in range(3))
+    runs.annotate_run(names[0], "before the\nnew driver\x1b[31m", ["base", "h200"])
+    runs.annotate_run(names[0], add_tags=["keep"], remove_tags=["h200"])
+    with pytest.raises(RequestError, match="can't be a tag"):
+        runs.annotate_run(names[0], add_tags=["two words"])
+    found = runs.list_runs()
+    assert (found[2].note, found[2].tags) == ("before the new driver [31m", ("base", "keep"))
+    assert runs.load_run(names[0]).note.tags == ("base", "keep")
+    day, now = 86400.0, time.time() + 90000
+    assert runs.choose_prunable(found) == ()
+    assert {one.run for one in runs.choose_prunable(found, older_seconds=day, now=now)} == set(names[1:])
+    assert runs.choose_prunable(found, older_seconds=day) == ()
+    assert [one.run for one in runs.choose_prunable(found, keep=1)] == [found[1].run]
+    assert runs.choose_prunable(found, keep=1, states=("failed",)) == ()
+    (runs.run_folder(names[0]) / "note.json").write_text('{"note": 3}')
+    assert runs.list_runs()[2].note == ""
 
 
 def test_a_plan_travels_through_its_file_unchanged(tmp_path: Path) -> None:
