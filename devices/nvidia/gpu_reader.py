@@ -70,10 +70,10 @@ class GpuReader:
     ) -> None:
         self.nvml, self.handle, self.device, self.is_mig = nvml, handle, device, parent is not None
         self._activity = gpm.Activity(nvml, handle if parent is None else parent, instance)
-        links = [(LINK_SEND_KIB, ALL_LINKS), (LINK_RECEIVE_KIB, ALL_LINKS)]
+        links = dict.fromkeys((LINK_SEND_KIB, LINK_RECEIVE_KIB), ALL_LINKS)
         self._fields = Fields(nvml, handle, [POWER_AVERAGE])
-        self._throttle_fields = Fields(nvml, handle, list(THROTTLING), THROTTLE_SECONDS)
-        self._traffic_fields = Fields(nvml, handle, [PCIE_SEND_BYTES, PCIE_RECEIVE_BYTES, *links])
+        self._throttle_fields = Fields(nvml, handle, THROTTLING, THROTTLE_SECONDS)
+        self._traffic_fields = Fields(nvml, handle, _TRAFFIC, scopes=links)
         self._slow_fields = Fields(nvml, handle, [POWER_LIMIT, RECOVERY_ACTION, ECC_UNCORRECTED], SLOW_SECONDS)
         self._energy_fields = Fields(nvml, handle, [ENERGY], ENERGY_SECONDS)
         self._counters = {field: Counter(SHORTEST_WINDOW_SECONDS) for field in (*THROTTLING, *_TRAFFIC)}

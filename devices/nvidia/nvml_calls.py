@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from evener.devices.nvidia.nvml_library import (
     DRIVER_GONE,
@@ -106,44 +105,71 @@ class Metric:
             return schedule.record_failure(now, FUNCTION_NOT_FOUND)
 
 
-class Fields:
-    """Many numbers of one device by one GetFieldValues call, each with its own outcome.
+Outcome = tuple[int, float]  # NVML's return code, and the number if it is 0
 
-    Fields that the device doesn't have are left out of the next batches, and asked again once a minute.
+
+class Batch:
+    """Many numbers of one device by one call, each with its own outcome.
+
+    Those that the device doesn't have are left out of the next calls, and asked again once a minute.
     """
 
-    def __init__(
-        self, nvml: Library, handle: Handle, ids: Sequence[int | tuple[int, int]], period: float = 0.0
-    ) -> None:
-        self._nvml, self._handle, self._period = nvml, handle, period
-        self._all = {each if isinstance(each, int) else each[0]: each for each in ids}
-        self._schedules = {field: Schedule(period) for field in self._all}
-        self._readings: dict[int, Reading] = dict.fromkeys(self._all, PENDING)
-        self._getters = _union_members(nvml)
+    def __init__(self, nvml: Library, ids: Iterable[int], period: float = 0.0) -> None:
+        self._nvml = nvml
+        self._schedules = {each: Schedule(period) for each in ids}
 
     def read(self, now: float) -> Mapping[int, Reading]:
-        """Field id -> reading, in the field's own unit."""
-        due = [field for field, schedule in self._schedules.items() if schedule.is_due(now)]
-        for field in self._all.keys() - set(due):
-            self._readings[field] = self._schedules[field].kept(now)
-        if due:
-            self._ask(due, now)
-        return self._readings
+        """Id -> reading, in the number's own unit."""
+        schedules = self._schedules
+        due = [each for each, schedule in schedules.items() if schedule.is_due(now)]
+        readings = {each: schedule.kept(now) for each, schedule in schedules.items()}
+        for each, (code, number) in (self._try(due, now) if due else {}).items():
+            schedule = schedules[each]
+            readings[each] = schedule.record_failure(now, code) if code else schedule.record(now, number)
+        return readings
 
-    def _ask(self, due: Sequence[int], now: float) -> None:
+    def _try(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
         try:
-            answers = self._nvml.nvmlDeviceGetFieldValues(self._handle, [self._all[field] for field in due])
+            return self._ask(due, now)
         except self._nvml.NVMLError as error:
-            for field in due:
-                self._readings[field] = self._schedules[field].record_failure(now, error_code(error))
-            return
-        for field, answer in zip(due, answers, strict=True):
-            schedule = self._schedules[field]
-            if answer.nvmlReturn != 0:
-                self._readings[field] = schedule.record_failure(now, answer.nvmlReturn)
-            else:
-                member = self._getters.get(answer.valueType, "ullVal")
-                self._readings[field] = schedule.record(now, getattr(answer.value, member))
+            code = error_code(error)
+        except AttributeError:  # a binding older than the function
+            code = FUNCTION_NOT_FOUND
+        return dict.fromkeys(due, (code, 0.0))
+
+    def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
+        """Call NVML; what has no outcome yet is left out."""
+        raise NotImplementedError
+
+
+class Fields(Batch):
+    """A batch by GetFieldValues; of `scopes`, some fields have one."""
+
+    def __init__(
+        self,
+        nvml: Library,
+        handle: Handle,
+        ids: Iterable[int],
+        period: float = 0.0,
+        scopes: Mapping[int, int] | None = None,
+    ) -> None:
+        super().__init__(nvml, ids, period)
+        self._handle, self._scopes = handle, scopes or {}
+        self._members = {
+            nvml.NVML_VALUE_TYPE_DOUBLE: "dVal",
+            nvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",
+            nvml.NVML_VALUE_TYPE_UNSIGNED_LONG: "ulVal",
+            nvml.NVML_VALUE_TYPE_SIGNED_LONG_LONG: "sllVal",
+            nvml.NVML_VALUE_TYPE_SIGNED_INT: "siVal",
+        }
+
+    def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
+        asked = [(field, self._scopes[field]) if field in self._scopes else field for field in due]
+        answers = self._nvml.nvmlDeviceGetFieldValues(self._handle, asked)
+        return {
+            field: (each.nvmlReturn, getattr(each.value, self._members.get(each.valueType, "ullVal")))
+            for field, each in zip(due, answers, strict=True)
+        }
 
 
 class Counter:
@@ -188,14 +214,3 @@ def first_value(*readings: Reading) -> Reading:
         if reading.value is not None:
             return reading
     return next((reading for reading in readings if reading.state is not State.UNSUPPORTED), UNSUPPORTED)
-
-
-def _union_members(nvml: Any) -> dict[int, str]:
-    return {
-        nvml.NVML_VALUE_TYPE_DOUBLE: "dVal",
-        nvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",
-        nvml.NVML_VALUE_TYPE_UNSIGNED_LONG: "ulVal",
-        nvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG: "ullVal",
-        nvml.NVML_VALUE_TYPE_SIGNED_LONG_LONG: "sllVal",
-        nvml.NVML_VALUE_TYPE_SIGNED_INT: "siVal",
-    }

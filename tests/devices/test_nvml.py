@@ -165,7 +165,7 @@ def test_gpm_denied_for_a_while_comes_back(rig: Rig) -> None:
     rig.nvml.fail("nvmlGpmMetricsGet", rig.nvml.NVML_ERROR_NO_PERMISSION)
     assert rig.tick().devices[0].sm_percent.state is State.DENIED
     rig.nvml.mend("nvmlGpmMetricsGet")
-    assert rig.tick(times=6).devices[0].sm_percent.current == 80
+    assert rig.tick(times=12).devices[0].sm_percent.current == 80
 
 
 def test_gpm_is_not_asked_twice_within_a_tenth_of_a_second(rig: Rig) -> None:
