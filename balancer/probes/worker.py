@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import BinaryIO
 
@@ -95,7 +96,7 @@ class Worker:
         self._build = command
         size = command.address_space_bytes
         if size is not None and ":" not in command.workload:
-            registry.factory(registry.find(command.workload, command.framework))
+            import_module(registry.find(command.workload, command.framework).home.partition(":")[0])
             cap_address_space(size)
         self._workload = registry.build(command.workload, command.place, command.settings, command.framework)
         if size is not None and ":" in command.workload:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -223,6 +224,19 @@ def test_running_out_of_memory_names_its_device_and_the_child_is_not_used_again(
     (group,) = observe(prober, layout_of((8, 64)))
     assert isinstance(group, OutOfMemory)
     assert isinstance(observe(prober, solo(2, 0, 8))[0], Timed)
+
+
+def test_a_share_that_does_not_fit_at_once_is_measured_in_passes(make: Make) -> None:
+    """Three passes instead of one, in the memory of the largest of them; alone and beside one that needs none."""
+    devices = tuple(msgspec.structs.replace(each, limit=Limit(memory_bytes=32 << 20)) for each in slices(2))
+    prober = make(devices=devices, memory_per_sample_mib=1.0, memory_base_mib=0.0, base_ms=5.0)
+    (whole,) = observe(prober, solo(2, 0, 64))
+    assert isinstance(whole, OutOfMemory)
+    for layout in (layout_of((64, 0), (22, 0)), layout_of((64, 8), (22, 8))):
+        (seen,) = observe(prober, layout)
+        assert isinstance(seen, Timed), seen
+        assert seen.step_seconds > 0.015
+        assert seen.memory_bytes[0] == 22 << 20
 
 
 def run_of(prober: ChildProber, seconds: float, steps: int) -> Observation:
