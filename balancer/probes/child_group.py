@@ -22,7 +22,8 @@ TICK_SECONDS = 0.05
 GRACE_SECONDS = 1.0  # for the others to say why they stopped, once one has failed
 _CAUSE_ORDER: tuple[Cause, ...] = ("device", "raised", "signal", "exit", "protocol", "unsupported", "timeout")
 _LOST_A_PEER = ("unavailable", "cancelled", "canceled", "connection reset", "connection closed", "has gone", "aborted")
-_OWN_WORDS = ("UserCodeError", "RequestError", "EvenerError")  # their text says what kind of error it is
+_USER_ERRORS = ("UserCodeError", "RequestError")
+_OWN_WORDS = (*_USER_ERRORS, "EvenerError")  # their text says what kind of error it is
 
 
 class StoppedError(Exception):
@@ -38,6 +39,7 @@ class RankFailure(msgspec.Struct, frozen=True):
     out_of_memory: bool = False
     gpu: int | None = None  # the framework's number of the GPU that ran out of memory, if it named one
     output: str = ""  # the whole traceback, or the end of standard error
+    user_code: bool = False  # the workload's own code or settings are wrong, whatever the device
 
     @property
     def lost_a_peer(self) -> bool:
@@ -165,4 +167,6 @@ def error_failure(rank: int, error: ChildError) -> RankFailure:
     if error.where and error.where not in words:
         words = f"{error.where}: {words}"
     gpu = exit_causes.find_gpu_number(error.text) if memory else None
-    return RankFailure(rank, "raised", words, memory, gpu, error.traceback)
+    own = bool(error.where) or any(kind in _USER_ERRORS for kind in error.types)
+    user_code = own and not memory and not exit_causes.names_hardware(error.text)
+    return RankFailure(rank, "raised", words, memory, gpu, error.traceback, user_code)

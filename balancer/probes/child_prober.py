@@ -41,6 +41,7 @@ from evener.devices.types import Device
 from evener.errors import DeviceError
 
 WARM_UP_SHARE = 16  # at most: any other size will do, and a small one is made at once
+REPEAT_SECONDS = 0.5  # between two reports on a probe that is silent
 PORT_TRIES = 3  # a port may be taken between its choice and its use
 LARGEST_ERROR_FILE_BYTES = 4 << 20
 _PORT_TAKEN = ("address already in use", "failed to bind", "could not start grpc server")
@@ -78,19 +79,26 @@ class ChildProber:
     ) -> Iterator[Observation]:
         """All probes at once, each driven by its own thread."""
         self._free_memory(probes)
-        results: queue.SimpleQueue[Observation | BaseException | None] = queue.SimpleQueue()
+        results: queue.SimpleQueue[tuple[Probe, Observation | BaseException | None]] = queue.SimpleQueue()
+        running = {probe: ProgressReporter(probe, report, self.now) for probe in probes}
 
         def drive(probe: Probe) -> None:
             try:
-                results.put(self._observe(probe, report, stop))
+                results.put((probe, self._observe(probe, running[probe], stop)))
             except BaseException as error:
-                results.put(error)
+                results.put((probe, error))
 
         for probe in probes:
             threading.Thread(target=drive, args=(probe,), name="probe", daemon=True).start()
         errors: list[BaseException] = []
-        for _ in probes:
-            seen = results.get()
+        while running:
+            try:
+                probe, seen = results.get(timeout=REPEAT_SECONDS)
+            except queue.Empty:
+                for progress in running.values():
+                    progress.repeat()
+                continue
+            del running[probe]
             if isinstance(seen, BaseException):
                 errors.append(seen)
             elif seen is not None:
@@ -136,10 +144,9 @@ class ChildProber:
         with self._lock:
             self._mps.close()
 
-    def _observe(self, probe: Probe, report: Report, stop: threading.Event) -> Observation | None:
+    def _observe(self, probe: Probe, progress: ProgressReporter, stop: threading.Event) -> Observation | None:
         """Measure with idle children or new ones; again if a port of theirs was taken."""
         started = time.monotonic()
-        progress = ProgressReporter(probe, report, self.now)
         for left in reversed(range(PORT_TRIES)):
             try:
                 return self._attempt(probe, progress, stop, started)
@@ -298,7 +305,7 @@ class ChildProber:
         if failure.output.strip() and self._save_output(detail, failure.output):
             what = "traceback" if failure.cause == "raised" else "output"
             detail += f" ({what} in {self._error_file})"
-        return Failed(probe, failure.cause, detail, devices, elapsed_seconds)
+        return Failed(probe, failure.cause, detail, devices, elapsed_seconds, failure.user_code)
 
     def _save_output(self, title: str, output: str) -> bool:
         """Append what a failing child wrote to the run's error file; False if it can't be kept."""

@@ -30,6 +30,7 @@ _TEXT = (
     "no algorithm worked",
     "could not create a primitive",
 )
+_HARDWARE = ("cuda", "cudnn", "cublas", "nccl", "gpu", "driver", "device-side")
 _AT_CAP = 0.7  # of the cap at the last sample: a large allocation fails before it is seen
 _MEMORY_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
 _GPU = re.compile(r"(?:device:|/)GPU:(\d+)\b")
@@ -46,6 +47,12 @@ def error_is_memory(types: Sequence[str], text: str) -> bool:
     if any(sign in lowered for sign in _NOT_MEMORY):
         return False
     return any(kind in _TYPES for kind in types) or any(sign in lowered for sign in _TEXT)
+
+
+def names_hardware(text: str) -> bool:
+    """Whether an error's text speaks of a GPU or its libraries, so that it may be one device's own."""
+    lowered = text.lower()
+    return any(sign in lowered for sign in _HARDWARE)
 
 
 def exit_is_memory(code: int, cap_share: float, kernel_killed: bool, stderr_tail: str) -> bool:

@@ -48,19 +48,25 @@ class ProgressReporter:
     def __init__(self, probe: Probe, report: Report, now: Callable[[], float]) -> None:
         self.phase = "starting"
         self._probe, self._report, self._now = probe, report, now
-        self._last = float("-inf")
+        self._figures: tuple[float | None, float | None] = (None, None)
+        self._entered, self._last = time.monotonic(), float("-inf")
 
     def enter(self, phase: str) -> None:
         """A new phase is always reported."""
         if phase != self.phase or self._last < 0:
-            self.phase, self._last = phase, float("-inf")
+            self.phase, self._entered, self._last = phase, time.monotonic(), float("-inf")
             self.update()
 
     def update(self, rate: float | None = None, relative: float | None = None) -> None:
         """The figures so far."""
+        self._figures = rate, relative
+        self.repeat()
+
+    def repeat(self) -> None:
+        """The last figures again, with the time that has passed."""
         if (at := time.monotonic()) - self._last >= REPORT_SECONDS:
             self._last = at
-            self._report(ProbeProgress(self._probe, self.phase, rate, relative, self._now()))
+            self._report(ProbeProgress(self._probe, self.phase, *self._figures, self._now(), at - self._entered))
 
 
 class Measurement:
