@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+import psutil
 
 import evener
 from evener.cpu_topology import physical_cores
@@ -73,19 +75,13 @@ def cap_address_space(room_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
-def mps_runs(environ: Mapping[str, str] | None = None) -> bool:
+def mps_runs() -> bool:
     """Whether an MPS control daemon listens where CUDA programs look for one."""
-    folder = Path((os.environ if environ is None else environ).get("CUDA_MPS_PIPE_DIRECTORY") or MPS_FOLDER)
-    try:
+    folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or MPS_FOLDER)
+    with suppress(OSError, ValueError, OverflowError):
         pid = int((folder / "nvidia-cuda-mps-control.pid").read_text().strip("\0 \n"))
-        if pid <= 0:
-            return False
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except (OSError, ValueError, OverflowError):
-        return False
-    return True
+        return pid > 0 and psutil.pid_exists(pid)
+    return False
 
 
 def _on_cores(devices: Sequence[Device], framework: str) -> ChildEnvironment:
@@ -96,26 +92,16 @@ def _on_cores(devices: Sequence[Device], framework: str) -> ChildEnvironment:
     sizes = [device.usable_memory_bytes for device in devices]
     memory_bytes = sum(size for size in sizes if size is not None) if None not in sizes else None
     if framework == "tensorflow":
-        limited = any(device.limit.memory_bytes is not None for device in devices)
-        variables |= _tensorflow_on_cores(threads, memory_bytes, limited)
-        return ChildEnvironment(variables, cores, None, threads)
+        # Two threads between operations: a collective that waits must not hold the only one.
+        variables |= {"TF_NUM_INTRAOP_THREADS": str(threads), "TF_NUM_INTEROP_THREADS": "2"}
+        if memory_bytes is not None:
+            variables["TF_CPU_ALLOCATOR_USE_BFC"] = "true"
+            variables["TF_CPU_BFC_MEM_LIMIT_IN_MB"] = str(max(1, memory_bytes // MIB))
+        if any(device.limit.memory_bytes is not None for device in devices):
+            # With oneDNN on, a step that meets the cap ends in a signal; off, it raises ResourceExhaustedError but
+            # takes twice the time. So only a limit that was asked for turns it off.
+            variables["TF_ENABLE_ONEDNN_OPTS"] = "0"
     return ChildEnvironment(variables, cores, memory_bytes if framework == "torch" else None, threads)
-
-
-def _tensorflow_on_cores(threads: int, memory_bytes: int | None, limited: bool) -> dict[str, str]:
-    """TensorFlow's thread pools and its allocator's cap.
-
-    With oneDNN on, a step that meets the cap ends in a signal; off, it raises ResourceExhaustedError but takes twice
-    the time. So it is off only for a limit that was asked for; the slice's own memory merely protects the machine.
-    """
-    # Two threads between operations: a collective that waits must not hold the only one.
-    variables = {"TF_NUM_INTRAOP_THREADS": str(threads), "TF_NUM_INTEROP_THREADS": "2"}
-    if memory_bytes is not None:
-        variables["TF_CPU_ALLOCATOR_USE_BFC"] = "true"
-        variables["TF_CPU_BFC_MEM_LIMIT_IN_MB"] = str(max(1, memory_bytes // MIB))
-    if limited:
-        variables["TF_ENABLE_ONEDNN_OPTS"] = "0"
-    return variables
 
 
 def _on_gpus(devices: Sequence[Device]) -> ChildEnvironment:

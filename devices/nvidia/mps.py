@@ -14,13 +14,14 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from pathlib import Path
+
+import psutil
 
 from evener.devices.child_environment import import_path
 from evener.errors import DeviceError
 
 PROGRAM = "nvidia-cuda-mps-control"
-PROGRAM_FAMILY = b"nvidia-cuda-mps"  # the control program and its servers
+PROGRAM_FAMILY = "nvidia-cuda-mps"  # the control program and its servers
 START_SECONDS = 15.0  # for the daemon to listen
 QUIT_SECONDS = 5.0  # for it to end in order
 LOOK_SECONDS = 0.05
@@ -50,16 +51,11 @@ class MpsDaemon:
         guard, self._guard = self._guard, None
         if guard is None:
             return
-        with suppress(OSError):
-            assert guard.stdin is not None
-            guard.stdin.close()
         try:
-            guard.wait(CLOSE_SECONDS)
+            guard.communicate(timeout=CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
             guard.kill()
-            guard.wait()
-        if guard.stdout is not None:
-            guard.stdout.close()
+            guard.communicate()
 
     def _start(self) -> None:
         program = find_program()
@@ -129,23 +125,19 @@ def _kill_all(folder: str) -> None:
     """Kill whatever of the daemon still has our folder in its environment, until it has gone."""
     until = time.monotonic() + QUIT_SECONDS
     while (left := _left(folder)) and time.monotonic() < until:
-        for pid in left:
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(LOOK_SECONDS)
+        for process in left:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=LOOK_SECONDS)
 
 
-def _left(folder: str) -> list[int]:
-    ours = f"CUDA_MPS_PIPE_DIRECTORY={folder}".encode()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        with suppress(OSError):
-            command = (entry / "cmdline").read_bytes()
-            if PROGRAM_FAMILY in command and ours in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return found
+def _left(folder: str) -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.process_iter(["cmdline", "environ"])
+        if PROGRAM_FAMILY in " ".join(process.info["cmdline"] or ())
+        and (process.info["environ"] or {}).get("CUDA_MPS_PIPE_DIRECTORY") == folder
+    ]
 
 
 if __name__ == "__main__":

@@ -76,9 +76,12 @@ def test_a_percentage_of_a_gpu_needs_an_mps_daemon(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "-1", "0", "999999999999999999999"])
-def test_a_pid_file_that_names_no_process_is_no_daemon(text: str, tmp_path: Path) -> None:
+def test_a_pid_file_that_names_no_process_is_no_daemon(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "nvidia-cuda-mps-control.pid").write_text(text)
-    assert not mps_runs({"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)})
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert not mps_runs()
 
 
 def test_devices_that_one_process_cannot_hold_are_refused() -> None:
