@@ -31,6 +31,8 @@ def resolve_request(request: Request) -> ResolvedRequest:
     found = discover(request.devices)
     name = request.workload or registry.default_name(request.framework, found.devices[0].kind)
     entry = registry.find(name, request.framework)
+    if found.machine is not None:
+        _check_simulated(request)
     _check_engine(request.engine, entry.framework, found.devices)
     _check_json(registry.resolve_settings(entry, request.settings))
     if found.machine is not None:
@@ -56,9 +58,8 @@ def _check_engine(engine: str, framework: str, devices: tuple[Device, ...]) -> N
     """RequestError unless the engine exists for this framework and these devices."""
     if engine == "auto":
         return
-    if framework != "tensorflow" or devices[0].kind == "sim":
-        whose = "simulated devices have none" if devices[0].kind == "sim" else f"{framework} has no choice of it"
-        raise RequestError(f"--engine {engine} is TensorFlow's; {whose}.", "Leave --engine out.")
+    if framework != "tensorflow":
+        raise RequestError(f"--engine {engine} is TensorFlow's; {framework} has none.", "Leave --engine out.")
     limited = [d for d in devices if d.limit and (d.limit.percent or d.kind != "gpu")]
     if engine in ONE_PROCESS and limited:
         raise RequestError(
@@ -66,6 +67,14 @@ def _check_engine(engine: str, framework: str, devices: tuple[Device, ...]) -> N
             f"--engine {engine} has one process for all devices.",
             "Use --engine multiworker, or leave the limit out.",
         )
+
+
+def _check_simulated(request: Request) -> None:
+    """RequestError for an option that only real devices have."""
+    for name, option in (("precision", "--precision"), ("xla", "--xla"), ("input", "--input"), ("engine", "--engine")):
+        if getattr(request, name) != getattr(Request(), name):
+            message = f"{option} has no effect on simulated devices, whose speeds are written down."
+            raise RequestError(message, f"Leave {option} out.")
 
 
 def _check_installed(framework: str) -> None:

@@ -37,8 +37,8 @@ def test_the_engine_asked_for_says_how_many_processes_there_are(engine: str, chi
     ("fields", "words"),
     [
         ({"engine": "ddp"}, "--engine 'ddp' is not known"),
-        ({"framework": "torch", "workload": "torch_mnist"}, "torch has no choice of it"),
-        ({"devices": "sim:t4,t4"}, "simulated devices have none"),
+        ({"framework": "torch", "workload": "torch_mnist"}, "torch has none"),
+        ({"devices": "sim:t4,t4"}, "no effect on simulated devices"),
         (
             {"devices": "cpu:0,cpu:1@60%"},
             "CPU:1 is limited to 60%, which needs its own process; --engine mirrored",

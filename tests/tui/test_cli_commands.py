@@ -202,7 +202,7 @@ def test_resuming_with_another_request_is_refused(
 
 
 def test_a_format_that_the_file_s_name_denies_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A TOML plan called plan.json could never be read again."""
+    """A TOML plan called plan.json could never be read again; --format is for standard output."""
     assert run(["balance", "--devices", PAIR]) == 0
     assert run(["export", "last", "-o", "plan.json", "--format", "toml"]) == 2
     assert not (tmp_path / "plan.json").exists()

@@ -174,6 +174,57 @@ def test_an_option_before_a_command_that_takes_no_notice_of_it_is_refused(
     assert f"{option[0]} before devices" in printed.err
 
 
+@pytest.mark.parametrize("command", [[], ["monitor", "--once"]], ids=["app", "monitor"])
+def test_a_theme_is_checked_where_nothing_is_drawn_too(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """In a pipe, a wrong word is as wrong as on a terminal; both commands that open the app have the option."""
+    assert run([*command, "--devices", PAIR, "--theme", "purple"]) == 2
+    assert "'dark', 'light'" in capsys.readouterr().err
+    assert run([*command, "--devices", PAIR, "--theme", "light"]) == 0
+
+
+@pytest.mark.parametrize(
+    "option", [["--precision", "mixed_float16"], ["--xla"], ["--input", "device"], ["--engine", "mirrored"]], ids=str
+)
+def test_what_simulated_devices_do_not_have_is_refused(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Their speeds are written down: the figures would be the same without a word."""
+    assert run(["balance", "--devices", PAIR, *option]) == 2
+    printed = capsys.readouterr().err
+    assert option[0] in printed
+    assert "simulated devices" in printed
+
+
+def test_a_file_that_is_there_is_replaced_only_with_force(capsys: pytest.CaptureFixture[str]) -> None:
+    """A search replaces an earlier plan, and nothing else: that is refused before it begins."""
+    assert run(["balance", "--devices", PAIR, "--export", "plan.toml"]) == 0
+    before = Path("plan.toml").read_bytes()
+    capsys.readouterr()
+    assert run(["export", "last", "-o", "plan.toml"]) == 2
+    assert "plan.toml is there already. Add --force" in capsys.readouterr().err
+    assert run(["export", "last", "-o", "plan.toml", "--force"]) == 0
+    assert Path("plan.toml").read_bytes() == before
+    assert run(["balance", "--devices", PAIR, "--export", "plan.toml", "--seed", "1"]) == 0
+    Path("pyproject.toml").write_text("[project]\n")
+    capsys.readouterr()
+    assert run(["balance", "--devices", PAIR, "--export", "pyproject.toml"]) == 2
+    printed = capsys.readouterr().err
+    assert "is no plan" in printed
+    assert "solo" not in printed
+    assert Path("pyproject.toml").read_text() == "[project]\n"
+    Path("report.html").write_text("mine")
+    assert run(["report", "last", "-o", "report.html"]) == 2
+    assert Path("report.html").read_text() == "mine"
+
+
+@pytest.mark.parametrize("command", [["balance", "--devices", PAIR, "--export"], ["export", "last", "-o"]], ids=str)
+def test_a_plan_is_written_as_what_its_file_is_called(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """TOML in plan.yaml would be read by no YAML parser."""
+    assert run(["balance", "--devices", PAIR, "--budget", "1s"]) == 0
+    capsys.readouterr()
+    assert run([*command, "plan.yaml"]) == 2
+    assert "plans are TOML or JSON" in capsys.readouterr().err
+    assert not Path("plan.yaml").exists()
+
+
 def test_json_is_json_on_either_side_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     """`runs --json show last` as `runs show last --json`."""
     assert run(["balance", "--devices", PAIR, "--budget", "1s"]) == 0

@@ -16,6 +16,7 @@ from evener.errors import EvenerError, RequestError
 from evener.tui.cli.options import (
     BATCH,
     LENGTH,
+    OUTPUT,
     SEARCH,
     TRAINING,
     WHAT,
@@ -26,6 +27,7 @@ from evener.tui.cli.options import (
     JsonOption,
     ReadonlyOption,
     ReplayOption,
+    ThemeOption,
     spread_lists,
     takes_request,
 )
@@ -57,7 +59,7 @@ def start(
     version: Annotated[bool, typer.Option("--version", "-V", help="Print the version and exit.")] = False,
     readonly: ReadonlyOption = False,
     ascii_only: AsciiOption = False,
-    theme: Annotated[str | None, typer.Option("--theme", help="dark or light.")] = None,
+    theme: ThemeOption = None,
     replay: ReplayOption = None,
 ) -> None:
     """Open the app on a terminal; elsewhere print the devices once."""
@@ -190,6 +192,9 @@ def monitor(
     devices: DevicesOption = "auto",
     once: Annotated[bool, typer.Option("--once", "-1", help="Print one reading and exit.")] = False,
     as_json: JsonOption = False,
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="Print one line for each device.", rich_help_panel=OUTPUT)
+    ] = False,
     interval: Annotated[
         str | None, typer.Option("-i", "--interval", help="Time between readings, like 0.5 (seconds) or 2s.")
     ] = None,
@@ -199,21 +204,23 @@ def monitor(
     replay: ReplayOption = None,
     readonly: ReadonlyOption = False,
     ascii_only: AsciiOption = False,
+    theme: ThemeOption = None,
 ) -> None:
-    """Show the devices: in the app on a terminal, as lines or JSON elsewhere."""
+    """Show the devices: in the app on a terminal, as text, JSON or CSV elsewhere."""
     from evener.tui.text.parsing import parse_duration, parse_indices
 
     chosen = parse_indices(only)
-    if not (once or as_json or interval or record) and draws_screens():
+    if not (once or as_json or as_csv or interval or record) and draws_screens():
         from evener.tui.app.app import run_app
 
-        raise typer.Exit(run_app(devices, readonly=readonly, ascii=ascii_only, replay=replay))
+        raise typer.Exit(run_app(devices, readonly=readonly, ascii=ascii_only, theme=theme, replay=replay))
     from evener.tui.cli.commands.monitor import run_monitor
 
     code = run_monitor(
         devices,
         once=once,
         json=as_json,
+        csv=as_csv,
         interval_seconds=None if interval is None else parse_duration(interval, "-i"),
         only=chosen,
         only_visible=only_visible,

@@ -47,7 +47,7 @@ FormatOption = Annotated[
 ]
 ReadonlyOption = Annotated[bool, typer.Option("--readonly", help="The app can't send signals to processes.")]
 AsciiOption = Annotated[bool, typer.Option("--ascii", help="Draw with plain ASCII characters.")]
-ThemeOption = Annotated[Literal["dark", "light"], typer.Option("--theme", help="Colours of the app.")]
+ThemeOption = Annotated[Literal["dark", "light"] | None, typer.Option("--theme", help="Colours of the app.")]
 ReplayOption = Annotated[Path | None, typer.Option("--replay", help="Show a file that `monitor --record` wrote.")]
 
 

@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from evener.tui.cli.options import JsonOption
 
 runs_app = typer.Typer(help="Past runs: list, show, delete.", invoke_without_command=True)
+ForceOption = Annotated[bool, typer.Option("--force", "-f", help="Replace the file if it is there.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the beginning of one, or `last`.")]
 
 
 def export(
     run_id: RunName,
-    form: Annotated[str | None, typer.Option("--format", help="toml or json. Default: by the file, or toml.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Output file. Default: stdout.")] = None,
+    form: Annotated[
+        Literal["toml", "json"] | None, typer.Option("--format", help="Default: by the file's ending, or toml.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="A .toml or .json file. Default: standard output.")
+    ] = None,
+    force: ForceOption = False,
 ) -> None:
-    """Write a past run's plan."""
+    """Write a past run's plan as TOML or JSON."""
     from evener.tui.cli.commands.runs import run_export
 
-    raise typer.Exit(run_export(run_id, form, output))
+    raise typer.Exit(run_export(run_id, form, output, force))
 
 
 def report(
     run_id: RunName,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Output file, like report.html, .png or .svg.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="An .html, .png or .svg file.")],
+    force: ForceOption = False,
 ) -> None:
     """Write a report of a run: a page with pictures (.html), or one picture (.png, .svg)."""
     from evener.tui.cli.commands.runs import run_report
 
-    raise typer.Exit(run_report(run_id, output))
+    raise typer.Exit(run_report(run_id, output, force))
 
 
 @runs_app.callback()

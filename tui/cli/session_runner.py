@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import stat
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -17,7 +15,8 @@ import msgspec
 
 from evener.balancer.events import Finished
 from evener.balancer.session import Session
-from evener.errors import NoLayoutError, RequestError
+from evener.errors import NoLayoutError
+from evener.tui.cli.output_files import check_plan_file, check_replaceable
 from evener.tui.cli.streams import ReaderGoneError, report_fault
 from evener.tui.text.formatting import plain
 from evener.tui.text.progress import Progress
@@ -40,7 +39,8 @@ def run_session(
     that none leaves half a file.
     """
     if export is not None:
-        _check_target(export)
+        check_plan_file(export, "--export")
+        check_replaceable(export)
     session, progress = make(), Progress()
     with stopped_by_signals(session.stop, "stopping; the best result so far is kept") as caught:
         try:
@@ -75,23 +75,6 @@ def result_json(finished: Finished, **more: object) -> dict[str, object]:
     """The result as data: the run, `more`, and the plan."""
     head = {"run": finished.run, "verdict": finished.verdict, "interrupted": finished.interrupted}
     return {**head, **more, **msgspec.to_builtins(finished.plan)}
-
-
-def _check_target(path: Path) -> None:
-    """Raise RequestError now, not after minutes of probing, if `path` can't be written."""
-    if path.suffix not in (".toml", ".json"):
-        raise RequestError(f"--export {path} ends neither in .toml nor in .json.", "Name it plan.toml or plan.json.")
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISDIR(path.stat().st_mode):
-                raise RequestError(f"--export {path} is a folder.", "Name a file in it.")
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise RequestError(
-            f"--export {path} can't be written: {reason}.", "Name a file in a folder that you may write to."
-        ) from None
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 from evener.tui.text.formatting import duration, half_width, percent, plain, rate
 
 DOUBTS = {  # about one measurement, behind its figure
+    "not_finite": "loss not finite",
     "slow_start": "still warming up",
     "drift": "speed drifting",
     "noisy": "steps vary much",

@@ -1,4 +1,4 @@
-"""`evener monitor` without the app: plain text or JSON, once or every few seconds, recorded or replayed."""
+"""`evener monitor` without the app: plain text, JSON or CSV, once or every few seconds, recorded or replayed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from typing import TextIO
 import msgspec
 
 from evener.devices.recording import Recorder, Recording, ReplaySource
-from evener.devices.types import Snapshot, Source
+from evener.devices.types import DeviceSample, Reading, Snapshot, Source
 from evener.errors import RequestError
 from evener.tui.text.formatting import plain
 from evener.tui.text.safe_documents import json_text
+from evener.tui.text.tables import csv_text
 from evener.tui.view.marks import ASCII, UNICODE, Marks
 from evener.tui.view.plain import snapshot_text
 
@@ -31,6 +32,7 @@ def run_monitor(
     *,
     once: bool = False,
     json: bool = False,
+    csv: bool = False,
     interval_seconds: float | None = None,
     only: tuple[int, ...] | None = None,
     only_visible: bool = False,
@@ -45,6 +47,8 @@ def run_monitor(
     DeviceError say what is wrong with the request, the files or the driver.
     """
     out = sys.stdout if stdout is None else stdout
+    if json and csv:
+        raise RequestError("--json and --csv are two forms of one answer.", "Give one of them.")
     _check_interval(interval_seconds)
     loops = not once and (interval_seconds is not None or record is not None)
     pause = interval_seconds if interval_seconds is not None else 1.0
@@ -52,9 +56,10 @@ def run_monitor(
         source = stack.enter_context(contextlib.closing(_open(devices, only_visible, replay)))
         _check_indices(source, only)
         recorder = stack.enter_context(Recorder(record, os.uname().nodename)) if record is not None else None
-        for snapshot in _snapshots(source, pause, loops=loops):
+        for number, snapshot in enumerate(_snapshots(source, pause, loops=loops)):
             kept = _keep(snapshot, only)
-            _write(out, _json(kept) if json else _text(kept, out, ascii))
+            text = _json(kept) if json else _csv(kept, headed=not number) if csv else _text(kept, out, ascii)
+            _write(out, text)
             if recorder is not None and not recorder.write(kept):
                 print(
                     f"evener: {plain(str(record))} is as large as a recording may get; recording ends.",
@@ -117,6 +122,18 @@ def _keep(snapshot: Snapshot, only: tuple[int, ...] | None) -> Snapshot:
 
 def _json(snapshot: Snapshot) -> str:
     return json_text(snapshot) + "\n"
+
+
+def _csv(snapshot: Snapshot, *, headed: bool) -> str:
+    """A line for each device: every metric under the key that it has in JSON, empty where there is no current value."""
+    return csv_text([_record(snapshot.at_seconds, sample) for sample in snapshot.devices], headed)
+
+
+def _record(at_seconds: float, sample: DeviceSample) -> dict[str, object]:
+    values = msgspec.structs.asdict(sample)
+    device = values.pop("device")
+    record = {"at_seconds": round(at_seconds, 3), "device": device.label, "id": device.id, "name": device.name}
+    return record | {key: each.current if isinstance(each, Reading) else each for key, each in values.items()}
 
 
 def _text(snapshot: Snapshot, out: TextIO, ascii_only: bool) -> str:

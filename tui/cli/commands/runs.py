@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -13,6 +13,7 @@ from evener.balancer.store import runs
 from evener.balancer.store.runs import Run, RunSummary
 from evener.errors import RequestError
 from evener.plan import Format, Plan, to_json, to_toml
+from evener.tui.cli.output_files import check_new, check_plan_file
 from evener.tui.cli.streams import terminal_columns
 from evener.tui.text.formatting import plain, rate
 from evener.tui.text.plan_summary import summary_lines
@@ -20,7 +21,6 @@ from evener.tui.text.progress import observation_words
 from evener.tui.text.safe_documents import harmless_json, json_text, toml_text
 from evener.tui.text.tables import align
 
-FORMATS = ("toml", "json")
 REPORT_FORMATS = (".html", ".png", ".svg")
 
 
@@ -95,15 +95,15 @@ def run_delete(names: list[str], yes: bool) -> int:
     return 0
 
 
-def run_export(name: str, form: str | None, output: Path | None) -> int:
+def run_export(name: str, form: Format | None, output: Path | None, force: bool) -> int:
     """Write a run's plan to a file, or to standard output."""
-    if form is not None and form not in FORMATS:
-        raise RequestError(f"--format {form!r} is not known.", "Choose toml or json.")
-    ending = output.suffix.removeprefix(".") if output is not None else ""
-    if form is not None and ending in FORMATS and form != ending:
-        raise RequestError(
-            f"--format {form} and -o {output} differ.", "Give one of them; the file name's ending is enough."
-        )
+    if output is not None:
+        check_plan_file(output, "-o")
+        if form is not None and output.suffix != f".{form}":
+            raise RequestError(
+                f"--format {form} and -o {output} differ.", "Give one of them; the file name's ending is enough."
+            )
+        check_new(output, force)
     run = runs.load_run(name)
     if run.plan is None:
         remedy = f"Resume it with evener balance --resume {run.header.run}."
@@ -111,7 +111,7 @@ def run_export(name: str, form: str | None, output: Path | None) -> int:
     if output is None:
         _print_plan(run.plan, form or "toml")
         return 0
-    run.plan.save(output, cast(Format | None, form))
+    run.plan.save(output)
     print(f"evener: plan written to {plain(str(output))}", file=sys.stderr)
     return 0
 
@@ -121,10 +121,11 @@ def _print_plan(plan: Plan, form: str) -> None:
     print(text, end="", flush=True)
 
 
-def run_report(name: str, output: Path) -> int:
+def run_report(name: str, output: Path, force: bool) -> int:
     """Write the report of a run, in the format that the file's ending names."""
     if output.suffix not in REPORT_FORMATS:
         raise RequestError(f"-o {output} ends neither in .html, .png nor .svg.", "Name it report.html.")
+    check_new(output, force)
     from evener.tui.report.contents import read_report
     from evener.tui.report.figures import figure_module, save_sheet
     from evener.tui.report.page import html_page

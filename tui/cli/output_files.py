@@ -1,0 +1,41 @@
+"""Whether a result may be written to the file that was named, found out before anything is measured."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from evener.errors import PlanError, RequestError
+from evener.plan import load_plan
+
+
+def check_plan_file(path: Path, option: str) -> None:
+    """RequestError unless a plan can be written to `path`."""
+    if path.suffix not in (".toml", ".json"):
+        remedy = f"Name it {path.stem or 'plan'}.toml or {path.stem or 'plan'}.json."
+        raise RequestError(f"{option} {path} ends neither in .toml nor in .json; plans are TOML or JSON.", remedy)
+    try:
+        if path.is_dir():
+            raise RequestError(f"{option} {path} is a folder.", "Name a file in it.")
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RequestError(
+            f"{option} {path} can't be written: {reason}.", "Name a file in a folder that you may write to."
+        ) from None
+
+
+def check_replaceable(path: Path) -> None:
+    """RequestError if the file is there and no plan: a new search replaces only the plan of an earlier one."""
+    if path.is_file():
+        try:
+            load_plan(path)
+        except PlanError:
+            raise RequestError(f"{path} is there already and is no plan.", "Name another file.") from None
+
+
+def check_new(path: Path, force: bool) -> None:
+    """RequestError if the file is there, unless `force`."""
+    if not force and path.exists():
+        raise RequestError(f"{path} is there already.", "Add --force to replace it, or name another file.")
