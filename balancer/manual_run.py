@@ -56,8 +56,13 @@ class TimedRun(msgspec.Struct, frozen=True):
     this_run: Interval  # samples/s of this run alone
 
 
-def choose_layout(devices: int, positions: Sequence[int] | None, batches: Sequence[int]) -> Layout:
-    """One batch for each position, or for the first devices; RequestError if they don't fit together."""
+def choose_layout(
+    devices: int, positions: Sequence[int] | None, batches: Sequence[int], micro: Sequence[int] = ()
+) -> Layout:
+    """One batch for each position, or for the first devices, in passes of up to `micro` rows where that is given.
+
+    RequestError if they don't fit together.
+    """
     if any(batch < 1 for batch in batches):
         raise RequestError(f"A batch of {min(batches)} can't be trained.", "Give 1 or more for each device.")
     if positions is None:
@@ -71,8 +76,18 @@ def choose_layout(devices: int, positions: Sequence[int] | None, batches: Sequen
     if max(positions) >= devices:
         there = f"There are {devices} devices, from 0 to {devices - 1}." if devices > 1 else "There is one device, 0."
         raise RequestError(f"--gpus names {max(positions)}.", there)
-    shares = dict(zip(positions, batches, strict=True))
-    return layout_of(tuple(shares.get(i, 0) for i in range(devices)))
+    _check_micro(batches, micro)
+    shares, rows = (dict(zip(positions, sizes, strict=True)) for sizes in (batches, micro or batches))
+    return layout_of(*(tuple(sizes.get(i, 0) for i in range(devices)) for sizes in (shares, rows)))
+
+
+def _check_micro(batches: Sequence[int], micro: Sequence[int]) -> None:
+    if micro and len(micro) != len(batches):
+        message = f"--micro gives {len(micro)} number{'' if len(micro) == 1 else 's'}, --batches {len(batches)}."
+        raise RequestError(message, "Give the rows of one pass for each batch.")
+    for rows, batch in zip(micro, batches, strict=False):
+        if not 1 <= rows <= batch:
+            raise RequestError(f"--micro {rows} isn't a part of {batch} rows.", f"Give a number from 1 to {batch}.")
 
 
 @contextlib.contextmanager
@@ -124,7 +139,7 @@ def _require_timed(seen: Observation | None, devices: Sequence[Device]) -> Timed
     """The timing, None if it was stopped; NoLayoutError if the batch doesn't fit or the training failed."""
     if isinstance(seen, OutOfMemory):
         where = f" on {', '.join(devices[i].label for i in seen.devices)}" if seen.devices else ""
-        raise NoLayoutError(f"Out of memory{where}: {seen.detail[:200]}.", "Use smaller batches.")
+        raise NoLayoutError(f"Out of memory{where}: {seen.detail[:200]}.", "Use smaller batches or passes (--micro).")
     if isinstance(seen, Failed):
         raise NoLayoutError(f"The training failed: {seen.detail[:300]}.", "Fix that and try again.")
     return seen

@@ -148,6 +148,10 @@ def probe(
         list[int],
         typer.Option("--batches", help="Samples per step for each device, like 820 568.", rich_help_panel=BATCH),
     ],
+    micro: Annotated[
+        list[int] | None,
+        typer.Option("--micro", help="Rows of one pass on each device, like 410 568.", rich_help_panel=BATCH),
+    ] = None,
     gpus: Annotated[
         list[str] | None,
         typer.Option("--gpus", help="Which devices, like 0 1. Default: the first ones.", rich_help_panel=WHAT),
@@ -164,11 +168,11 @@ def probe(
     form: FormatOption = "table",
     as_json: JsonOption = False,
 ) -> int:
-    """Time training at batch sizes that you choose: `evener probe --batches 820 568`."""
+    """Time training at batch sizes that you choose: `evener probe --batches 820 568 --micro 410 568`."""
     from evener.tui.cli.commands.probe import parse_length, run_probe
 
-    length = parse_length(seconds, steps)
-    return run_probe(request, gpus, tuple(batches), repeat=repeat, length=length, form=form, as_json=as_json)
+    length, rows = parse_length(seconds, steps), tuple(micro or ())
+    return run_probe(request, gpus, tuple(batches), rows, repeat=repeat, length=length, form=form, as_json=as_json)
 
 
 @app.command("devices")

@@ -22,7 +22,7 @@ _FLAGS = {
     "settings": ("--set",),
     "inputs": ("--input",),
 }
-_LISTS = ("--gpus", "--batches")  # options that take several values
+_LISTS = ("--gpus", "--batches", "--micro")  # options that take several values
 _TYPED: dict[str, tuple[Any, Any]] = {  # options whose text `make_request` parses, with their defaults
     "framework": (str | None, None),
     "settings": (list[str] | None, None),

@@ -17,7 +17,7 @@ from evener.balancer.types import Layout
 from evener.devices.types import Device
 from evener.errors import RequestError
 from evener.tui.cli.session_runner import stopped_by_signals
-from evener.tui.text.formatting import duration, half_width, plain, rate, size
+from evener.tui.text.formatting import duration, half_width, plain, rate, size, write_share
 from evener.tui.text.parsing import check_one_form, parse_duration
 from evener.tui.text.safe_documents import json_text
 from evener.tui.text.tables import Form, Table, csv_text
@@ -36,6 +36,7 @@ class Row(NamedTuple):
     low: float | None = None  # of the 95 % interval
     high: float | None = None
     memory_bytes: int | None = None  # the peak
+    micro: int | None = None  # rows of one pass
 
 
 def parse_length(seconds: str | None, steps: int | None) -> RunLength:
@@ -56,6 +57,7 @@ def run_probe(
     request: Request,
     gpus: Sequence[str] | None,
     batches: tuple[int, ...],
+    micro: tuple[int, ...] = (),
     *,
     repeat: int,
     length: RunLength,
@@ -66,7 +68,7 @@ def run_probe(
     check_one_form(form, as_json)
     spec, positions = _parse_gpus(request.devices, gpus)
     resolved = resolve_request(msgspec.structs.replace(request, devices=spec))
-    layout = choose_layout(len(resolved.devices), positions, batches)
+    layout = choose_layout(len(resolved.devices), positions, batches, micro)
     finished: list[TimedRun] = []
     stop = threading.Event()
     with (
@@ -79,7 +81,8 @@ def run_probe(
             _print_run(run, len(finished), repeat, resolved.devices, length)
     labels = [device.label for device in resolved.devices]
     if as_json:
-        print(json_text({"devices": labels, "batches": layout.shares, "runs": finished, "interrupted": stop.is_set()}))
+        sizes = {"batches": layout.shares, "micro": layout.pass_rows}
+        print(json_text({"devices": labels, **sizes, "runs": finished, "interrupted": stop.is_set()}))
     elif finished:
         rows = _list_rows(finished, layout, labels)
         lines = _table(rows, finished[-1].alone).lines(form)[:-1]
@@ -131,7 +134,7 @@ def _list_rows(runs: Sequence[TimedRun], layout: Layout, labels: Sequence[str]) 
     for number, run in enumerate(runs, 1):
         whole = run.this_run
         rows += [
-            Row(number, labels[i], layout.shares[i], run.own[i], memory_bytes=run.memory_bytes[i])
+            Row(number, labels[i], layout.shares[i], run.own[i], None, None, run.memory_bytes[i], layout.pass_rows[i])
             for i in layout.active
         ]
         if split:
@@ -157,7 +160,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (
         "all" if row.run is None else str(row.run),
         row.device,
-        str(row.batch),
+        write_share(row.batch, row.micro or row.batch),
         "-" if figure is None else rate(figure),
         "-" if figure is None or low is None or high is None else half_width(figure, low, high),
         "-" if row.memory_bytes is None else size(row.memory_bytes),
