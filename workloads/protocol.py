@@ -54,6 +54,10 @@ class Workload(Protocol):
         """Wait until every enqueued step is done on the devices."""
         ...
 
+    def loss_is_finite(self) -> bool:
+        """Whether the loss of the last step was finite, or isn't known; called when nothing is pending."""
+        ...
+
     def max_memory_bytes(self) -> tuple[int | None, ...]:
         """Peak of the framework's allocator on each of this process' devices since `prepare`; None: unknown."""
         ...

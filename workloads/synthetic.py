@@ -19,7 +19,7 @@ from evener.passes import split_passes
 from evener.workloads.protocol import Place, Workload
 
 MIB = 1 << 20
-FAILURES = ("", "raise", "exit", "kill", "hang", "garbage", "memory", "slow")
+FAILURES = ("", "raise", "exit", "kill", "hang", "garbage", "memory", "slow", "nan")
 CONNECT_SECONDS = 30.0
 
 
@@ -80,6 +80,10 @@ class Synthetic:
 
     def synchronize(self) -> None:
         """Nothing is enqueued: a step has ended when it returns."""
+
+    def loss_is_finite(self) -> bool:
+        """False from the step on that was asked to have none."""
+        return not (self._settings["fail"] == "nan" and self._steps > self._settings["at_step"])
 
     def max_memory_bytes(self) -> tuple[int | None, ...]:
         """The bytes held for each own device."""

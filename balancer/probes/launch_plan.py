@@ -110,6 +110,7 @@ def build_commands(
                 place=place,
                 compute=_compute_share(devices[0]),
                 parallelism=ranks.busy_cores[rank],
+                device_ids=tuple(device.id for device in devices),
                 address_space_bytes=environment.address_space_bytes,
             )
         )

@@ -16,7 +16,7 @@ from evener.balancer.probes.interference import InterferenceMonitor, ProbeInterf
 from evener.balancer.probes.prober import Report
 from evener.balancer.probes.protocol import Prepare, Prepared, Ran, RunSteps
 from evener.balancer.search.statistics import relative_half_width
-from evener.balancer.types import Layout, Probe, Timed
+from evener.balancer.types import Layout, Probe, Timed, Warned
 
 _T = TypeVar("_T")
 REPORT_SECONDS = 0.2  # between two reports on one probe
@@ -83,6 +83,7 @@ class Measurement:
         self._probe, self._group, self._ranks = probe, group, group.ranks
         self._timeouts, self._progress, self._monitor = timeouts, progress, monitor
         self._memory_bytes: Sequence[int | None] = ()  # the peak of each rank or device of the group
+        self._not_finite: tuple[Warned, ...] = ()
         self._cpu_seconds, self._work_seconds = 0.0, 0.0  # alone on its own cores: of all blocks, without spinning
 
     def run(self, stop: threading.Event, started: float, warm_up_share: int, short_bytes: tuple[int, ...]) -> Timed:
@@ -108,7 +109,7 @@ class Measurement:
             device_seconds=self._by_position(timing.own_seconds),
             first_step_seconds=first,
             elapsed_seconds=time.monotonic() - started,
-            warnings=timing.warnings,
+            warnings=(*timing.warnings, *self._not_finite),
             start_seconds=start_seconds,
             short_bytes=short_bytes,
         )
@@ -135,6 +136,7 @@ class Measurement:
             ran = [cast(Ran, reply) for reply in replies]
             if self._probe.layout.processes == 1 and any(reply.steps != steps for reply in ran):
                 raise GroupError(RankFailure(0, "protocol", "it ran another number of steps than it was asked to"))
+            self._not_finite = self._find_not_finite(ran)
             block = interference.annotate(self._make_block(ran))
             timer.add(block)
             step_seconds = block.step_seconds
@@ -143,6 +145,14 @@ class Measurement:
         if timing is None:
             raise GroupError(RankFailure(0, "protocol", "no block was timed"))
         return timing
+
+    def _find_not_finite(self, ran: Sequence[Ran]) -> tuple[Warned, ...]:
+        """A warning for the rank whose loss was NaN or infinite first."""
+        found = [(reply.not_finite_step, rank) for rank, reply in enumerate(ran) if reply.not_finite_step]
+        if not found:
+            return ()
+        step, rank = min(found)
+        return (Warned("not_finite", float(step), self._ranks.positions[rank]),)
 
     def _run_command(self, steps: int, step_seconds: float) -> RunSteps:
         """So many steps; trainings of a pack run for the same time instead, so none idles while another works."""

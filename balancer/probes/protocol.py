@@ -38,6 +38,7 @@ class Build(msgspec.Struct, frozen=True, tag=True):
     place: Place
     compute: float = 1.0  # share of its speed that it may use: below 1 it spins before each step
     parallelism: float = 1.0  # cores that its step keeps busy
+    device_ids: tuple[str, ...] = ()  # of the place's devices, as the monitor knows them
     address_space_bytes: int | None = None  # how much the process may grow after the framework's import; None: no cap
 
 
@@ -90,6 +91,7 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     cpu_seconds: Seconds  # of the whole process, without spinning
     spun_seconds: Seconds  # spent spinning to hold the process to its share of speed
     memory_bytes: Annotated[tuple[Bytes | None, ...], Devices]  # the most that each of its devices held
+    not_finite_step: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0  # by which the loss was NaN; 0: it wasn't
 
 
 class Profiled(msgspec.Struct, frozen=True, tag=True):

@@ -10,13 +10,14 @@ import ctypes
 import gc
 import os
 import re
+import select
 import signal
 import sys
 import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -27,9 +28,11 @@ from evener.balancer.probes import protocol
 from evener.balancer.probes.procfs import start_time
 from evener.devices.child_environment import cap_address_space
 from evener.errors import EvenerError
+from evener.live import Reporter
 from evener.workloads.protocol import Workload
 
 PARENT_POLL_SECONDS = 1.0
+IDLE_SECONDS = 1.0  # without a command, after which a child no longer counts as training
 _PR_SET_PDEATHSIG = 1
 _PLACE_IN_TEXT = re.compile(r'File "([^"]+)", line (\d+)')
 
@@ -39,7 +42,7 @@ def main() -> int:
     commands, replies = _private_streams()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker = Worker()
-    for text in commands:
+    for text in _read_lines(commands, worker.rest):
         command = protocol.command_decoder.decode(text)
         try:
             reply = worker.execute(command)
@@ -60,6 +63,10 @@ class Worker:
         self._workload: Workload | None = None
         self._build: protocol.Build | None = None
         self._busy_seconds = 0.0  # of the last step: what a slowed process spins by
+        self._shares: tuple[int, ...] = ()  # of this process' devices
+        self._steps = 0  # since the workload was built
+        self._not_finite_step = 0
+        self._reporter = Reporter()
 
     def execute(self, command: protocol.Command) -> protocol.Reply:
         """Carry out one command."""
@@ -76,6 +83,10 @@ class Worker:
                 return self._profile(command.steps)
             case _:
                 raise ValueError(f"unknown command: {command}")
+
+    def rest(self) -> None:
+        """Nothing is trained now, as far as the monitor is concerned."""
+        self._reporter.close()
 
     def describe_error(self, error: BaseException) -> protocol.ChildError:
         """The error's class names, text and traceback, and the user's own line where it passed through one."""
@@ -104,7 +115,7 @@ class Worker:
         return protocol.Built({str(key): str(value) for key, value in self._workload.facts().items()})
 
     def _prepare(self, command: protocol.Prepare) -> protocol.Prepared:
-        workload, _ = self._built()
+        workload, build = self._built()
         gc.unfreeze()
         self._busy_seconds = 0.0
         workload.prepare(command.shares, command.micro)
@@ -112,6 +123,9 @@ class Worker:
         workload.step()
         workload.synchronize()
         first = time.perf_counter() - started
+        rank, grouped = build.place.rank, build.place.world > 1
+        self._shares = command.shares[rank : rank + 1] if grouped else command.shares
+        self._account(1, workload, build, timed=False)
         gc.collect()
         gc.freeze()  # what lives now lives on: a collection between blocks need not visit it again
         return protocol.Prepared(first)
@@ -128,7 +142,23 @@ class Worker:
         cpu = time.process_time() - cpu
         gc.enable()
         gc.collect()
-        return protocol.Ran(steps, wall, max(0.0, cpu - spun), spun, tuple(workload.max_memory_bytes()) or (None,))
+        memory = tuple(workload.max_memory_bytes()) or (None,)
+        self._account(steps, workload, build)
+        return protocol.Ran(steps, wall, max(0.0, cpu - spun), spun, memory, self._not_finite_step)
+
+    def _account(self, steps: int, workload: Workload, build: protocol.Build, timed: bool = True) -> None:
+        """After steps, and outside their time: look at the loss, and report them to the monitor."""
+        self._steps += steps
+        if not self._not_finite_step and not workload.loss_is_finite():
+            self._not_finite_step = self._steps
+        self._reporter.report(
+            steps * sum(self._shares),
+            devices=build.device_ids,
+            batches=self._shares if len(self._shares) == len(build.device_ids) else None,
+            workload=build.workload,
+            framework=build.framework,
+            timed=timed,
+        )
 
     def _profile(self, steps: int) -> protocol.Profiled:
         """The steps are timed without the profiler first, as it slows them."""
@@ -241,6 +271,17 @@ def _private_streams() -> tuple[BinaryIO, BinaryIO]:
     os.close(empty)
     os.dup2(2, 1)
     return os.fdopen(commands, "rb"), os.fdopen(replies, "wb")
+
+
+def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
+    """Each line; `idle` is called when none has come for a while."""
+    while True:
+        if not select.select([stream], [], [], IDLE_SECONDS)[0]:
+            idle()
+        line = stream.readline()
+        if not line:
+            return
+        yield line
 
 
 def _spin(seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:

@@ -6,6 +6,7 @@ the pipeline and the train function of the training, unless the place says other
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ class KerasWorkload:
         self._batches: Any = None
         self._position = 0
         self._logs: Any = None
+        self._loss = 0.0
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
         """Begin to make batches for these shares; RequestError if this process would have none of the samples."""
@@ -84,7 +86,11 @@ class KerasWorkload:
         if self.place.world == 1 and self._on_gpus:
             tf.test.experimental.sync_devices()  # in a group it would ask the others, out of reach
         if self._logs is not None:
-            float(self._logs["loss"])
+            self._loss = float(self._logs["loss"])
+
+    def loss_is_finite(self) -> bool:
+        """Keras' mean loss since the start: not finite once one was not."""
+        return math.isfinite(self._loss)
 
     def max_memory_bytes(self) -> tuple[int | None, ...]:
         """Peak of TensorFlow's allocator on GPUs; on a CPU the growth of the process since before the model."""

@@ -65,6 +65,7 @@ class TorchWorkload:
         self.recipe.module.train().to(self.device)
         self._sample_batch = sample_batch
         self._batches: Batches | None = None
+        self._loss: Any = None
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=place.precision == "mixed_float16")
         self._weights: GradientWeights | None = None
         self._members: tuple[int, ...] = ()
@@ -104,6 +105,7 @@ class TorchWorkload:
         """A forward and backward pass on rows that are this part of the share."""
         with self._autocast():
             loss = self._objective(*batch)
+        self._loss = loss.detach()
         self._scaler.scale(loss if weight == 1.0 else loss * weight).backward()
 
     def synchronize(self) -> None:
@@ -113,6 +115,10 @@ class TorchWorkload:
                 torch.cuda.synchronize(device)
         if self._batches is not None:
             self._batches.settle()
+
+    def loss_is_finite(self) -> bool:
+        """Of the last step's last pass."""
+        return self._loss is None or bool(torch.isfinite(self._loss).all())
 
     def max_memory_bytes(self) -> tuple[int | None, ...]:
         """Peak of what tensors used on a GPU; on a CPU the growth of the process since before the model."""
