@@ -5,7 +5,8 @@ All data are made in code. Sources are in the registry.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from evener.workloads.protocol import Place, Workload
 from evener.workloads.torch_backend.workload import Lay, Recipe, TorchWorkload
 
 CONVOLUTIONS = (32, 64, 128, 256, "pool", 512, 512, 512, 512, "pool")
+GROUPS = 8  # of GroupNorm
 DENSE = (2048, 2048, 2048, 2048, 2048, 1024)
 
 
@@ -50,6 +52,15 @@ def lay_for(place: Place, choices: Mapping[str, Lay]) -> Lay | None:
             "Name more with --devices.",
         )
     return choices[place.placement]
+
+
+def conv_blocks(channels: Sequence[int], norm: str) -> list[nn.Module]:
+    """Blocks of Conv3x3, normalisation ("group" or "batch"), ReLU and MaxPool2."""
+    layers: list[nn.Module] = []
+    for before, after in pairwise(channels):
+        normalise = nn.GroupNorm(GROUPS, after) if norm == "group" else nn.BatchNorm2d(after)
+        layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), normalise, nn.ReLU(), nn.MaxPool2d(2)]
+    return layers
 
 
 def build_maxer(place: Place, settings: Mapping[str, Any]) -> Workload:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,12 +18,11 @@ from torch import Tensor, nn
 from evener.errors import RequestError
 from evener.workloads.datasets import stripes
 from evener.workloads.protocol import Place, Workload
-from evener.workloads.torch_backend.models.classifiers import as_tensors, classifier, lay_for
+from evener.workloads.torch_backend.models.classifiers import as_tensors, classifier, conv_blocks, lay_for
 from evener.workloads.torch_backend.workload import Lay, TorchWorkload
 
 FIRST_CHANNELS = (16, 32)
 SECOND_CHANNELS = (128, 256, 512)
-GROUPS = 8
 NORMS = ("group", "batch")
 SMALLEST_SIDE = 32  # five poolings
 
@@ -58,8 +56,8 @@ class DepthNet(nn.Module):  # type: ignore[misc]
         if norm not in NORMS:
             raise RequestError(f"torch_depth has no normalisation {norm!r}.", f"Choose {' or '.join(NORMS)}.")
         self.norm = norm
-        self.first = nn.Sequential(*_blocks((3, *FIRST_CHANNELS), norm))
-        self.second = nn.Sequential(*_blocks((FIRST_CHANNELS[-1], *SECOND_CHANNELS), norm))
+        self.first = nn.Sequential(*conv_blocks((3, *FIRST_CHANNELS), norm))
+        self.second = nn.Sequential(*conv_blocks((FIRST_CHANNELS[-1], *SECOND_CHANNELS), norm))
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(SECOND_CHANNELS[-1], classes))
         self._devices: tuple[torch.device, ...] = ()
         self._micro_batches = 1
@@ -94,11 +92,3 @@ class DepthNet(nn.Module):  # type: ignore[misc]
     def _end(self, middle: Tensor) -> Tensor:
         logits: Tensor = self.head(self.second(middle))
         return logits
-
-
-def _blocks(channels: Sequence[int], norm: str) -> list[nn.Module]:
-    layers: list[nn.Module] = []
-    for before, after in pairwise(channels):
-        normalise = nn.GroupNorm(GROUPS, after) if norm == "group" else nn.BatchNorm2d(after)
-        layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), normalise, nn.ReLU(), nn.MaxPool2d(2)]
-    return layers

@@ -7,6 +7,7 @@ images train that one device has no memory for; the result is that of the whole 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from evener.errors import RequestError
 from evener.workloads.datasets import stripes
 from evener.workloads.protocol import Place, Workload
-from evener.workloads.torch_backend.models.classifiers import as_tensors, classifier, lay_for
+from evener.workloads.torch_backend.models.classifiers import as_tensors, classifier, conv_blocks, lay_for
 from evener.workloads.torch_backend.tiling import cut, run_tiled
 from evener.workloads.torch_backend.workload import TorchWorkload
 
@@ -44,11 +45,7 @@ class TilesNet(nn.Module):  # type: ignore[misc]
 
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
-        layers: list[nn.Module] = []
-        for before, after in zip((3, *CHANNELS[:-1]), CHANNELS, strict=True):
-            convolution = nn.Conv2d(before, after, 3, padding=1, bias=False)
-            layers += [convolution, nn.BatchNorm2d(after), nn.ReLU(), nn.MaxPool2d(2)]
-        self.layers = nn.Sequential(*layers)
+        self.layers = nn.Sequential(*conv_blocks((3, *CHANNELS), "batch"))
         self.head = nn.Linear(CHANNELS[-1], classes)
         self._devices: tuple[torch.device, ...] = ()
 
@@ -66,5 +63,5 @@ class TilesNet(nn.Module):  # type: ignore[misc]
         home = self._devices[0]
         tiles = run_tiled(self.layers, cut(images, self._devices), self._devices)
         sums = [part.sum(dim=(2, 3)).to(home, non_blocking=True) for row in tiles.parts for part in row]
-        tiled: Tensor = self.head(torch.stack(sums).sum(dim=0) / (tiles.height * tiles.width))
+        tiled: Tensor = self.head(torch.stack(sums).sum(dim=0) / prod(tiles.size))
         return tiled
