@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from evener.errors import RequestError
 from evener.shares import even, whole_number
 
@@ -18,3 +20,8 @@ def split_passes(batch: int, micro: int) -> tuple[int, ...]:
     """The rows of each pass, spread evenly: 820 rows at up to 300 are 273, 273 and 274; none for 0 rows."""
     passes = count_passes(batch, micro)
     return even(batch, passes)[::-1] if passes > 0 else ()
+
+
+def batch_in_one_pass(shares: Sequence[int], micros: Sequence[int]) -> int:
+    """The largest batch in the proportions of `shares` of which no device has more rows than in one pass."""
+    return min(micro * sum(shares) // share for share, micro in zip(shares, micros, strict=True) if share)

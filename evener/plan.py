@@ -145,6 +145,13 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return self.batches
         return apportion(global_batch, self.ratios)
 
+    def micros(self, global_batch: int | None = None) -> tuple[int, ...]:
+        """Rows of one pass for each device at `global_batch`; where one pass does the plan's share, it does any."""
+        return tuple(
+            batch if share.micro in (0, share.batch) else min(batch, share.micro)
+            for share, batch in zip(self.layout.share, self.shares(global_batch), strict=True)
+        )
+
     def save(self, path: str | os.PathLike[str], format: Format | None = None) -> None:  # noqa: A002 - the public name
         """Write atomically; TOML unless the name ends in .json or `format` says otherwise."""
         target = Path(path)

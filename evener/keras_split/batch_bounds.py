@@ -18,13 +18,24 @@ class Cut:
     """Where a batch is cut for devices of these weights, in order; weights are whole samples or ratios above 0.
 
     `floors` cuts as `multi_gpu_model` did (each the floor of its part, the last takes the rest); otherwise the
-    boundaries are rounded, so that a batch of sum(weights) rows is cut exactly by them.
+    boundaries are rounded, so that a batch of sum(weights) rows is cut exactly by them. `micros` are the most rows that
+    each device takes in one pass; without them, it takes all of its rows in one.
     """
 
-    def __init__(self, weights: Sequence[float], floors: bool = False) -> None:
+    def __init__(self, weights: Sequence[float], floors: bool = False, micros: Sequence[int] = ()) -> None:
         self.weights: tuple[Any, ...] = _whole(weights)
         self.total: Any = sum(self.weights)
         self.floors = floors
+        self.micros: tuple[Any, ...] = tuple(micros)
+
+    @property
+    def in_passes(self) -> bool:
+        """Whether a device may need more than one pass."""
+        return bool(self.micros)
+
+    def passes(self, device: int, rows: Any) -> Any:
+        """The passes that a device takes for `rows` rows (an int, or an int64 scalar tensor), none for 0."""
+        return -(-rows // self.micros[device])
 
     def bounds(self, rows: Any) -> list[Any]:
         """The len(weights) + 1 boundaries of a batch of `rows` (an int, or an int64 scalar tensor)."""

@@ -12,6 +12,7 @@ from evener.errors import RequestError
 
 MEANS = ("sum_over_batch_size", "mean")
 _TOWERS = "Use engine='towers', which computes the loss on the whole batch."
+NO_PASSES = "Make a plan without passes: evener balance --micro off."
 
 
 class SplitWarning(UserWarning):
@@ -110,10 +111,21 @@ CHECKS = {
 }
 
 
-def check_mask(outputs: Any, engine: str) -> None:
+def check_mask(outputs: Any, who: str, remedy: str = _TOWERS) -> None:
     """Refuse a mask that reaches the loss: its mean is over a replica's valid steps, not over its rows."""
     if any(getattr(tensor, "_keras_mask", None) is not None for tensor in keras.tree.flatten(outputs)):
-        raise RequestError(f"engine='{engine}' can't weight a masked loss exactly.", _TOWERS)
+        raise RequestError(f"{who} can't weight a masked loss exactly.", remedy)
+
+
+def check_passes(model: Any, rows: int) -> None:
+    """Refuse what is exact only where one loss is computed for a device's whole share; `rows`: of a pass."""
+    check_compiled(model)
+    _check_row_means(model, "A plan with passes", NO_PASSES)
+    if model.run_eagerly:
+        raise RequestError("Passes can't run eagerly.", f"Compile with run_eagerly=False. {NO_PASSES}")
+    if any(layer.trainable for layer in _normalizations(model, synchronized=False)):
+        warn(f"Batch normalization sees one pass of {rows} rows, not the whole share.")
+    _warn_sparse(model)
 
 
 def check_assigned(weights: Sequence[Any]) -> None:
@@ -157,20 +169,25 @@ def _check_partial_loss(model: Any, engine: str) -> None:
             f"engine='{engine}' can't run steps_per_execution={model.steps_per_execution}: TensorFlow fails there.",
             "Compile with steps_per_execution=1, or use engine='towers'.",
         )
+    _check_row_means(model, f"engine='{engine}'", _TOWERS)
+    if len(getattr(model, "outputs", None) or []) > 1:
+        warn(f"With engine='{engine}' the losses shown for single outputs are means over the devices; `loss` is exact.")
+
+
+def _check_row_means(model: Any, who: str, remedy: str) -> None:
+    """Refuse a loss that isn't known to be a mean over rows, which alone can be put together from parts."""
     if overrides(model, "compute_loss"):
-        raise RequestError(f"{type(model).__name__} has a compute_loss of its own, which {engine} can't use.", _TOWERS)
+        raise RequestError(f"{who} can't use {type(model).__name__}'s own compute_loss.", remedy)
     for loss in keras.tree.flatten(model.loss):
         if not isinstance(loss, keras.losses.Loss):
             continue  # a name or a function: Keras takes the mean over its rows
         if loss.reduction not in MEANS:
             raise RequestError(
-                f"engine='{engine}' can't weight the loss {loss.name} with reduction={loss.reduction!r}.",
-                f"Use reduction='sum_over_batch_size'. {_TOWERS}",
+                f"{who} can't weight the loss {loss.name} with reduction={loss.reduction!r}.",
+                f"Use reduction='sum_over_batch_size'. {remedy}",
             )
         if type(loss).__call__ is not keras.losses.Loss.__call__:
-            raise RequestError(f"The loss {loss.name} reduces its rows in its own way.", _TOWERS)
-    if len(getattr(model, "outputs", None) or []) > 1:
-        warn(f"With engine='{engine}' the losses shown for single outputs are means over the devices; `loss` is exact.")
+            raise RequestError(f"The loss {loss.name} reduces its rows in its own way.", remedy)
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -205,13 +222,14 @@ def _warn_local_statistics(model: Any, remedy: str) -> None:
 
 
 def _warn_sparse(model: Any) -> None:
-    """Keras' adaptive optimizers square the rows of a sparse gradient one by one; a group has only their sum."""
+    """Keras' adaptive optimizers square the rows of a sparse gradient one by one; here there is only their sum."""
     kind = type(model.optimizer)
     if issubclass(kind, keras.optimizers.SGD) or not kind.__module__.startswith("keras."):
         return
     words = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.Embedding) and layer.trainable]
     if words:
         warn(
-            f"{kind.__name__} gets {words[0].name}'s gradient as one sum in a group, and word by word on one device: "
-            "words that are frequent in a batch learn at a different rate. engine='towers' does as one device does."
+            f"{kind.__name__} gets {words[0].name}'s gradient as one sum in a group or in passes, and word by word on "
+            "one device: words that are frequent in a batch learn at a different rate. engine='towers' without passes "
+            "does as one device does."
         )

@@ -17,7 +17,15 @@ import numpy as np
 import tensorflow as tf
 
 from evener.errors import RequestError
-from evener.keras_split.compatibility import CHECKS, check_compiled, check_step, check_test_step, overrides, warn
+from evener.keras_split.compatibility import (
+    CHECKS,
+    check_compiled,
+    check_passes,
+    check_step,
+    check_test_step,
+    overrides,
+    warn,
+)
 from evener.keras_split.data import ArrayBatches, are_arrays, array_rows, batch_rows, batch_samples, pack_arrays
 from evener.plan_check import check_global_batch
 
@@ -25,7 +33,8 @@ from evener.plan_check import check_global_batch
 class FitHooks:
     """What replaces methods of a model so that an engine trains it; `batches` and `deal` are the split's.
 
-    `batch` and `samples` are those of a step and an epoch of the running fit, where it is known from arrays.
+    `batch` and `samples` are those of a step and an epoch of the running fit, where it is known from arrays. With
+    passes, `pass_rows` are the rows of the largest, and `evaluated` those of a batch to evaluate.
     """
 
     def __init__(
@@ -36,6 +45,8 @@ class FitHooks:
         batches: Callable[..., Any],
         deal: Callable[[Any], Any],
         plan_batch: int | None = None,
+        pass_rows: int | None = None,
+        evaluated: int | None = None,
     ) -> None:
         self.engine = engine
         self.model = engine.model
@@ -46,6 +57,8 @@ class FitHooks:
         self.samples: int | None = None
         self._batches = batches
         self._deal = deal
+        self._pass_rows = pass_rows
+        self._evaluated = evaluated
         self._plan_batch = plan_batch  # until a fit has been warned of another one
         self._starts = False  # a fit begins
         self._in_process = engine.name in ("solo", "towers")  # takes whole batches as they are
@@ -87,6 +100,8 @@ class FitHooks:
         """As Keras does, after refusing what the engine can't do, and without XLA, which is for one device."""
         model, engine = self.model, self.engine.name
         if name == "make_train_function":
+            if self._pass_rows is not None:
+                check_passes(model, self._pass_rows)
             CHECKS[engine](model)
             if self.group is not None and (self._starts or model.train_function is None):
                 self._share_weights()
@@ -111,10 +126,10 @@ class FitHooks:
         return type(self.model).fit(*call.args, **call.kwargs)
 
     def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
-        """`keras.Model.evaluate`; the default batch size is the split's global batch."""
+        """`keras.Model.evaluate`; the default batch size is the split's global batch, or that of one pass."""
         call = self._bind("evaluate", arguments, keywords)
         chosen = call.arguments
-        size = chosen["batch_size"] or self.global_batch
+        size = chosen["batch_size"] or self._evaluated or self.global_batch
         if isinstance(chosen["x"], tf.data.Dataset):
             chosen["x"] = batch_samples(chosen["x"], size, _inputs(self.model))
         elif are_arrays(chosen["x"]) and "_use_cached_eval_dataset" not in chosen.get("kwargs", {}):
@@ -219,7 +234,7 @@ class FitHooks:
         data = chosen["validation_data"]
         if data is None:
             return
-        size = chosen["validation_batch_size"] or size or 32
+        size = chosen["validation_batch_size"] or self._evaluated or size or 32
         arrays = isinstance(data, tuple | list)
         chosen["validation_batch_size"] = size if arrays else None
         if isinstance(data, tf.data.Dataset):

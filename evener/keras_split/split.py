@@ -21,6 +21,7 @@ from evener.keras_split.engines.mirrored import Mirrored, UnevenMirroredStrategy
 from evener.keras_split.engines.multiworker import Group, Workers, group_from_environment
 from evener.keras_split.engines.towers import Towers
 from evener.keras_split.fit_hooks import FitHooks
+from evener.passes import batch_in_one_pass, split_passes
 from evener.plan import Plan, load_plan
 from evener.plan_check import check_fit, check_global_batch, describe
 from evener.shares import is_ratio
@@ -61,7 +62,12 @@ class Split:
         if self.engine == "multiworker":
             _ = self.required_group
         self.devices, self.cut, self.global_batch = self._divide(gpus, devices, ratios, global_batch)
-        if engine == "auto" and len(self.devices) == 1 and self.group is None:
+        if self.engine == "mirrored" and self.cut.in_passes:
+            raise RequestError(
+                "engine='mirrored' can't compute a share in passes, as the plan needs it.",
+                "Use engine='towers' or 'multiworker', or make a plan with evener balance --micro off.",
+            )
+        if engine == "auto" and len(self.devices) == 1 and self.group is None and not self.cut.in_passes:
             self.engine, self.why = "solo", "One device computes, so there is nothing to split."
         if self.global_batch is not None:
             self.global_batch = check_global_batch(self.global_batch, len(self.devices))
@@ -107,10 +113,19 @@ class Split:
         self._check_against_plan(model)
         self._inputs = getattr(model, "inputs", None) if model.built else None
         plan_batch = self.global_batch if self.plan else None
+        engine = self._make_engine(model)
         FitHooks(
-            self._make_engine(model), self.devices, self.global_batch, self.batches, self.deal, plan_batch
+            engine, self.devices, self.global_batch, self.batches, self.deal, plan_batch, *self._describe_passes()
         ).attach()
         return model
+
+    def _describe_passes(self) -> tuple[int, int] | tuple[()]:
+        """Where shares are computed in passes: rows of the largest, and of the largest batch that is one pass each."""
+        micros = self.cut.micros
+        if not micros:
+            return ()
+        largest = max(rows[-1] for rows in map(split_passes, self.shares, micros) if len(rows) > 1)
+        return largest, max(len(micros), batch_in_one_pass(self.shares, micros))
 
     def data(
         self,
@@ -194,7 +209,10 @@ class Split:
         size = self.plan.layout.global_batch
         if global_batch is not None:
             size = check_global_batch(global_batch, len(active))
-        cut = Cut([share for share in self.plan.shares(size) if share])
+        shares, micros = (
+            [each for each in figures if each] for figures in (self.plan.shares(size), self.plan.micros(size))
+        )
+        cut = Cut(shares, micros=() if micros == shares else micros)
         if self.group is None:
             return tf_devices.name_plan_devices(self.plan), cut, size
         check_fit(self.plan, devices=None, world=self.group.size, workload_digest=None, strict=False)
@@ -212,8 +230,8 @@ class Split:
         policy = model.dtype_policy.name
         if policy != plan.precision:
             found.append(f"The plan was measured in {plan.precision}, this model is {policy}.")
-        if plan.xla and len(self.devices) > 1:
-            found.append("The plan was measured with XLA, which a split can't use.")
+        if plan.xla and self.engine != "solo":
+            found.append("The plan was measured with XLA, which neither a split nor passes can use.")
         found += self._other_gpus(plan)
         if found and self.strict:
             raise PlanError(" ".join(found), "Make a plan for this training, or don't ask for strict.")

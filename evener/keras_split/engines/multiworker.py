@@ -18,6 +18,8 @@ from evener.errors import RequestError
 from evener.keras_split.batch_bounds import Cut
 from evener.keras_split.compatibility import check_mask
 from evener.keras_split.engines.keras_step import call_model, update_metrics
+from evener.keras_split.engines.layer_state import assign_updates
+from evener.keras_split.engines.passes import DevicePasses
 from evener.keras_split.nested_rows import OwnRows, Tensors, count_rows, cut_rows, take_rows
 
 GROUP_KEY = 10_000  # of the collectives here; the strategy numbers its own from 1
@@ -149,19 +151,29 @@ class Workers:
         """The step on rows that are cut already; `size` of them count, of `rows` in the whole batch."""
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        if self.cut.in_passes:
+            passes = DevicePasses(model, self.group.device, 0, (x, y, weight), size, rows)
+            own = passes.run(self.cut.passes(self.group.rank, size))
+            assign_updates([(1.0, own.updates)])
+            y, weight = take_rows(y, size), take_rows(weight, size)
+            return self._apply(own.gradients, own.loss, rows, x, y, own.outputs, weight)
         with tf.GradientTape() as tape:
             outputs = take_rows(call_model(model, x, True), size)
-            check_mask(outputs, self.name)
+            check_mask(outputs, f"engine='{self.name}'")
             y, weight = take_rows(y, size), take_rows(weight, size)
             loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=True)
             loss *= tf.cast(size, loss.dtype) / tf.cast(rows, loss.dtype)
             scaled = model.optimizer.scale_loss(loss)
         weights = list(model.trainable_weights)
         gradients = tape.gradient(scaled, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        *gradients, loss = self.group.sum([*map(tf.convert_to_tensor, gradients), loss])
-        if weights:
-            model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
-        return update_metrics(model, loss, rows, x, y, outputs, weight)
+        return self._apply(list(map(tf.convert_to_tensor, gradients)), loss, rows, x, y, outputs, weight)
+
+    def _apply(self, gradients: list[Any], loss: Any, rows: Any, *batch: Any) -> dict[str, Any]:
+        """Sum over the processes and update the weights; `batch` is own x, y, outputs and weight, for the metrics."""
+        *gradients, loss = self.group.sum([*gradients, loss])
+        if gradients:
+            self.model.optimizer.apply_gradients(zip(gradients, self.model.trainable_weights, strict=True))
+        return update_metrics(self.model, loss, rows, *batch)
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.test_step`, on own rows."""

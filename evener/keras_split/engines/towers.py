@@ -19,6 +19,7 @@ from evener.keras_split.batch_bounds import Cut
 from evener.keras_split.compatibility import check_assigned, warn_added_losses
 from evener.keras_split.engines.keras_step import call_model, update_metrics
 from evener.keras_split.engines.layer_state import StateUpdate, StepStates, assign_updates
+from evener.keras_split.engines.passes import DevicePasses, PassSums
 from evener.keras_split.nested_rows import Tensors, count_rows, cut_rows, join_rows, take_rows
 
 
@@ -46,7 +47,28 @@ class Towers:
     def train_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.train_step`, with the rows spread over the devices."""
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        if self.cut.in_passes:
+            return self._train_in_passes(x, y, weight)
         return self.train_on_pieces(self.pieces(x), count_rows(x), x, y, weight)
+
+    def _train_in_passes(self, x: Any, y: Any, weight: Any) -> dict[str, Any]:
+        """The same with a loss for each pass: no device has outputs of the whole batch before its backward passes."""
+        model, rows = self.model, count_rows(x)
+        pieces = self.pieces((x, y, weight))
+        if not model.built:
+            model(pieces[0][0][0], training=False)
+        sums: list[PassSums] = []
+        for number, (device, (part, size)) in enumerate(zip(self.devices, pieces, strict=True)):
+            with tf.device(device):
+                sums.append(DevicePasses(model, device, number, part, size, rows).run(self.cut.passes(number, size)))
+        with tf.device(self.devices[0]):
+            parts = [tf.cast(size, tf.float64) / tf.cast(rows, tf.float64) for _, size in pieces]
+            assign_updates([(part, each.updates) for part, each in zip(parts, sums, strict=True)])
+            if model.trainable_weights:
+                gradients = [tf.add_n(each) for each in zip(*(each.gradients for each in sums), strict=True)]
+                model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+            loss = tf.add_n([each.loss for each in sums])
+            return update_metrics(model, loss, rows, x, y, join_rows([each.outputs for each in sums]), weight)
 
     def train_on_pieces(
         self, pieces: list[tuple[Tensors, Any]], rows: Any, x: Any, y: Any, weight: Any

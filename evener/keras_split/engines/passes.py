@@ -1,0 +1,123 @@
+"""A device's rows in passes: forward and backward on some of them at a time, gradients summed, one optimizer step.
+
+The loss of a pass is the mean over its rows, weighted by them, so only means over rows are exact (`compatibility`
+refuses others). The passes are a loop in the graph: the device keeps the activations of one pass only, and one trace
+serves any number of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from evener.keras_split.compatibility import NO_PASSES, check_assigned, check_mask, warn_added_losses
+from evener.keras_split.engines.keras_step import call_model
+from evener.keras_split.engines.layer_state import StateUpdate, StepStates
+from evener.keras_split.nested_rows import Tensors, cut_rows, take_rows
+
+
+class PassSums(NamedTuple):
+    """The result of one device's rows."""
+
+    outputs: Tensors  # for all of them
+    loss: Any  # their part of the batch's mean
+    gradients: list[Any]  # of the part of the scaled loss, for each trainable weight
+    updates: list[StateUpdate]
+
+
+class DevicePasses:
+    """The passes of one device, the `number`-th of its process; `data` is its (x, y, weight), of which `size` count.
+
+    `rows` are those of the whole batch.
+    """
+
+    def __init__(self, model: Any, device: str, number: int, data: Tensors, size: Any, rows: Any) -> None:
+        self.model = model
+        self.device = device
+        self._data = data
+        self._size = size
+        self._rows = rows
+        self._states = StepStates(model)
+        self._starts = self._states.pass_starts(number)
+        self._copies = [tf.identity(variable) for variable in model.trainable_variables]
+        self._changed: set[int] = set()  # ids of states that a pass updates
+
+    def run(self, passes: Any) -> PassSums:
+        """Run so many passes of nearly one size, one after another; one if the device has no row that counts."""
+        passes = tf.maximum(passes, 1)
+        values = [value for _, value in self._starts]
+        edge = tf.TensorSpec([], tf.int64)
+        specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
+        one_pass = tf.function(self._run_one, autograph=False).get_concrete_function(edge, edge, specs)
+        outputs, loss, _, _ = one_pass.structured_outputs
+        arrays = [
+            tf.TensorArray(leaf.dtype, tf.cast(passes, tf.int32), infer_shape=False, element_shape=leaf.shape)
+            for leaf in keras.tree.flatten(outputs)
+        ]
+
+        def body(number: Any, total: Any, sums: Any, values: Any, arrays: Any) -> tuple[Any, ...]:
+            start, stop = self._size * number // passes, self._size * (number + 1) // passes
+            outputs, loss, gradients, values = one_pass(start, stop, values)
+            with tf.device(self.device):
+                place = tf.cast(number, tf.int32)
+                leaves = keras.tree.flatten(outputs)
+                arrays = [array.write(place, leaf) for array, leaf in zip(arrays, leaves, strict=True)]
+                sums = [one + other for one, other in zip(sums, gradients, strict=True)]
+                return number + 1, total + loss, sums, values, arrays
+
+        begin = (tf.zeros([], tf.int64), tf.zeros([], loss.dtype), list(map(tf.zeros_like, self._copies)))
+        _, total, sums, values, arrays = tf.while_loop(
+            lambda number, *_: number < passes, body, (*begin, values, arrays), parallel_iterations=1
+        )
+        joined = keras.tree.pack_sequence_as(outputs, [array.concat() for array in arrays])
+        return PassSums(joined, total, list(sums), self._updates(values))
+
+    def _run_one(self, start: Any, stop: Any, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Outputs, part of the loss, gradients and states of the pass on rows `start` to `stop`."""
+        model, count = self.model, stop - start
+        with tf.device("CPU:0"):
+            x, y, weight = cut_rows(self._data, start, stop)
+        with tf.device(self.device), tf.GradientTape(watch_accessed_variables=False) as tape:
+            copies = [tf.identity(copy) for copy in self._copies]
+            tape.watch(copies)
+            outputs, losses, values = self._call(copies, x, values)
+            outputs = take_rows(outputs, count)
+            check_mask(outputs, "A plan with passes", NO_PASSES)
+            loss = self._loss(x, take_rows(y, count), outputs, take_rows(weight, count), losses)
+            loss *= tf.cast(count, loss.dtype) / tf.cast(self._rows, loss.dtype)
+            scaled = model.optimizer.scale_loss(loss)
+        with tf.device(self.device):
+            zero = tf.UnconnectedGradients.ZERO
+            gradients = map(tf.convert_to_tensor, tape.gradient(scaled, copies, unconnected_gradients=zero))
+            return outputs, loss, list(gradients), values
+
+    def _call(self, copies: list[Any], x: Tensors, values: Sequence[Any]) -> tuple[Any, ...]:
+        """The model on these weights and states: outputs, losses of its own, and the states after it."""
+        model = self.model
+        weights = list(zip(model.trainable_variables, copies, strict=True))
+        states = [(state, value) for (state, _), value in zip(self._starts, values, strict=True)]
+        with keras.StatelessScope(state_mapping=[*weights, *states], collect_losses=True) as scope:
+            outputs = call_model(model, x, True)
+            losses = list(model.losses)
+        regularized = sum(weight.regularizer is not None for weight in model.trainable_weights)
+        warn_added_losses(model, len(losses) - regularized)
+        check_assigned([weight for weight, copy in weights if scope.get_current_value(weight) is not copy])
+        after = [scope.get_current_value(state) for state, _ in states]
+        self._changed |= {id(state) for (state, value), new in zip(states, after, strict=True) if new is not value}
+        return outputs, losses, after
+
+    def _loss(self, x: Tensors, y: Tensors, outputs: Tensors, weight: Any, losses: list[Any]) -> Any:
+        """The model's loss on a pass, with the losses that the model added in it."""
+        model = self.model
+        model._losses_override.extend(losses)  # what `model.losses` is while it isn't empty
+        try:
+            return model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=True)
+        finally:
+            model._losses_override.clear()
+
+    def _updates(self, values: Sequence[Any]) -> list[StateUpdate]:
+        pairs = zip(self._starts, values, strict=True)
+        return [self._states.pass_update(state, value) for (state, _), value in pairs if id(state) in self._changed]
