@@ -15,7 +15,8 @@ from typing import Literal
 
 import msgspec
 
-from evener.errors import EvenerError
+from evener.devices.nvidia.nvml_library import opened
+from evener.errors import DeviceError, EvenerError
 
 Level = Literal["ok", "note", "problem"]
 
@@ -44,13 +45,12 @@ def check_machine() -> tuple[Check, ...]:
     driver, gpus = _check_driver()
     with ThreadPoolExecutor() as pool:
         frameworks = list(pool.map(lambda name: _check_framework(name, gpus), _QUERIES))
-    usable = any(check.level != "problem" for check in frameworks)
-    if usable:
+    if any(check.level != "problem" for check in frameworks):  # one is enough
         frameworks = [
             msgspec.structs.replace(check, level="note") if check.level == "problem" else check for check in frameworks
         ]
     return (
-        _check_python(),
+        Check("python", "ok", f"{platform.python_version()} at {sys.executable}"),
         driver,
         *frameworks,
         *_check_clashes(),
@@ -59,28 +59,19 @@ def check_machine() -> tuple[Check, ...]:
     )
 
 
-def _check_python() -> Check:
-    found = f"{platform.python_version()} at {sys.executable}"
-    return Check("python", "ok", found)
-
-
 def _check_driver() -> tuple[Check, int]:
     """The driver's version according to NVML, and its number of GPUs."""
     import pynvml
 
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
+        with opened() as nvml:
+            version, count = nvml.nvmlSystemGetDriverVersion(), nvml.nvmlDeviceGetCount()
+    except DeviceError as fault:
         remedy = "For an NVIDIA GPU, install its driver or give the container access. Without one, CPU slices are used."
-        return Check("nvidia driver", "note", f"none found ({error})", remedy), 0
-    try:
-        version = pynvml.nvmlSystemGetDriverVersion()
-        count = pynvml.nvmlDeviceGetCount()
-        return Check("nvidia driver", "ok", f"{version}, {count} GPU{'s' * (count != 1)}"), count
+        return Check("nvidia driver", "note", f"none found ({fault.__context__})", remedy), 0
     except pynvml.NVMLError as error:
         return Check("nvidia driver", "problem", f"found, but a query failed: {error}", "See nvidia-smi and dmesg."), 0
-    finally:
-        pynvml.nvmlShutdown()
+    return Check("nvidia driver", "ok", f"{version}, {count} GPU{'s' * (count != 1)}"), count
 
 
 def _check_framework(name: str, gpus: int) -> Check:
@@ -108,17 +99,12 @@ def _check_framework(name: str, gpus: int) -> Check:
 def _check_clashes() -> list[Check]:
     """Installed packages that don't work together."""
     checks = []
-    for distribution in ("pynvml", "tensorflow-cpu"):
-        try:
-            version = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if distribution == "pynvml":
-            remedy = "Remove it: nvidia-ml-py provides the same module."
-            checks.append(Check("pynvml package", "note", f"{version}, in addition to nvidia-ml-py", remedy))
-        elif importlib.util.find_spec("tensorflow") and _version("tensorflow"):
-            remedy = "Keep one of tensorflow and tensorflow-cpu."
-            checks.append(Check("tensorflow-cpu", "note", f"{version}, in addition to tensorflow", remedy))
+    if version := _version("pynvml"):
+        remedy = "Remove it: nvidia-ml-py provides the same module."
+        checks.append(Check("pynvml package", "note", f"{version}, in addition to nvidia-ml-py", remedy))
+    if (version := _version("tensorflow-cpu")) and _version("tensorflow"):
+        remedy = "Keep one of tensorflow and tensorflow-cpu."
+        checks.append(Check("tensorflow-cpu", "note", f"{version}, in addition to tensorflow", remedy))
     keras = _version("keras")
     if keras and tuple(int(part) for part in keras.split(".")[:2]) < (3, 12):
         checks.append(Check("keras", "problem", f"{keras} with evener's Keras adapter", "Install keras 3.12 or newer."))
@@ -143,18 +129,11 @@ def _check_state_folder() -> Check:
 
 
 def _check_folder(name: str, folder: Path, variable: str) -> Check:
-    trouble = _write_error(folder)
-    if trouble:
-        return Check(name, "problem", f"{folder}: {trouble}", f"Set {variable} to a folder that you may write to.")
-    return Check(name, "ok", str(folder))
-
-
-def _write_error(folder: Path) -> str:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryFile(dir=folder) as stream:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as stream:
             stream.write(b"evener")
-            stream.flush()
     except OSError as error:
-        return error.strerror or str(error)
-    return ""
+        remedy = f"Set {variable} to a folder that you may write to."
+        return Check(name, "problem", f"{folder}: {error.strerror or error}", remedy)
+    return Check(name, "ok", str(folder))
