@@ -157,9 +157,15 @@ def tests_for(path: str) -> tuple[str, ...]:
     return TESTS[max((name for name in TESTS if path.startswith(name)), key=len)]
 
 
+def nearest_first(path: str, tests: tuple[str, ...]) -> list[str]:
+    """The tests of a file's own name before the rest: most changes end there."""
+    own = [str(test.relative_to(HOME)) for test in (HOME / "tests").rglob(f"test_{Path(path).stem}.py")]
+    return [*own, *tests]
+
+
 def passes(folder: Path, tests: Sequence[str], limit_seconds: float) -> bool:
     """Whether the fast tests pass there in time."""
-    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(folder)}
     command = [sys.executable, *PYTEST, *tests]
     try:
         return not subprocess.run(
@@ -179,9 +185,9 @@ def run(chosen: Sequence[Mutant], root: Path, processes: int) -> list[Mutant]:
     def survives(mutant: Mutant) -> bool:
         folder, tests = folders.get(), tests_for(mutant.path)
         source = (folder / mutant.path).read_bytes()
-        (folder / mutant.path).write_bytes(mutant.apply(source))
-        passed = passes(folder, tests, limits[tests])
-        (folder / mutant.path).write_bytes(source)
+        _write(folder / mutant.path, mutant.apply(source))
+        passed = passes(folder, nearest_first(mutant.path, tests), limits[tests])
+        _write(folder / mutant.path, source)
         folders.put(folder)
         if passed:
             print(mutant, flush=True)
@@ -189,6 +195,13 @@ def run(chosen: Sequence[Mutant], root: Path, processes: int) -> list[Mutant]:
 
     with ThreadPoolExecutor(processes) as pool:
         return [mutant for mutant, passed in zip(chosen, pool.map(survives, chosen), strict=True) if passed]
+
+
+def _write(path: Path, source: bytes) -> None:
+    """Write a source file, and remove its bytecode: that of an earlier change may look as if it were of this one."""
+    path.write_bytes(source)
+    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+        compiled.unlink()
 
 
 def _limit_seconds(folder: Path, tests: Sequence[str]) -> float:
