@@ -12,7 +12,7 @@ from textual.widgets import Input
 
 from evener.plan import load_plan
 from evener.tui.screens.dialogs import ConfirmDialog
-from evener.tui.screens.export import ExportDialog
+from evener.tui.screens.export import SaveDialog, plan_dialog
 from evener.tui.screens.replay import ReplayScreen
 from evener.tui.screens.runs import RunPanel
 from evener.tui.view.cells import cells
@@ -59,14 +59,14 @@ async def _form(pilot: Pilot[Any]) -> None:
 async def test_a_path_that_cannot_be_written_is_said_whole(app_of: Any, plan: Any, path: str, reason: str) -> None:
     app = app_of()
     async with app.run_test(size=(80, 24)) as pilot:
-        await app.push_screen(ExportDialog(plan))
+        await app.push_screen(plan_dialog(plan))
         app.screen.query_one("#path", Input).value = path
         await pilot.press("enter")
         await until(pilot, lambda: reason in _words(app, "#hint"), reason)
         assert max(map(len, text(app, "#hint").splitlines())) <= app.screen.text_width, (
             "nothing is cut off at the frame"
         )
-        assert isinstance(app.screen, ExportDialog)
+        assert isinstance(app.screen, SaveDialog)
 
 
 @pytest.mark.parametrize("key", ["question_mark", "enter"], ids=("help", "details"))
@@ -94,7 +94,7 @@ async def test_a_run_s_plan_is_exported_however_soon_it_is_asked_for(app_of: Any
         panel = app.screen.query_one(RunPanel)
         panel.cursor = 1
         app.screen.action_export()
-        await until(pilot, lambda: isinstance(app.screen, ExportDialog) and app.screen.query("#path"), "the dialog")
+        await until(pilot, lambda: isinstance(app.screen, SaveDialog) and app.screen.query("#path"), "the dialog")
         app.screen.query_one("#path", Input).value = str(tmp_path / "second.toml")
         await pilot.press("enter")
         assert load_plan(tmp_path / "second.toml").workload

@@ -17,7 +17,7 @@ from evener.plan import load_plan
 from evener.tui.runtime.messages import Sampled
 from evener.tui.runtime.run_replay import RunReplay
 from evener.tui.screens.dialogs import ConfirmDialog, DetailsDialog
-from evener.tui.screens.export import ExportDialog
+from evener.tui.screens.export import SaveDialog
 from evener.tui.screens.signals import SignalDialog
 from evener.tui.widgets.devices import DevicePanel
 from evener.tui.widgets.processes import ProcessPanel
@@ -62,8 +62,8 @@ async def test_the_mouse_chooses_sorts_and_opens(app_of: Any) -> None:
         assert app.screen.query_one(DevicePanel).cursor == 1
         title = text(app, "#processes").splitlines()[0]
         await pilot.click("#processes", offset=(title.index("pid") + 1, 1))
-        assert app.screen.query_one(ProcessPanel).sort_key == "pid"
-        assert [row.pid for row in app.screen.query_one(ProcessPanel).rows] == [4000, 4001]
+        assert app.screen.query_one(ProcessPanel).order.key == "pid"
+        assert [row.sample.pid for row in app.screen.query_one(ProcessPanel).rows] == [4001, 4000]
         await pilot.click("#processes", offset=(10, 3), times=2)
         await until(pilot, lambda: isinstance(app.screen, DetailsDialog), "details of a process")
         await pilot.press("escape")
@@ -78,8 +78,8 @@ async def test_the_filter_narrows_while_typing_and_escape_ends_it(app_of: Any) -
         await _ready(pilot)
         await pilot.press("slash", *"rank", "space", "1", "enter")
         panel = app.screen.query_one(ProcessPanel)
-        assert [row.pid for row in panel.rows] == [4001]
-        assert "1 of 2 match" in str(panel.border_subtitle)
+        assert [row.sample.pid for row in panel.rows] == [4001]
+        assert " 1 of 2: rank 1" in text(app, "#processes").splitlines()[0]
         await pilot.press("escape")
         assert len(panel.rows) == 2
 
@@ -90,12 +90,12 @@ async def test_sorting_goes_round_the_columns_and_keeps_the_process(app_of: Any,
         await _ready(pilot)
         await pilot.press("tab", "end")
         panel = app.screen.query_one(ProcessPanel)
-        chosen = panel.chosen.pid
+        chosen = panel.chosen.sample.pid
         await pilot.press("s", "S", "s")
-        assert panel.chosen.pid == chosen
+        assert panel.chosen.sample.pid == chosen
         app.post_message(Sampled(script.snapshot(processes=(script.process(chosen), script.process(1)))))
-        await until(pilot, lambda: len(panel.rows) == 2 and panel.rows[0].pid in (1, chosen), "the next tick")
-        assert panel.chosen.pid == chosen
+        await until(pilot, lambda: len(panel.rows) == 2 and panel.rows[0].sample.pid in (1, chosen), "the next tick")
+        assert panel.chosen.sample.pid == chosen
 
 
 async def test_a_signal_needs_a_choice_and_a_confirmation(app_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,13 +129,13 @@ async def test_pause_holds_the_picture_while_sampling_goes_on(app_of: Any, scrip
     app = app_of()
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
-        await pilot.press("space")
+        await pilot.press("p")
         before = text(app, "#devices")
         app.publisher.push(script.snapshot(1))
         await until(pilot, lambda: len(app.snapshot.devices) == 1, "the tick")
         assert text(app, "#devices") == before
         assert "paused" in text(app, "#host")
-        await pilot.press("space")
+        await pilot.press("p")
         await until(pilot, lambda: "GPU:1" not in text(app, "#devices"), "the newest picture")
 
 
@@ -208,7 +208,7 @@ async def test_a_search_from_form_to_exported_plan(app_of: Any, events: Any, ses
         assert "820 (59 %)" in text(app, "#shares")
         assert "even split" in text(app, "#rivals")
         await pilot.press("e")
-        await until(pilot, lambda: isinstance(app.screen, ExportDialog), "the export dialog")
+        await until(pilot, lambda: isinstance(app.screen, SaveDialog), "the export dialog")
         target = tmp_path / "plan.json"
         app.screen.query_one("#path", Input).value = str(target)
         await pilot.press("enter")
@@ -290,7 +290,7 @@ async def test_real_simulated_runs_are_listed_compared_replayed_exported_and_del
         await until(pilot, lambda: "the plan" in text(app, "#right"), "the other plan")
         monkeypatch.chdir(tmp_path)
         await pilot.press("e")
-        await until(pilot, lambda: isinstance(app.screen, ExportDialog), "the export dialog")
+        await until(pilot, lambda: isinstance(app.screen, SaveDialog), "the export dialog")
         await pilot.press("enter")
         await until(pilot, (tmp_path / "plan.toml").exists, "the file")
         assert load_plan(tmp_path / "plan.toml").workload

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
-from evener.devices.types import DENIED, UNSUPPORTED, value
+import pytest
+
+from evener.devices.types import DENIED, UNSUPPORTED, ProcessSample, value
 from evener.tui.view.cells import span_cells
 from evener.tui.view.details import process_details
+from evener.tui.view.figures import run_time
 from evener.tui.view.marks import UNICODE
 from evener.tui.view.processes import (
-    SORT_KEYS,
-    Order,
-    arrange,
-    descending_first,
+    PROCESS_COLUMNS,
     identity,
-    matches,
     nothing_there,
     process_lines,
+    process_rows,
+    process_words,
 )
-from evener.tui.view.table import Position
+from evener.tui.view.table import Order, Position, chosen_order, matches, sort_keys
+
+ACTION = Order(action="screen.sort('{}')")
 
 
-def _shown(rows: Any, width: int = 80) -> list[str]:
-    lines, _ = process_lines(rows, width, 20, UNICODE, Position(), Order(action="screen.sort('{}')"))
+def _shown(script: Any, samples: list[ProcessSample], width: int = 80, **how: Any) -> list[str]:
+    rows = process_rows(script.snapshot(processes=tuple(samples)), ACTION, **how)
+    lines, _ = process_lines(rows, width, 20, UNICODE, Position(), ACTION)
     return [line.text for line in lines]
 
 
@@ -32,41 +37,82 @@ def test_every_column_sorts_and_unknown_figures_come_last(script: Any) -> None:
         script.process(1, memory_bytes=value(9), cpu_percent=value(1), user="cy"),
         script.process(2, memory_bytes=DENIED, cpu_percent=value(7), user="ada"),
     ]
-    order = {key: [row.pid for row in arrange(rows, Order(key, descending_first(key)))] for key in SORT_KEYS}
-    assert order["pid"] == [1, 2, 3]
+    snapshot = script.snapshot(processes=tuple(rows))
+    order = {
+        key: [row.sample.pid for row in process_rows(snapshot, chosen_order(PROCESS_COLUMNS, key, Order()))]
+        for key in sort_keys(PROCESS_COLUMNS)
+    }
+    assert order["pid"] == [3, 2, 1]
     assert order["memory"] == [1, 3, 2]
     assert order["cpu"] == [2, 1, 3]
     assert order["user"] == [2, 3, 1]
 
 
+def test_the_same_column_again_reverses_the_order() -> None:
+    first = chosen_order(PROCESS_COLUMNS, "time", Order("memory"))
+    assert (first.descending, chosen_order(PROCESS_COLUMNS, "time", first).descending) == (True, False)
+    assert not chosen_order(PROCESS_COLUMNS, "user", first).descending
+
+
+def test_a_tree_has_each_process_below_what_started_it(script: Any) -> None:
+    """Also what is on no device; nothing is lost, whoever claims to be whose parent."""
+    launcher = script.process(10, device_id="", device_label="", command="torchrun")
+    ranks = [script.process(pid, place, parent_pid=10) for place, pid in enumerate((11, 12))]
+    odd = [script.process(20, parent_pid=21), script.process(21, parent_pid=20), script.process(13, parent_pid=12)]
+    snapshot = script.snapshot(processes=(*ranks, *odd), parents=(launcher,))
+    rows = process_rows(snapshot, Order("pid", False), tree=True)
+    assert [(row.sample.pid, row.branch) for row in rows[:4]] == [
+        (10, ""), (11, "├─ "), (12, "└─ "), (13, "   └─ "),
+    ]  # fmt: skip
+    assert {row.sample.pid for row in rows} == {10, 11, 12, 13, 20, 21}
+    assert 10 not in {row.sample.pid for row in process_rows(snapshot, Order("pid"))}
+
+
+def test_a_deep_tree_of_a_hostile_recording_is_drawn(script: Any) -> None:
+    chain = [script.process(pid, parent_pid=pid - 1) for pid in range(1, 3000)]
+    random.Random(1).shuffle(chain)
+    rows = process_rows(script.snapshot(processes=tuple(chain)), Order(), tree=True)
+    assert len(rows) == 2999
+    lines, _ = process_lines(rows[-5:], 80, 20, UNICODE)
+    assert all(span_cells(line.spans) == 80 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, ""), (-3, ""), (7.9, "0:07"), (3599, "59:59"), (3600, "1h00"), (86399, "23h59"), (99.97 * 86400, "99d23h")],
+)
+def test_a_run_time_takes_six_cells_at_most(seconds: float | None, text: str) -> None:
+    assert run_time(seconds) == text
+
+
 def test_a_filter_takes_every_word_anywhere(script: Any) -> None:
     row = script.process(4242)
-    assert matches(row, "ADA train")
-    assert matches(row, "4242 gpu:0")
-    assert matches(row, "")
-    assert not matches(row, "ada bert")
+    text = process_words(row)
+    assert matches(text, "ADA train")
+    assert matches(text, "4242 gpu:0")
+    assert matches(text, "")
+    assert not matches(text, "ada bert")
 
 
 def test_eighty_columns_hold_every_figure(script: Any) -> None:
-    head, row = _shown([script.process(4242)])
-    assert (
-        head == "     pid user     device memory▼  SM %  CPU % smp/s  command".replace("smp/s ", " smp/s")
-        or "memory▼" in head
-    )
-    for figure in ("4242", "ada", "GPU:0", "60G", "87", "103", "115 000", "python train.py"):
+    head, row = _shown(script, [script.process(4242)])
+    for title in ("pid", "user", "device", "memory", "SM %", "CPU %", "samples/s", "time", "command"):
+        assert title in head
+    for figure in ("4242", "ada", "GPU:0", "60G", "87", "103", "115 000", "1h00", "python"):
         assert figure in row
     assert len(head) == len(row) == 80
 
 
 def test_titles_can_be_clicked(script: Any) -> None:
-    lines, _ = process_lines([script.process()], 80, 5, UNICODE, Position(), Order("pid", False, "screen.sort('{}')"))
+    rows = process_rows(script.snapshot(), ACTION)
+    lines, _ = process_lines(rows, 80, 5, UNICODE, Position(), ACTION)
     actions = {span.action for span in lines[0].spans if span.action}
-    assert actions == {f"screen.sort('{key}')" for key in SORT_KEYS}
+    assert actions == {f"screen.sort('{key}')" for key in sort_keys(PROCESS_COLUMNS)}
 
 
 def test_hostile_commands_and_users_are_harmless(script: Any) -> None:
     row = script.process(command="evil\x1b]0;owned\x07 \u202egnp", user="a\x1b[2Jb")
-    shown = "\n".join([*_shown([row]), *(line.text for line in process_details(row, "now", 60))])
+    shown = "\n".join([*_shown(script, [row]), *(line.text for line in process_details(row, "now", 60))])
     assert "\x1b" not in shown
     assert "\x07" not in shown
     assert "\u202e" not in shown
@@ -77,7 +123,7 @@ def test_no_process_is_said(script: Any) -> None:
     slice_ = script.sample(0, device=script.device(0, "AMD EPYC", "cpu"))
     for devices, said in (((gpu,), "No process is on these"), ((slice_,), "reports itself"), ((gpu, slice_), "is on")):
         nothing = nothing_there(devices)
-        lines, _ = process_lines([], 79, 5, UNICODE, Position(), Order("pid"), nothing)
+        lines, _ = process_lines([], 79, 5, UNICODE, Position(), Order("pid"), nothing=nothing)
         assert said in lines[1].text
         assert all(span_cells(line.spans) <= 79 for line in lines)
 

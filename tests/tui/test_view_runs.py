@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from evener.balancer.request import Request
 from evener.balancer.store.journal import Header
+from evener.balancer.store.notes import RunNote
 from evener.balancer.store.runs import Run, RunSummary
 from evener.tui.view.cells import span_cells
 from evener.tui.view.marks import UNICODE
-from evener.tui.view.runs import brief_devices, plan_lines, run_lines
-from evener.tui.view.table import Position
+from evener.tui.view.runs import RunRow, brief_devices, plan_lines, run_lines, run_rows
+from evener.tui.view.table import Order, Position
 
 RUN = RunSummary(
     "20261121-145431-fb1d",
@@ -29,7 +31,7 @@ RUN = RunSummary(
 @pytest.mark.parametrize("width", [80, 100, 118, 200])
 def test_a_run_is_shown_whole(width: int) -> None:
     """Its id, which is what other commands want, its devices, throughput and ratios."""
-    lines, _ = run_lines((RUN,), "", width, 5, UNICODE, Position())
+    lines, _ = run_lines((RunRow(RUN),), width, 5, UNICODE, Position())
     row = lines[1].text
     assert len(row) <= width
     for text in ("20261121-145431-fb1d", "keras_maxer", "finished", "158 012"):
@@ -37,6 +39,39 @@ def test_a_run_is_shown_whole(width: int) -> None:
     assert "GPU:0,1" in row or "GPU:0, GPU:1" in row
     assert "0.59:0.41" in row or "0.591 : 0.409" in row
     assert ("2026-11-21 14:54:31" in row) == (width >= 110)
+
+
+def test_runs_are_sorted_filtered_and_failures_hidden() -> None:
+    """By what the table shows, notes and tags included."""
+    slow = replace(RUN, run="20261120-1", samples_per_second=9.0, note="before the new driver", tags=("baseline",))
+    failed = replace(RUN, run="20261122-1", state="failed", samples_per_second=None, trouble="RuntimeError: no")
+    found = (failed, RUN, slow)
+
+    def shown(order: Order, words: str = "", **how: bool) -> list[str]:
+        return [row.summary.run for row in run_rows(found, order, words, **how)]
+
+    assert shown(Order("run")) == [failed.run, RUN.run, slow.run]
+    assert shown(Order("speed")) == [RUN.run, slow.run, failed.run]
+    assert shown(Order("run"), "DRIVER #baseline") == [slow.run]
+    assert shown(Order("run"), "failed") == [failed.run]
+    assert shown(Order("run"), hide_failed=True) == [RUN.run, slow.run]
+    head, *rows = [line.text for line in run_lines(run_rows(found, Order("run")), 170, 9, UNICODE)[0]]
+    assert "note" in head
+    assert "#baseline before the new driver" in rows[2]
+
+
+def test_a_run_says_in_which_state_it_is(script: Any, plan: Any) -> None:
+    """What failed says why, and nothing tells to finish it."""
+    for changed, words in (
+        ({"state": "failed", "trouble": "RuntimeError: boom in train.py, line 3."}, "boom in train.py, line 3."),
+        ({"state": "running"}, "Running, after 0 measurements; there is no plan yet."),
+        ({"state": "stopped"}, "Stopped after 0 measurements; there is no plan yet."),
+        ({"note": RunNote("old driver", ("base",))}, "#base old driver"),
+    ):
+        rows = [row.text for row in plan_lines(replace(_run(script, None), **changed), 90, 20, UNICODE)]
+        assert any(words in row for row in rows), rows
+    rows = [row.text for row in plan_lines(replace(_run(script, plan), state="stopped"), 90, 20, UNICODE)]
+    assert any("Stopped after 0 measurements." in row for row in rows)
 
 
 def test_devices_of_several_kinds_keep_their_kinds() -> None:
@@ -51,7 +86,8 @@ def _run(script: Any, plan: Any) -> Run:
     header = Header(
         "20261121-145431-fb1d", "2026-11-21T14:54:31Z", Request(), devices, "keras_maxer", "tensorflow", "1"
     )
-    return Run(header, (), plan, "Split 820 and 568: 18 % faster than even." if plan else "", False)
+    verdict = "Split 820 and 568: 18 % faster than even." if plan else ""
+    return Run(header, (), plan, verdict, False, "finished" if plan else "stopped")
 
 
 def test_next_to_another_a_plan_has_no_bars_where_rows_are_few(script: Any, plan: Any) -> None:
@@ -69,4 +105,4 @@ def test_next_to_another_a_plan_has_no_bars_where_rows_are_few(script: Any, plan
 def test_a_run_without_a_plan_says_so_in_a_narrow_panel(script: Any) -> None:
     """Whether it is over or going on."""
     rows = [row.text for row in plan_lines(_run(script, None), 30, 9, UNICODE)]
-    assert rows[1:] == [" No plan yet, after 0", " measurements."]
+    assert rows[1:] == [" Stopped after 0", " measurements; there is no", " plan yet."]

@@ -62,7 +62,7 @@ class EvenerApp(BaseApp):
         Binding("question_mark,h,f1", "help", "Help", key_display="?"),
         Binding("T", "switch_theme", "Dark or light", show=False),
         Binding("q", "leave", "Quit"),
-        Binding("ctrl+c", "quit", "Quit now", show=False),
+        Binding("ctrl+c", "quit", "Quit now", show=False, priority=True),
     ]
 
     def __init__(self, publisher: SnapshotPublisher, *, theme: str = "dark", **options: Any) -> None:

@@ -6,7 +6,7 @@ Screens and widgets import this class and never the full app, which imports them
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import msgspec
 from textual.app import App
@@ -17,6 +17,7 @@ from evener.balancer.request import Request
 from evener.balancer.session_state import SessionState, advance, own_speed
 from evener.devices.types import Device, DeviceSample, Snapshot
 from evener.tui.runtime.messages import Sampled, SessionEnded, SessionReported
+from evener.tui.runtime.probe_session import ProbeSession
 from evener.tui.runtime.session_thread import Live, SessionThread
 from evener.tui.runtime.snapshot_publisher import ProbeLoad, SnapshotPublisher
 from evener.tui.text.formatting import plain
@@ -25,11 +26,14 @@ from evener.tui.view.marks import ASCII, UNICODE, Marks
 INTERVALS_SECONDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
-def make_session(request: Request) -> Live:
-    """A session of this request, on this machine."""
+def make_session(request: Request, **resumed: Any) -> Live:
+    """A session of this request on this machine; `request.compare` names the families of a comparison."""
+    from evener.balancer.resolve_layouts import resolve_comparison
     from evener.balancer.session import Session
 
-    return Session(request)
+    if request.compare is not None and not resumed:
+        return Session(resolve_comparison(request, request.compare.families or None))
+    return Session(request, **resumed)
 
 
 class BaseApp(App[int]):
@@ -38,6 +42,7 @@ class BaseApp(App[int]):
     # not `reactive`: that would redraw the whole screen at each tick
     snapshot: var[Snapshot | None] = var(None, always_update=True)
     balance: var[SessionState] = var(SessionState())
+    start_fault: var[str] = var("", always_update=True)  # why the last session could not begin
 
     def __init__(
         self,
@@ -48,7 +53,7 @@ class BaseApp(App[int]):
         workload: str | None = None,
         readonly: bool = False,
         ascii: bool = False,  # noqa: A002 - the option's name
-        session_maker: Callable[[Request], Live] = make_session,
+        session_maker: Callable[..., Live] = make_session,
     ) -> None:
         super().__init__()
         self.publisher = publisher
@@ -59,6 +64,7 @@ class BaseApp(App[int]):
         self.marks: Marks = ASCII if ascii else UNICODE
         self._session_maker = session_maker
         self._session: SessionThread | None = None
+        self._before: SessionState | None = None  # what was shown, until the session has begun
         self._session_devices: tuple[Device, ...] = ()
         self.set_class(ascii, "-ascii")
 
@@ -72,15 +78,22 @@ class BaseApp(App[int]):
         """Keep the newest snapshot; screens watch it."""
         self.snapshot = message.snapshot
 
-    def start_session(self, request: Request, devices: tuple[Device, ...]) -> None:
-        """Begin a search, unless one is running."""
+    def start_session(self, request: Request, devices: tuple[Device, ...], **resumed: Any) -> None:
+        """Begin a search, or go on with a run, unless one is running; `resumed` is as for a Session."""
+        self._start(lambda: self._session_maker(request, **resumed), devices, request.workload or "")
+
+    def start_probe(self, request: Request, devices: tuple[Device, ...], batches: tuple[int, ...]) -> None:
+        """Time these batches, one for each device, unless a session is running."""
+        self._start(lambda: ProbeSession(request, batches), devices, request.workload or "")
+
+    def _start(self, make: Callable[[], Live], devices: tuple[Device, ...], workload: str) -> None:
         if self.balance.active:
             return
-        self._session_devices = devices
-        self._session = SessionThread(lambda: self._session_maker(request), self.post_message)
+        self._before, self._session_devices = self.balance, devices
+        self._session = SessionThread(make, self.post_message)
         names = tuple(device.name for device in devices)
         labels = tuple(device.label for device in devices)
-        self.balance = SessionState(devices=labels, names=names, workload=request.workload or "")
+        self.balance = SessionState(devices=labels, names=names, workload=workload)
         self._session.start()
 
     def pause_session(self, paused: bool) -> None:
@@ -98,20 +111,28 @@ class BaseApp(App[int]):
     def on_session_reported(self, message: SessionReported) -> None:
         """Apply an event of the session."""
         if self._session is not None and message.source == self._session.source:
+            self._before = None
             self.balance = advance(self.balance, message.event)
             self._publish_loads()
 
     def on_session_ended(self, message: SessionEnded) -> None:
-        """Note that the session is over, and why."""
+        """Note that the session is over, and why; one that could not begin leaves the screen as it was."""
         if self._session is None or message.source != self._session.source:
             return
-        self.balance = msgspec.structs.replace(
-            self.balance, running=(), ended=True, stopping=False, fault=message.fault, remedy=message.remedy
-        )
+        fault = f"{message.fault} {message.remedy}" if message.fault else ""
+        if self._before is not None and fault:
+            self.balance = self._before
+            self.start_fault = fault
+        else:
+            self.balance = msgspec.structs.replace(
+                self.balance, running=(), ended=True, stopping=False, fault=message.fault, remedy=message.remedy
+            )
         self._publish_loads()
-        if message.fault:
-            self.say(f"{message.fault} {message.remedy}", severity="error")
-        elif self.balance.finished is not None and self.current_mode != "balance":
+        if self.current_mode == "balance":
+            return
+        if fault:
+            self.say(fault, severity="error")
+        elif self.balance.finished is not None:
             self.say(f"The search ended. {self.balance.finished.verdict}")
 
     def _publish_loads(self) -> None:

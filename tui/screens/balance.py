@@ -12,7 +12,8 @@ from textual.widgets import ContentSwitcher
 from evener.balancer.session_state import SessionState
 from evener.tui.screens.base import PanelScreen
 from evener.tui.screens.dialogs import ConfirmDialog
-from evener.tui.screens.export import ExportDialog
+from evener.tui.screens.export import plan_dialog, report_dialog
+from evener.tui.screens.run_dialogs import errors_dialog, errors_file
 from evener.tui.screens.setup import Setup
 from evener.tui.widgets.balance import BalanceView, LanePanel
 from evener.tui.widgets.choices import Ticks
@@ -23,9 +24,12 @@ class BalanceScreen(PanelScreen):
 
     NAME = "balance"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("p", "pause", "Pause"),
+        Binding("p", "pause(True)", "Pause"),
+        Binding("p", "pause(False)", "Resume"),
         Binding("x", "stop", "Stop"),
         Binding("e", "export", "Export"),
+        Binding("w", "report", "Report"),
+        Binding("t", "traceback", "Traceback"),
         Binding("n", "new", "New search"),
     ]
 
@@ -39,6 +43,7 @@ class BalanceScreen(PanelScreen):
         """Follow the session."""
         self.watch(self.app, "balance", self._followed)
         self.watch(self.app, "snapshot", self._sampled, init=False)
+        self.watch(self.app, "start_fault", self._not_started, init=False)
         if self.evener.balance == SessionState():
             self.query_one("#pick-devices", Ticks).focus()
 
@@ -61,6 +66,10 @@ class BalanceScreen(PanelScreen):
         if self.is_current and self.evener.balance != SessionState():
             self.query_one(LanePanel).take_samples(self.evener.session_samples())
 
+    def _not_started(self, fault: str) -> None:
+        """Show in the form why nothing began."""
+        self.query_one(Setup).complain(fault)
+
     def redraw(self) -> None:
         """Draw the current state of the session."""
         self.settle_frames()
@@ -76,20 +85,25 @@ class BalanceScreen(PanelScreen):
         """Offer only the keys that have an effect now."""
         state = self.evener.balance
         if action in ("pause", "stop"):
-            return state.active and state.finished is None
-        if action == "export":
+            return state.active and state.finished is None and (action == "stop" or parameters[0] is not state.paused)
+        if action in ("export", "report"):
             return state.finished is not None
+        if action == "traceback":
+            return errors_file(state.run) is not None
         if action == "new":
             return state.ended
         return True
 
     def on_setup_submitted(self, event: Setup.Submitted) -> None:
         """Start the search."""
-        self.evener.start_session(event.request, event.devices)
+        if event.batches:
+            self.evener.start_probe(event.request, event.devices, event.batches)
+        else:
+            self.evener.start_session(event.request, event.devices)
 
-    def action_pause(self) -> None:
+    def action_pause(self, paused: bool) -> None:
         """Pause the search, or resume it."""
-        self.evener.pause_session(not self.evener.balance.paused)
+        self.evener.pause_session(paused)
 
     def action_stop(self) -> None:
         """End the search after asking; the best plan so far is kept."""
@@ -104,7 +118,15 @@ class BalanceScreen(PanelScreen):
         """Write the plan to a file."""
         finished = self.evener.balance.finished
         if finished is not None:
-            self.app.push_screen(ExportDialog(finished.plan))
+            self.app.push_screen(plan_dialog(finished.plan))
+
+    def action_report(self) -> None:
+        """Write the report to a file."""
+        self.app.push_screen(report_dialog(self.evener.balance.run))
+
+    def action_traceback(self) -> None:
+        """Show what failing children wrote."""
+        self.app.push_screen(errors_dialog(self.evener.balance.run))
 
     def action_new(self) -> None:
         """Return to the form."""

@@ -10,8 +10,9 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widget import Widget
-from textual.widgets import Button
+from textual.widgets import Button, Input
 
+from evener.errors import EvenerError
 from evener.tui.runtime.base_app import UsesApp
 from evener.tui.view.cells import Line, Span, clean, line, wrap
 from evener.tui.widgets.lines import Lines
@@ -118,3 +119,41 @@ class ConfirmDialog(Dialog[bool]):
     def action_answer(self, yes: bool) -> None:
         """Answer by key."""
         self.dismiss(yes)
+
+
+class FieldDialog(Dialog[bool]):
+    """Asks for one line; what is wrong with it is said below."""
+
+    def __init__(self, title: str, field: Input, hint: str) -> None:
+        super().__init__(title)
+        self._field, self._hint = field, hint
+
+    def content(self) -> Iterable[Widget]:
+        """The line, and the hint."""
+        yield self._field
+        yield Text(id="hint")
+
+    def on_mount(self) -> None:
+        """Focus the line."""
+        self.tell(self._hint)
+        self._field.focus()
+
+    def tell(self, text: str, *, bad: bool = False) -> None:
+        """Say this below the line."""
+        rows = wrap(clean(text), self.text_width, 8)
+        self.query_one("#hint", Text).show([line(Span(row, "bad" if bad else "dim")) for row in rows])
+
+    async def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Do it, or say why not."""
+        event.stop()
+        try:
+            done = await self.take(event.value.strip())
+        except EvenerError as fault:
+            self.tell(f"{fault.message} {fault.remedy}", bad=True)
+        else:
+            if done:
+                self.dismiss(True)
+
+    async def take(self, text: str) -> bool:
+        """Do what the line says, and whether that is all; EvenerError says what is wrong with it."""
+        raise NotImplementedError

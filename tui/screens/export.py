@@ -1,19 +1,18 @@
-"""The dialog that writes a plan to a file: TOML or JSON by its name, with completion of the path."""
+"""The dialog that writes a plan or a report to a file; its name's ending chooses the format, Tab completes the path."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from textual.suggester import Suggester
-from textual.widget import Widget
 from textual.widgets import Input
 
 from evener.errors import EvenerError, RequestError
 from evener.plan import Plan
-from evener.tui.screens.dialogs import ConfirmDialog, Dialog, Text
-from evener.tui.view.cells import Span, clean, line, wrap
+from evener.tui.screens.dialogs import ConfirmDialog, FieldDialog
 
 MOST_ENTRIES = 5000  # of a folder that is searched for completions
 
@@ -44,58 +43,58 @@ class PathInput(Input):
             self.screen.focus_next()
 
 
-class ExportDialog(Dialog[None]):
-    """Asks for a path, and again before it replaces a file."""
+class SaveDialog(FieldDialog):
+    """Asks for a path, and again before it replaces a file; `save` may take a while."""
 
-    def __init__(self, plan: Plan) -> None:
-        super().__init__("Export the plan")
-        self._plan = plan
+    def __init__(self, what: str, name: str, endings: Sequence[str], save: Callable[[Path], object]) -> None:
+        hint = f"Enter writes the file: {' or '.join(endings)}. Tab completes the path."
+        super().__init__(
+            f"Write the {what}", PathInput(name, name, suggester=PathSuggester(), id="path", compact=True), hint
+        )
+        self._what, self._endings, self._save = what, endings, save
 
-    def content(self) -> Iterable[Widget]:
-        """The path, and a hint or what is wrong with it."""
-        yield PathInput("plan.toml", "plan.toml or plan.json", suggester=PathSuggester(), id="path", compact=True)
-        yield Text(id="hint")
-
-    def on_mount(self) -> None:
-        """Focus the path."""
-        self._say("Enter writes the file, .toml or .json; Tab completes the path.", bad=False)
-        self.query_one(PathInput).focus()
-
-    def _say(self, text: str, *, bad: bool) -> None:
-        rows = wrap(clean(text), self.text_width, 8)
-        self.query_one("#hint", Text).show([line(Span(row, "bad" if bad else "dim")) for row in rows])
-
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Write, or say why not."""
-        event.stop()
-        path = Path(os.path.expanduser(event.value.strip()))  # ~name of an unknown user stays as it is
-        try:
-            self._check(path)
-        except RequestError as fault:
-            self._say(f"{fault.message} {fault.remedy}", bad=True)
-            return
-        if os.path.exists(path):  # writing to an unreadable path says what is wrong
-            question = f"{path} already exists. Replace it?"
-            self.app.push_screen(
-                ConfirmDialog("Replace", question, "Replace"), lambda yes: self._write(path) if yes else None
-            )
-        else:
-            self._write(path)
+    async def take(self, text: str) -> bool:
+        """Write, or ask first."""
+        path = Path(os.path.expanduser(text))  # ~name of an unknown user stays as it is
+        self._check(path)
+        if not os.path.exists(path):  # writing to an unreadable path says what is wrong
+            return await self._write(path)
+        question = f"{path} already exists. Replace it?"
+        self.app.push_screen(ConfirmDialog("Replace", question, "Replace"), lambda yes: self._answered(path, yes))
+        return False
 
     def _check(self, path: Path) -> None:
-        if path.suffix not in (".toml", ".json"):
-            raise RequestError(f"{path} ends neither in .toml nor in .json.", "The ending chooses the format.")
+        if path.suffix not in self._endings:
+            known = " nor in ".join(self._endings)
+            raise RequestError(f"{path} ends neither in {known}.", "The ending chooses the format.")
         if os.path.isdir(path):
             raise RequestError(f"{path} is a folder.", "Name a file in it.")
 
-    def _write(self, path: Path) -> None:
+    async def _answered(self, path: Path, yes: bool | None) -> None:
+        if yes and await self._write(path):
+            self.dismiss(True)
+
+    async def _write(self, path: Path) -> bool:
+        self.tell("Writing it.")
         try:
-            self._plan.save(path)
+            await asyncio.to_thread(self._save, path)
         except EvenerError as fault:
-            self._say(f"{fault.message} {fault.remedy}", bad=True)
-            return
-        self.evener.say(f"The plan was written to {path}.")
-        self.dismiss(None)
+            self.tell(f"{fault.message} {fault.remedy}", bad=True)
+            return False
+        self.evener.say(f"The {self._what} was written to {path}.")
+        return True
+
+
+def plan_dialog(plan: Plan) -> SaveDialog:
+    """Writes a plan."""
+    return SaveDialog("plan", "plan.toml", (".toml", ".json"), plan.save)
+
+
+def report_dialog(run: str) -> SaveDialog:
+    """Writes the report of a run."""
+    from evener.tui.report.save import REPORT_FORMATS, save_report
+
+    return SaveDialog("report", "report.html", REPORT_FORMATS, lambda path: save_report(run, path))
 
 
 def complete_path(typed: str) -> str | None:

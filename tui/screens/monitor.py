@@ -8,16 +8,17 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 from textual.widget import Widget
-from textual.widgets import Input
 
-from evener.devices.types import DeviceSample, ProcessSample, Snapshot
-from evener.tui.screens.base import PanelScreen
+from evener.devices.process_signals import read_environment
+from evener.devices.types import DeviceSample, Snapshot
+from evener.errors import RequestError
+from evener.tui.screens.base import SortedScreen
 from evener.tui.screens.dialogs import DetailsDialog
 from evener.tui.screens.signals import SignalDialog
 from evener.tui.view.cells import Line, Span, line
-from evener.tui.view.details import device_details, process_details
+from evener.tui.view.details import device_details, environment_lines, process_details
 from evener.tui.view.monitor import arrange, host_line, note_line
-from evener.tui.view.processes import identity
+from evener.tui.view.processes import ProcessRow, identity
 from evener.tui.widgets.devices import DevicePanel, GraphPanel
 from evener.tui.widgets.lines import Lines
 from evener.tui.widgets.lists import ListPanel
@@ -26,18 +27,17 @@ from evener.tui.widgets.processes import ProcessPanel
 _BARS = 3  # rows of the bar on top, the host and the keys
 
 
-class MonitorScreen(PanelScreen):
+class MonitorScreen(SortedScreen):
     """Shows the newest snapshot, or the one at which it was paused."""
 
     NAME = "monitor"
+    FILTERED = "pid, user, device or command"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("slash", "filter", "Filter", key_display="/"),
-        Binding("K,f9", "signal", "Signal"),
-        Binding("space", "pause", "Pause"),
+        Binding("p", "pause(True)", "Pause"),
+        Binding("p", "pause(False)", "Resume"),
         Binding("plus", "change_interval(-1)", "More often", show=False),
         Binding("minus", "change_interval(1)", "Less often", show=False),
         Binding("r,f5", "refresh", "Redraw", show=False),
-        Binding("escape", "end_filter", "End the filter", show=False),
     ]
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class MonitorScreen(PanelScreen):
         yield DevicePanel()
         yield GraphPanel()
         yield ProcessPanel()
-        yield Input(placeholder="words in pid, user, device or command", id="filter", compact=True)
+        yield self.filter_field()
 
     def on_mount(self) -> None:
         """Follow the newest snapshot."""
@@ -126,68 +126,55 @@ class MonitorScreen(PanelScreen):
 
         self.app.push_screen(DetailsDialog(chosen.device.label, draw))
 
-    def _open_process(self, chosen: ProcessSample) -> None:
-        key = identity(chosen)
-        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(chosen.start_time))
+    def _open_process(self, chosen: ProcessRow) -> None:
+        key = identity(chosen.sample)
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(chosen.sample.start_time))
 
         def draw(width: int) -> tuple[Line, ...]:
             snapshot = self.evener.snapshot
-            processes = snapshot.processes if snapshot is not None else ()
-            sample = next((each for each in processes if identity(each) == key), None)
+            there = (*snapshot.processes, *snapshot.parents) if snapshot is not None else ()
+            sample = next((each for each in there if identity(each) == key), None)
             ended = () if sample is not None else (line(Span(" This process is no longer on the device.", "warn")),)
-            return (*ended, *process_details(sample or chosen, started, width))
+            return (*ended, *process_details(sample or chosen.sample, started, width))
 
-        self.app.push_screen(DetailsDialog(f"Process {chosen.pid}", draw))
+        self.app.push_screen(DetailsDialog(f"Process {chosen.sample.pid}", draw))
 
-    def action_sort(self, key: str) -> None:
-        """Sort the processes by a column; the action of its title."""
-        self.query_one(ProcessPanel).sort_by(key)
-
-    def action_filter(self) -> None:
-        """Ask for the words that processes must match."""
-        field = self.query_one("#filter", Input)
-        field.add_class("-open")
-        field.focus()
-        self.redraw()
-
-    def on_input_changed(self, event: Input.Changed) -> None:
-        """Filter while typing."""
-        self.query_one(ProcessPanel).filter_by(event.value)
-
-    def on_input_submitted(self) -> None:
-        """Keep the filter and go to the processes."""
-        self._close_filter()
-
-    def action_end_filter(self) -> None:
-        """Remove the filter."""
-        self.query_one("#filter", Input).value = ""
-        self._close_filter()
-
-    def _close_filter(self) -> None:
-        self.query_one("#filter").remove_class("-open")
-        self.query_one(ProcessPanel).focus()
-        self.redraw()
-
-    def action_signal(self) -> None:
-        """Choose a signal for the process under the cursor."""
-        if self.evener.readonly:
-            self.evener.say("Started with --readonly: signals are off.", severity="warning")
-            return
+    def action_environment(self) -> None:
+        """Show the environment of the process under the cursor."""
         chosen = self.query_one(ProcessPanel).chosen
         if chosen is None:
-            self.evener.say("No process is under the cursor.", severity="warning")
             return
-        self.app.push_screen(SignalDialog(chosen))
+        try:
+            variables = read_environment(chosen.sample)
+        except RequestError as fault:
+            self.evener.say(str(fault), severity="error")
+            return
+        title = f"Environment of process {chosen.sample.pid}"
+        self.app.push_screen(DetailsDialog(title, lambda width: environment_lines(variables, width)))
 
-    def action_pause(self) -> None:
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Offer only the keys that have an effect now."""
+        if action in ("signal", "environment"):
+            panel = self.query(ProcessPanel)
+            return bool(panel) and panel.first().count > 0 and not (action == "signal" and self.evener.readonly)
+        if action == "pause":
+            return parameters[0] is (self._paused_at is None)
+        return True
+
+    def action_signal(self) -> None:
+        """Choose a signal for the marked processes, or for the one under the cursor."""
+        chosen = self.query_one(ProcessPanel).chosen_rows
+        self.app.push_screen(SignalDialog(tuple(row.sample for row in chosen)))
+
+    def action_pause(self, paused: bool) -> None:
         """Freeze the picture, or resume; sampling continues either way."""
-        self._paused_at = self.evener.snapshot if self._paused_at is None else None
+        self._paused_at = self.evener.snapshot if paused else None
+        self.refresh_bindings()
         self.redraw()
 
     def action_refresh(self) -> None:
         """Resume, and redraw everything."""
-        self._paused_at = None
-        self.redraw()
+        self.action_pause(False)
         self.refresh(layout=True)
 
     def action_change_interval(self, direction: int) -> None:

@@ -25,7 +25,8 @@ class ReplayScreen(PanelScreen):
 
     NAME = "runs"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("space,p", "pause", "Pause"),
+        Binding("p,space", "pause(True)", "Pause"),
+        Binding("p,space", "pause(False)", "Resume"),
         Binding("escape,b", "back", "Back", key_display="esc"),
     ]
 
@@ -66,6 +67,7 @@ class ReplayScreen(PanelScreen):
         """The journal has ended."""
         message.stop()
         self.state = msgspec.structs.replace(self.state, ended=True, running=())
+        self.refresh_bindings()
         self._follow()
 
     def _follow(self) -> None:
@@ -73,10 +75,15 @@ class ReplayScreen(PanelScreen):
         if self.is_current:
             self.redraw()
 
-    def action_pause(self) -> None:
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Offer to pause or to resume, until the end."""
+        return action != "pause" or (not self.state.ended and parameters[0] is not self.state.paused)
+
+    def action_pause(self, paused: bool) -> None:
         """Pause the replay, or resume it."""
-        self.state = msgspec.structs.replace(self.state, paused=not self.state.paused)
-        self._thread.pause(self.state.paused)
+        self.state = msgspec.structs.replace(self.state, paused=paused)
+        self._thread.pause(paused)
+        self.refresh_bindings()
         self.redraw()
 
     def action_back(self) -> None:

@@ -1,4 +1,4 @@
-"""The Runs screen: past runs, their plans side by side, export, replay, deletion."""
+"""The Runs screen: past runs, their plans side by side; they are continued, replayed, annotated, exported, deleted."""
 
 from __future__ import annotations
 
@@ -14,63 +14,71 @@ from evener.balancer.store import runs
 from evener.balancer.store.runs import Run, RunSummary
 from evener.errors import EvenerError
 from evener.tui.runtime.run_replay import read_run, recorded_events
-from evener.tui.screens.base import PanelScreen
+from evener.tui.screens.base import SortedScreen
 from evener.tui.screens.dialogs import ConfirmDialog
-from evener.tui.screens.export import ExportDialog
+from evener.tui.screens.export import plan_dialog, report_dialog
 from evener.tui.screens.replay import ReplayScreen
+from evener.tui.screens.run_dialogs import ContinueDialog, NoteDialog, errors_dialog, errors_file
 from evener.tui.view.cells import Line, text_lines
-from evener.tui.view.runs import plan_lines, run_lines
-from evener.tui.view.table import Position
+from evener.tui.view.runs import RUN_COLUMNS, RunRow, has_failed, plan_lines, run_lines, run_rows
+from evener.tui.view.table import Order
 from evener.tui.widgets.lines import Lines
-from evener.tui.widgets.lists import ListPanel
+from evener.tui.widgets.lists import SortedPanel
 
 
-class RunPanel(ListPanel):
-    """One row per run, the newest first."""
+class RunPanel(SortedPanel[RunRow]):
+    """One row per run."""
 
+    COLUMNS = RUN_COLUMNS
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "open", "Replay", show=False)]
 
     def __init__(self) -> None:
-        super().__init__("Runs", id="runs")
-        self.runs: tuple[RunSummary, ...] = ()
-        self.taken = ""
+        super().__init__("Runs", id="runs", order=Order("run"))
+        self.found: tuple[RunSummary, ...] = ()
+        self.hide_failed = False
+
+    def identity(self, row: RunRow) -> str:
+        """Its id."""
+        return row.summary.run
 
     @property
-    def count(self) -> int:
-        """How many runs there are."""
-        return len(self.runs)
-
-    @property
-    def chosen(self) -> str:
+    def chosen_run(self) -> str:
         """The run under the cursor; empty without one."""
-        return self.runs[self.cursor].run if self.runs else ""
+        return self.chosen.summary.run if self.chosen is not None else ""
 
     def take(self, found: tuple[RunSummary, ...]) -> None:
-        """Show these; the cursor stays on its run."""
-        before = self.chosen
-        self.runs = found
-        names = [each.run for each in found]
-        self.cursor = names.index(before) if before in names else max(0, min(self.cursor, len(names) - 1))
-        self.taken = self.taken if self.taken in names else ""
+        """Show these."""
+        self.found = found
+        self.tagged &= {each.run for each in found}
         self.redraw()
 
     def redraw(self) -> None:
-        """Rebuild the rows."""
-        position = Position(self.cursor, self.top)
-        lines, self.top = run_lines(self.runs, self.taken, *self.size, self.evener.marks, position)
-        self.entitle(subtitle=str(self.count))
+        """Sort, filter, and rebuild the rows."""
+        rows = run_rows(self.found, self.order, self.words, hide_failed=self.hide_failed)
+        self.place(tuple(row._replace(tagged=self.identity(row) in self.tagged) for row in rows))
+        hidden = sum(map(has_failed, self.found)) if self.hide_failed else 0
+        notes = (self.filter_note(len(self.found)), f"{hidden} failed hidden" if hidden else "")
+        note = ", ".join(filter(None, notes))
+        lines, self.top = run_lines(self.rows, *self.size, self.evener.marks, self.position, self.order, note=note)
+        self.entitle(subtitle=str(len(self.found)))
         self.show(lines)
 
 
-class RunsScreen(PanelScreen):
+class RunsScreen(SortedScreen):
     """Reads the journals when it is opened, and on F5."""
 
     NAME = "runs"
+    FILTERED = "id, devices, workload, state, note or tags"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("space", "take", "Compare"),
-        Binding("e", "export", "Export"),
+        Binding("c", "go_on", "Continue"),
         Binding("r", "replay", "Replay"),
+        Binding("e", "export", "Export"),
+        Binding("w", "report", "Report"),
+        Binding("n", "note", "Note"),
         Binding("d,delete", "delete", "Delete"),
+        Binding("t", "traceback", "Traceback"),
+        Binding("f", "hide_failed(True)", "Hide failed"),
+        Binding("f", "hide_failed(False)", "Show failed"),
         Binding("f5", "reload", "Reload", show=False),
     ]
 
@@ -79,11 +87,12 @@ class RunsScreen(PanelScreen):
         self._plans: dict[str, Run | str] = {}
 
     def panels(self) -> Iterable[Widget]:
-        """The list, and one or two plans."""
+        """The list, one or two plans, the filter."""
         yield RunPanel()
         with Horizontal(id="plans"):
             yield Lines(id="left", classes="panel")
             yield Lines(id="right", classes="panel")
+        yield self.filter_field()
 
     def on_mount(self) -> None:
         """Focus the list."""
@@ -112,25 +121,29 @@ class RunsScreen(PanelScreen):
         panel.styles.height = max(3, min(panel.count + around, (self.app.size.height - 2) * 2 // 5))
         panel.redraw()
         self._draw_plans()
+        self.refresh_bindings()
 
     def on_list_panel_moved(self) -> None:
         """The plans follow the cursor."""
         self._draw_plans()
+        self.refresh_bindings()
 
     def on_list_panel_opened(self) -> None:
         """Enter replays."""
         self.action_replay()
 
     def _draw_plans(self) -> None:
+        """The run under the cursor, beside the first marked one if that is another."""
         panel = self.query_one(RunPanel)
-        taken = panel.taken if panel.taken != panel.chosen else ""
+        chosen = panel.chosen_run
+        others = [name for row in panel.chosen_rows if (name := panel.identity(row)) != chosen]
         left, right = self.query_one("#left", Lines), self.query_one("#right", Lines)
-        right.display = bool(taken)
-        left.entitle("Compared with" if taken else "Plan")
+        right.display = bool(others)
+        left.entitle("Compared with" if others else "Plan")
         right.entitle("Plan")
-        left.show(self._plan_lines(taken or panel.chosen, *left.size))
-        if taken:
-            right.show(self._plan_lines(panel.chosen, *right.size))
+        left.show(self._plan_lines(others[0] if others else chosen, *left.size))
+        if others:
+            right.show(self._plan_lines(chosen, *right.size))
 
     def _plan_lines(self, name: str, width: int, height: int) -> tuple[Line, ...]:
         if not name:
@@ -149,33 +162,73 @@ class RunsScreen(PanelScreen):
                 self._plans[name] = str(fault)
         return self._plans[name]
 
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer keys that need a run only if there is one."""
-        if action in ("take", "export", "replay", "delete"):
-            return bool(self.query(RunPanel)) and bool(self.query_one(RunPanel).count)
-        return True
+    def _chosen(self) -> Run | None:
+        """The run under the cursor; one that can't be read says why."""
+        found = self._found(self.query_one(RunPanel).chosen_run)
+        if isinstance(found, str):
+            self.evener.say(found, severity="error")
+            return None
+        return found
 
-    def action_take(self) -> None:
-        """Mark the run under the cursor for comparison with others, or remove the mark."""
-        panel = self.query_one(RunPanel)
-        panel.taken = "" if panel.taken == panel.chosen else panel.chosen
-        panel.redraw()
-        self._draw_plans()
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Offer only the keys that have an effect now."""
+        panels = self.query(RunPanel)
+        panel = panels.first() if panels else None
+        if action == "hide_failed":
+            return panel is not None and parameters[0] is not panel.hide_failed and any(map(has_failed, panel.found))
+        if action not in ("go_on", "replay", "export", "report", "note", "delete", "traceback"):
+            return True
+        chosen = panel.chosen if panel is not None else None
+        if chosen is None:
+            return False
+        state, planned = chosen.summary.state, chosen.summary.probes > 0
+        return {
+            "go_on": state in ("finished", "stopped", "failed") and not self.evener.balance.active,
+            "export": planned,
+            "report": planned,
+            "delete": state != "running",
+            "traceback": errors_file(chosen.summary.run) is not None,
+        }.get(action, state != "unreadable")
+
+    def action_hide_failed(self, hide: bool) -> None:
+        """Hide runs that failed or can't be read, or show them again."""
+        self.query_one(RunPanel).hide_failed = hide
+        self.redraw()
+
+    def action_go_on(self) -> None:
+        """Measure more in the run under the cursor."""
+        found = self._chosen()
+        if found is not None:
+            self.app.push_screen(ContinueDialog(found))
+
+    def action_note(self) -> None:
+        """Write a note and tags on the run under the cursor."""
+        found = self._chosen()
+        if found is not None:
+            self.app.push_screen(NoteDialog(found.header.run, found.note), self._noted)
+
+    async def _noted(self, _changed: bool | None) -> None:
+        await self.action_reload()
 
     def action_export(self) -> None:
         """Write the plan of the run under the cursor."""
-        name = self.query_one(RunPanel).chosen
-        found = self._found(name) if name else ""
-        if isinstance(found, str):
-            self.evener.say(found, severity="error")
-        elif found.plan is None:
+        found = self._chosen()
+        if found is not None and found.plan is None:
             self.evener.say("This run has no plan.", severity="warning")
-        else:
-            self.app.push_screen(ExportDialog(found.plan))
+        elif found is not None and found.plan is not None:
+            self.app.push_screen(plan_dialog(found.plan))
+
+    def action_report(self) -> None:
+        """Write the report of the run under the cursor."""
+        self.app.push_screen(report_dialog(self.query_one(RunPanel).chosen_run))
+
+    def action_traceback(self) -> None:
+        """Show what failing children of the run under the cursor wrote."""
+        self.app.push_screen(errors_dialog(self.query_one(RunPanel).chosen_run))
 
     def action_replay(self) -> None:
         """Replay the run under the cursor."""
-        name = self.query_one(RunPanel).chosen
+        name = self.query_one(RunPanel).chosen_run
         if not name:
             return
         try:
@@ -186,18 +239,18 @@ class RunsScreen(PanelScreen):
         self.app.push_screen(ReplayScreen(name, record.header, recorded_events(record)))
 
     def action_delete(self) -> None:
-        """Delete the run under the cursor, after asking."""
-        name = self.query_one(RunPanel).chosen
-        if not name:
-            return
-        question = f"Delete the run {name} and its journal? This can't be undone."
-        self.app.push_screen(ConfirmDialog("Delete a run", question, "Delete"), lambda yes: self._delete(name, yes))
+        """Delete the marked runs, or the one under the cursor, after asking."""
+        names = [row.summary.run for row in self.query_one(RunPanel).chosen_rows]
+        what = f"the run {names[0]} and its journal" if len(names) == 1 else f"{len(names)} runs and their journals"
+        question = f"Delete {what}? This can't be undone."
+        self.app.push_screen(ConfirmDialog("Delete", question, "Delete"), lambda yes: self._delete(names, yes))
 
-    async def _delete(self, name: str, confirmed: bool | None) -> None:
+    async def _delete(self, names: Iterable[str], confirmed: bool | None) -> None:
         if not confirmed:
             return
-        try:
-            runs.delete_run(name)
-        except EvenerError as fault:
-            self.evener.say(str(fault), severity="error")
+        for name in names:
+            try:
+                runs.delete_run(name)
+            except EvenerError as fault:
+                self.evener.say(str(fault), severity="error")
         await self.action_reload()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -13,25 +14,39 @@ from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Button, Input, Static
 
-from evener.balancer.request import ENGINES, INPUTS, MICROS, OBJECTIVES, PRECISIONS, Request
+from evener.balancer.request import ENGINES, INPUTS, MICROS, PRECISIONS, Request
+from evener.balancer.search.layouts import FAMILIES, Family, LayoutOptions
 from evener.devices.types import Device
 from evener.errors import EvenerError, RequestError
 from evener.tui.runtime.base_app import UsesApp
 from evener.tui.text.formatting import size
-from evener.tui.text.parsing import REQUEST_HELP, make_request, request_fields, select_devices
-from evener.tui.view.cells import Span, clean, cut, line
+from evener.tui.text.parsing import (
+    REQUEST_HELP,
+    make_request,
+    parse_samples,
+    parse_words,
+    request_fields,
+    select_devices,
+)
+from evener.tui.view.cells import Span, clean, cut, line, text_lines
 from evener.tui.view.devices import short_name
 from evener.tui.widgets.choices import OneOf, Ticks
 from evener.tui.widgets.lines import Lines
 from evener.workloads import registry
 
 _OWN = "your own"
-_CHOICES = {"objective": OBJECTIVES, "micro": MICROS, "precision": PRECISIONS, "inputs": INPUTS}
-_ENGINE = {"engine": ENGINES}
+SPLIT, COMPARE, PROBE = "find the best split", "compare layouts", "time my batches"
+_SEARCH_FIELDS = {"budget": "120s", "global_batch": "", "max_global_batch": "", "tolerance": "0.02"}
+_TASKS = {  # the fields of each task; the others are for all of them
+    SPLIT: frozenset(_SEARCH_FIELDS),
+    COMPARE: frozenset({*_SEARCH_FIELDS, "layouts"}),
+    PROBE: frozenset({"batches"}),
+}
 _FRAMEWORKS = tuple(name for name in registry.FRAMEWORKS if name != "none")
-_FIELDS = {"budget": "120s", "global_batch": "", "max_global_batch": "", "tolerance": "0.02", "settings": ""}
-_PACE = {"pace": "0.2"}  # simulated devices
 _HINTS = REQUEST_HELP | {
+    "task": "What to do; left and right choose.",
+    "layouts": f"Some of {', '.join(FAMILIES)}; empty: all that are possible.",
+    "batches": "Samples per step for each ticked device, like 820 568.",
     "engine": f"{REQUEST_HELP['engine'][:-1]}; auto: one process for idle GPUs, else one per device.",
     "global_batch": f"{REQUEST_HELP['global_batch'][:-1]}; empty: free.",
     "own": "Your own workload, file.py:build; typing here ticks the last entry of the list.",
@@ -39,23 +54,39 @@ _HINTS = REQUEST_HELP | {
     "settings": "Parameters of the workload: key=value key=value.",
 }
 _LABELS = {"own": f"{_OWN} workload", "inputs": "input"}
+_WORDS = {"set": "settings"}  # for options that the form calls differently
+_BY_OPTION = {"set": "settings", "input": "inputs", "workload": "own", "devices": "pick-devices"}
 _BUTTON_CELLS = 12
+_COMPLAINT_ROWS = 4
+
+
+def _label(name: str) -> str:
+    return _LABELS.get(name) or name.replace("_", " ").replace("pick-", "")
+
+
+def form_words(text: str) -> tuple[str, str]:
+    """A command's complaint in the form's words, and the field that it is about, by its first option; "" if by none."""
+    options = re.findall(r"--([a-z][a-z-]*)", text)
+    fields = {option: _BY_OPTION.get(option, option.replace("-", "_")) for option in options}
+    shown = re.sub(r"--([a-z][a-z-]*)", lambda found: _WORDS.get(found[1]) or found[1].replace("-", " "), text)
+    return shown, fields[options[0]] if options else ""
 
 
 class Setup(UsesApp, VerticalScroll):
-    """Posts `Submitted` when the form is sent; for a wrong field it shows what is wrong instead."""
+    """Posts `Submitted` when the form is sent; for a wrong field it marks it and shows what is wrong instead."""
 
     can_focus = False
     _complaint = ""
     BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+s", "send", "Start", key_display="^s")]
 
     class Submitted(Message):
-        """The form was sent: start this search."""
+        """The form was sent: start this search, or time these batches."""
 
-        def __init__(self, request: Request, devices: tuple[Device, ...]) -> None:
+        def __init__(self, request: Request, devices: tuple[Device, ...], batches: tuple[int, ...]) -> None:
             super().__init__()
             self.request = request
             self.devices = devices
+            self.batches = batches
 
     def compose(self) -> ComposeResult:
         """Devices and workloads above, options below."""
@@ -70,16 +101,19 @@ class Setup(UsesApp, VerticalScroll):
             yield Lines(id="problem", classes="bar")
 
     def _options(self) -> Iterable[Widget]:
-        for name, words in (_CHOICES if self._simulated else _CHOICES | _ENGINE).items():
+        choices = {"task": tuple(_TASKS), "micro": MICROS, "precision": PRECISIONS, "inputs": INPUTS}
+        choices |= {"share": ("no", "yes")} if self._simulated else {"engine": ENGINES, "share": ("no", "yes")}
+        for name, words in choices.items():
             yield self._row(name, OneOf(words, id=name))
         own = Input(self._own_workload(), "file.py:build", id="own", compact=True)
         yield self._row("own", own, *(() if self._simulated else (OneOf(_FRAMEWORKS, id="framework"),)))
-        for name, default in (_FIELDS | _PACE if self._simulated else _FIELDS).items():
+        fields = {"layouts": "", "batches": "", **_SEARCH_FIELDS, "settings": ""}
+        for name, default in (fields | {"pace": "0.2"} if self._simulated else fields).items():
             yield self._row(name, Input(default, _HINTS[name], id=name, compact=True))
 
     def _row(self, name: str, *fields: Widget) -> Widget:
-        label = _LABELS.get(name) or name.replace("_", " ")
-        return Horizontal(Static(f" {label}", classes="label", markup=False), *fields, classes="field")
+        label = Static(f" {_label(name)}", classes="label", markup=False)
+        return Horizontal(label, *fields, classes="field", id=f"row-{name}")
 
     @property
     def _simulated(self) -> bool:
@@ -104,13 +138,21 @@ class Setup(UsesApp, VerticalScroll):
             [*((entry.name, entry.summary) for entry in entries), (_OWN, "the function named below; its code is run")],
             frozenset({ticked}),
         )
+        self.on_one_of_changed()
+
+    def on_one_of_changed(self) -> None:
+        """Show the fields of the task."""
+        task = self.query_one("#task", OneOf).value
+        for name in frozenset().union(*_TASKS.values()):
+            self.query_one(f"#row-{name}").display = name in _TASKS[task]
+        self.call_after_refresh(self.redraw)
 
     def redraw(self) -> None:
         """Fill the current size."""
         height = max(len(self.evener.trainable), len(registry.names()) + 1)
         bare = self.screen.has_class("-bare")
         frame = 0 if bare else 2
-        others = len(self.query(".field")) + frame + 1
+        others = sum(row.display for row in self.query(".field")) + frame + self._problem_rows
         self.query_one("#picks").styles.height = min(height, max(3, self.size.height - others - frame)) + frame
         for panel in self.query(Ticks):
             panel.redraw()
@@ -131,23 +173,48 @@ class Setup(UsesApp, VerticalScroll):
             workloads.tick_only(workloads.count - 1)
 
     def on_input_submitted(self) -> None:
-        """Enter in a field starts too."""
-        self.action_send()
+        """Enter goes on to the next field."""
+        self.screen.focus_next()
 
     def action_send(self) -> None:
-        """Read the form and ask for the search that it means."""
+        """Read the form and ask for what it means."""
         try:
-            request, devices = self._read()
+            request, devices, batches = self._read()
         except EvenerError as fault:
             self.complain(f"{fault.message} {fault.remedy}")
             return
         self.complain("")
-        self.post_message(self.Submitted(request, devices))
+        self.post_message(self.Submitted(request, devices, batches))
 
     def complain(self, text: str) -> None:
-        """Show what is wrong with the form, until it is sent again."""
-        self._complaint = text
-        self.query_one("#problem", Lines).show([line(Span(f" {text}", "bad"))] if text else [])
+        """Show what is wrong with the form and mark the field, until it is sent again."""
+        self._complaint, wrong = form_words(text)
+        for name, field in self._fields().items():
+            if not wrong and field.strip() and field.partition(":")[0] in text:
+                wrong = name
+        if not wrong and "device" in text.lower():
+            wrong = "pick-devices"
+        for row in self.query(".field"):
+            marked = row.id == f"row-{wrong}"
+            row.set_class(marked, "-wrong")
+            sign = self.evener.marks.alarm if marked else " "
+            row.query_one(".label", Static).update(f"{sign}{_label((row.id or '').removeprefix('row-'))}")
+        self.query_one("#pick-devices").set_class(wrong == "pick-devices", "-wrong")
+        self._show_problem()
+        self.call_after_refresh(self.redraw)
+
+    def _fields(self) -> dict[str, str]:
+        return {field.id or "": field.value for field in self.query(Input)}
+
+    @property
+    def _problem_rows(self) -> int:
+        return max(1, len(self.query_one("#problem", Lines).lines))
+
+    def _show_problem(self) -> None:
+        problem = self.query_one("#problem", Lines)
+        room = problem.size.width or self.app.size.width - _BUTTON_CELLS  # 0 before the first layout
+        problem.show(text_lines(self._complaint, room, _COMPLAINT_ROWS, "bad") if self._complaint else ())
+        self.query_one("#send").styles.height = problem.styles.height = self._problem_rows
 
     def on_descendant_focus(self, event: DescendantFocus) -> None:
         """Explain the field."""
@@ -166,20 +233,28 @@ class Setup(UsesApp, VerticalScroll):
             shown = cut(clean(text), max(1, room - 2), self.evener.marks.ellipsis)
             problem.show([line(Span(f" {shown}", "dim"))])
 
-    def _read(self) -> tuple[Request, tuple[Device, ...]]:
+    def _read(self) -> tuple[Request, tuple[Device, ...], tuple[int, ...]]:
         devices = self.evener.trainable
         chosen = sorted(self.query_one("#pick-devices", Ticks).ticked)
         spec = select_devices(self.evener.devices, devices, chosen)
-        fields = (*self.query(Input), *self.query(OneOf))
-        typed = {field.id or "": field.value for field in fields}
-        own, framework = typed.pop("own").strip(), typed.pop("framework", None)
+        typed = self._fields() | {field.id or "": field.value for field in self.query(OneOf)}
+        task, own, framework = typed.pop("task"), typed.pop("own").strip(), typed.pop("framework", None)
+        layouts, batches, share = typed.pop("layouts"), typed.pop("batches"), typed.pop("share") == "yes"
+        typed = {name: text for name, text in typed.items() if name in _TASKS[task] or name not in _TASKS[SPLIT]}
         names, place = registry.names(), min(self.query_one("#pick-workload", Ticks).ticked)
         if place < len(names):
             own, framework = names[place], None
         elif not own:
-            raise RequestError("No workload of your own is named.", "Write train.py:build, or tick another one.")
-        request = make_request(devices=spec, workload=own, framework=framework, **request_fields(typed))
-        return request, tuple(devices[position] for position in chosen)
+            raise RequestError("No --workload of your own is named.", "Write train.py:build, or tick another one.")
+        fields = request_fields(typed) | {"share": share}
+        if task == COMPARE:
+            words = tuple(parse_words(layouts) or ()) if layouts.strip() else FAMILIES
+            fields["compare"] = LayoutOptions(families=cast(tuple[Family, ...], words))
+        request = make_request(devices=spec, workload=own, framework=framework, **fields)
+        shares = tuple(parse_samples(text, "--batches") for text in re.split(r"[ ,]+", batches.strip()) if text)
+        if task == PROBE and not shares:
+            raise RequestError("--batches is empty.", "Give samples per step for each device, like 820 568.")
+        return request, tuple(devices[position] for position in chosen), shares if task == PROBE else ()
 
 
 def _memory(device: Device) -> str:

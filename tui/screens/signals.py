@@ -1,8 +1,8 @@
-"""The dialog that sends a signal to one process: choose it, then confirm it."""
+"""The dialog that sends a signal to some processes: choose it, then confirm it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
@@ -14,8 +14,9 @@ from evener.devices.process_signals import send_signal
 from evener.devices.types import ProcessSample
 from evener.errors import RequestError
 from evener.tui.screens.dialogs import ConfirmDialog, Dialog, Text
-from evener.tui.view.cells import Span, clean, cut, line
+from evener.tui.view.cells import Line, Span, clean, cut, line
 
+MOST_NAMED = 8  # processes; the others are counted
 _MEANINGS = {
     "INT": "like Ctrl-C: most trainings save and stop",
     "TERM": "asks the process to end",
@@ -34,12 +35,12 @@ class SignalDialog(Dialog[None]):
         Binding("left", "app.focus_previous", "Previous", show=False),
     ]
 
-    def __init__(self, chosen: ProcessSample) -> None:
+    def __init__(self, chosen: Sequence[ProcessSample]) -> None:
         super().__init__("Send a signal")
-        self._chosen = chosen
+        self._chosen = tuple({(each.pid, each.start_time): each for each in chosen}.values())  # once, on all devices
 
     def content(self) -> Iterable[Widget]:
-        """The process, what each signal means, a button for each."""
+        """The processes, what each signal means, a button for each."""
         yield Text()
         with Horizontal():
             yield Button("Cancel", id="cancel", compact=True)
@@ -47,16 +48,21 @@ class SignalDialog(Dialog[None]):
                 yield Button(name, id=name, compact=True)
 
     def on_mount(self) -> None:
-        """Show which process it is."""
-        row = self._chosen
-        what = cut(clean(row.command), max(1, self.text_width - 2))
-        head = line(Span(f"{row.pid} ", "strong"), Span(f"of {clean(row.user)} on {clean(row.device_label)}"))
+        """Show which processes they are."""
+        named = [self._process_line(row) for row in self._chosen[:MOST_NAMED]]
+        if len(self._chosen) > MOST_NAMED:
+            named.append(line(Span(f"and {len(self._chosen) - MOST_NAMED} more", "dim")))
         signals = [
             line(Span(f"{name[0].lower()} ", "key"), Span(f"{name:<6}"), Span(text, "dim"))
             for name, text in _MEANINGS.items()
         ]
-        self.query_one(Text).show([head, line(Span(what, "dim")), line(), *signals, line()])
+        self.query_one(Text).show([*named, line(), *signals, line()])
         self.query_one("#cancel").focus()
+
+    def _process_line(self, row: ProcessSample) -> Line:
+        head = Span(f"{row.pid} ", "strong"), Span(f"{clean(row.user)} {clean(row.device_label)} ")
+        room = max(1, self.text_width - sum(len(span.text) for span in head))
+        return line(*head, Span(cut(clean(row.command), room, self.evener.marks.ellipsis), "dim"))
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         """Continue with the chosen signal."""
@@ -67,18 +73,21 @@ class SignalDialog(Dialog[None]):
 
     def action_choose(self, name: str) -> None:
         """Ask for confirmation."""
-        row = self._chosen
-        question = f"Send SIG{name} to process {row.pid} ({cut(clean(row.command), 120)}) of {clean(row.user)}?"
+        first = self._chosen[0]
+        what = f"process {first.pid} ({cut(clean(first.command), 120)}) of {clean(first.user)}"
+        if len(self._chosen) > 1:
+            what = f"{len(self._chosen)} processes: {', '.join(str(row.pid) for row in self._chosen)}"
         self.app.push_screen(
-            ConfirmDialog("Are you sure?", question, f"Send {name}"), lambda yes: self._send(name, yes)
+            ConfirmDialog("Are you sure?", f"Send SIG{name} to {what}?", f"Send {name}"),
+            lambda yes: self._send(name, yes),
         )
 
     def _send(self, name: str, confirmed: bool | None) -> None:
-        if confirmed:
+        for row in self._chosen if confirmed else ():
             try:
-                send_signal(self._chosen, name)
+                send_signal(row, name)
             except RequestError as fault:
                 self.evener.say(str(fault), severity="error")
             else:
-                self.evener.say(f"SIG{name} was sent to process {self._chosen.pid}.")
+                self.evener.say(f"SIG{name} was sent to process {row.pid}.")
         self.dismiss(None)

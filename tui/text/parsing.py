@@ -35,8 +35,8 @@ REQUEST_HELP = {
     "pace": "Simulated devices: 1 runs in real time, 0 doesn't wait.",
 }
 _FRAMEWORKS = ("tensorflow", "torch")
-_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_PART = re.compile(r"(?<![\d.])(\d++(?:\.\d++)?+) *+(ms|s|min|m|h)(?![a-z]) *")  # linear: no digit is read twice
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_PART = re.compile(r"(?<![\d.])(\d++(?:\.\d++)?+) *+(ms|s|min|m|h|d)(?![a-z]) *")  # linear: no digit is read twice
 
 
 def make_request(
@@ -158,7 +158,7 @@ def _select_simulated(spec: str, devices: Sequence[Device], chosen: Sequence[int
     return "sim:" + ",".join(pieces[position] for position in chosen)
 
 
-def _parse_samples(text: str, name: str) -> int:
+def parse_samples(text: str, name: str) -> int:
     """A number of samples; RequestError names the field."""
     try:
         return int(text.replace(" ", ""))
@@ -178,8 +178,8 @@ def request_fields(typed: Mapping[str, str]) -> dict[str, Any]:
     """The form's fields as arguments of `make_request`; an empty one is left out."""
     readers: dict[str, Callable[[str, str], Any]] = {
         "settings": lambda text, _: text.split(),
-        "global_batch": _parse_samples,
-        "max_global_batch": _parse_samples,
+        "global_batch": parse_samples,
+        "max_global_batch": parse_samples,
         "tolerance": _parse_number,
         "pace": _parse_number,
     }

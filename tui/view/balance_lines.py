@@ -177,9 +177,11 @@ def _doing_lines(state: SessionState, width: int) -> tuple[Line, ...]:
 def _progress_lines(state: SessionState, width: int, marks: Marks) -> tuple[Line, ...]:
     """How much was measured and the budget that is left; at the end, why it ended."""
     left = seconds_left(state)
-    facts = f"{state.probes} probes, {state.out_of_memory} out of memory, {duration(state.at_seconds)}"
-    if state.finished is not None:
-        return text_lines(f"{facts}. {state.finished.plan.search.why_stopped}", width, 2, "dim")
+    search = state.finished.plan.search if state.finished is not None else None
+    seconds = search.seconds if search is not None else state.at_seconds
+    facts = f"{state.probes} probes, {state.out_of_memory} out of memory, {duration(seconds)}"
+    if search is not None:
+        return text_lines(f"{facts}. {search.why_stopped}", width, 2, "dim")
     spans: tuple[Span, ...] = (Span(f" {facts}", "dim"),)
     if left is not None and state.budget_seconds:
         used = state.at_seconds / state.budget_seconds

@@ -158,3 +158,18 @@ def text_lines(text: str, width: int, most: int, tone: Tone = "text", indent: in
     """Any text, made safe, as at most `most` lines that are broken between words and indented."""
     rows = wrap(clean(text, 2000), max(4, width - indent - 1), most)
     return tuple(line(Span(" " * indent + row, tone)) for row in rows)
+
+
+def whole_lines(text: str, width: int, tone: Tone = "text") -> tuple[Line, ...]:
+    """Text made safe and kept whole: its own lines, each broken where the terminal ends."""
+    rows: list[str] = []
+    for given in text.splitlines():
+        taken, start = 0, 0
+        shown = clean(given.expandtabs(4), len(given) * 4)
+        for place, sign in enumerate(shown):
+            taken += _sign_cells(sign)
+            if taken > max(2, width):
+                rows.append(shown[start:place])
+                taken, start = _sign_cells(sign), place
+        rows.append(shown[start:])
+    return tuple(line(Span(row, tone)) for row in rows)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from evener.devices.types import DeviceSample, ProcessSample, Reading, State
 from evener.tui.text.formatting import duration, percent, size
-from evener.tui.view.cells import Line, Span, Tone, clean, line, text_lines
+from evener.tui.view.cells import Line, Span, Tone, clean, line, text_lines, whole_lines
 from evener.tui.view.devices import memory_tone
 from evener.tui.view.figures import (
     STATE_WORDS,
@@ -111,3 +111,9 @@ def process_details(row: ProcessSample, started: str, width: int) -> tuple[Line,
         _fact("command", ""),
     ]
     return (*facts, *text_lines(row.command, width, 12, indent=3))
+
+
+def environment_lines(variables: Mapping[str, str], width: int) -> tuple[Line, ...]:
+    """The variables of a process by name, each whole."""
+    text = "\n".join(f"{name}={variables[name]}".replace("\n", " ") for name in sorted(variables))
+    return whole_lines(text or "This process has no environment.", width)

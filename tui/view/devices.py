@@ -26,7 +26,7 @@ from evener.tui.view.figures import (
     whole,
 )
 from evener.tui.view.marks import Marks
-from evener.tui.view.table import NO_CURSOR, Column, Position, column_widths, heading, scrolled, table_row
+from evener.tui.view.table import NO_CURSOR, Column, Position, column_widths, table_lines, table_row
 
 _MAKERS = re.compile(r"^(NVIDIA|AMD|Intel)\s+|\b(GeForce|Tesla|Corporation)\s+")
 
@@ -224,14 +224,6 @@ DEVICE_GROWTH = (
 DEVICE_FLEXIBLE = {"history": 32, "util": 30, "memory": 30, "name": 24, "power": 26}
 
 
-def device_heading(width: int, marks: Marks) -> Line:
-    """The titles over the device rows in `width` cells."""
-    line = heading(DEVICE_COLUMNS, device_widths(width), marks)
-    if not marks.plain:
-        return line
-    return Line(tuple(span._replace(text=span.text.replace("°", " ")) for span in line.spans))
-
-
 @lru_cache(maxsize=16)
 def device_widths(width: int) -> Mapping[str, int]:
     """Cells for each column of the device table in `width` cells, without the cursor's sign in front."""
@@ -258,4 +250,4 @@ def device_lines(
     def draw(row: DeviceRow, here: bool) -> Line:
         return device_line(row, width, marks, cursor=here)
 
-    return scrolled(device_heading(width, marks), rows, draw, height, position)
+    return table_lines(DEVICE_COLUMNS, device_widths(width), rows, height, marks, position, draw=draw)

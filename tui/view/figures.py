@@ -56,6 +56,17 @@ def short_bytes(count: float) -> str:
     return _digits(count / 1024) + "T"
 
 
+def run_time(seconds: float | None) -> str:
+    """A time in at most six characters: 0:07, 59:59, 23h59, 99d23h; empty if unknown."""
+    if seconds is None or seconds < 0:
+        return ""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d{hours % 24:02}h"
+    return f"{hours}h{minutes:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def gib(count: float) -> str:
     """GiB in few characters: 0.1, 7.2, 62, 140."""
     number = count / GIB

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 
 from evener.balancer.session_state import SessionState, best_solo, largest_run, memory_wall, own_speed
 from evener.devices.types import DeviceSample
-from evener.tui.text.formatting import percent, rate
+from evener.tui.text.formatting import duration, percent, rate
 from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, device_tone, span_cells
 from evener.tui.view.devices import DEVICE_COLUMNS, DeviceRow
 from evener.tui.view.marks import Marks
-from evener.tui.view.table import NO_CURSOR, Column, Position, column_widths, heading, scrolled, table_row, text_cell
+from evener.tui.view.table import NO_CURSOR, Column, Position, column_widths, table_lines, text_cell
 
+LONG_SECONDS = 2.0  # of a phase, from which it is said how long it has lasted
 WIDE = 100  # columns, from which used memory has a column too
 _DEVICE_CELLS = {column.key: column.draw for column in DEVICE_COLUMNS}
 
@@ -41,10 +42,14 @@ def _name(lane: _Lane, width: int, marks: Marks) -> tuple[Span, ...]:
 def _doing(lane: _Lane, width: int, marks: Marks) -> tuple[Span, ...]:
     running = lane.running
     if running is None:
+        if lane.state.fault:
+            return (Span(f"{marks.failed} failed", "bad"),)
         done = lane.state.ended or lane.state.finished is not None
         return (Span(f"{marks.done} done" if done else f"{marks.waiting} waits", "dim"),)
-    words = f"{running.probe.stage}: {running.phase}"
-    return Span(f"{marks.running} ", "speed"), Span(words if len(words) + 2 <= width else running.probe.stage)
+    since = f" {duration(running.phase_seconds)}" if running.phase_seconds >= LONG_SECONDS else ""
+    forms = (f"{running.probe.stage}: {running.phase}{since}", f"{running.phase}{since}", running.phase)
+    words = next((form for form in forms if len(form) + 2 <= width), running.probe.stage)
+    return Span(f"{marks.running} ", "speed"), Span(words)
 
 
 def _sample_cell(key: str) -> Callable[[_Lane, int, Marks], tuple[Span, ...]]:
@@ -110,7 +115,7 @@ _PROBE_COLUMNS: tuple[Column[_Lane], ...] = (
     Column("speed", ("samples/s", "smp/s"), 7, _speed),
     Column("interval", ("interval", "known"), 7, _interval),
     Column("alone", ("best alone", "alone"), 14, _alone),
-    Column("fits", ("largest batch", "largest"), 11, _fits),
+    Column("fits", ("largest batch", "largest"), 11, _fits, "left"),
 )
 _FIRST_COLUMNS: tuple[Column[_Lane], ...] = (
     Column("device", ("device",), 8, _name, "left"),
@@ -166,8 +171,4 @@ def lane_lines(
     widths = column_widths(columns, growth, {"device": 34}, width - 1)
     newest = [*samples, *[None] * len(state.devices)]
     lanes = [_Lane(state, device, newest[device]) for device in range(len(state.devices))]
-
-    def draw(lane: _Lane, here: bool) -> Line:
-        return table_row(columns, widths, lane, marks, cursor=here)
-
-    return scrolled(heading(columns, widths, marks), lanes, draw, height, position)
+    return table_lines(columns, widths, lanes, height, marks, position)

@@ -7,7 +7,8 @@ from evener.tui.view.cells import Line, Tone, clean
 from evener.tui.view.devices import DeviceRow, device_lines
 from evener.tui.view.marks import Marks, to_ascii
 from evener.tui.view.monitor import host_line
-from evener.tui.view.processes import Order, arrange, nothing_there, process_lines
+from evener.tui.view.processes import nothing_there, process_lines, process_rows
+from evener.tui.view.table import Order
 
 _CODES: dict[Tone, str] = {
     "dim": "2",
@@ -27,7 +28,7 @@ _CODES: dict[Tone, str] = {
 def snapshot_text(snapshot: Snapshot, width: int, marks: Marks, *, colour: bool) -> str:
     """Host, notes, devices and processes, every line at most `width` cells."""
     rows = [DeviceRow(sample) for sample in snapshot.devices]
-    shown = arrange(snapshot.processes, Order())
+    shown = process_rows(snapshot, Order("memory"))
     devices, _ = device_lines(rows, width, len(rows) + 1, marks)
     nothing = nothing_there(snapshot.devices)
     processes, _ = process_lines(shown, width, len(shown) + 1, marks, nothing=nothing)

@@ -1,88 +1,128 @@
-"""The process table: what runs on the devices, sorted and filtered."""
+"""The process table: what runs on the devices, sorted and filtered, or as a tree under what started it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from evener.devices.types import DeviceSample, ProcessSample, Reading
+from evener.devices.types import DeviceSample, ProcessSample, Reading, Snapshot
 from evener.tui.text.formatting import rate
-from evener.tui.view.cells import Line, Span, Tone
-from evener.tui.view.figures import figure, short, short_bytes, whole
+from evener.tui.view.cells import Line, Span, Tone, clean, cut, line
+from evener.tui.view.figures import figure, run_time, short, short_bytes, whole
 from evener.tui.view.marks import Marks
-from evener.tui.view.table import NO_CURSOR, Column, Position, column_widths, heading, scrolled, table_row, text_cell
-
-
-def _reading(
-    reading: Callable[[ProcessSample], Reading], draw: Callable[[float], str], tone: Tone = "text"
-) -> Callable[[ProcessSample, int, Marks], tuple[Span, ...]]:
-    return lambda row, width, marks: (figure(reading(row), width, marks, draw, tone),)
-
-
-def _speed(row: ProcessSample, width: int, marks: Marks) -> tuple[Span, ...]:
-    return (figure(row.samples_per_second, width, marks, rate if width >= 9 else short, "speed"),)
-
-
-PROCESS_COLUMNS: tuple[Column[ProcessSample], ...] = (
-    Column("pid", ("pid",), 7, text_cell(lambda row: str(row.pid), "strong")),
-    Column("user", ("user",), 8, text_cell(lambda row: row.user), "left"),
-    Column("device", ("device",), 6, text_cell(lambda row: row.device_label), "left"),
-    Column("memory", ("memory", "mem"), 7, _reading(lambda row: row.memory_bytes, short_bytes, "memory")),
-    Column("sm", ("SM %", "SM"), 5, _reading(lambda row: row.sm_percent, whole, "accent")),
-    Column("cpu", ("CPU %", "CPU"), 6, _reading(lambda row: row.cpu_percent, whole)),
-    Column("speed", ("samples/s", "smp/s"), 6, _speed),
-    Column("command", ("command",), 10, text_cell(lambda row: row.command), "left"),
+from evener.tui.view.table import (
+    NO_CURSOR,
+    UNSORTED,
+    Column,
+    Order,
+    Position,
+    column_widths,
+    heading,
+    matches,
+    sort_rows,
+    table_lines,
+    tag_cell,
+    text_cell,
 )
-PROCESS_GROWTH = (("speed", 9), ("user", 12))
-SORT_KEYS = tuple(column.key for column in PROCESS_COLUMNS)
 
-_DESCENDING_FIRST = frozenset({"memory", "sm", "cpu", "speed"})
+Identity = tuple[int, float, str]  # pid, start, device: a pid may be reused, with another start
 
 
-def descending_first(key: str) -> bool:
-    """Whether a sort by this column starts with the largest, as it does for figures."""
-    return key in _DESCENDING_FIRST
+class ProcessRow(NamedTuple):
+    """One row: the process, for how long it has run, the lines of the tree before its command, whether it is marked."""
+
+    sample: ProcessSample
+    seconds: float | None = None
+    branch: str = ""
+    tagged: bool = False
 
 
-def _number(reading: Reading) -> float:
-    return reading.value if reading.value is not None else -1.0
+def _figure(
+    key: str,
+    titles: tuple[str, ...],
+    least: int,
+    reading: Callable[[ProcessSample], Reading],
+    draw: Callable[[float], str] = whole,
+    tone: Tone = "text",
+) -> Column[ProcessRow]:
+    def cell(row: ProcessRow, width: int, marks: Marks) -> tuple[Span, ...]:
+        return (figure(reading(row.sample), width, marks, rate if draw is short and width >= 9 else draw, tone),)
+
+    def value(row: ProcessRow) -> float:
+        number = reading(row.sample).value
+        return -1.0 if number is None else number
+
+    return Column(key, titles, least, cell, value=value)
 
 
-_ORDER: dict[str, Callable[[ProcessSample], float | str]] = {
-    "pid": lambda row: float(row.pid),
-    "user": lambda row: row.user.lower(),
-    "device": lambda row: row.device_label,
-    "memory": lambda row: _number(row.memory_bytes),
-    "sm": lambda row: _number(row.sm_percent),
-    "cpu": lambda row: _number(row.cpu_percent),
-    "speed": lambda row: _number(row.samples_per_second),
-    "command": lambda row: row.command.lower(),
-}
+def _text(key: str, least: int, text: Callable[[ProcessSample], str]) -> Column[ProcessRow]:
+    return Column(
+        key, (key,), least, text_cell(lambda row: text(row.sample)), "left", lambda row: text(row.sample).lower()
+    )
 
 
-def matches(row: ProcessSample, words: str) -> bool:
-    """Whether every word is in the pid, user, device or command; case is ignored."""
-    text = f"{row.pid} {row.user} {row.device_label} {row.command}".lower()
-    return all(word in text for word in words.lower().split())
+def _command(row: ProcessRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    text = cut(clean(row.sample.command), width - len(row.branch), marks.ellipsis)
+    return Span(cut(row.branch, width, ""), "dim"), Span(text)
 
 
-class Order(NamedTuple):
-    """How the processes are sorted, and the action of a click on a title."""
+PROCESS_COLUMNS: tuple[Column[ProcessRow], ...] = (
+    Column("tagged", ("",), 1, tag_cell(lambda row: row.tagged), "left"),
+    Column("pid", ("pid",), 7, text_cell(lambda row: str(row.sample.pid), "strong"), value=lambda row: row.sample.pid),
+    _text("user", 8, lambda sample: sample.user),
+    _text("device", 6, lambda sample: sample.device_label),
+    _figure("memory", ("memory", "mem"), 7, lambda sample: sample.memory_bytes, short_bytes, "memory"),
+    _figure("sm", ("SM %", "SM"), 5, lambda sample: sample.sm_percent, tone="accent"),
+    _figure("cpu", ("CPU %", "CPU"), 6, lambda sample: sample.cpu_percent),
+    _figure("speed", ("samples/s", "smp/s"), 6, lambda sample: sample.samples_per_second, short, "speed"),
+    Column(
+        "time",
+        ("run time", "time"),
+        6,
+        text_cell(lambda row: run_time(row.seconds)),
+        value=lambda row: row.seconds or 0,
+    ),
+    _text("command", 10, lambda sample: sample.command)._replace(draw=_command),
+)
+PROCESS_GROWTH = (("speed", 9), ("time", 8), ("user", 12))
 
-    key: str = "memory"
-    descending: bool = True
-    action: str = ""
+
+def process_words(sample: ProcessSample) -> str:
+    """What a filter looks at."""
+    return f"{sample.pid} {sample.user} {sample.device_label} {sample.command}"
 
 
-def arrange(rows: Sequence[ProcessSample], order: Order, words: str = "") -> tuple[ProcessSample, ...]:
-    """The rows that match `words`, sorted; equal ones by pid, so that they keep their places."""
-    kept = sorted((row for row in rows if matches(row, words)), key=lambda row: (row.pid, row.device_label))
-    return tuple(sorted(kept, key=_ORDER[order.key], reverse=order.descending))
+def identity(sample: ProcessSample) -> Identity:
+    """What identifies a process between two ticks."""
+    return (sample.pid, sample.start_time, sample.device_id)
 
 
-def identity(row: ProcessSample) -> tuple[int, float, str]:
-    """What identifies a row between two ticks: a pid may be reused, with another start time."""
-    return (row.pid, row.start_time, row.device_id)
+def process_rows(snapshot: Snapshot, order: Order, words: str = "", *, tree: bool = False) -> tuple[ProcessRow, ...]:
+    """The processes that match `words`, sorted; as a tree with those that started them, each above its children."""
+    samples = (*snapshot.processes, *(snapshot.parents if tree else ()))
+    kept = sorted((each for each in samples if matches(process_words(each), words)), key=identity)
+    rows = [ProcessRow(each, snapshot.at_seconds - each.start_time if each.start_time else None) for each in kept]
+    ordered = sort_rows(PROCESS_COLUMNS, rows, order)
+    return _as_tree(ordered) if tree else ordered
+
+
+def _as_tree(rows: Sequence[ProcessRow]) -> tuple[ProcessRow, ...]:
+    """The rows with children below their parents; a process on two devices has its children below its first row."""
+    pids = {row.sample.pid for row in rows}
+    children: dict[int, list[ProcessRow]] = {}
+    for row in reversed(rows):
+        parent = row.sample.parent_pid
+        children.setdefault(parent if parent in pids else 0, []).append(row)
+    placed: list[ProcessRow] = []
+    waiting = [(row, "", "") for row in children.pop(0, [])]
+    while waiting:
+        row, branch, before = waiting.pop()
+        placed.append(row._replace(branch=branch))
+        below = children.pop(row.sample.pid, [])
+        for place, child in enumerate(below):
+            signs = ("├─ ", "│  ") if place else ("└─ ", "   ")
+            waiting.append((child, before + signs[0], before + signs[1]))
+    return (*placed, *(row for rest in children.values() for row in rest))
 
 
 def nothing_there(devices: Sequence[DeviceSample]) -> str:
@@ -93,22 +133,21 @@ def nothing_there(devices: Sequence[DeviceSample]) -> str:
 
 
 def process_lines(
-    rows: Sequence[ProcessSample],
+    rows: Sequence[ProcessRow],
     width: int,
     height: int,
     marks: Marks,
     position: Position = NO_CURSOR,
-    order: Order | None = None,
+    order: Order = UNSORTED,
+    *,
     nothing: str = "",
+    note: str = "",
 ) -> tuple[tuple[Line, ...], int]:
-    """The heading and as many rows as fit in `height`, and the first row shown; `nothing` replaces missing rows."""
+    """The heading, which ends with `note`, and as many rows as fit in `height`, and the first row shown.
+
+    `nothing` replaces missing rows.
+    """
     widths = column_widths(PROCESS_COLUMNS, PROCESS_GROWTH, {"command": 1000}, width - 1)
-    by = order or Order("")
-    head = heading(PROCESS_COLUMNS, widths, marks, sorted_by=by.key, descending=by.descending, action=by.action)
     if not rows:
-        return (head, Line((Span(f" {nothing}", "dim"),))), 0
-
-    def draw(row: ProcessSample, here: bool) -> Line:
-        return table_row(PROCESS_COLUMNS, widths, row, marks, cursor=here)
-
-    return scrolled(head, rows, draw, height, position)
+        return (heading(PROCESS_COLUMNS, widths, marks, order, note), line(Span(f" {nothing}", "dim"))), 0
+    return table_lines(PROCESS_COLUMNS, widths, rows, height, marks, position, order=order, note=note)

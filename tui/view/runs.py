@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from evener.balancer.events import Finished
 from evener.balancer.session_state import SessionState
@@ -11,7 +12,20 @@ from evener.tui.text.formatting import duration, rate
 from evener.tui.view.balance_lines import rival_lines, share_lines, warning_lines
 from evener.tui.view.cells import Line, Span, Tone, clean, cut, line, text_lines
 from evener.tui.view.marks import Marks
-from evener.tui.view.table import NO_CURSOR, Column, Position, column_widths, heading, scrolled, table_row, text_cell
+from evener.tui.view.table import (
+    NO_CURSOR,
+    UNSORTED,
+    Column,
+    Order,
+    Position,
+    column_widths,
+    heading,
+    matches,
+    sort_rows,
+    table_lines,
+    tag_cell,
+    text_cell,
+)
 
 _STATE_TONES: dict[str, Tone] = {
     "running": "speed",
@@ -22,23 +36,18 @@ _STATE_TONES: dict[str, Tone] = {
 }
 
 
-class _RunRow:
-    """A run in the list, and whether it is marked for comparison."""
+class RunRow(NamedTuple):
+    """A run in the list, and whether it is marked."""
 
-    def __init__(self, summary: RunSummary, taken: bool) -> None:
-        self.summary = summary
-        self.taken = taken
-
-
-def _taken(row: _RunRow, _width: int, marks: Marks) -> tuple[Span, ...]:
-    return (Span(marks.tagged if row.taken else "", "speed"),)
+    summary: RunSummary
+    tagged: bool = False
 
 
-def _created(row: _RunRow) -> str:
+def _created(row: RunRow) -> str:
     return row.summary.created.replace("T", " ").removesuffix("Z")
 
 
-def _devices(row: _RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
+def _devices(row: RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
     listed = clean(", ".join(row.summary.devices))
     return (Span(listed if len(listed) <= width else cut(brief_devices(row.summary.devices), width, marks.ellipsis)),)
 
@@ -51,60 +60,93 @@ def brief_devices(labels: Sequence[str]) -> str:
     return clean(f"{kinds.pop()}:{','.join(label.partition(':')[2] for label in labels)}")
 
 
-def _workload(row: _RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
+def _workload(row: RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
     text = row.summary.workload or row.summary.trouble
     return (Span(cut(clean(text), width, marks.ellipsis), "text" if row.summary.workload else "bad"),)
 
 
-def _state(row: _RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
+def _state(row: RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
     return (Span(cut(row.summary.state, width, marks.ellipsis), _STATE_TONES[row.summary.state]),)
 
 
-def _speed(row: _RunRow, _width: int, marks: Marks) -> tuple[Span, ...]:
+def _speed(row: RunRow, _width: int, marks: Marks) -> tuple[Span, ...]:
     speed = row.summary.samples_per_second
     return (Span(marks.none, "dim"),) if speed is None else (Span(rate(speed), "speed"),)
 
 
-def _ratios(row: _RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
+def _ratios(row: RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
     text = " : ".join(f"{ratio:.3f}" for ratio in row.summary.ratios)
     if len(text) > width:
         text = ":".join(f"{ratio:.2f}" for ratio in row.summary.ratios)
     return (Span(cut(text, width, marks.ellipsis)),)
 
 
-_RUN_COLUMNS: tuple[Column[_RunRow], ...] = (
-    Column("taken", ("",), 1, _taken, "left"),
-    Column("run", ("run",), 20, text_cell(lambda row: row.summary.run, "strong"), "left"),
+def _note_words(note: str, tags: Sequence[str]) -> str:
+    return " ".join((*(f"#{tag}" for tag in tags), note)).strip()
+
+
+def _note(row: RunRow) -> str:
+    return _note_words(row.summary.note, row.summary.tags)
+
+
+def run_words(summary: RunSummary) -> str:
+    """What a filter looks at."""
+    return " ".join((summary.run, *summary.devices, summary.workload, summary.state, _note(RunRow(summary))))
+
+
+RUN_COLUMNS: tuple[Column[RunRow], ...] = (
+    Column("tagged", ("",), 1, tag_cell(lambda row: row.tagged), "left"),
+    Column("run", ("run",), 20, text_cell(lambda row: row.summary.run, "strong"), "left", lambda row: row.summary.run),
     Column("created", ("created, UTC",), 19, text_cell(_created, "dim"), "left"),
-    Column("devices", ("devices",), 8, _devices, "left"),
-    Column("workload", ("workload",), 11, _workload, "left"),
-    Column("state", ("state",), 10, _state, "left"),
-    Column("probes", ("probes", "n"), 3, text_cell(lambda row: str(row.summary.probes))),
-    Column("speed", ("samples/s", "smp/s"), 7, _speed),
+    Column("devices", ("devices",), 8, _devices, "left", lambda row: ", ".join(row.summary.devices)),
+    Column("workload", ("workload",), 11, _workload, "left", lambda row: row.summary.workload),
+    Column("state", ("state",), 10, _state, "left", lambda row: row.summary.state),
+    Column(
+        "probes",
+        ("probes", "n"),
+        3,
+        text_cell(lambda row: str(row.summary.probes)),
+        value=lambda row: row.summary.probes,
+    ),
+    Column("speed", ("samples/s", "smp/s"), 7, _speed, value=lambda row: row.summary.samples_per_second or 0),
     Column("ratios", ("ratios",), 9, _ratios, "left"),
+    Column("note", ("note",), 12, text_cell(_note), "left", _note),
 )
 _GROWTH = (("ratios", 13), ("devices", 12), ("state", 11), ("speed", 9), ("probes", 6), ("workload", 16))
-_DATED = 110  # columns, from which the date has its own column; a run's id begins with it
+_WIDE = 110  # columns, from which notes and dates have their own column; a run's id begins with its date
 
 
-def _columns(width: int) -> tuple[Column[_RunRow], ...]:
-    return tuple(column for column in _RUN_COLUMNS if width >= _DATED or column.key != "created")
+def run_rows(
+    found: Sequence[RunSummary], order: Order, words: str = "", *, hide_failed: bool = False
+) -> tuple[RunRow, ...]:
+    """The runs that match `words`, sorted; `found` begins with the newest."""
+    rows = [RunRow(each) for each in found if matches(run_words(each), words)]
+    return sort_rows(RUN_COLUMNS, [row for row in rows if not (hide_failed and has_failed(row.summary))], order)
+
+
+def has_failed(summary: RunSummary) -> bool:
+    """Whether a run has nothing to show."""
+    return summary.state in ("failed", "unreadable")
 
 
 def run_lines(
-    runs: Sequence[RunSummary], taken: str, width: int, height: int, marks: Marks, position: Position = NO_CURSOR
+    rows: Sequence[RunRow],
+    width: int,
+    height: int,
+    marks: Marks,
+    position: Position = NO_CURSOR,
+    order: Order = UNSORTED,
+    *,
+    note: str = "",
 ) -> tuple[tuple[Line, ...], int]:
-    """The heading and as many runs as fit in `height`, and the first one shown."""
-    columns = _columns(width)
-    widths = column_widths(columns, _GROWTH, {"devices": 40, "ratios": 40, "workload": 60}, width - 1)
-    head = heading(columns, widths, marks)
-    if not runs:
-        return (head, line(Span(" No runs yet: make one on the Balance screen, key 2.", "dim"))), 0
-
-    def draw(each: RunSummary, here: bool) -> Line:
-        return table_row(columns, widths, _RunRow(each, each.run == taken), marks, cursor=here)
-
-    return scrolled(head, runs, draw, height, position)
+    """The heading, which ends with `note`, and as many runs as fit in `height`, and the first one shown."""
+    columns = tuple(column for column in RUN_COLUMNS if width >= _WIDE or column.key not in ("created", "note"))
+    flexible = ({"note": 40} if width >= _WIDE else {}) | {"devices": 40, "ratios": 40, "workload": 60}
+    widths = column_widths(columns, _GROWTH, flexible, width - 1)
+    if not rows:
+        text = "No run matches." if note else "No runs yet: make one on the Balance screen, key 2."
+        return (heading(columns, widths, marks, order, note), line(Span(f" {text}", "dim"))), 0
+    return table_lines(columns, widths, rows, height, marks, position, order=order, note=note)
 
 
 def _end_state(run: Run) -> SessionState:
@@ -122,18 +164,31 @@ def _end_state(run: Run) -> SessionState:
     )
 
 
+def _state_words(run: Run) -> str:
+    count = len(run.observations)
+    made = f"after {count} measurement{'s' * (count != 1)}"
+    if run.state == "failed":
+        return f"Failed {made}. {run.trouble}"
+    return (
+        f"{'Running,' if run.state == 'running' else 'Stopped'} {made}{'' if run.plan else '; there is no plan yet'}."
+    )
+
+
 def plan_lines(run: Run, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
     """A run's plan: shares, rivals (with bars if `height` allows), verdict and warnings."""
-    head = line(Span(f" {clean(run.header.run)} ", "strong"), Span(clean(run.header.workload), "dim"))
+    title = line(Span(f" {clean(run.header.run)} ", "strong"), Span(clean(run.header.workload), "dim"))
+    note = _note_words(run.note.note, run.note.tags)
+    head = (title, *text_lines(note, width, 3, "accent")) if note else (title,)
+    if run.state != "finished":
+        head = (*head, *text_lines(_state_words(run), width, 8, _STATE_TONES[run.state]))
     if run.plan is None:
-        count = len(run.observations)
-        return (head, *text_lines(f"No plan yet, after {count} measurement{'s' * (count != 1)}.", width, 2, "warn"))
+        return head
     plan, state = run.plan, _end_state(run)
     search = plan.search
     facts = f"{plan.framework}, {plan.precision}{', XLA' if plan.xla else ''}"
     effort = f"{search.probes} probes, {search.out_of_memory} out of memory, {duration(search.seconds)}"
     before = (
-        head,
+        *head,
         *text_lines(f"{facts}; {effort}", width, 3, "dim"),
         Line(),
         *share_lines(state, width, 3, marks),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from evener.tui.view.cells import Line, Span, Tone, clean, cut, fit, pad
+from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, fit, pad, span_cells
 from evener.tui.view.marks import Marks
 
 RowT = TypeVar("RowT")
@@ -19,11 +19,50 @@ class Column(NamedTuple, Generic[RowT]):
     least: int  # cells at the narrowest
     draw: Callable[[RowT, int, Marks], tuple[Span, ...]]
     align: Literal["left", "right"] = "right"
+    value: Callable[[RowT], float | str] | None = None  # what the rows are sorted by; None: not by this column
+
+
+class Order(NamedTuple):
+    """How rows are sorted; `action`, such as "sort('{}')", makes the titles buttons."""
+
+    key: str = ""
+    descending: bool = True
+    action: str = ""
+
+
+UNSORTED = Order()
+
+
+def sort_keys(columns: Sequence[Column[RowT]]) -> tuple[str, ...]:
+    """The columns by which rows can be sorted."""
+    return tuple(column.key for column in columns if column.value is not None)
+
+
+def chosen_order(columns: Sequence[Column[RowT]], key: str, before: Order) -> Order:
+    """The order by a column that was chosen: figures begin with the largest, and the same column again reverses it."""
+    figures = any(column.key == key and column.align == "right" for column in columns)
+    return before._replace(key=key, descending=not before.descending if key == before.key else figures)
+
+
+def sort_rows(columns: Sequence[Column[RowT]], rows: Sequence[RowT], order: Order) -> tuple[RowT, ...]:
+    """The rows sorted by the order's column; equal ones stay in theirs."""
+    value = next((column.value for column in columns if column.key == order.key), None)
+    return tuple(rows) if value is None else tuple(sorted(rows, key=value, reverse=order.descending))
+
+
+def matches(text: str, words: str) -> bool:
+    """Whether every word is in the text; case is ignored."""
+    return all(word in text.lower() for word in words.lower().split())
 
 
 def text_cell(text: Callable[[RowT], str], tone: Tone = "text") -> Callable[[RowT, int, Marks], tuple[Span, ...]]:
     """A column's `draw` for plain text, cut to the width."""
     return lambda row, width, marks: (Span(cut(clean(text(row)), width, marks.ellipsis), tone),)
+
+
+def tag_cell(tagged: Callable[[RowT], bool]) -> Callable[[RowT, int, Marks], tuple[Span, ...]]:
+    """A column's `draw` for the sign of a marked row."""
+    return lambda row, _width, marks: (Span(marks.tagged if tagged(row) else "", "speed"),)
 
 
 def column_widths(
@@ -55,24 +94,24 @@ def heading(
     columns: Sequence[Column[RowT]],
     widths: Mapping[str, int],
     marks: Marks,
-    *,
-    sorted_by: str = "",
-    descending: bool = True,
-    action: str = "",
+    order: Order = UNSORTED,
+    more: str = "",
 ) -> Line:
-    """The titles; with `action`, such as "sort('{}')", each can be clicked."""
-    spans: list[Span] = []
+    """The titles; `more` is at the right end, over the last ones."""
+    spans: list[Span] = [Span(" ")]
     for column in columns:
         width = widths[column.key]
         mark = ""
-        if column.key == sorted_by:
-            mark = marks.descending if descending else marks.ascending
-        room = width - len(mark)
+        if column.key == order.key:
+            mark = marks.descending if order.descending else marks.ascending
+        room = max(0, width - len(mark))
         title = next((text for text in column.titles if len(text) <= room), cut(column.titles[-1], room, ""))
-        shown = fit(title + mark, width, column.align, "")
-        spans.append(Span(shown, "strong" if mark else "title", action.format(column.key) if action else ""))
+        action = order.action.format(column.key) if column.value is not None else ""
+        spans.append(Span(fit(title + mark, width, column.align, ""), "strong" if mark else "title", action))
         spans.append(Span(" ", "title"))
-    return Line((Span(" "), *spans[:-1]))
+    width = span_cells(spans) - 1
+    shown = cut(more, width // 2, marks.ellipsis)
+    return Line((*pad(tuple(spans), width - cells(shown)), Span(shown, "key")))
 
 
 def table_row(
@@ -106,14 +145,31 @@ class Position(NamedTuple):
 NO_CURSOR = Position(active=False)
 
 
-def scrolled(
-    head: Line, rows: Sequence[RowT], draw: Callable[[RowT, bool], Line], height: int, position: Position
+def table_lines(
+    columns: Sequence[Column[RowT]],
+    widths: Mapping[str, int],
+    rows: Sequence[RowT],
+    height: int,
+    marks: Marks,
+    position: Position = NO_CURSOR,
+    *,
+    order: Order = UNSORTED,
+    note: str = "",
+    draw: Callable[[RowT, bool], Line] | None = None,
 ) -> tuple[tuple[Line, ...], int]:
     """The heading and the rows that fit below it in `height`, scrolled to the cursor, and the first row shown.
 
-    `draw` gets a row, and whether the cursor is on it.
+    The heading ends with `note` and the number of rows above and below those shown. `draw` replaces the usual row; it
+    gets the row, and whether the cursor is on it.
     """
     room = max(0, height - 1)
     first = window(len(rows), position.cursor, room, position.top)
-    shown = enumerate(rows[first : first + room], first)
-    return (head, *(draw(row, position.active and place == position.cursor) for place, row in shown)), first
+    shown = rows[first : first + room]
+    below = len(rows) - first - len(shown)
+    hidden = [f"{mark}{count}" for mark, count in ((marks.up, first), (marks.down, below)) if count]
+    head = heading(columns, widths, marks, order, "".join(f" {sign}" for sign in (note, *hidden) if sign))
+    lines = [head]
+    for place, row in enumerate(shown, first):
+        here = position.active and place == position.cursor
+        lines.append(draw(row, here) if draw else table_row(columns, widths, row, marks, cursor=here))
+    return tuple(lines), first

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
+from textual.message import Message
 
 from evener.tui.view.cells import Line, Span, clean, cut, line, pad, span_cells
 from evener.tui.view.table import window
@@ -101,6 +102,9 @@ class Ticks(ListPanel):
 class OneOf(Lines):
     """One of a few words; left, right, Space or a click changes it."""
 
+    class Changed(Message):
+        """Another word is chosen."""
+
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("right,space,enter", "change(1)", "Next", show=False),
         Binding("left", "change(-1)", "Previous", show=False),
@@ -131,6 +135,7 @@ class OneOf(Lines):
         place = self._words.index(self.value)
         self.value = self._words[(place + steps) % len(self._words)]
         self.redraw()
+        self.post_message(self.Changed())
 
     def on_lines_row_clicked(self, event: Lines.RowClicked) -> None:
         """A click goes to the next word."""

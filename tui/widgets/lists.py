@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Hashable, Sequence
+from typing import Any, ClassVar, Generic
 
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
-from evener.tui.view.table import Position
+from evener.tui.view.table import Column, Order, Position, RowT, chosen_order, sort_keys
 from evener.tui.widgets.lines import Lines
 
 
@@ -76,6 +77,10 @@ class ListPanel(Lines):
         if self.count:
             self.post_message(self.Opened(self))
 
+    def on_resize(self) -> None:
+        """Scroll for the new height at once, so that no row stays empty."""
+        self.redraw()
+
     def on_lines_row_clicked(self, event: Lines.RowClicked) -> None:
         """Go to the row; a double click opens it."""
         event.stop()
@@ -94,4 +99,91 @@ class ListPanel(Lines):
     def watch_has_focus(self, has_focus: bool) -> None:
         """Show or hide the cursor."""
         super().watch_has_focus(has_focus)
+        self.redraw()
+
+
+class SortedPanel(ListPanel, Generic[RowT]):
+    """A list that is sorted and filtered, in which rows are marked; the cursor stays on its row as they move."""
+
+    COLUMNS: ClassVar[Sequence[Column[Any]]]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("s,f6", "next_sort", "Sort"),
+        Binding("S", "reverse", "Reverse", show=False),
+        Binding("space", "tag", "Mark"),
+    ]
+
+    def __init__(self, title: str, *, id: str, order: Order) -> None:  # noqa: A002 - Textual's name
+        super().__init__(title, id=id)
+        self.rows: tuple[RowT, ...] = ()
+        self.order = order._replace(action="screen.sort('{}')")
+        self.words = ""
+        self.tagged: frozenset[Hashable] = frozenset()
+        self._under_cursor: Hashable = None
+
+    def identity(self, row: RowT) -> Hashable:
+        """What stays the same of a row."""
+        raise NotImplementedError
+
+    @property
+    def count(self) -> int:
+        """How many rows match the filter."""
+        return len(self.rows)
+
+    @property
+    def chosen(self) -> RowT | None:
+        """The row under the cursor."""
+        return self.rows[self.cursor] if self.cursor < len(self.rows) else None
+
+    @property
+    def chosen_rows(self) -> tuple[RowT, ...]:
+        """The marked rows; without any, the one under the cursor."""
+        marked = tuple(row for row in self.rows if self.identity(row) in self.tagged)
+        return marked or ((self.chosen,) if self.chosen is not None else ())
+
+    def place(self, rows: tuple[RowT, ...]) -> None:
+        """Show these rows, with the cursor on the one that it was on."""
+        self.rows = rows
+        keys = [self.identity(row) for row in rows]
+        if self._under_cursor in keys:
+            self.cursor = keys.index(self._under_cursor)
+        else:
+            self.cursor = max(0, min(self.cursor, len(keys) - 1))
+            self.cursor_moved()
+
+    def filter_note(self, total: int) -> str:
+        """How many of all rows the filter leaves; empty without one."""
+        return f"{self.count} of {total}: {self.words}" if self.words else ""
+
+    def cursor_moved(self) -> None:
+        """Remember the row, not its place."""
+        self._under_cursor = self.identity(self.chosen) if self.chosen is not None else None
+
+    def action_tag(self) -> None:
+        """Mark the row under the cursor, or remove its mark, and go on to the next."""
+        if self.chosen is not None:
+            self.tagged ^= {self.identity(self.chosen)}
+            self.action_move(1)
+
+    def untag(self) -> None:
+        """Remove all marks."""
+        self.tagged = frozenset()
+        self.redraw()
+
+    def action_next_sort(self) -> None:
+        """Sort by the next column."""
+        keys = sort_keys(self.COLUMNS)
+        self.sort_by(keys[(keys.index(self.order.key) + 1) % len(keys)])
+
+    def action_reverse(self) -> None:
+        """Reverse the order."""
+        self.sort_by(self.order.key)
+
+    def sort_by(self, key: str) -> None:
+        """Sort by a column; the same column again reverses the order."""
+        self.order = chosen_order(self.COLUMNS, key, self.order)
+        self.redraw()
+
+    def filter_by(self, words: str) -> None:
+        """Keep the rows that match every word."""
+        self.words = words
         self.redraw()
