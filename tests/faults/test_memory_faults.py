@@ -15,7 +15,7 @@ import pytest
 from evener.balancer.events import Finished, Observed, ProbeStarted
 from evener.balancer.probes.prober import Prober
 from evener.balancer.session import Request, Session
-from evener.balancer.types import Observation, OutOfMemory, Probe, Timed, solo
+from evener.balancer.types import Observation, OutOfMemory, Probe, Timed, layout_of
 from evener.devices.cpu.slices import slices
 from evener.devices.types import Device, Limit
 from tests.support.probers import child_prober
@@ -24,9 +24,10 @@ MIB = 1 << 20
 CGROUP = Path("/sys/fs/cgroup/memory")
 
 
-def observe(prober: Prober, batch: int, seconds: float = 0.2) -> Observation:
-    """One solo probe of the first device."""
-    (seen,) = prober.measure((Probe(solo(1, 0, batch), "solo", seconds),), lambda _: None, threading.Event())
+def observe(prober: Prober, batch: int, micro: int = 0, seconds: float = 0.2) -> Observation:
+    """One solo probe of the first device, in passes of `micro` rows where that isn't 0."""
+    layout = layout_of((batch,), (micro or batch,))
+    (seen,) = prober.measure((Probe(layout, "solo", seconds),), lambda _: None, threading.Event())
     return seen
 
 
@@ -145,25 +146,20 @@ def test_the_retreat_bisects_between_what_ran_and_what_did_not() -> None:
 
 
 @pytest.mark.slow
-def test_tensorflow_runs_out_of_its_slice_and_the_next_probe_fits() -> None:
-    """A real ResourceExhaustedError from its allocator's cap; the child is replaced."""
-    pytest.importorskip("tensorflow")
-    prober = child_prober((one_slice(300 * MIB),), "keras_mnist", "tensorflow")
-    seen = observe(prober, 6_000)
-    fits = observe(prober, 32)
+@pytest.mark.parametrize(
+    ("framework", "workload", "cap_mib", "batch", "micro"),
+    [("tensorflow", "keras_mnist", 300, 6_000, 500), ("torch", "torch_mnist", 250, 2_400, 600)],
+)
+def test_a_real_batch_runs_out_of_its_slice_and_fits_in_passes(
+    framework: str, workload: str, cap_mib: int, batch: int, micro: int
+) -> None:
+    """A failed allocation of the framework's own under its cap; the child is replaced, and takes the whole batch."""
+    pytest.importorskip(framework)
+    prober = child_prober((one_slice(cap_mib * MIB),), workload, framework)
+    seen = observe(prober, batch)
+    fits = observe(prober, batch, micro)
     prober.close()
     assert isinstance(seen, OutOfMemory), seen
     assert seen.devices == (0,)
     assert isinstance(fits, Timed), fits
-
-
-@pytest.mark.slow
-def test_torch_runs_out_of_its_slice_and_the_next_probe_fits() -> None:
-    """A real failed allocation of the default CPU allocator under its cap."""
-    pytest.importorskip("torch")
-    prober = child_prober((one_slice(400 * MIB),), "torch_mnist", "torch")
-    seen = observe(prober, 6_000)
-    fits = observe(prober, 32)
-    prober.close()
-    assert isinstance(seen, OutOfMemory), seen
-    assert isinstance(fits, Timed), fits
+    assert fits.probe.layout.passes(0) == batch // micro

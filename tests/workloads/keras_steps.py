@@ -143,9 +143,9 @@ def attempt(action: Callable[[], Any]) -> str:
     return ""
 
 
-def losses(workload: Any, shares: tuple[int, ...], steps: int) -> list[float]:
+def losses(workload: Any, shares: tuple[int, ...], steps: int, micro: tuple[int, ...] = ()) -> list[float]:
     """The running mean of the loss after each step."""
-    workload.prepare(shares)
+    workload.prepare(shares, micro)
     seen = []
     for _ in range(steps):
         workload.step()
@@ -166,6 +166,18 @@ def own(folder: str, text: str, name: str) -> Callable[[], Any]:
     path = Path(folder) / f"train_{abs(hash(text)) % 10_000}.py"
     path.write_text(text)
     return lambda: losses(build(f"{path}:{name}"), (3,), 2)
+
+
+def lose(folder: str) -> list[bool]:
+    """Whether the loss is finite: of a model that learns, and of one whose weights are lost after its first step."""
+    path = Path(folder) / "lost.py"
+    path.write_text(OWN)
+    workload = build(f"{path}:plain")
+    losses(workload, (4,), 2)
+    found = [workload.loss_is_finite()]
+    workload.model.set_weights([np.full_like(each, np.nan) for each in workload.model.get_weights()])
+    losses(workload, (4,), 1)
+    return [*found, workload.loss_is_finite()]
 
 
 def count_traces(workload: Any) -> list[int]:
@@ -189,6 +201,7 @@ def fed(folder: str, name: str) -> Callable[[], Any]:
     def action() -> None:
         workload = build(f"{path}:build")
         assert workload.data is not None
+        assert workload.facts()["rows"] == ("0" if name == "batches" else str(workload.data.count))
         losses(workload, (5,), 9)
         if name in ("arrays", "weighted"):
             losses(workload, (50,), 2)
@@ -228,6 +241,7 @@ def alone(folder: str) -> dict[str, Any]:
         "bad cudnn": attempt(lambda: build("keras_gru", settings={"use_cudnn": "maybe"})),
         "no share": attempt(lambda: workload.prepare((0,))),
         "maxer": count_maxer(),
+        "lost": lose(folder),
         "own": {
             name: attempt(own(folder, OWN, name))
             for name in ("plain", "stack", "open_shape", "wrong_build", "uncompiled", "nothing")

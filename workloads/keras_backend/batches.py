@@ -23,10 +23,11 @@ FEWEST_ROWS, MOST_ROWS = 64, 1 << 16
 
 
 class Rows:
-    """Arrays to train on: (x, y), or (x, y, weight)."""
+    """Arrays to train on: (x, y), or (x, y, weight). `made` are more of what a training has."""
 
-    def __init__(self, arrays: tuple[Any, ...]) -> None:
+    def __init__(self, arrays: tuple[Any, ...], made: bool = False) -> None:
         self._arrays = arrays
+        self.count = 0 if made else array_rows(arrays)  # rows of an epoch; 0: unknown
 
     def batches(self, split: Split, batch: int) -> Any:
         """Global batches of so many rows without end, in the form that the split's steps take."""
@@ -35,10 +36,11 @@ class Rows:
 
 
 class Stream:
-    """Datasets to train on: `make` gives one of batches of so many rows."""
+    """Datasets to train on: `make` gives one of batches of so many rows; `count` as in `Rows`."""
 
-    def __init__(self, make: Callable[[int], Any]) -> None:
+    def __init__(self, make: Callable[[int], Any], count: int = 0) -> None:
         self._make = make
+        self.count = count
 
     def batches(self, split: Split, batch: int) -> Any:
         """As `Rows` has it; RequestError where the dataset's batches have other sizes."""
@@ -62,13 +64,14 @@ def pool(sample_batch: SampleBatch) -> Rows:
     row_bytes = max(1, sum(leaf.nbytes for leaf in keras.tree.flatten(few)) // 2)
     count = min(max(POOL_BYTES // row_bytes, FEWEST_ROWS), MOST_ROWS)
     with tf.device("CPU:0"):
-        return Rows(keras.tree.map_structure(tf.convert_to_tensor, as_arrays(sample_batch(count))))
+        return Rows(keras.tree.map_structure(tf.convert_to_tensor, as_arrays(sample_batch(count))), made=True)
 
 
 def as_training_data(given: Any) -> Rows | Stream:
     """What `training_data()` returned: arrays, a tf.data.Dataset of single samples, or a function batch -> dataset."""
     if isinstance(given, tf.data.Dataset):
-        return Stream(lambda batch: given.batch(batch).prefetch(tf.data.AUTOTUNE))
+        rows = max(0, int(given.cardinality()))  # negative: unknown, or endless
+        return Stream(lambda batch: given.batch(batch).prefetch(tf.data.AUTOTUNE), rows)
     if callable(given):
         return Stream(given)
     if not isinstance(given, tuple) or len(given) not in (2, 3):

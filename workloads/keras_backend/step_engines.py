@@ -6,6 +6,7 @@ With `--input device` the same step is traced for arguments that lie in the devi
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Sequence
@@ -18,31 +19,13 @@ import tensorflow as tf
 
 from evener.errors import RequestError
 from evener.keras_split.batch_bounds import Cut
+from evener.keras_split.compatibility import check_passes
 from evener.keras_split.engines.mirrored import Mirrored
 from evener.keras_split.engines.multiworker import Workers
 from evener.keras_split.engines.towers import Towers
 from evener.keras_split.split import Split
+from evener.workloads.keras_backend.variable_cut import VariableCut
 from evener.workloads.protocol import Place
-
-
-class VariableCut(Cut):
-    """A cut whose weights lie in a variable, so that other shares need no other trace."""
-
-    def __init__(self, devices: int) -> None:
-        super().__init__([1] * devices)
-        with tf.device("CPU:0"):
-            self._held = tf.Variable(self.weights, dtype=tf.int64, trainable=False)
-
-    def move(self, shares: Sequence[int]) -> None:
-        """Cut by these shares from now on."""
-        self._held.assign(list(shares))
-
-    def bounds(self, rows: Any) -> list[Any]:
-        """As any cut, by the present weights."""
-        now = Cut(self.weights)
-        now.weights = tuple(tf.unstack(self._held.read_value()))
-        now.total = tf.reduce_sum(self._held)
-        return now.bounds(rows)
 
 
 class SingleDeviceEngine:
@@ -54,6 +37,7 @@ class SingleDeviceEngine:
         self.place = place
         self.devices: tuple[str, ...] = place.devices
         self._function: Any = None
+        self._other: tuple[Split, Any] | None = None  # with passes if the present one is without: its train function
 
     @cached_property
     def split(self) -> Split:
@@ -68,8 +52,7 @@ class SingleDeviceEngine:
         """Make the model train so, by one trace for any number of rows."""
         self.model = model
         model.jit_compile = self.place.xla
-        self.split.model(model)
-        model.train_step = self.train
+        self._distribute()
         model.make_train_function()
         signature = [_specs(part) for part in self.cut(sample, ((0, 1), (1, 2))[: len(self.devices)])]
         xla = self.place.xla or None
@@ -80,11 +63,49 @@ class SingleDeviceEngine:
         with tf.device(self.devices[0]):
             return type(self.model).train_step(self.model, batch)
 
-    def spans(self, shares: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    def _distribute(self) -> None:
+        """Put the split's steps into the model."""
+        self.split.model(self.model)
+        if self.split.engine == "solo":
+            self.model.train_step = self.train
+
+    def _move(self, shares: Sequence[int], micro: Sequence[int]) -> None:
+        """Cut by other shares from now on, both in the steps and in what feeds them."""
+        if bool(micro) != self.split.cut.in_passes:
+            if micro:
+                check_passes(self.model, max(micro))
+            self._switch()
+        if isinstance(self.split.cut, VariableCut):
+            self.split.cut.move(*([rows for rows in sizes if rows] for sizes in (shares, micro)))
+
+    def _switch(self) -> None:
+        """Step in passes instead of one, or the other way round; each is traced once."""
+        model = self.model
+        before = self.split, model.train_function
+        self.split, model.train_function = self._other or (self._split_in_passes(), None)
+        self._other = before
+        self._distribute()
+        model.make_train_function()
+
+    def _split_in_passes(self) -> Split:
+        if self.place.xla:
+            raise RequestError("XLA can't compile a step in passes.", "Leave --xla out, or give --micro off.")
+        if self.place.input == "device":
+            raise RequestError(
+                "Passes take their rows from host memory, as a training does.", "Leave --input device out."
+            )
+        split = copy.copy(self.split)
+        split.cut = VariableCut(len(self.devices), in_passes=True)
+        if split.engine == "solo":
+            split.engine = "towers"
+        return split
+
+    def spans(self, shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> tuple[tuple[int, int], ...]:
         """The rows of each own device, counted from the first that this process makes."""
         own = [share for share in shares if share]
         if len(own) != 1:
             raise RequestError(f"One device can't take the shares {shares}.", "Give it one share above 0.")
+        self._move(shares, micro)
         return ((0, own[0]),)
 
     def cut(self, batch: Any, spans: Sequence[tuple[int, int]]) -> list[Any]:
@@ -127,14 +148,14 @@ class TowersEngine(SingleDeviceEngine):
         split.cut = VariableCut(len(devices))
         return split
 
-    def spans(self, shares: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    def spans(self, shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> tuple[tuple[int, int], ...]:
         """The rows of each device that takes part; another set of devices needs another trace."""
         if len(shares) != len(self.place.devices):
             raise RequestError(f"{len(shares)} shares for {len(self.place.devices)} devices.", "Give one for each.")
         active = tuple(name for name, share in zip(self.place.devices, shares, strict=True) if share)
         if active != self.devices:
             self._attach(self._over(active))
-        _move(self.split, shares)
+        self._move(shares, micro)
         return tuple(pairwise([0, *accumulate(share for share in shares if share)]))
 
     def train(self, *batch: Any) -> Any:
@@ -155,8 +176,8 @@ class TowersEngine(SingleDeviceEngine):
         return self._function(*parts)
 
     def _attach(self, split: Split) -> None:
-        self.split, self.devices = split, split.devices
-        split.model(self.model)
+        self.split, self.devices, self._other = split, split.devices, None
+        self._distribute()
         self.model.make_train_function(force=True)
         self._towers = Towers(self.model, self.devices, split.cut)
         x, y = self._sample
@@ -185,8 +206,10 @@ class MirroredEngine(TowersEngine):
         self._replicas = Mirrored(model)
         self._function = tf.function(self._run, reduce_retracing=True, autograph=False)
 
-    def spans(self, shares: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    def spans(self, shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> tuple[tuple[int, int], ...]:
         """The rows of each replica."""
+        if micro:
+            raise RequestError("A mirrored strategy can't compute a share in passes.", "Use --engine towers.")
         if len(shares) != len(self.devices) or not all(shares):
             raise RequestError(f"A mirrored strategy can't take the shares {shares}.", "Build it over the others.")
         self.split.cut = Cut(shares)
@@ -232,7 +255,7 @@ class MultiworkerEngine(SingleDeviceEngine):
         """Check the model, start from the first rank's weights, and trace once."""
         model.jit_compile = False
         self.model = model
-        self.split.model(model)
+        self._distribute()
         model.make_train_function()
         self._workers = Workers(model, self.split.cut, self.split.required_group)
         signature = [_specs(sample), tf.TensorSpec([], tf.int64)]
@@ -241,7 +264,7 @@ class MultiworkerEngine(SingleDeviceEngine):
     def _run(self, batch: Any, rows: Any) -> Any:
         return self._workers.train_on_rows(batch, _count(batch), rows)
 
-    def spans(self, shares: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    def spans(self, shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> tuple[tuple[int, int], ...]:
         """Own rows; the other ranks make theirs."""
         if len(shares) != self.place.world or not shares[self.place.rank]:
             raise RequestError(
@@ -249,7 +272,7 @@ class MultiworkerEngine(SingleDeviceEngine):
                 "Each process of a group needs a share above 0; start the group without the others.",
             )
         self._all_rows = sum(shares)
-        _move(self.split, shares)
+        self._move(shares, micro)
         return ((0, shares[self.place.rank]),)
 
     def step(self, parts: list[Any]) -> Any:
@@ -267,13 +290,6 @@ def choose_engine(place: Place) -> SingleDeviceEngine:
     if len(place.devices) == 1:
         return SingleDeviceEngine(place)
     return MirroredEngine(place) if place.engine == "mirrored" else TowersEngine(place)
-
-
-def _move(split: Split, shares: Sequence[int]) -> None:
-    """Cut by other shares, both in the steps and in what feeds them."""
-    cut = split.cut
-    if isinstance(cut, VariableCut):
-        cut.move([share for share in shares if share])
 
 
 def slice_rows(data: Any, start: int, stop: int) -> Any:

@@ -58,9 +58,10 @@ class KerasWorkload:
         """Begin to make batches for these shares; RequestError if this process would have none of the samples."""
         self._memory.reset()
         self._sent = self._batches = None
-        spans = self.engine.spans(tuple(shares))
+        spans = self.engine.spans(tuple(shares), tuple(micro))
         if self._on_gpus:
-            check_rows(self.model, max(stop - start for start, stop in spans))
+            own = micro[self.place.rank : self.place.rank + 1] if self.place.world > 1 else micro
+            check_rows(self.model, max(own or (stop - start for start, stop in spans)))
         if self.place.input == "device":
             self._sent = self.engine.send(self.engine.cut(as_arrays(self.sample_batch(spans[-1][1])), spans))
         else:
@@ -112,6 +113,7 @@ class KerasWorkload:
             "input": self.place.input,
             "trace": "one for all batch sizes",
             "memory": self._memory.meaning,
+            "rows": str(self.data.count if self.data is not None else 0),
             "batch_statistics": next(
                 (type(each).__name__ for each in layers if isinstance(each, keras.layers.BatchNormalization)), ""
             ),

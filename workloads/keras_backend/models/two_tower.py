@@ -136,8 +136,10 @@ class PlacedEngine(SingleDeviceEngine):
         self._towers = [stages(model, name, places) for name, places in zip(("user", "item"), devices, strict=True)]
         super().attach(model, sample)
 
-    def spans(self, shares: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    def spans(self, shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> tuple[tuple[int, int], ...]:
         """Every device sees every sample."""
+        if micro:
+            raise RequestError("A placement computes its batch in one pass.", "Leave --micro out.")
         return ((0, sum(shares)),)
 
     def train(self, batch: Any) -> Any:
