@@ -287,9 +287,8 @@ class ChildProber:
             parts = [resolved.workload, resolved.request.settings, facts.get("parameters", "")]
             own = facts.get("digest") or blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
             digest = before.workload_digest or own
-            self._facts = Facts(
-                versions, before.driver, engine or before.engine, digest, facts.get("batch_statistics", "")
-            )
+            rows, statistics = int(facts.get("rows", 0)), facts.get("batch_statistics", "")
+            self._facts = Facts(versions, before.driver, engine or before.engine, digest, statistics, rows)
 
     def _failed(self, probe: Probe, failure: RankFailure, phase: str, elapsed_seconds: float) -> Observation:
         key = GroupKey.for_layout(probe.layout)

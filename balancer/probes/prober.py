@@ -25,6 +25,7 @@ class Facts(msgspec.Struct, frozen=True):
     engine: str = ""  # how split layouts were kept in step: towers | mirrored | multiworker | ddp | simulated
     workload_digest: str = ""
     batch_statistics: str = ""  # a layer that takes statistics over the rows of a pass, as batch normalization does
+    rows: int = 0  # of the data that it trains on; 0: unknown, or made for the measurement
 
 
 class Prober(Protocol):

@@ -136,3 +136,13 @@ def explain_left_out(seen: Sequence[Observation], devices: Sequence[Device], cho
                 elif one.cause == "device":
                     words[i] = f"worked at first and can't be used now: {one.detail}."
     return tuple(f"{devices[i].label} {words[i]}" for i in sorted(words))
+
+
+def explain_few_rows(chosen: Layout, rows: int) -> tuple[str, ...]:
+    """A sentence if a step takes more rows than the training has; `rows` 0: unknown."""
+    if not 0 < rows < chosen.global_batch:
+        return ()
+    return (
+        f"A step takes {chosen.global_batch} samples, and the data have {rows}: an epoch is less than one step."
+        f" Search with --max-global-batch {rows} or less.",
+    )

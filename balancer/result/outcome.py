@@ -83,6 +83,7 @@ def build_outcome(
         *measurements.explain_doubts(doubts, devices),
         *measurements.explain_taken_memory(seen, devices),
         *measurements.explain_left_out(seen, devices, chosen.layout),
+        *measurements.explain_few_rows(chosen.layout, facts.rows),
     )
     request, knobs = header.request, chosen.layout.knobs
     plan = Plan(

@@ -11,6 +11,7 @@ from evener.balancer.result.explain_measurements import (
     add_doubt,
     add_taken_memory,
     explain_doubts,
+    explain_few_rows,
     explain_left_out,
     explain_taken_memory,
     find_doubts,
@@ -108,3 +109,11 @@ def test_a_device_that_ran_and_then_failed_to_the_last_is_said_to_be_left_out() 
     assert not explain_left_out([timed(), failed(1), timed()], DEVICES, solo(2, 0, 8))
     (sentence,) = explain_left_out([timed(), failed(1, cause="device")], DEVICES, SPLIT)
     assert sentence.startswith("GPU:1 worked at first and can't be used now: ")
+
+
+def test_a_batch_larger_than_the_data_is_said_where_their_size_is_known() -> None:
+    """With the option that bounds it."""
+    assert explain_few_rows(SPLIT, 0) == explain_few_rows(SPLIT, 820 + 568) == ()
+    (sentence,) = explain_few_rows(SPLIT, 1280)
+    assert "1388 samples" in sentence
+    assert "--max-global-batch 1280" in sentence

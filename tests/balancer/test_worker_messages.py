@@ -37,7 +37,7 @@ REPLIES = [
     Ready(7),
     Built({"version": "2.21.0"}),
     Prepared(0.5),
-    Ran(5, 0.1, 0.09, 0.0, (None, 5)),
+    Ran(5, 0.1, 0.09, 0.0, (None, 5), 3),
     ChildError(("ValueError",), "no\nway", "train.py:3"),
 ]
 

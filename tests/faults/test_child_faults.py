@@ -20,6 +20,7 @@ from evener.balancer.probes.measurement import Timeouts
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed, layout_of, solo
 from evener.devices.cpu.slices import slices
 from evener.devices.types import Device, Limit
+from evener.live import Training, read_trainings
 from tests.support.probers import child_prober
 
 HASTY = Timeouts(start=20.0, build=20.0, prepare=2.0, block=1.0)
@@ -73,6 +74,39 @@ def test_solo_children_measure_at_once_and_are_kept(make: Make) -> None:
         assert seen.device_seconds[seen.probe.layout.active[0]] == seen.step_seconds
         assert seen.step_seconds > 0.005
     assert prober.facts().workload_digest
+
+
+def test_a_loss_that_is_lost_is_a_warning_with_its_step_and_stays_one(make: Make) -> None:
+    """By the step at the end of the block in which it was seen; of a group, the rank that lost it first."""
+    prober = make(fail="nan", at_share=0, at_step=3)
+    (first,) = observe(prober, solo(2, 1, 8))
+    assert isinstance(first, Timed)
+    (lost,) = (each for each in first.warnings if each.code == "not_finite")
+    assert lost.device == 1
+    assert 4 <= lost.value <= first.steps + 200
+    (again,) = observe(prober, solo(2, 1, 16))
+    assert isinstance(again, Timed)
+    assert lost in again.warnings
+    (sound,) = observe(make(), solo(2, 0, 8))
+    assert isinstance(sound, Timed)
+    assert all(each.code != "not_finite" for each in sound.warnings)
+
+
+def test_a_running_probe_reports_itself_as_a_training_until_it_rests(make: Make) -> None:
+    """With its device, so the monitor shows its samples/s; a child without work is no training."""
+    prober = make(base_ms=5.0, per_sample_ms=0.0, noise=0.3)
+    seen: list[Training] = []
+    probe = Probe(solo(2, 1, 8), "solo", 2.0, whole=True)
+    (timed,) = prober.measure((probe,), lambda _: seen.extend(read_trainings()), threading.Event())
+    assert isinstance(timed, Timed)
+    last = seen[-1]
+    assert [device.id for device in last.devices] == ["cpu-1-of-2"]
+    assert last.samples_per_second == pytest.approx(timed.samples_per_second, rel=0.5)
+    deadline = time.monotonic() + 10
+    while read_trainings() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not read_trainings()
+    assert children()
 
 
 def test_a_split_steps_as_one_and_has_each_rank_s_own_work(make: Make) -> None:

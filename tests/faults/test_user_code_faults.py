@@ -1,15 +1,20 @@
-"""The user's own workload raises: their file and line are named, not ours, and nothing stays behind."""
+"""The user's own workload raises or hangs: their file and line are named, and nothing stays behind."""
 
 from __future__ import annotations
 
+import os
+import re
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
 import pytest
 
+from evener.balancer.events import Event, ProbeProgress
 from evener.balancer.session import Request, Session
 from evener.balancer.store import runs
-from evener.errors import EvenerError
+from evener.errors import EvenerError, NoLayoutError
 
 pytestmark = pytest.mark.slow
 
@@ -87,3 +92,67 @@ def test_an_error_in_a_step_names_the_user_s_line_and_the_file_with_the_tracebac
     assert "Traceback (most recent call last)" in errors
     assert "torch/nn/modules" in errors
     assert "layers.py" in errors
+
+
+ONE_RAISES = """
+import os
+import time
+
+def build():
+    if 0 in os.sched_getaffinity(0):
+        raise FileNotFoundError("no such data set")
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(0 not in os.sched_getaffinity(0) or len(os.sched_getaffinity(0)) < 2, reason="it needs two cores")
+def test_a_mistake_ends_the_session_once_whatever_the_other_devices_do(tmp_path: Path) -> None:
+    """The first device's failure is everybody's: the other one, which still builds, is not waited for."""
+    pytest.importorskip("torch")
+    (tmp_path / "train.py").write_text(ONE_RAISES)
+    request = Request(devices="cpu/2", workload=f"{tmp_path}/train.py:build", framework="torch", budget_seconds=60.0)
+    session = Session(request)
+    started = time.monotonic()
+    with pytest.raises(NoLayoutError, match=r"train.py:7: FileNotFoundError: no such data set") as fault:
+        list(session.events())
+    session.close()
+    assert time.monotonic() - started < 50
+    assert fault.value.message.count("FileNotFoundError") == 1
+    run = runs.load_run(session.run_id)
+    assert len(run.observations) == 1
+    assert (run.state, run.trouble) == ("failed", fault.value.message)
+    assert not psutil.Process().children()
+
+
+HANGS = """
+import time
+
+def build():
+    while True:
+        time.sleep(1)
+"""
+
+
+def test_a_build_that_hangs_is_counted_from_the_start_and_named_at_the_end(tmp_path: Path) -> None:
+    """Seconds go up on every device, and the end says which function had not returned, where, and after how long."""
+    pytest.importorskip("torch")
+    (tmp_path / "train.py").write_text(HANGS)
+    request = Request(devices="cpu/2", workload=f"{tmp_path}/train.py:build", framework="torch", budget_seconds=6.0)
+    session = Session(request)
+    reports: list[Event] = []
+    with pytest.raises(NoLayoutError) as fault:
+        reports.extend(session.events())
+    session.close()
+    found = re.fullmatch(
+        r"train\.py's build\(\) had not returned after (\d+) s on CPU:0 and CPU:1\.", fault.value.message
+    )
+    assert found
+    assert 4 <= int(found[1]) <= 20
+    assert "--budget 12s" in fault.value.remedy
+    building = [one for one in reports if isinstance(one, ProbeProgress) and one.phase == "building"]
+    for position in (0, 1):
+        times = [one.phase_seconds for one in building if one.probe.layout.active == (position,)]
+        assert times == sorted(times)
+        assert times[-1] > 3
+        assert max(b - a for a, b in pairwise(times)) < 2
+    assert runs.load_run(session.run_id).state == "failed"

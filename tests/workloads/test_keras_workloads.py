@@ -174,6 +174,11 @@ def test_an_error_inside_a_step_names_the_users_line(seen: Any, name: str, line:
     assert Path(path).read_text().splitlines()[int(number) - 1] == line
 
 
+def test_a_loss_that_is_lost_is_seen(seen: Any) -> None:
+    """Finite before, not after."""
+    assert seen("alone")[0]["lost"] == [True, False]
+
+
 def test_sample_batch_of_a_wrong_size_is_refused(seen: Any) -> None:
     """The rows that it gave and the rows that it should have given."""
     assert "sample_batch(1)" in seen("alone")[0]["own short"]

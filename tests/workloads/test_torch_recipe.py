@@ -86,6 +86,22 @@ def test_a_workload_learns(name: str, settings: dict[str, Any], rows: int, steps
         assert float(workload._objective(inputs, targets)) < 2.0
 
 
+def test_a_loss_that_is_lost_is_seen_and_the_rows_of_the_data_are_known() -> None:
+    """Finite on sound rows, not on NaN; made-up rows are no data set."""
+    data = TensorDataset(torch.ones(40, 4), torch.zeros(40, 2))
+    for value, sound in ((1.0, True), (math.nan, False)):
+        module = torch.nn.Linear(4, 2)
+        recipe = Recipe(module, torch.optim.SGD(module.parameters(), lr=0.1), torch.nn.MSELoss(), Data(data))
+        workload = TorchWorkload(CPU, lambda recipe=recipe: recipe, lambda _: None)  # type: ignore[misc]
+        data.tensors[0].fill_(value)
+        workload.prepare((8,))
+        assert workload.loss_is_finite()
+        workload.step()
+        assert workload.loss_is_finite() is sound
+        assert workload.facts()["rows"] == "40"
+    assert registry.build("torch_mnist", CPU, {}, "torch").facts()["rows"] == "0"
+
+
 def test_another_size_is_prepared_and_memory_grows_with_it() -> None:
     workload = registry.build("torch_mnist", CPU, {}, "torch")
     peaks = []

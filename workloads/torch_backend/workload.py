@@ -139,6 +139,7 @@ class TorchWorkload:
             "xla": "false",
             "input": self.place.input,
             "memory": self._memory.meaning,
+            "rows": self.recipe.data.rows if self.recipe.data is not None else 0,
             "batch_statistics": next((type(each).__name__ for each in modules if isinstance(each, _BatchNorm)), None),
             **cuda,
         }
