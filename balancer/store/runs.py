@@ -64,10 +64,23 @@ class Run(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     note: RunNote = RunNote()
 
+    def require_plan(self) -> Plan:
+        """The plan; RequestError says why there is none."""
+        if self.plan is not None:
+            return self.plan
+        reasons = {
+            "running": ("is going on and has no plan yet.", "Wait for it."),
+            "failed": (f"failed and has no plan: {self.trouble.rstrip('.')}.", "Start a new run, or choose another."),
+        }
+        resume = f"Go on with evener balance --resume {self.header.run}, or choose another."
+        why, remedy = reasons.get(self.state, ("ended before it had a plan.", resume))
+        raise RequestError(f"The run {self.header.run} {why}", remedy)
+
 
 def new_id(now: float | None = None) -> str:
-    """An id that sorts by time."""
-    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(2)}"
+    """An id that sorts by time, to a quarter of a millisecond; the last digit is random."""
+    now = time.time() if now is None else now
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{int(now % 1 * 4096):03x}{secrets.token_hex(1)[0]}"
 
 
 def run_folder(run: str) -> Path:

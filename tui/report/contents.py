@@ -9,7 +9,6 @@ import msgspec
 from evener.balancer.store import journal, runs
 from evener.balancer.store.journal import Record
 from evener.balancer.types import OutOfMemory, Timed
-from evener.errors import RequestError
 from evener.plan import SOLO_PREFIX, Plan, PlanLayout, Throughput
 from evener.tui.text.formatting import plain, write_share
 from evener.tui.text.progress import outcome_name
@@ -64,11 +63,7 @@ def read_report(name: str) -> RunReport:
     An unfinished run has the plan of what it measured, as in an export.
     """
     found = runs.load_run(name)
-    header, run = found.header, found.header.run
-    if found.plan is None:
-        raise RequestError(
-            f"The run {run} has no plan yet.", f"Finish it with evener balance --resume {run}, or choose another run."
-        )
+    header, run, plan = found.header, found.header.run, found.require_plan()
     record = journal.read(runs.journal_path(run))
     return RunReport(
         run=run,
@@ -76,10 +71,10 @@ def read_report(name: str) -> RunReport:
         workload=header.workload,
         labels=tuple(device.label for device in header.devices),
         names=tuple(plain(device.name, 60) for device in header.devices),
-        plan=found.plan,
+        plan=plan,
         verdict=plain(found.verdict, 1000),
         curves=tuple(_curve(record, i) for i in range(len(header.devices))),
-        ranking=_ranking(found.plan, [device.label for device in header.devices]),
+        ranking=_ranking(plan, [device.label for device in header.devices]),
         spans=_spans(record),
     )
 

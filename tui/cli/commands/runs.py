@@ -1,53 +1,100 @@
-"""`evener runs`, `evener export`, `evener report`: past runs and their plans."""
+"""`evener runs`: past runs listed, shown, annotated and deleted."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
 
 import msgspec
 
-from evener.atomic_write import write_atomically
 from evener.balancer.store import runs
-from evener.balancer.store.runs import Run, RunSummary
+from evener.balancer.store.runs import Run, RunSummary, State
 from evener.errors import RequestError
-from evener.plan import Format, Plan, to_json, to_toml
-from evener.tui.cli.output_files import check_new, check_plan_file
 from evener.tui.cli.streams import terminal_columns
-from evener.tui.text.formatting import plain, rate
+from evener.tui.text.formatting import duration, plain, rate
+from evener.tui.text.parsing import parse_duration, parse_words
 from evener.tui.text.plan_summary import summary_lines
 from evener.tui.text.progress import observation_words
-from evener.tui.text.safe_documents import harmless_json, json_text, toml_text
+from evener.tui.text.safe_documents import json_text
 from evener.tui.text.tables import align
 
-REPORT_FORMATS = (".html", ".png", ".svg")
+_KEYS: dict[str, Callable[[RunSummary], Any]] = {
+    "workload": lambda one: one.workload,
+    "samples/s": lambda one: -(one.samples_per_second or 0.0),
+    "time": lambda one: -one.seconds,
+}
+_WIDEST_TEXT = 40
 
 
-def run_list(as_json: bool) -> int:
-    """List every run, the newest first."""
-    listed = runs.list_runs()
+class Wanted(msgspec.Struct, frozen=True):
+    """Which runs a list shows, and in what order."""
+
+    states: str | None = None
+    hide_failed: bool | None = None
+    tag: str | None = None
+    workload: str | None = None
+    order: str | None = None  # a key of _KEYS; else the newest first
+    most: int | None = None
+
+    def choose(self, found: Sequence[RunSummary]) -> list[RunSummary]:
+        """The chosen ones of `found`, which has the newest first."""
+        states = parse_states(self.states) or get_args(State)
+        chosen = [
+            one
+            for one in found
+            if one.state in states
+            and not (self.hide_failed and one.state in ("failed", "unreadable"))
+            and (self.tag is None or self.tag in one.tags)
+            and (self.workload is None or self.workload in one.workload)
+        ]
+        return sorted(chosen, key=_KEYS.get(self.order or "", lambda _: 0))[: self.most]
+
+
+def parse_states(text: str | None) -> list[State] | None:
+    """`failed,stopped` as states; RequestError for another word."""
+    words = parse_words(text)
+    for word in words or ():
+        if word not in get_args(State):
+            raise RequestError(f"--state {word!r} is not known.", f"Choose from {', '.join(get_args(State))}.")
+    return words  # type: ignore[return-value]  # checked above
+
+
+def run_list(wanted: Wanted, as_json: bool) -> int:
+    """List the runs that are wanted."""
+    found = runs.list_runs()
+    listed = wanted.choose(found)
     if as_json:
         print(json_text({"runs": listed}))
         return 0
     if not listed:
-        print("evener: no runs yet; make one with evener balance", file=sys.stderr)
+        words = "no run is like that; evener runs lists all" if found else "no runs yet; make one with evener balance"
+        print(f"evener: {words}", file=sys.stderr)
         return 0
-    rows = [("run", "state", "workload", "devices", "ratios", "probes", "samples/s")]
-    rows += [_row(summary) for summary in listed]
-    print("\n".join(align(rows, numbers_from=5)))
-    for summary in listed:
-        if summary.trouble:
-            print(f"evener: {summary.run}: {plain(summary.trouble)}", file=sys.stderr)
+    _print_table(listed)
     return 0
 
 
-def _row(summary: RunSummary) -> tuple[str, str, str, str, str, str, str]:
+def _print_table(listed: Sequence[RunSummary]) -> None:
+    rows = [("run", "state", "workload", "devices", "ratios", "probes", "time", "samples/s"), *map(_row, listed)]
+    about = [_about(one) for one in listed]
+    lines = zip(align(rows, numbers_from=5), ["notes" if any(about) else "", *about], strict=True)
+    print("\n".join(f"{line}  {text}".rstrip() for line, text in lines))
+
+
+def _row(summary: RunSummary) -> tuple[str, ...]:
     devices = ", ".join(summary.devices[:4]) + (" …" if len(summary.devices) > 4 else "")
     ratios = ":".join(f"{ratio:.2f}" for ratio in summary.ratios[:4]) + (" …" if len(summary.ratios) > 4 else "")
     figure = rate(summary.samples_per_second) if summary.samples_per_second is not None else "-"
-    workload = plain(summary.workload, 40)
-    return (summary.run, summary.state, workload, devices, ratios or "-", str(summary.probes), figure)
+    seconds = duration(summary.seconds) if summary.probes else "-"
+    workload = plain(summary.workload, _WIDEST_TEXT)
+    return (summary.run, summary.state, workload, devices, ratios or "-", str(summary.probes), seconds, figure)
+
+
+def _about(summary: RunSummary) -> str:
+    """Tags, note, and why it failed."""
+    words = (" ".join(f"#{tag}" for tag in summary.tags), summary.note, summary.trouble)
+    return plain("; ".join(word for word in words if word), 120)
 
 
 def run_show(name: str, as_json: bool) -> int:
@@ -58,6 +105,10 @@ def run_show(name: str, as_json: bool) -> int:
         return 0
     labels = tuple(device.label for device in run.header.devices)
     print(plain(f"run {run.header.run}: {run.header.workload} on {', '.join(labels)}, {run.header.created}"))
+    print(f"{run.state}, {duration(run.seconds)}{f': {plain(run.trouble, 1000)}' if run.trouble else ''}")
+    tags, note = " ".join(f"#{tag}" for tag in run.note.tags), plain(run.note.note, 1000)
+    for line in (*((tags,) if tags else ()), *((note,) if note else ())):
+        print(line)
     for seen in run.observations:
         print(f"  {observation_words(seen, labels)}")
     if run.plan is None:
@@ -72,6 +123,10 @@ def _as_json(run: Run) -> dict[str, Any]:
     return {
         "run": run.header.run,
         **{key: header[key] for key in ("created", "workload", "framework", "request", "devices")},
+        "state": run.state,
+        "trouble": run.trouble,
+        "note": run.note.note,
+        "tags": run.note.tags,
         "observations": run.observations,
         "plan": run.plan,
         "verdict": run.verdict,
@@ -79,60 +134,44 @@ def _as_json(run: Run) -> dict[str, Any]:
     }
 
 
-def run_delete(names: list[str], yes: bool) -> int:
-    """Delete runs; asks first on a terminal, and needs --yes elsewhere."""
-    found = list(dict.fromkeys(runs.find(name) for name in names))
+def run_note(name: str, note: str | None, add_tags: Sequence[str], remove_tags: Sequence[str]) -> int:
+    """Change the note or the tags of a run, and print them."""
+    found = runs.annotate_run(name, note, add_tags, remove_tags)
+    words = " ".join((*(f"#{tag}" for tag in found.tags), found.note)) or "no tags, no note"
+    print(f"evener: {runs.find(name)}: {plain(words, 1200)}", file=sys.stderr)
+    return 0
+
+
+def run_delete(names: Sequence[str], yes: bool) -> int:
+    """Delete runs, after asking."""
+    _delete(list(dict.fromkeys(runs.find(name) for name in names)), yes)
+    return 0
+
+
+def run_prune(older: str | None, keep: int | None, states: str | None, only_print: bool, yes: bool) -> int:
+    """Delete every run that meets all conditions, after asking."""
+    if older is None and keep is None and states is None:
+        raise RequestError("Nothing says which runs to delete.", "Give --older-than 30d, --keep 20 or --state failed.")
+    seconds = None if older is None else parse_duration(older, "--older-than")
+    found = runs.choose_prunable(runs.list_runs(), older_seconds=seconds, keep=keep, states=parse_states(states) or ())
+    if not found:
+        print("evener: no run is like that; those with a note or a tag are kept", file=sys.stderr)
+    elif only_print:
+        _print_table(found)
+    else:
+        _delete([one.run for one in found], yes)
+    return 0
+
+
+def _delete(found: Sequence[str], yes: bool) -> None:
+    """Delete these; asks first on a terminal, and needs --yes elsewhere."""
     if not yes:
         if not sys.stdin.isatty():
             raise RequestError("Deleting runs needs a confirmation.", "Add --yes, or answer on a terminal.")
-        answer = input(f"Delete {', '.join(found)}? [y/N] ")
-        if answer.strip().lower() not in ("y", "yes"):
+        what = ", ".join(found) if len(found) <= 5 else f"{len(found)} runs, from {found[-1]} to {found[0]}"
+        if input(f"Delete {what}? [y/N] ").strip().lower() not in ("y", "yes"):
             print("evener: nothing deleted", file=sys.stderr)
-            return 0
+            return
     for name in found:
         runs.delete_run(name)
         print(f"evener: deleted {name}", file=sys.stderr)
-    return 0
-
-
-def run_export(name: str, form: Format | None, output: Path | None, force: bool) -> int:
-    """Write a run's plan to a file, or to standard output."""
-    if output is not None:
-        check_plan_file(output, "-o")
-        if form is not None and output.suffix != f".{form}":
-            raise RequestError(
-                f"--format {form} and -o {output} differ.", "Give one of them; the file name's ending is enough."
-            )
-        check_new(output, force)
-    run = runs.load_run(name)
-    if run.plan is None:
-        remedy = f"Resume it with evener balance --resume {run.header.run}."
-        raise RequestError(f"The run {run.header.run} has no plan.", remedy)
-    if output is None:
-        _print_plan(run.plan, form or "toml")
-        return 0
-    run.plan.save(output)
-    print(f"evener: plan written to {plain(str(output))}", file=sys.stderr)
-    return 0
-
-
-def _print_plan(plan: Plan, form: str) -> None:
-    text = toml_text(to_toml(plan)) if form == "toml" else harmless_json(to_json(plan))
-    print(text, end="", flush=True)
-
-
-def run_report(name: str, output: Path, force: bool) -> int:
-    """Write the report of a run, in the format that the file's ending names."""
-    if output.suffix not in REPORT_FORMATS:
-        raise RequestError(f"-o {output} ends neither in .html, .png nor .svg.", "Name it report.html.")
-    check_new(output, force)
-    from evener.tui.report.contents import read_report
-    from evener.tui.report.figures import figure_module, save_sheet
-    from evener.tui.report.page import html_page
-
-    figure_module()
-    report = read_report(name)
-    content = html_page(report).encode() if output.suffix == ".html" else save_sheet(report, output.suffix[1:])
-    write_atomically(output, content)
-    print(f"evener: report written to {output}", file=sys.stderr)
-    return 0

@@ -1,0 +1,101 @@
+"""`evener runs`: states, filters, notes and tags, and pruning; resuming with more time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.balancer.store.locks import RunLock
+from evener.balancer.store.runs import journal_path
+from evener.tui.cli.main import run
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+PAIR = "sim:gtx1080ti,gtx1080"
+
+
+def _ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    capsys.readouterr()
+    assert run([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def _listed(capsys: pytest.CaptureFixture[str], *options: str) -> list[Any]:
+    return list(_ask(capsys, "runs", *options)["runs"])
+
+
+@pytest.fixture
+def three_runs(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str, str]:
+    """The ids of one that finished, one that failed, and one that was cut off."""
+    finished = str(_ask(capsys, "balance", "-d", PAIR)["run"])
+    assert run(["balance", "-d", PAIR, "--global-batch", "1000000", "--workload", "torch_maxer"]) == 1
+    failed = str(_listed(capsys)[0]["run"])
+    cut_off = str(_ask(capsys, "balance", "-d", "sim:gtx1080", "--budget", "2s")["run"])
+    journal = journal_path(cut_off)
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(line for line in lines if b'"entry":"ended"' not in line))
+    return finished, failed, cut_off
+
+
+def test_each_run_has_its_state_and_a_failed_one_its_reason(
+    three_runs: tuple[str, str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that is going on is running, and nobody is asked to finish what failed."""
+    finished, failed, cut_off = three_runs
+    with RunLock(cut_off):
+        states = {one["run"]: one["state"] for one in _listed(capsys)}
+        assert states == {finished: "finished", failed: "failed", cut_off: "running"}
+        assert run(["runs"]) == 0
+        lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "1000000" in lines[failed]
+    assert _listed(capsys, "--state", "stopped")[0]["run"] == cut_off
+    assert run(["export", failed]) == 2
+    printed = capsys.readouterr().err
+    assert "failed and has no plan: " in printed
+    assert "--resume" not in printed
+    assert run(["runs", "show", failed]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("failed, ")
+
+
+def test_runs_are_chosen_and_sorted(three_runs: tuple[str, str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """By state, tag and workload, before or behind `list`; at most so many."""
+    finished, failed, cut_off = three_runs
+    assert run(["runs", "tag", finished, "base", "old"]) == 0
+    assert run(["runs", "tag", finished, "old", "--remove"]) == 0
+    assert run(["runs", "note", finished, "the first pair"]) == 0
+
+    def names(*options: str) -> list[str]:
+        return [one["run"] for one in _listed(capsys, *options)]
+
+    assert names("--hide-failed") == [cut_off, finished]
+    assert names("--tag", "base") == [finished]
+    assert names("--tag", "old") == []
+    assert names("--workload", "torch") == names("list", "-w", "torch") == [failed]
+    assert names("--sort", "time", "-n", "1") == names("--sort", "time", "-n", "1", "list") == [finished]
+    assert run(["runs", "--state", "lost"]) == 2
+    assert "unreadable" in capsys.readouterr().err
+    assert run(["runs"]) == 0
+    assert capsys.readouterr().out.count("#base; the first pair") == 1
+
+
+def test_pruning_keeps_what_is_running_tagged_or_noted(
+    three_runs: tuple[str, str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And needs a condition; --dry-run only prints."""
+    finished, failed, cut_off = three_runs
+    assert run(["runs", "prune", "--yes"]) == 2
+    assert "--older-than" in capsys.readouterr().err
+    assert run(["runs", "prune", "--older-than", "1d", "--yes"]) == 0
+    assert run(["runs", "note", finished, "keep me"]) == 0
+    capsys.readouterr()
+    with RunLock(cut_off):
+        assert run(["runs", "prune", "--keep", "0", "--dry-run"]) == 0
+        assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == [failed]
+        assert len(_listed(capsys)) == 3
+        assert run(["runs", "prune", "--keep", "0", "--yes"]) == 0
+    assert [one["run"] for one in _listed(capsys)] == [cut_off, finished]
+    assert run(["runs", "prune", "--state", "stopped", "--yes"]) == 0
+    assert [one["run"] for one in _listed(capsys)] == [finished]

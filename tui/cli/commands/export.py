@@ -1,0 +1,56 @@
+"""`evener export` and `evener report`: a past run's plan, and its page."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from evener.atomic_write import write_atomically
+from evener.balancer.store import runs
+from evener.errors import RequestError
+from evener.plan import Format, Plan, to_json, to_toml
+from evener.tui.cli.output_files import check_new, check_plan_file
+from evener.tui.text.formatting import plain
+from evener.tui.text.safe_documents import harmless_json, toml_text
+
+REPORT_FORMATS = (".html", ".png", ".svg")
+
+
+def run_export(name: str, form: Format | None, output: Path | None, force: bool) -> int:
+    """Write a run's plan to a file, or to standard output."""
+    if output is not None:
+        check_plan_file(output, "-o")
+        if form is not None and output.suffix != f".{form}":
+            raise RequestError(
+                f"--format {form} and -o {output} differ.", "Give one of them; the file name's ending is enough."
+            )
+        check_new(output, force)
+    plan = runs.load_run(name).require_plan()
+    if output is None:
+        _print_plan(plan, form or "toml")
+        return 0
+    plan.save(output)
+    print(f"evener: plan written to {plain(str(output))}", file=sys.stderr)
+    return 0
+
+
+def _print_plan(plan: Plan, form: str) -> None:
+    text = toml_text(to_toml(plan)) if form == "toml" else harmless_json(to_json(plan))
+    print(text, end="", flush=True)
+
+
+def run_report(name: str, output: Path, force: bool) -> int:
+    """Write the report of a run, in the format that the file's ending names."""
+    if output.suffix not in REPORT_FORMATS:
+        raise RequestError(f"-o {output} ends neither in .html, .png nor .svg.", "Name it report.html.")
+    check_new(output, force)
+    from evener.tui.report.contents import read_report
+    from evener.tui.report.figures import figure_module, save_sheet
+    from evener.tui.report.page import html_page
+
+    figure_module()
+    report = read_report(name)
+    content = html_page(report).encode() if output.suffix == ".html" else save_sheet(report, output.suffix[1:])
+    write_atomically(output, content)
+    print(f"evener: report written to {output}", file=sys.stderr)
+    return 0
