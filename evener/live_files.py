@@ -50,7 +50,7 @@ class LiveRecord(msgspec.Struct, frozen=True):
 
 
 class Training(msgspec.Struct, frozen=True):
-    """A training process that is alive and reports its speed."""
+    """A training process that is alive and reports its speed: behind the first two, as `LiveRecord` has it."""
 
     pid: int
     start_time: float  # seconds since the epoch, as psutil's create_time has it
@@ -136,7 +136,8 @@ def _read_folder(folder: Path) -> Iterator[Training]:
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=descriptor)
             elif named[4] == "json" and (record := _read_record(name, descriptor)) is not None:
-                yield _training(pid, ticks, record)
+                started = _boot_time() + ticks / os.sysconf("SC_CLK_TCK")
+                yield Training(pid, started, *msgspec.structs.astuple(record))
     finally:
         os.close(descriptor)
 
@@ -157,19 +158,6 @@ def _read_record(name: str, folder: int) -> LiveRecord | None:
         return None
     texts = (record.framework, record.workload, *(device.id for device in record.devices))
     return record if all(text == clean(text) for text in texts) else None
-
-
-def _training(pid: int, ticks: int, record: LiveRecord) -> Training:
-    return Training(
-        pid=pid,
-        start_time=_boot_time() + ticks / os.sysconf("SC_CLK_TCK"),
-        framework=record.framework,
-        workload=record.workload,
-        samples_per_second=record.samples_per_second,
-        step=record.step,
-        updated_at=record.updated_at,
-        devices=record.devices,
-    )
 
 
 def _is_ours(status: os.stat_result) -> bool:
