@@ -148,7 +148,7 @@ def test_the_retreat_bisects_between_what_ran_and_what_did_not() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("framework", "workload", "cap_mib", "batch", "micro"),
-    [("tensorflow", "keras_mnist", 300, 6_000, 500), ("torch", "torch_mnist", 250, 2_400, 600)],
+    [("tensorflow", "keras_mnist", 300, 3_000, 500), ("torch", "torch_mnist", 250, 2_400, 600)],
 )
 def test_a_real_batch_runs_out_of_its_slice_and_fits_in_passes(
     framework: str, workload: str, cap_mib: int, batch: int, micro: int
