@@ -99,3 +99,19 @@ def test_pruning_keeps_what_is_running_tagged_or_noted(
     assert [one["run"] for one in _listed(capsys)] == [cut_off, finished]
     assert run(["runs", "prune", "--state", "stopped", "--yes"]) == 0
     assert [one["run"] for one in _listed(capsys)] == [finished]
+
+
+def test_a_finished_run_goes_on_with_a_larger_budget(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With what it measured: up to the new budget, also if that is the default, or by as much more as +100s says."""
+    first = _ask(capsys, "balance", "-d", PAIR, "--budget", "20s")
+    again = _ask(capsys, "balance", "--resume", "last")
+    assert again["search"] == first["search"], "without a budget it is as it was"
+    larger = _ask(capsys, "balance", "--resume", "last", "--budget", "120s")
+    assert larger["search"]["probes"] > first["search"]["probes"]
+    assert 60 < larger["search"]["seconds"] <= 121
+    extended = _ask(capsys, "balance", "--resume", "last", "--budget", "+100s")
+    assert 80 < extended["search"]["seconds"] - larger["search"]["seconds"] <= 101
+    (one,) = _listed(capsys)
+    assert one["probes"] == extended["search"]["probes"]
+    assert run(["balance", "-d", PAIR, "--budget", "+5s"]) == 2
+    assert "--resume" in capsys.readouterr().err

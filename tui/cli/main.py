@@ -40,6 +40,7 @@ from evener.tui.cli.streams import (
     report_fault,
     usage_fault,
 )
+from evener.tui.text.parsing import REQUEST_HELP
 
 READER_GONE_EXIT_CODE = 141  # what a shell reports for a process that a closed pipe ended
 
@@ -92,17 +93,28 @@ def _refuse_misplaced(given: tuple[bool, ...], command: str) -> None:
 
 
 @app.command()
-@takes_request(*TRAINING, *SEARCH)
+@takes_request(*TRAINING, *(name for name in SEARCH if name != "budget"))
 def balance(
     request: Request,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget", help=f"{REQUEST_HELP['budget']} With --resume, +5m adds to it.", rich_help_panel=LENGTH
+        ),
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option("--resume", help="Go on with a run: its id, or `last`.", rich_help_panel=LENGTH)
+    ] = None,
     export: ExportOption = None,
-    resume: Annotated[str | None, typer.Option("--resume", help="Resume a run: its id, or `last`.")] = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Measure real training steps, find the fastest split of the batch over the devices, and write it as a plan."""
+    """Measure real training steps, find the fastest split of the batch over the devices, and write it as a plan.
+
+    Your own model: evener help workload.
+    """
     from evener.tui.cli.commands.balance import run_balance
 
-    return run_balance(request, resume=resume, export=export, as_json=as_json)
+    return run_balance(request, budget, resume=resume, export=export, as_json=as_json)
 
 
 @app.command()

@@ -30,7 +30,7 @@ REQUEST_HELP = {
     "multiple_of": "Make every share a multiple of this number.",
     "micro": "auto: compute a share that doesn't fit in memory in several passes; off: keep to what fits at once.",
     "objective": "What to maximise; throughput is samples/s.",
-    "budget": "Most time to spend on measuring, like 120s or 5m; none: no limit.",
+    "budget": "Most time to spend on measuring, like 90s or 5m; none: no limit. Default: 120s.",
     "tolerance": "Take the smallest global batch within this fraction of the fastest; 0.02 is 2 %.",
     "pace": "Simulated devices: 1 runs in real time, 0 doesn't wait.",
 }
@@ -55,7 +55,7 @@ def make_request(
         workload=workload,
         framework=framework or _default_framework(workload),
         settings=parse_settings(settings or []),
-        budget_seconds=None if budget == "none" else parse_duration(budget, "--budget"),
+        budget_seconds=parse_budget(budget),
         input=inputs,
         **fields,
     )
@@ -111,6 +111,11 @@ def parse_words(text: str | None) -> list[str] | None:
     if not all(words):
         raise RequestError(f"{text!r} is not a list of words.", "Write it like solo,even,pack.")
     return words
+
+
+def parse_budget(text: str) -> float | None:
+    """Seconds; None for `none`."""
+    return None if text == "none" else parse_duration(text, "--budget")
 
 
 def check_one_form(form: str, as_json: bool) -> None:

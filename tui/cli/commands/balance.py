@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from evener.balancer.store import runs
 from evener.errors import RequestError
 from evener.tui.cli.session_runner import result_json, run_session
 from evener.tui.cli.streams import terminal_columns
+from evener.tui.text.parsing import parse_budget, parse_duration
 from evener.tui.text.plan_summary import summary_lines
 from evener.tui.text.safe_documents import json_text
 
@@ -20,19 +22,38 @@ _CHANGEABLE = ("budget_seconds", "pace", "share", "compare")  # without effect o
 _OPTIONS = {"settings": "--set"}
 
 
-def run_balance(request: Request, *, resume: str | None, export: Path | None, as_json: bool) -> int:
+def run_balance(request: Request, budget: str | None, *, resume: str | None, export: Path | None, as_json: bool) -> int:
     """Run a session and print its plan; returns the exit code."""
+    request, extend_seconds = _read_budget(request, budget, resume)
 
     def make() -> Session:
         if resume is not None:
             _check_resumed(request, resume)
-        return Session(request, resume=resume)
+        return Session(request, resume=resume, extend_seconds=extend_seconds)
 
     def show(_session: Session, finished: Finished, labels: Sequence[str]) -> None:
         lines = summary_lines(finished.plan, labels, finished.verdict, terminal_columns())
         print(json_text(result_json(finished)) if as_json else "\n".join(lines), flush=True)
 
     return run_session(make, show, export, as_json)
+
+
+def _read_budget(request: Request, budget: str | None, resume: str | None) -> tuple[Request, float | None]:
+    """The request with the budget that was typed, and the seconds from here on that a resumed run gets."""
+    if budget is None:
+        return request, None
+    if budget.startswith("+"):
+        if resume is None:
+            raise RequestError(
+                f"--budget {budget} is added to a run's time, and no run is named.", "Add --resume, or drop the +."
+            )
+        return request, parse_duration(budget[1:], "--budget")
+    seconds = parse_budget(budget)
+    if resume is not None and seconds is not None and seconds == Request().budget_seconds:
+        run = runs.load_run(resume)  # a session takes the default for no budget at all
+        if seconds > (run.header.request.budget_seconds or math.inf):
+            return request, seconds - run.seconds
+    return msgspec.structs.replace(request, budget_seconds=seconds), None
 
 
 def _check_resumed(request: Request, resume: str) -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from evener.atomic_write import write_atomically
 from evener.balancer.store import runs
 from evener.errors import RequestError
 from evener.plan import Format, Plan, to_json, to_toml
 from evener.tui.cli.output_files import check_new, check_plan_file
+from evener.tui.report.save import save_report
 from evener.tui.text.formatting import plain
 from evener.tui.text.safe_documents import harmless_json, toml_text
-
-REPORT_FORMATS = (".html", ".png", ".svg")
 
 
 def run_export(name: str, form: Format | None, output: Path | None, force: bool) -> int:
@@ -41,16 +39,7 @@ def _print_plan(plan: Plan, form: str) -> None:
 
 def run_report(name: str, output: Path, force: bool) -> int:
     """Write the report of a run, in the format that the file's ending names."""
-    if output.suffix not in REPORT_FORMATS:
-        raise RequestError(f"-o {output} ends neither in .html, .png nor .svg.", "Name it report.html.")
     check_new(output, force)
-    from evener.tui.report.contents import read_report
-    from evener.tui.report.figures import figure_module, save_sheet
-    from evener.tui.report.page import html_page
-
-    figure_module()
-    report = read_report(name)
-    content = html_page(report).encode() if output.suffix == ".html" else save_sheet(report, output.suffix[1:])
-    write_atomically(output, content)
-    print(f"evener: report written to {output}", file=sys.stderr)
+    save_report(name, output)
+    print(f"evener: report written to {plain(str(output))}", file=sys.stderr)
     return 0
