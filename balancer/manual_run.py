@@ -15,6 +15,7 @@ import msgspec
 from evener.balancer.probes.prober import Prober
 from evener.balancer.request import ResolvedRequest
 from evener.balancer.resolve import make_prober
+from evener.balancer.store.folders import new_error_file
 from evener.balancer.store.locks import lock_devices
 from evener.balancer.types import (
     Failed,
@@ -99,7 +100,7 @@ def timed_runs(
     NoLayoutError if the batch doesn't fit or the training fails, DeviceError if another session has a device.
     """
     with lock_devices("", [] if resolved.request.share else [resolved.devices[i] for i in layout.active]):
-        prober = make_prober(resolved)
+        prober = make_prober(resolved, error_file=new_error_file())
         try:
             yield _runs(prober, layout, resolved.devices, repeat, length, stop)
         finally:

@@ -232,7 +232,7 @@ class Session:
     def _finish(self) -> Finished:
         """Journal the best plan so far; NoLayoutError if there is none."""
         seen, at, why = tuple(self._seen), self._prober.now(), self._why_stopped()
-        unfinished = explain_unfinished(self._header, tuple(self._running.values()))
+        unfinished = explain_unfinished(self._header.workload, self._header.devices, tuple(self._running.values()))
         found = build_outcome(
             self._header, self._search, seen, self._facts, why, self._seconds(), unfinished if self._late else ()
         )

@@ -33,11 +33,7 @@ def begin(request: Request | ResolvedRequest, locks: ExitStack) -> Opened:
     run = runs.new_id()
     if not request.share:
         locks.enter_context(lock_devices(run, found.devices))
-    created = time.strftime(runs.CREATED, time.gmtime())
-    header = Header(
-        run, created, request, found.devices, found.workload, found.framework, __version__, found.largest_share,
-        found.notes,
-    )  # fmt: skip
+    header = describe_run(run, found)
     replay.make_search(header, ())  # raises for a request that no search can meet, before a run is made
     try:
         locks.enter_context(RunLock(run))
@@ -47,6 +43,15 @@ def begin(request: Request | ResolvedRequest, locks: ExitStack) -> Opened:
         raise
     locks.callback(opened.close)
     return Opened(Record(header, (), 0), found, opened)
+
+
+def describe_run(run: str, found: ResolvedRequest) -> Header:
+    """The header of a run that begins now."""
+    created = time.strftime(runs.CREATED, time.gmtime())
+    return Header(
+        run, created, found.request, found.devices, found.workload, found.framework, __version__, found.largest_share,
+        found.notes,
+    )  # fmt: skip
 
 
 def reopen(name: str, request: Request | ResolvedRequest, extend_seconds: float | None, locks: ExitStack) -> Opened:

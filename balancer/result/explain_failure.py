@@ -49,10 +49,10 @@ def explain_no_plan(
     return NoLayoutError(f"The budget of {budget:g} s was over before {what} was measured.", f"Give more, {more}.")
 
 
-def explain_unfinished(header: Header, running: Sequence[ProbeProgress]) -> tuple[str, ...]:
+def explain_unfinished(workload: str, devices: Sequence[Device], running: Sequence[ProbeProgress]) -> tuple[str, ...]:
     """A sentence for each phase before measuring in which probes still are: on which devices, and for how long."""
-    home, _, attribute = header.workload.rpartition(":")
-    name = f"{Path(home).name}'s {attribute}()" if home else header.workload
+    home, _, attribute = workload.rpartition(":")
+    name = f"{Path(home).name}'s {attribute}()" if home else workload
     words = {
         "building": f"{name} had not {'returned' if home else 'been built'}",
         "warming up": f"The first steps of {Path(home).name or name} had not ended",
@@ -62,7 +62,7 @@ def explain_unfinished(header: Header, running: Sequence[ProbeProgress]) -> tupl
         late = [one for one in running if one.phase == phase]
         if late:
             positions = sorted({i for one in late for i in one.probe.layout.active})
-            where = join_words([header.devices[i].label for i in positions])
+            where = join_words([devices[i].label for i in positions])
             found.append(f"{what} after {max(one.phase_seconds for one in late):.0f} s on {where}.")
     return tuple(found)
 

@@ -37,3 +37,10 @@ def trusted_folder(folder: Path) -> Path:
             "Set XDG_STATE_HOME to a folder of your own.",
         )
     return folder
+
+
+def new_error_file() -> Path:
+    """Where measurements without a run keep what failing children wrote; what was there before is gone."""
+    path = state_folder() / "errors.txt"
+    path.unlink(missing_ok=True)
+    return path

@@ -59,6 +59,8 @@ class Progress:
 
 def _running_words(running: Running, labels: Sequence[str]) -> str:
     words = f"{layout_words(running.probe.layout, labels)}: {running.phase}"
+    if running.samples_per_second is None and running.phase_seconds >= 1:
+        words += f" for {duration(running.phase_seconds)}"
     if running.samples_per_second is not None:
         words += f", {rate(running.samples_per_second)} samples/s"
     if running.relative_interval is not None:

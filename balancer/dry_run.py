@@ -1,0 +1,189 @@
+"""What a search has ahead of it, from one build and the steps of two small batches on one device; nothing is kept."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import closing
+
+import msgspec
+
+from evener.balancer.events import ProbeProgress
+from evener.balancer.probes.prober import Prober, Report
+from evener.balancer.probes.simulated import SimulatedProber
+from evener.balancer.request import Request, ResolvedRequest
+from evener.balancer.resolve import make_prober, resolve_request
+from evener.balancer.result.explain_failure import explain_unfinished
+from evener.balancer.search.layouts import BALANCE
+from evener.balancer.search.model.memory import Memory
+from evener.balancer.search.search import Search
+from evener.balancer.session_start import describe_run
+from evener.balancer.store.folders import new_error_file
+from evener.balancer.store.locks import lock_devices
+from evener.balancer.store.replay import make_problem
+from evener.balancer.types import Failed, Probe, Problem, Timed
+from evener.devices.simulated.machine import MIB, Machine, SimulatedDevice
+from evener.errors import NoLayoutError
+
+BATCHES = 2  # stepped: two points give a line
+PROBE_SECONDS = 0.5
+STARTS = 2.5  # of a search over several devices: a split's children take longer than those of one device
+SLOPE, NOISE = 1.01, 0.01  # of the devices that stand for those here: the least growth of a step, its variation
+UNKNOWN_MIB = 1e6
+
+
+class DeviceOutlook(msgspec.Struct, frozen=True):
+    """What a device has, and the most rows that should fit it at once; None: unknown."""
+
+    label: str
+    name: str
+    memory_bytes: int | None
+    largest_batch: int | None
+
+
+class Outlook(msgspec.Struct, frozen=True):
+    """What a dry run found; `steps` are (batch, seconds) on the first device."""
+
+    workload: str
+    framework: str
+    devices: tuple[DeviceOutlook, ...]
+    steps: tuple[tuple[int, float], ...]
+    start_seconds: float  # to start a process and build the workload
+    search_seconds: float  # that a search should take, about
+    budget_seconds: float | None
+    notes: tuple[str, ...] = ()
+
+
+def dry_run(request: Request, report: Report, stop: threading.Event) -> Outlook | None:
+    """Build on the first device, step two batches, and say what a search would do; None once `stop` is set.
+
+    NoLayoutError if the workload fails, or doesn't step within the budget.
+    """
+    resolved = resolve_request(request)
+    problem = make_problem(describe_run("", resolved))
+    with (
+        lock_devices("", [] if request.share else resolved.devices[:1]),
+        closing(make_prober(_keep_first(resolved), error_file=new_error_file())) as prober,
+    ):
+        timed = _step(resolved, prober, _for_one_device(problem), report, stop)
+    return None if len(timed) < BATCHES and stop.is_set() else _foresee(resolved, problem, timed)
+
+
+def _keep_first(resolved: ResolvedRequest) -> ResolvedRequest:
+    """The same on the first device."""
+    machine = resolved.machine
+    if machine is not None:
+        machine = msgspec.structs.replace(machine, devices=machine.devices[:1], limits=machine.limits[:1])
+    return msgspec.structs.replace(resolved, devices=resolved.devices[:1], machine=machine)
+
+
+def _for_one_device(problem: Problem) -> Problem:
+    """Of a fixed batch, what an even split gives it."""
+    fixed = problem.global_batch
+    return msgspec.structs.replace(
+        problem,
+        devices=1,
+        memory_bytes=problem.memory_bytes[:1],
+        global_batch=None,
+        max_global_batch=problem.max_global_batch if fixed is None else max(1, fixed // problem.devices),
+    )
+
+
+def _step(
+    resolved: ResolvedRequest, prober: Prober, problem: Problem, report: Report, stop: threading.Event
+) -> list[Timed]:
+    """The first batches of a search on one device, as many as ran until `stop`."""
+    search, timed = Search(problem, BALANCE), list[Timed]()
+    running: dict[Probe, ProbeProgress] = {}
+    over = threading.Event()
+
+    def watch(progress: ProbeProgress) -> None:
+        running[progress.probe] = progress
+        report(progress)
+
+    def end() -> None:
+        over.set()
+        stop.set()
+
+    budget = problem.budget_seconds
+    alarm = threading.Timer(threading.TIMEOUT_MAX if budget is None else budget, end)
+    alarm.daemon = True
+    alarm.start()
+    try:
+        while len(timed) < BATCHES and not stop.is_set() and (probes := search.ask()):
+            running.clear()
+            short = tuple(msgspec.structs.replace(probe, seconds=PROBE_SECONDS) for probe in probes)
+            for seen in prober.measure(short, watch, stop):
+                if isinstance(seen, Failed):
+                    raise NoLayoutError(f"The workload fails: {seen.detail.rstrip('.')}.", "Fix that and try again.")
+                search.tell(seen)
+                timed += [seen] if isinstance(seen, Timed) else []
+    finally:
+        alarm.cancel()
+    if over.is_set() and not timed:
+        words = explain_unfinished(resolved.workload, resolved.devices, tuple(running.values()))
+        raise NoLayoutError(" ".join(words) or f"No step ended within {budget:g} s.", "Give a longer --budget.")
+    if not timed and not stop.is_set():
+        raise NoLayoutError(f"Not even one sample fits on {resolved.devices[0].label}.", "Free some of its memory.")
+    return timed
+
+
+def _foresee(resolved: ResolvedRequest, problem: Problem, timed: Sequence[Timed]) -> Outlook:
+    steps = tuple((seen.probe.layout.global_batch, seen.step_seconds) for seen in timed)
+    points = tuple((seen.probe.layout.global_batch, size) for seen in timed if (size := seen.memory_bytes[0]))
+    devices = tuple(
+        DeviceOutlook(device.label, device.name, limit, _predict_largest(limit, points, problem))
+        for device, limit in zip(resolved.devices, problem.memory_bytes, strict=True)
+    )
+    start = timed[0].start_seconds
+    machine = resolved.machine or _write_machine(problem, steps, points)
+    return Outlook(
+        workload=resolved.workload,
+        framework=resolved.framework,
+        devices=devices,
+        steps=steps,
+        start_seconds=start,
+        search_seconds=_imagine_search(resolved, problem, machine, start),
+        budget_seconds=problem.budget_seconds,
+        notes=resolved.notes,
+    )
+
+
+def _predict_largest(limit_bytes: int | None, points: tuple[tuple[int, int], ...], problem: Problem) -> int | None:
+    memory = Memory(limit_bytes, points, ran=points[-1][0] if points else 0)
+    guess = None if memory.unsure else memory.predict_largest()
+    bounds = [bound for bound in (guess, problem.largest_share) if bound is not None]
+    return min(bounds) if bounds else None
+
+
+def _write_machine(
+    problem: Problem, steps: Sequence[tuple[int, float]], points: tuple[tuple[int, int], ...]
+) -> Machine:
+    """Devices like the first one, each with its own memory."""
+    (small, quick), (large, slow) = [*steps, (2 * steps[0][0], 2 * steps[0][1])][:BATCHES]
+    base, slope = Memory(None, points).line or (0.0, 0.0)
+    return Machine(
+        tuple(
+            SimulatedDevice(
+                name="device",
+                memory_mib=UNKNOWN_MIB if limit is None else limit / MIB,
+                curve=((small, quick * 1000), (large, max(slow, SLOPE * quick) * 1000)),
+                memory_base_mib=max(0.0, base / MIB),
+                memory_per_sample_mib=slope / MIB,
+                noise=NOISE,
+            )
+            for limit in problem.memory_bytes
+        )
+    )
+
+
+def _imagine_search(resolved: ResolvedRequest, problem: Problem, machine: Machine, start_seconds: float) -> float:
+    """Seconds of the search on such devices, with the starts of its children."""
+    starts = start_seconds * (STARTS if problem.devices > 1 else 1)
+    budget = problem.budget_seconds
+    rest = None if budget is None else max(1.0, budget - starts)
+    prober = SimulatedProber(machine, resolved.request.seed)
+    search = Search(msgspec.structs.replace(problem, budget_seconds=rest), resolved.request.compare or BALANCE)
+    search.run(lambda probes: prober.measure(probes, lambda _: None, threading.Event()))
+    seconds = starts + search.spent_seconds()
+    return seconds if budget is None else min(seconds, budget)
