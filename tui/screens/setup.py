@@ -200,6 +200,8 @@ class Setup(UsesApp, VerticalScroll):
             sign = self.evener.marks.alarm if marked else " "
             row.query_one(".label", Static).update(f"{sign}{_label((row.id or '').removeprefix('row-'))}")
         self.query_one("#pick-devices").set_class(wrong == "pick-devices", "-wrong")
+        if text:
+            self.call_after_refresh(self.query_one(f"#{wrong or 'pick-devices'}").focus)
         self._show_problem()
         self.call_after_refresh(self.redraw)
 

@@ -1,0 +1,126 @@
+"""The form: its tasks and fields, and a start that fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Input, Static
+
+from evener.balancer.search.layouts import FAMILIES
+from evener.devices.discover import discover
+from evener.errors import DeviceError, RequestError
+from evener.tui.screens.setup import form_words
+from evener.tui.widgets.choices import OneOf
+from tests.support.pilots import text, until
+
+LOCKED = DeviceError("GPU:0 is being measured by another evener (process 12).", "Wait for it, or use --share.")
+MISSING = RequestError("There is no file nope.py.", "Check the path.")
+
+
+async def _form(pilot: Pilot[Any]) -> None:
+    await pilot.press("2")
+    await until(pilot, lambda: "[x] GPU:1" in text(pilot.app, "#pick-devices"), "the form")
+
+
+def _label(app: Any, field: str) -> str:
+    return str(app.screen.query_one(f"#row-{field} .label", Static).content)
+
+
+def test_a_complaint_is_in_the_form_s_words() -> None:
+    """Options are fields here, and the first of them is the one that is marked."""
+    assert form_words("--max-global-batch 3 is below --multiple-of 4.") == (
+        "max global batch 3 is below multiple of 4.",
+        "max_global_batch",
+    )
+    assert form_words("--set 'x' is not key=value.") == ("settings 'x' is not key=value.", "settings")
+    assert form_words("There is no GPU.") == ("There is no GPU.", "")
+
+
+@pytest.mark.parametrize(
+    ("fault", "field", "said"),
+    [(LOCKED, "share", "or use share"), (MISSING, "own", "no file nope.py")],
+    ids=("locked devices", "a missing file"),
+)
+async def test_a_start_that_fails_stays_in_the_form(app_of: Any, fault: Exception, field: str, said: str) -> None:
+    """With the field marked, its words, and the focus in it; nothing looks done."""
+
+    def fail(_request: Any) -> Any:
+        raise fault
+
+    app = app_of(session_maker=fail)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await _form(pilot)
+        app.screen.query_one("#own", Input).value = "nope.py:build"
+        await pilot.press("ctrl+s")
+        await until(pilot, lambda: said in " ".join(text(app, "#problem").split()), "the reason")
+        assert "--" not in text(app, "#problem")
+        assert app.screen.query_one("#switch").current == "setup"
+        assert not app.balance.active
+        assert _label(app, field).startswith("!")
+        await until(pilot, lambda: app.screen.focused is not None and app.screen.focused.id == field, "the focus")
+
+
+async def test_a_wrong_field_is_marked_until_the_form_is_right(app_of: Any, events: Any, session_of: Any) -> None:
+    app = app_of(session_maker=lambda _: session_of(events))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _form(pilot)
+        app.screen.query_one("#budget", Input).value = "soon"
+        await pilot.press("ctrl+s")
+        assert "budget 'soon' is not a time." in text(app, "#problem")
+        assert _label(app, "budget") == "!budget"
+        app.screen.query_one("#budget", Input).value = "5m"
+        await pilot.press("ctrl+s")
+        await until(pilot, lambda: app.balance.ended, "the end")
+        assert _label(app, "budget") == " budget"
+
+
+async def test_enter_in_a_field_goes_on_to_the_next(app_of: Any) -> None:
+    app = app_of(session_maker=lambda _: pytest.fail("nothing may start"))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _form(pilot)
+        app.screen.query_one("#budget", Input).focus()
+        await pilot.press("enter")
+        await until(pilot, lambda: app.screen.focused.id == "global_batch", "the next field")
+        assert not app.balance.active
+
+
+async def test_a_comparison_and_sharing_are_asked_for_in_the_form(app_of: Any, events: Any, session_of: Any) -> None:
+    requests: list[Any] = []
+
+    def make(request: Any) -> Any:
+        requests.append(request)
+        return session_of(events)
+
+    app = app_of(session_maker=make)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _form(pilot)
+        assert not app.screen.query_one("#row-layouts").display
+        app.screen.query_one("#task", OneOf).action_change(1)
+        app.screen.query_one("#share", OneOf).action_change(1)
+        await until(pilot, lambda: app.screen.query_one("#row-layouts").display, "the field of a comparison")
+        await pilot.press("ctrl+s")
+        await until(pilot, lambda: app.balance.ended, "its end")
+        assert requests[0].share
+        assert requests[0].compare.families == FAMILIES
+
+
+async def test_batches_of_one_s_own_are_timed_in_the_app(app_of: Any) -> None:
+    """Real simulated devices; the fields of a search are gone, and what is measured is said."""
+    app = app_of()
+    found = discover("sim:gtx1080ti,gtx1080")
+    app.devices, app.trainable = "sim:gtx1080ti,gtx1080", found.devices
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.press("2")
+        await until(pilot, lambda: "[x] SIM:1" in text(app, "#pick-devices"), "the form")
+        app.screen.query_one("#task", OneOf).action_change(-1)
+        await until(pilot, lambda: not app.screen.query_one("#row-budget").display, "the fields of a probe")
+        await pilot.press("ctrl+s")
+        assert "batches is empty" in text(app, "#problem")
+        app.screen.query_one("#batches", Input).value = "820, 568"
+        app.screen.query_one("#pace", Input).value = "0"
+        await pilot.press("ctrl+s")
+        await until(pilot, lambda: app.balance.ended, "the end")
+        assert (app.balance.probes, app.balance.fault) == (3, "")
+        await until(pilot, lambda: text(app, "#search").count("SIM:0[820] SIM:1[568]: 2 1") == 3, "the three runs")
