@@ -67,7 +67,10 @@ def discover(spec: str, *, only_visible: bool = True, environ: Mapping[str, str]
     if kind == "auto":
         return _automatic(terms[0].limit, variables)
     found = _gpus(terms, variables) if kind == "gpu" else _slices(terms) if kind == "cpu" else _simulated(terms)
-    _refuse_repeats(found.devices)
+    ids = [device.id for device in found.devices]
+    for device in found.devices:
+        if ids.count(device.id) > 1:
+            raise RequestError(f"{device.label} is named twice.", "Name each device once.")
     return found
 
 
@@ -209,11 +212,3 @@ def _simulated(terms: Sequence[Term]) -> Discovery:
 
 def _limited(device: Device, limit: Limit) -> Device:
     return msgspec.structs.replace(device, limit=limit) if limit else device
-
-
-def _refuse_repeats(devices: Sequence[Device]) -> None:
-    seen: set[str] = set()
-    for device in devices:
-        if device.id in seen:
-            raise RequestError(f"{device.label} is named twice.", "Name each device once.")
-        seen.add(device.id)

@@ -23,24 +23,26 @@ _PART = re.compile(r"(\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})\s*(%|[a-zA-Z]{1,3})", 
 
 def parse_limit(text: str) -> Limit:
     """What the text behind `@` asks for; RequestError names the part that can't be read."""
-    percent: float | None = None
-    memory_bytes: int | None = None
+    found: dict[str, Decimal] = {}
     for part in text.split("+"):
         number, unit = _number_and_unit(part.strip(), text)
-        if unit == "%":
-            if percent is not None:
-                raise RequestError(f"The limit {text!r} gives two percentages.", REMEDY)
-            percent = _percent(number, text)
-        else:
-            if memory_bytes is not None:
-                raise RequestError(f"The limit {text!r} gives two sizes.", REMEDY)
-            memory_bytes = _size(number, unit, text)
-    return Limit(percent, memory_bytes)
+        kind = "percentage" if unit == "%" else "size"
+        if kind in found:
+            raise RequestError(f"The limit {text!r} gives two {kind}s.", REMEDY)
+        found[kind] = number * UNITS.get(unit, 1)
+    percent, size = found.get("percentage"), found.get("size")
+    if percent is not None and not 0 < percent <= 100:
+        raise RequestError(f"The limit {text!r} is not a share of a device.", "Give more than 0 and at most 100 %.")
+    if size is not None and not 1 <= size <= LARGEST_BYTES:
+        raise RequestError(f"The limit {text!r} is not a size that a device can have.", REMEDY)
+    return Limit(None if percent is None else float(percent), None if size is None else round(size))
 
 
 def write_limit(limit: Limit) -> str:
     """The text that `parse_limit` reads back as the same limit; empty without one."""
-    parts = [] if limit.percent is None else [f"{_plain(limit.percent)}%"]
+    parts = []
+    if limit.percent is not None:
+        parts.append(f"{Decimal(repr(limit.percent)).normalize():f}%")  # the shortest decimal, without an exponent
     if limit.memory_bytes is not None:
         sizes = {unit: UNITS[unit.lower()] for unit in ("TiB", "GiB", "MiB", "KiB", "B")}
         unit = next(unit for unit in sizes if limit.memory_bytes % sizes[unit] == 0)
@@ -54,28 +56,6 @@ def _number_and_unit(part: str, text: str) -> tuple[Decimal, str]:
         raise RequestError(f"The limit {text!r} holds {part!r}, which is neither a percentage nor a size.", REMEDY)
     unit = found[2].lower()
     if unit != "%" and unit not in UNITS:
-        raise RequestError(
-            f"The limit {text!r} has the unknown unit {found[2]!r}.", "Units are B, KiB, MiB, GiB, MB, GB."
-        )
+        message = f"The limit {text!r} has the unknown unit {found[2]!r}."
+        raise RequestError(message, "Units are B, KiB, MiB, GiB, MB, GB.")
     return Decimal(found[1]), unit
-
-
-def _percent(number: Decimal, text: str) -> float:
-    if not 0 < float(number) <= 100:
-        raise RequestError(f"The limit {text!r} is not a share of a device.", "Give more than 0 and at most 100 %.")
-    return float(number)
-
-
-def _size(number: Decimal, unit: str, text: str) -> int:
-    size = number * UNITS[unit]
-    if not 1 <= size <= LARGEST_BYTES:
-        raise RequestError(f"The limit {text!r} is not a size that a device can have.", REMEDY)
-    return round(size)
-
-
-def _plain(number: float) -> str:
-    """The shortest decimal, without an exponent, that reads back as the same number."""
-    if number.is_integer():
-        return str(int(number))
-    text = repr(number)
-    return text if "e" not in text else f"{number:.30f}".rstrip("0")

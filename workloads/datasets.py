@@ -23,7 +23,7 @@ _SCALE = 3
 NOISE = 0.3
 
 
-def digits(rows: int, seed: int = 0, noise: float = NOISE) -> tuple[Any, Any]:
+def digits(rows: int, seed: int = 0) -> tuple[Any, Any]:
     """`rows` pictures (rows, 28, 28, 1) in 0 to 1, shifted and noisy, as float32, and their digits (rows,) as int64."""
     random = np.random.default_rng(seed)
     labels = random.integers(0, 10, rows)
@@ -34,7 +34,7 @@ def digits(rows: int, seed: int = 0, noise: float = NOISE) -> tuple[Any, Any]:
     pictures = np.zeros((rows, SIZE, SIZE), np.float32)
     row = (np.arange(rows)[:, None, None], tops[:, None, None] + np.arange(height)[None, :, None])
     pictures[(*row, lefts[:, None, None] + np.arange(width)[None, None, :])] = glyphs[labels]
-    pictures += noise * random.standard_normal(pictures.shape, np.float32)
+    pictures += NOISE * random.standard_normal(pictures.shape, np.float32)
     return np.clip(pictures, 0, 1)[..., None], labels
 
 

@@ -18,10 +18,10 @@ FULL_SHARE, FULL_LEAST_BYTES, FULL_MOST_BYTES = 0.05, 600 << 20, 2 << 30
 SETTLE_SECONDS, SETTLE_READS = 0.4, 3  # a driver takes a while to reclaim the memory of a process that ended
 
 
-def busy_notes(devices: Sequence[Device], library: Library | None = None) -> tuple[str, ...]:
+def busy_notes(devices: Sequence[Device]) -> tuple[str, ...]:
     """A sentence for each GPU that computes now; ask before a session starts its own children."""
     notes = []
-    with suppress(DeviceError), opened(library) as nvml:
+    with suppress(DeviceError), opened() as nvml:
         for device in devices:
             with suppress(nvml.NVMLError):
                 handle = find_handle(nvml, device.id)
@@ -36,10 +36,10 @@ def busy_notes(devices: Sequence[Device], library: Library | None = None) -> tup
     return tuple(notes)
 
 
-def full_notes(devices: Sequence[Device], library: Library | None = None) -> tuple[str, ...]:
+def full_notes(devices: Sequence[Device]) -> tuple[str, ...]:
     """A sentence for each GPU whose memory is held by others, all but 5 % (at least 600 MiB, at most 2 GiB)."""
     notes: list[str] = []
-    with suppress(DeviceError), opened(library) as nvml:
+    with suppress(DeviceError), opened() as nvml:
         for _ in range(SETTLE_READS):
             notes = [note for device in devices if (note := _full_note(nvml, device))]
             if not notes:

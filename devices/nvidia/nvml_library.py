@@ -106,13 +106,13 @@ def opened(library: Library | None = None) -> Iterator[Library]:
             chosen.nvmlShutdown()
 
 
-def list_gpus(library: Library | None = None) -> Listing:
+def list_gpus() -> Listing:
     """Every GPU in NVML's order, MIG instances in place of their GPU.
 
     A GPU that doesn't answer is left out with a note. DeviceError if the driver doesn't.
     """
     found: list[ListedGpu] = []
-    with opened(library) as nvml:
+    with opened() as nvml:
         try:
             handles, silent = enumerate_gpus(nvml)
         except nvml.NVMLError as error:

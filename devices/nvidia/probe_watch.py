@@ -45,9 +45,9 @@ class Vitals(msgspec.Struct, frozen=True):
 class GpuVitals:
     """The watch over one GPU, by its UUID. A driver that was never there is no trouble: nothing is reported then."""
 
-    def __init__(self, uuid: str, library: Library | None = None) -> None:
+    def __init__(self, uuid: str) -> None:
         self._uuid = uuid
-        self._nvml = load() if library is None else library
+        self._nvml = load()
         self._reader: _Reader | None = None
         self._ever = False  # it has answered before: from then on silence is trouble
         self._last = Vitals()

@@ -9,9 +9,9 @@ from evener.devices.discover import discover
 from evener.devices.nvidia.busy_gpus import busy_notes
 
 
-def notes(nvml: Any) -> tuple[str, ...]:
-    """What is said of all GPUs of a scripted driver."""
-    return busy_notes(discover("gpu", environ={}).devices, nvml)
+def notes() -> tuple[str, ...]:
+    """What is said of all GPUs of the scripted driver."""
+    return busy_notes(discover("gpu", environ={}).devices)
 
 
 def test_a_gpu_that_works_for_others_is_said_with_their_pids(fake_nvml: Callable[..., Any]) -> None:
@@ -22,13 +22,14 @@ def test_a_gpu_that_works_for_others_is_said_with_their_pids(fake_nvml: Callable
     nvml.gpus[1].processes = [process() for _ in range(4)]
     for pid, each in enumerate(nvml.gpus[1].processes):
         each.pid = 40 + pid
-    (said,) = notes(nvml)
+    (said,) = notes()
     assert said.startswith("GPU:1 was busy 95 % of the time with others' work (pid 40, 41, 42, ...) when this began")
 
 
 def test_where_the_driver_names_no_processes_the_load_is_said_alone(fake_nvml: Callable[..., Any]) -> None:
     """As in a container with process ids of its own, or after what has just ended."""
-    (said,) = notes(fake_nvml(gpus=1))
+    fake_nvml(gpus=1)
+    (said,) = notes()
     assert said.startswith("GPU:0 was busy 95 % of the time with work of no named process when this began")
 
 
@@ -36,7 +37,7 @@ def test_a_gpu_that_does_not_tell_its_load_is_not_said(fake_nvml: Callable[..., 
     """Instances of a GPU tell none; one that can't be asked spoils nothing for the other."""
     nvml = fake_nvml(gpus=2)
     nvml.fail("nvmlDeviceGetUtilizationRates", nvml.NVML_ERROR_NOT_SUPPORTED, gpu=0)
-    (said,) = notes(nvml)
+    (said,) = notes()
     assert said.startswith("GPU:1")
 
 
@@ -45,4 +46,4 @@ def test_a_driver_that_went_away_is_no_error(fake_nvml: Callable[..., Any]) -> N
     nvml = fake_nvml(gpus=1)
     devices = discover("gpu", environ={}).devices
     nvml.unload()
-    assert busy_notes(devices, nvml) == ()
+    assert busy_notes(devices) == ()
