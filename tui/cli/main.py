@@ -105,6 +105,14 @@ def balance(
     resume: Annotated[
         str | None, typer.Option("--resume", help="Go on with a run: its id, or `last`.", rich_help_panel=LENGTH)
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Only build and take a few steps on one device; say what fits and how long a search takes.",
+            rich_help_panel=LENGTH,
+        ),
+    ] = False,
     export: ExportOption = None,
     as_json: JsonOption = False,
 ) -> int:
@@ -114,7 +122,7 @@ def balance(
     """
     from evener.tui.cli.commands.balance import run_balance
 
-    return run_balance(request, budget, resume=resume, export=export, as_json=as_json)
+    return run_balance(request, budget, resume=resume, dry_run=dry_run, export=export, as_json=as_json)
 
 
 @app.command()

@@ -12,6 +12,7 @@ from evener.balancer.events import Finished
 from evener.balancer.session import Request, Session
 from evener.balancer.store import runs
 from evener.errors import RequestError
+from evener.tui.cli.commands.dry_run import run_dry
 from evener.tui.cli.session_runner import result_json, run_session
 from evener.tui.cli.streams import terminal_columns
 from evener.tui.text.parsing import parse_budget, parse_duration
@@ -22,9 +23,15 @@ _CHANGEABLE = ("budget_seconds", "pace", "share", "compare")  # without effect o
 _OPTIONS = {"settings": "--set"}
 
 
-def run_balance(request: Request, budget: str | None, *, resume: str | None, export: Path | None, as_json: bool) -> int:
+def run_balance(
+    request: Request, budget: str | None, *, resume: str | None, dry_run: bool, export: Path | None, as_json: bool
+) -> int:
     """Run a session and print its plan; returns the exit code."""
     request, extend_seconds = _read_budget(request, budget, resume)
+    if dry_run:
+        if resume is not None or export is not None:
+            raise RequestError("--dry-run makes no plan and goes on with no run.", "Leave --resume and --export out.")
+        return run_dry(request, as_json)
 
     def make() -> Session:
         if resume is not None:
