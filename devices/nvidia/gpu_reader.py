@@ -13,6 +13,7 @@ from typing import Any
 from evener.devices.nvidia import gpm
 from evener.devices.nvidia.nvml_calls import Counter, Fields, Metric, first_value
 from evener.devices.nvidia.nvml_library import Handle, Library, memory
+from evener.devices.nvidia.processes import GpuProcesses
 from evener.devices.types import UNSUPPORTED, Device, DeviceSample, Reading, State, value
 
 SLOW_SECONDS = 5.0  # limits that rarely change, the fan
@@ -57,18 +58,13 @@ SPOKEN_SHARE = 0.5  # percent of a tick from which a reason is named
 class GpuReader:
     """One GPU through one handle; made anew when the GPU or the driver has come back.
 
-    `sample` raises GpuGoneError or DriverGoneError, and nothing else. `parent` and `instance`: of a MIG instance.
+    `sample` and `processes.read` raise GpuGoneError or DriverGoneError, and nothing else. `parent`: of a MIG instance.
     """
 
-    def __init__(
-        self,
-        nvml: Library,
-        handle: Handle,
-        device: Device,
-        parent: Handle | None = None,
-        instance: int | None = None,
-    ) -> None:
-        self.nvml, self.handle, self.device, self.is_mig = nvml, handle, device, parent is not None
+    def __init__(self, nvml: Library, handle: Handle, device: Device, parent: Handle | None = None) -> None:
+        self.nvml, self.handle, self.device = nvml, handle, device
+        self.processes = GpuProcesses(nvml, handle, parent is not None)
+        instance = None if parent is None else nvml.nvmlDeviceGetGpuInstanceId(handle)
         self._activity = gpm.Activity(nvml, handle if parent is None else parent, instance)
         links = dict.fromkeys((LINK_SEND_KIB, LINK_RECEIVE_KIB), ALL_LINKS)
         self._fields = Fields(nvml, handle, [POWER_AVERAGE])
@@ -118,22 +114,19 @@ class GpuReader:
 
     def _calls(self) -> list[tuple[str, Callable[[], float], float]]:
         nvml, handle = self.nvml, self.handle
+        slowdown = nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
         return [
             ("utilization", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu, 0.0),
             ("memory_used", self._used_bytes, 0.0),
             ("temperature", lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU), CALM_SECONDS),
             ("clock", lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM), 0.0),
             ("fan", lambda: nvml.nvmlDeviceGetFanSpeed(handle), SLOW_SECONDS),
-            ("temperature_limit", self._slowdown_celsius, ONCE_SECONDS),
+            ("temperature_limit", lambda: nvml.nvmlDeviceGetTemperatureThreshold(handle, slowdown), ONCE_SECONDS),
             ("clock_max", lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM), ONCE_SECONDS),
             ("power", lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000, 0.0),
             ("power_limit", lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000, SLOW_SECONDS),
             ("reasons", lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle), 0.0),
         ]
-
-    def _slowdown_celsius(self) -> float:
-        slowdown = self.nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
-        return float(self.nvml.nvmlDeviceGetTemperatureThreshold(self.handle, slowdown))
 
     def _used_bytes(self) -> float:
         _, used = memory(self.nvml, self.handle)

@@ -21,7 +21,6 @@ from evener.devices.nvidia.nvml_library import (
     error_code,
     load,
 )
-from evener.devices.nvidia.processes import GpuProcesses
 from evener.devices.types import LOST, Device, DeviceSample, Reading, Snapshot, State
 from evener.errors import DeviceError
 
@@ -40,7 +39,6 @@ class _Slot:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.reader: GpuReader | None = None
-        self.processes: GpuProcesses | None = None
         self.note = ""
         self.retry_at = 0.0
         self.events: tuple[str, ...] = ()
@@ -83,13 +81,10 @@ class NvmlSource:
         now = self._builder.begin()
         self._heal(now)
         self._watch_events()
-        samples, seen = [], {}
-        for slot in self._slots.values():
-            sample, processes = self._sample(slot, now)
-            samples.append(sample)
-            seen[slot.device.id] = processes
+        found = {identity: self._sample(slot, now) for identity, slot in self._slots.items()}
+        seen = {identity: processes for identity, (_, processes) in found.items()}
         notes = (*self._notes, *([self._trouble] if self._trouble else []))
-        return self._builder.snapshot(samples, notes, seen, self._driver)
+        return self._builder.snapshot([sample for sample, _ in found.values()], notes, seen, self._driver)
 
     def close(self) -> None:
         """Let go of the driver; never waits longer than a second or two."""
@@ -132,10 +127,8 @@ class NvmlSource:
         if self._wanted is not None and device.id not in self._wanted:
             return
         slot = self._slots.setdefault(device.id, _Slot(device))
-        instance = None if parent is None else nvml.nvmlDeviceGetGpuInstanceId(handle)
-        slot.reader = GpuReader(nvml, handle, slot.device, parent, instance)
+        slot.reader = GpuReader(nvml, handle, slot.device, parent)
         slot.reader.first_joules = slot.first_joules
-        slot.processes = GpuProcesses(nvml, handle, parent is not None)
         slot.note = ""
 
     def _heal(self, now: float) -> None:
@@ -154,11 +147,11 @@ class NvmlSource:
     def _sample(self, slot: _Slot, now: float) -> tuple[DeviceSample, Sequence[OnDevice]]:
         if slot.reader is None and self._is_open and now >= slot.retry_at:
             self._find_again(slot, now)
-        if slot.reader is not None and slot.processes is not None:
+        if slot.reader is not None:
             slot.events = self._events.recent(slot.reader.handle) if self._events else ()
             try:
                 sample = slot.reader.sample(now)
-                processes = slot.processes.read(now)
+                processes = slot.reader.processes.read(now)
             except GpuGoneError as gone:
                 self._lose(slot, gone.code, now)
             except DriverGoneError:
@@ -216,4 +209,4 @@ def _drop(slot: _Slot) -> None:
     if slot.reader is not None:
         slot.first_joules = slot.reader.first_joules
         slot.reader.close()
-    slot.reader = slot.processes = None
+    slot.reader = None
