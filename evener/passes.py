@@ -25,3 +25,9 @@ def split_passes(batch: int, micro: int) -> tuple[int, ...]:
 def batch_in_one_pass(shares: Sequence[int], micros: Sequence[int]) -> int:
     """The largest batch in the proportions of `shares` of which no device has more rows than in one pass."""
     return min(micro * sum(shares) // share for share, micro in zip(shares, micros, strict=True) if share)
+
+
+def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
+    """The rows of the largest pass among the shares that need several; None where each is one pass."""
+    several = [split_passes(share, micro) for share, micro in zip(shares, micros, strict=True) if micro < share]
+    return max((passes[-1] for passes in several), default=None)

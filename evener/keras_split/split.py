@@ -21,7 +21,7 @@ from evener.keras_split.engines.mirrored import Mirrored, UnevenMirroredStrategy
 from evener.keras_split.engines.multiworker import Group, Workers, group_from_environment
 from evener.keras_split.engines.towers import Towers
 from evener.keras_split.fit_hooks import FitHooks
-from evener.passes import batch_in_one_pass, split_passes
+from evener.passes import batch_in_one_pass, largest_pass
 from evener.plan import Plan, load_plan
 from evener.plan_check import check_fit, check_global_batch, describe
 from evener.shares import is_ratio
@@ -119,13 +119,13 @@ class Split:
         ).attach()
         return model
 
-    def _describe_passes(self) -> tuple[int, int] | tuple[()]:
+    def _describe_passes(self) -> tuple[int | None, int | None]:
         """Where shares are computed in passes: rows of the largest, and of the largest batch that is one pass each."""
         micros = self.cut.micros
         if not micros:
-            return ()
-        largest = max(rows[-1] for rows in map(split_passes, self.shares, micros) if len(rows) > 1)
-        return largest, max(len(micros), batch_in_one_pass(self.shares, micros))
+            return None, None
+        evaluated = max(len(micros), batch_in_one_pass(self.shares, micros))
+        return largest_pass(self.shares, micros), evaluated
 
     def data(
         self,

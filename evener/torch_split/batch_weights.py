@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from evener.errors import RequestError
+from evener.passes import count_passes
 from evener.shares import gradient_weight
 from evener.torch_split import model_checks
 from evener.torch_split.batch_tracker import BatchTracker, Pass, TakenBatch
@@ -19,8 +20,11 @@ from evener.torch_split.optimizer_check import OPTIMIZER_CHECK, check_weighted
 class BatchWeights:
     """Rows and weight of one rank in the batch in hand; with `by_loss`, `scale` applies the weight, not a hook."""
 
-    def __init__(self, shares: Sequence[int], rank: int, by_loss: bool) -> None:
+    def __init__(self, shares: Sequence[int], rank: int, by_loss: bool, micros: Sequence[int] = ()) -> None:
         self.batches = BatchTracker()
+        self.models: weakref.WeakSet[Any] = weakref.WeakSet()  # whose forward passes are looked at
+        self._micros = tuple(micros) or tuple(shares)
+        self._open: TakenBatch | None = None  # the batch whose parts are computed
         self._shares = tuple(shares)
         self._rank = rank
         self._by_loss = by_loss
@@ -50,6 +54,7 @@ class BatchWeights:
 
     def follow(self, model: Any) -> None:
         """Look at each of its forward passes."""
+        self.models.add(model)
         hook = _forward_hooks.get(model)
         if hook is None:
             hook = _forward_hooks[model] = _ForwardHook()
@@ -79,15 +84,63 @@ class BatchWeights:
         elif waiting is None:
             self._weights.end()
 
+    @property
+    def in_passes(self) -> bool:
+        """Whether a rank needs more than one pass for its share."""
+        return self._micros != self._shares
+
+    def open_parts(self, batch: Any) -> tuple[int, ...]:
+        """What follows are passes of this batch, of which the ranks have these rows."""
+        self.refuse_in_parts("parts")
+        self._open = self._identify(batch, True)
+        return self._open.sizes
+
+    def scale_part(self, loss: Any) -> Any:
+        """A pass's part of the loss, as `scale` has it where a hook doesn't weigh the gradients."""
+        return self.scale(loss) if self._by_loss else loss
+
+    def list_models(self, given: Sequence[Any] | None) -> list[Any]:
+        """The models that exchange gradients: those given, else all that are wrapped."""
+        models = list(self.models if given is None else given)
+        if len(self._shares) == 1 or not self.in_passes:
+            return models
+        if not models:
+            raise RequestError(
+                "split.parts knows of no wrapped model, so each pass would exchange gradients.",
+                "Write model = split.wrap(model) before, or split.parts(batch, models=[model]).",
+            )
+        if any(getattr(model, "static_graph", False) for model in models):
+            raise RequestError(
+                "A model with static_graph=True can't take several passes: PyTorch fails where one exchanges nothing.",
+                "Leave static_graph out of split.wrap.",
+            )
+        return models
+
+    def close_parts(self) -> None:
+        """All passes of a batch are computed."""
+        self._open = None
+
+    def refuse_in_parts(self, name: str) -> None:
+        """RequestError while parts are computed: the ranks have different numbers of passes, and would wait forever."""
+        if self._open is not None:
+            raise RequestError(
+                f"split.{name} can't be called inside split.parts: ranks have different numbers of passes.",
+                "Call it after the last part; part.backward(loss) weighs a loss, count= a mean that isn't over rows.",
+            )
+
     def forward(self, model: Any, inputs: Any) -> None:
         """A wrapped model computes: its gradients count by the sizes of the batch that `inputs` are of."""
         if not torch.is_grad_enabled():
             self.batches.skip()
             return
+        if self.in_passes and self._open is None and model.training:
+            raise self._parts_missing()
+        if len(self._shares) == 1:
+            return
         model_checks.check_not_inside_ddp()
         self._weights.refusal = None
         try:
-            batch = self._identify(inputs, model.training)
+            batch = self._open or self._identify(inputs, model.training)
         except RequestError as error:
             if model.training:
                 raise
@@ -134,6 +187,16 @@ class BatchWeights:
             check_weighted(parameters, exchanged_parameters())
         elif self._scaled_pass is None:
             raise _scale_forgotten()
+
+    def _parts_missing(self) -> RequestError:
+        passes = list(map(count_passes, self._shares, self._micros))
+        rank = passes.index(max(passes))
+        return RequestError(
+            f"The plan has rank {rank} compute its {self._shares[rank]} rows in {passes[rank]} passes, but this loop"
+            " computes a batch at once.",
+            "Write for part in split.parts(batch): and part.backward(loss), or make a plan with evener balance --micro"
+            " off.",
+        )
 
     def _note_scaled(self, gradient: Any) -> None:
         self._scaled_pass = torch._C._current_graph_task_id()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from inspect import signature
 from typing import Any
@@ -188,6 +189,23 @@ def count_rows(dataset: Any) -> int:
             f"The length of a {kind} is not known, so its rows can't be shared out exactly.",
             "Give a data set with len() and numbered rows.",
         ) from None
+
+
+def warn_of_short_batches(sampler: UnevenBatchSampler, planned: int) -> None:
+    """Warn of ranks without a row in the last step, and of steps that are all smaller than the plan's batch."""
+    if sampler.length < planned:
+        warnings.warn(
+            f"The data set has {sampler.length} rows, fewer than the plan's global batch of {planned}: each step is"
+            " smaller than those that the plan was measured with.",
+            stacklevel=3,
+        )
+    last = sampler.sizes(len(sampler) - 1)
+    if min(last) == 0:
+        warnings.warn(
+            f"An epoch's last batch has {sum(last)} rows for {len(last)} ranks. The other ranks get a row that"
+            " gradients don't count; in a metric, cut it off by split.rows, or use split.gather or drop_last=True.",
+            stacklevel=3,
+        )
 
 
 def check_prefetch(prefetch: int | None, device: torch.device) -> int:

@@ -45,21 +45,36 @@ def check_not_inside_ddp() -> None:
         )
 
 
-def check_normalization(model: Any, weigh: str) -> None:
-    """Warn of normalization over a device's own rows; RequestError for what mixes the ranks' gradients unweighted."""
+def check_normalization(model: Any, weigh: str, world: int, pass_rows: int | None) -> None:
+    """Warn of normalization over a device's own rows; RequestError for what mixes the ranks' gradients unweighted.
+
+    `pass_rows` are those of the largest pass, where shares are computed in passes.
+    """
     kinds = [type(module) for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
     synchronized = any(issubclass(kind, torch.nn.SyncBatchNorm) for kind in kinds)
-    if synchronized and weigh == "gradients":
-        raise RequestError(
-            "SyncBatchNorm mixes the ranks' gradients before they can be weighted.",
-            "Use Split(..., weigh='loss') and split.scale(loss).backward(), which is exact.",
-        )
-    if kinds and not synchronized:
+    if synchronized and world > 1:
+        _check_synchronized(weigh, pass_rows)
+    if kinds and pass_rows is not None:
+        warnings.warn(f"Batch normalization sees one pass of {pass_rows} rows, not the whole share.", stacklevel=3)
+    if kinds and not synchronized and world > 1:
         warnings.warn(
             f"{kinds[0].__name__} normalizes over each device's own share, so training depends on the split; "
             "SyncBatchNorm (on GPUs), GroupNorm or LayerNorm don't. A short last batch can leave a device a single "
             "row, of which PyTorch takes no statistics: use drop_last=True.",
             stacklevel=3,
+        )
+
+
+def _check_synchronized(weigh: str, pass_rows: int | None) -> None:
+    if pass_rows is not None:
+        raise RequestError(
+            "SyncBatchNorm exchanges statistics in each pass, and the ranks have different numbers of passes.",
+            "Make a plan without passes (evener balance --micro off), or use GroupNorm or LayerNorm.",
+        )
+    if weigh == "gradients":
+        raise RequestError(
+            "SyncBatchNorm mixes the ranks' gradients before they can be weighted.",
+            "Use Split(..., weigh='loss') and split.scale(loss).backward(), which is exact.",
         )
 
 

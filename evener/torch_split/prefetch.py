@@ -7,16 +7,17 @@ GPU: so the memory that they take is bounded, and the same in a probe as in a tr
 from __future__ import annotations
 
 import atexit
-import copy
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any, ClassVar
 
 import torch
+
+from evener.torch_split.nested_batch import each_tensor
 
 DEPTH = 2  # batches that wait on the device
 
@@ -141,22 +142,6 @@ class _Lane:
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(arrived)
         each_tensor(lambda tensor: tensor.record_stream(stream), batch)
-
-
-def each_tensor(function: Callable[[Any], Any], data: Any) -> Any:
-    """`function` of every tensor in tuples, lists and mappings, which keep their types; all else as it is."""
-    if isinstance(data, torch.Tensor):
-        return function(data)
-    if isinstance(data, MutableMapping):
-        same = copy.copy(data)
-        same.update({key: each_tensor(function, item) for key, item in data.items()})
-        return same
-    if isinstance(data, tuple) and not hasattr(data, "pin_memory"):  # a PackedSequence knows better
-        items = [each_tensor(function, item) for item in data]
-        return type(data)(*items) if hasattr(data, "_fields") else tuple(items)
-    if isinstance(data, list):
-        return [each_tensor(function, item) for item in data]
-    return data
 
 
 def _pin(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from evener.errors import RequestError
+from evener.passes import batch_in_one_pass
 from evener.plan import Plan, Share
 from evener.plan_check import check_fit, check_global_batch, describe
 from evener.shares import apportion, check_ratios
@@ -42,6 +43,18 @@ def plan_shares(
     if held and stand.rank == 0:  # one process says it for all
         warnings.warn(f"The plan was measured with limits that a training doesn't have: {held}.", stacklevel=3)
     return tuple(size for size, share in zip(plan.shares(global_batch), plan.layout.share, strict=True) if share.batch)
+
+
+def plan_micros(plan: Plan, global_batch: int | None) -> tuple[int, ...]:
+    """The most rows that each rank computes in one pass."""
+    return tuple(filter(None, plan.micros(global_batch)))
+
+
+def shares_to_evaluate(shares: Sequence[int], micros: Sequence[int]) -> tuple[int, ...]:
+    """Those of a batch that each rank computes in one pass: validation isn't cut into passes."""
+    if tuple(shares) == tuple(micros):
+        return tuple(shares)
+    return apportion(max(len(shares), batch_in_one_pass(shares, micros)), shares)
 
 
 def ratio_shares(ratios: Sequence[float] | None, global_batch: int | None, world: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeVar, overload
 
@@ -25,16 +25,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evener.errors import RequestError
 from evener.live import Reporter
+from evener.passes import largest_pass
 from evener.plan import Plan, load_plan
 from evener.plan_check import check_fit
 from evener.torch_split.batch_tracker import Pass
 from evener.torch_split.batch_weights import BatchWeights
 from evener.torch_split.gather import gather_rows, is_equal_everywhere
-from evener.torch_split.loader import Loader, StepListener, check_options, count_rows
+from evener.torch_split.loader import Loader, StepListener, check_options, count_rows, warn_of_short_batches
 from evener.torch_split.model_checks import check_normalization, find_ddp, is_sharded
 from evener.torch_split.model_digest import model_digest
+from evener.torch_split.parts import Part, in_turn, make_parts, weigh_by_count
 from evener.torch_split.process import choose_device, find_stand, join, settle, visible_gpus
-from evener.torch_split.rank_shares import plan_shares, ratio_shares, unplanned_share
+from evener.torch_split.rank_shares import plan_micros, plan_shares, ratio_shares, shares_to_evaluate, unplanned_share
 from evener.torch_split.row_order import Order, RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
 
@@ -82,7 +84,8 @@ class Split:
         settle(self.device, share)
         if self.world > 1 and join(self.device, backend):
             atexit.register(_leave_group)
-        self._weights = BatchWeights(self.shares, self.rank, by_loss=weigh == "loss")
+        self.micros = self.shares if self.plan is None else plan_micros(self.plan, global_batch)  # most rows of a pass
+        self._weights = BatchWeights(self.shares, self.rank, weigh == "loss", self.micros)
         self._reporter = Reporter()
         weakref.finalize(self, self._reporter.close)  # a split that is dropped reports no more
         self._live = (share or unplanned_share(self.device, gpus),)
@@ -135,7 +138,7 @@ class Split:
         chosen = None if order is None else RowOrder(order, rows, seed)
         sampler = UnevenBatchSampler(
             rows,
-            self.shares,
+            self.shares if training else shares_to_evaluate(self.shares, self.micros),
             self.rank,
             shuffle=shuffle,
             seed=seed,
@@ -143,17 +146,9 @@ class Split:
             order=chosen,
             join_tail=not training,
         )
-        self._warn_of_extra_rows(sampler)
+        if self.rank == 0:
+            warn_of_short_batches(sampler, self.global_batch if self.plan and training else 0)
         return Loader(dataset, sampler, _Steps(self, training), options, self.device, prefetch, training)
-
-    def _warn_of_extra_rows(self, sampler: UnevenBatchSampler) -> None:
-        last = sampler.sizes(len(sampler) - 1)
-        if self.rank == 0 and min(last) == 0:
-            warnings.warn(
-                f"An epoch's last batch has {sum(last)} rows for {self.world} ranks. The other ranks get a row that"
-                " gradients don't count; in a metric, cut it off by split.rows, or use split.gather or drop_last=True.",
-                stacklevel=3,
-            )
 
     def wrap(self, model: Model, **options: Any) -> Model | DistributedDataParallel:
         """The model on this process's device, in DistributedDataParallel (`options` are its own), gradients weighted.
@@ -163,10 +158,12 @@ class Split:
         """
         module: Any = model
         self._check_model(module)
+        check_normalization(module, self.weigh, self.world, largest_pass(self.shares, self.micros))
         if self.world == 1:
             moved: Model = module.to(self.device)
+            if self._weights.in_passes:
+                self._weights.follow(moved)
             return moved
-        check_normalization(module, self.weigh)
         if is_sharded(module):
             return self._follow_sharded(model)
         ddp = find_ddp(module)
@@ -179,6 +176,11 @@ class Split:
         return made
 
     def _follow_sharded(self, model: Model) -> Model:
+        if self._weights.in_passes:
+            raise RequestError(
+                "FSDP gathers weights in each pass, and the ranks have different numbers of passes.",
+                "Make a plan without passes (evener balance --micro off), or use DistributedDataParallel.",
+            )
         if self.weigh == "gradients":
             raise RequestError(
                 "FSDP shards the model, and its mean over ranks can't be weighted.",
@@ -199,8 +201,26 @@ class Split:
         """Say that what follows is a batch in which each rank has these rows; the loader does so itself."""
         self._weights.begin(sizes)
 
+    def parts(
+        self, batch: Any, count: Callable[[Part], Any] | None = None, models: Sequence[Any] | None = None
+    ) -> Iterator[Part]:
+        """This rank's batch in the passes of the plan: compute each part.batch, and call part.backward(loss).
+
+        The last pass exchanges gradients, of all wrapped models or of `models`. `count(part)` is what a mean that isn't
+        over rows is divided by, such as the tokens that aren't ignored. Every rank calls it for every batch.
+        """
+        sizes = self._weights.open_parts(batch)
+        try:
+            parts = make_parts(batch, sizes[self.rank], self.micros[self.rank], self._weights.scale_part)
+            if count is not None:
+                weigh_by_count(parts, count, sizes, self.rank, self.device)
+            yield from in_turn(parts, self._weights.list_models(models))
+        finally:
+            self._weights.close_parts()
+
     def scale(self, loss: Any) -> Any:
         """With `weigh="loss"`: the mean loss of this rank's rows, weighted so that DDP's mean over ranks is exact."""
+        self._weights.refuse_in_parts("scale")
         if self.weigh != "loss":
             raise RequestError("The gradients are weighted already.", "Call loss.backward(), or Split(weigh='loss').")
         return self._weights.scale(loss)
@@ -211,6 +231,7 @@ class Split:
         `total` is this rank's sum of losses, `count` of what it is to be divided by: tokens that aren't ignored, or the
         sum of class weights. `loss.backward()`, `scale` and `mean` then do what they do with a mean over rows.
         """
+        self._weights.refuse_in_parts("loss")
         counted = torch.as_tensor(count).detach().to(self.device, torch.float64, copy=True)
         if not self._weights.sizes[self.rank]:
             total, counted = total * 0, counted * 0
@@ -224,6 +245,7 @@ class Split:
         Rows that only keep step are left out. Gradients flow back to the rank that computed a row, so that a loss over
         the whole batch is exact: every rank computes it and calls backward().
         """
+        self._weights.refuse_in_parts("gather")
         if self.world == 1:
             return rows
         return gather_rows(rows, self._weights.sizes, self.rank, self.weigh == "loss")
@@ -235,6 +257,7 @@ class Split:
 
     def mean(self, value: Any) -> float:
         """The mean over the global batch in hand of a figure that each rank has as the mean over its rows."""
+        self._weights.refuse_in_parts("mean")
         return float(self.total(value * self.weight if self._weights.sizes[self.rank] else 0.0))
 
     @overload
@@ -243,6 +266,7 @@ class Split:
     def total(self, value: torch.Tensor) -> Any: ...
     def total(self, value: Any) -> Any:
         """The sum over the ranks: of a number a float, of a tensor with dimensions a tensor. Every rank calls it."""
+        self._weights.refuse_in_parts("total")
         figure = torch.as_tensor(value).detach()
         whole = figure.ndim and not figure.is_floating_point()
         figure = figure.to(self.device, torch.int64 if whole else torch.float64, copy=True)

@@ -43,7 +43,7 @@ def run(batches: tuple[int, ...], folder: Path, gpus: bool = False) -> list[Any]
 
 def check(ended: list[dict[str, Any]], name: str, case: Any, global_batch: int) -> None:
     """Every rank has the weights and the losses of the plain loop."""
-    weights, losses = RANKS.reference(case, global_batch)
+    weights, losses = RANKS.reference(case, case.global_batch(global_batch))
     for rank in ended:
         for mine, expected in zip(rank[name][0], weights, strict=True):
             torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
@@ -74,5 +74,5 @@ def test_the_trainings_moved_the_weights() -> None:
     """What is compared is not the start: every case moves some weight by more than a thousandth."""
     for case in {**RANKS.CASES, **RANKS.GPU_CASES}.values():
         start = [weights.detach() for weights in RANKS.model(case).parameters()]
-        weights, _ = RANKS.reference(case, 8)
+        weights, _ = RANKS.reference(case, case.global_batch(8))
         assert max(float((now - then).abs().max()) for now, then in zip(weights, start, strict=True)) > 1e-3

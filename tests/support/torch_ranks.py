@@ -16,6 +16,8 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from evener.plan import Plan, load_plan, make_layout
+from evener.torch_split import Split
 from evener.torch_split.sampler import UnevenBatchSampler
 
 STEPS = 21
@@ -38,6 +40,11 @@ class TrainingCase(msgspec.Struct, frozen=True):
     normalize: bool = False  # over the global batch: on GPUs only
     ignore: bool = False  # one class, and weigh the others
     validate: bool = False  # within each step
+    passes: tuple[int, ...] = ()  # of each rank: by split.parts, under a plan of five times the shares
+
+    def global_batch(self, planned: int) -> int:
+        """Rows of a step, where the plan is for so many."""
+        return 5 * planned if self.passes else planned
 
 
 CASES = {
@@ -64,6 +71,14 @@ CASES = {
     "validation in each step": TrainingCase("momentum", validate=True),
     "the same, by loss": TrainingCase("momentum", validate=True, weigh="loss"),
     "loss, accumulate, penalty": TrainingCase("adamw", accumulate=3, weigh="loss", penalty=1e-2),
+    "passes 3:1:2": TrainingCase("momentum", rows=97, passes=(3, 1, 2)),
+    "passes 2:5:1, clip, less rows than ranks": TrainingCase("adamw", rows=82, passes=(2, 5, 1), clip=0.05),
+    "passes 1:1:1, validation": TrainingCase("adam", rows=97, passes=(1, 1, 1), validate=True),
+    "passes, counted, accumulated": TrainingCase("adam", rows=91, passes=(3, 1, 2), ignore=True, accumulate=2),
+    "passes, by loss": TrainingCase("momentum", rows=97, passes=(2, 5, 1), weigh="loss", penalty=1e-2, ignore=True),
+    "passes, accumulated with sync": TrainingCase(
+        "momentum", rows=97, passes=(2, 5, 1), accumulate=3, no_sync=False, options={"gradient_as_bucket_view": True}
+    ),
 }
 GPU_CASES = {  # a row that only keeps step would count in the statistics: every rank has rows of its own in each step
     "synchronized normalization": TrainingCase("momentum", rows=48, weigh="loss", normalize=True),
@@ -155,28 +170,52 @@ def finish(case: TrainingCase, step: int, net: torch.nn.Module, update: torch.op
         update.zero_grad()
 
 
-def train(case: TrainingCase, plan: str) -> tuple[list[torch.Tensor], list[float]]:
-    """The same by the adapter: this rank's weights and the global losses."""
-    from evener.torch_split import Split
+def plan_for(case: TrainingCase, path: str) -> Plan:
+    """The plan, or one of five times its shares in the case's passes."""
+    plan = load_plan(path)
+    if not case.passes:
+        return plan
+    batches = tuple(5 * batch for batch in plan.batches)
+    passes = iter(case.passes)
+    micros = tuple(-(-batch // next(passes)) if batch else 0 for batch in batches)
+    layout = make_layout("split", plan.layout.share, batches, micros=micros)
+    return msgspec.structs.replace(plan, layout=layout)
 
-    split = Split(plan, weigh=case.weigh)
+
+def compute(case: TrainingCase, split: Split, net: Any, batch: Any) -> float:
+    """Forward and backward of one step, at once or by parts; the loss of the whole batch."""
+    bare = getattr(net, "module", net)
+    if not case.passes:
+        inputs, labels = batch
+        loss = objective(case, bare, net(inputs), labels, split)
+        mean = split.mean(loss)
+        loss = loss / case.accumulate
+        (split.scale(loss) if case.weigh == "loss" else loss).backward()
+        return mean
+    classes = CLASSES.to(split.device)
+    total = 0.0
+    for part in split.parts(batch, (lambda part: classes[part.batch[1]].sum()) if case.ignore else None):
+        inputs, labels = part.batch
+        total += part.backward(objective(case, bare, net(inputs), labels) / case.accumulate)
+    return split.mean(total) * case.accumulate
+
+
+def train(case: TrainingCase, path: str) -> tuple[list[torch.Tensor], list[float]]:
+    """The same by the adapter: this rank's weights and the global losses."""
+    split = Split(plan_for(case, path), weigh=case.weigh)
     net = split.wrap(torch.nn.SyncBatchNorm.convert_sync_batchnorm(model(case)), **case.options)
     update = optimizer(case, net)
     losses: list[float] = []
     loader = split.loader(data(case), seed=2)
     while len(losses) < STEPS:
         for rows, classes in loader:
-            inputs, labels = rows.to(split.device), classes.to(split.device)
             step = len(losses)
             last = (step + 1) % case.accumulate == 0
             if case.validate:
                 for _ in split.loader(data(case), training=False):
                     pass
             with nullcontext() if last or not case.no_sync else split.no_sync(net):
-                loss = objective(case, getattr(net, "module", net), net(inputs), labels, split)
-                losses.append(split.mean(loss))
-                loss = loss / case.accumulate
-                (split.scale(loss) if case.weigh == "loss" else loss).backward()
+                losses.append(compute(case, split, net, (rows.to(split.device), classes.to(split.device))))
             finish(case, step, net, update)
             if len(losses) == STEPS:
                 break

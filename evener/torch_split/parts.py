@@ -1,0 +1,87 @@
+"""A rank's batch in passes: each part is a forward and a backward pass, and the last one exchanges the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evener.errors import RequestError
+from evener.passes import split_passes
+from evener.shares import bounds, gradient_weight
+from evener.torch_split.nested_batch import cut_rows
+
+
+class Part:
+    """The rows of one pass, in the batch's own structure; `rows` of them count, 0 where the rank only keeps step.
+
+    `weight` is its part of this rank's mean loss, 0 to 1.
+    """
+
+    def __init__(self, batch: Any, rows: int, weight: Any, scale: Callable[[Any], Any]) -> None:
+        self.batch = batch
+        self.rows = rows
+        self.weight = weight
+        self.computed = False  # backward was called
+        self._scale = scale
+
+    def backward(self, loss: Any) -> Any:
+        """The backward pass of the mean loss over these rows (or over what `count` counted), weighted among the passes.
+
+        Returns the weighted loss, detached: their sum over the parts is this rank's mean loss, for `split.mean`. With a
+        GradScaler, give what `scaler.scale(loss)` returns. Several losses of one pass may be given in turn.
+        """
+        self.computed = True
+        if not isinstance(self.weight, torch.Tensor):
+            self._scale(loss * self.weight).backward()
+            return loss.detach() * self.weight
+        weight = self.weight.to(loss.dtype)
+        self._scale(loss * weight).backward()
+        return torch.where(weight > 0, loss.detach() * weight, 0.0)  # a mean over nothing is NaN
+
+    def check_computed(self) -> None:
+        """RequestError if its rows would be missing from the gradient."""
+        if torch.is_grad_enabled() and not self.computed:
+            raise RequestError(
+                "A pass ended without part.backward(loss), so its rows would be missing from the gradient.",
+                "Call part.backward(loss) in place of loss.backward(), in every pass.",
+            )
+
+
+def make_parts(batch: Any, rows: int, micro: int, scale: Callable[[Any], Any]) -> list[Part]:
+    """The parts of a rank's batch, of which `rows` count, in passes of up to `micro` rows; RequestError if not."""
+    passes = split_passes(rows, micro)
+    if len(passes) <= 1:
+        return [Part(batch, rows, 1.0, scale)]
+    return [
+        Part(cut_rows(batch, start, stop, rows), stop - start, (stop - start) / rows, scale)
+        for start, stop in bounds(passes)
+    ]
+
+
+def weigh_by_count(
+    parts: Sequence[Part], count: Callable[[Part], Any], sizes: Sequence[int], rank: int, device: torch.device
+) -> None:
+    """Weigh each part by what `count` counts in it, of all that the ranks count in the batch; every rank calls it."""
+    counted = [torch.as_tensor(count(part)).detach().to(device, torch.float64) for part in parts]
+    own = torch.stack(counted) * min(1, sizes[rank])
+    total = own.sum()
+    if len(sizes) > 1:
+        dist.all_reduce(total)
+    weights = own / (total * (gradient_weight(sizes, rank) or 1.0))
+    for part, weight in zip(parts, weights, strict=True):
+        part.weight = weight
+
+
+def in_turn(parts: Sequence[Part], models: Sequence[Any]) -> Iterator[Part]:
+    """Each part; the models exchange gradients in the last one only."""
+    for part in parts:
+        with ExitStack() as stack:
+            for model in models if part is not parts[-1] else ():
+                if hasattr(model, "no_sync"):
+                    stack.enter_context(model.no_sync())
+            yield part
+        part.check_computed()
