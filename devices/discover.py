@@ -147,7 +147,7 @@ def _gpus(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
     from evener.devices.nvidia.nvml_library import list_gpus
 
     listing = list_gpus()
-    gpus = tuple(listed.device for listed in listing.gpus)
+    gpus = listing.devices
     if not gpus:
         raise DeviceError("The NVIDIA driver lists no GPU that answers.", "Check nvidia-smi and dmesg.")
     hidden = variables.get("CUDA_VISIBLE_DEVICES")
@@ -159,11 +159,10 @@ def _gpus(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
                 f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU.", "Unset it, or name GPUs as in gpu:0."
             )
         chosen += [_limited(device, term.limit) for device in picked]
-    used = {listed.device.id: listed.used_bytes or 0 for listed in listing.gpus}
     crowded = [
-        f"{device.label} has {used[device.id] / 2**30:.1f} of {device.memory_bytes / 2**30:.1f} GiB in use by others."
+        f"{device.label} has {used / 2**30:.1f} of {device.memory_bytes / 2**30:.1f} GiB in use by others."
         for device in chosen
-        if device.memory_bytes and used[device.id] > CROWDED * device.memory_bytes
+        if device.memory_bytes and (used := listing.used_bytes[device.id] or 0) > CROWDED * device.memory_bytes
     ]
     order = order_note(gpus, variables) if not all(term.pick for term in terms) else ""
     return Discovery(tuple(chosen), (*listing.notes, *([order] if order else []), *crowded))

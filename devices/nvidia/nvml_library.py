@@ -37,17 +37,11 @@ class GpuHandle(NamedTuple):
     parent: Handle | None = None  # of a MIG instance
 
 
-class ListedGpu(msgspec.Struct, frozen=True):
-    """A GPU, or a MIG instance of one, as NVML lists it."""
-
-    device: Device
-    used_bytes: int | None  # by whoever has it now
-
-
 class Listing(msgspec.Struct, frozen=True):
-    """The GPUs that NVML lists, and notes on those that don't answer."""
+    """The GPUs and MIG instances that NVML lists, and notes on those that don't answer."""
 
-    gpus: tuple[ListedGpu, ...]
+    devices: tuple[Device, ...]
+    used_bytes: dict[str, int | None]  # by id: what whoever has it now uses
     notes: tuple[str, ...] = ()
 
 
@@ -111,7 +105,8 @@ def list_gpus() -> Listing:
 
     A GPU that doesn't answer is left out with a note. DeviceError if the driver doesn't.
     """
-    found: list[ListedGpu] = []
+    devices: list[Device] = []
+    used: dict[str, int | None] = {}
     with opened() as nvml:
         try:
             handles, silent = enumerate_gpus(nvml)
@@ -119,10 +114,13 @@ def list_gpus() -> Listing:
             raise driver_fault(error) from None
         for each in handles:
             try:
-                found.append(ListedGpu(describe(nvml, *each[:2]), memory(nvml, each.handle)[1]))
+                device = describe(nvml, *each[:2])
+                used[device.id] = memory(nvml, each.handle)[1]
+                devices.append(device)
             except nvml.NVMLError as error:
                 silent[each.number] = error
-    return Listing(tuple(found), tuple(f"GPU:{index} does not answer: {silent[index]}." for index in sorted(silent)))
+    notes = tuple(f"GPU:{index} does not answer: {silent[index]}." for index in sorted(silent))
+    return Listing(tuple(devices), used, notes)
 
 
 def enumerate_gpus(nvml: Library) -> tuple[list[GpuHandle], dict[int, Exception]]:
@@ -157,10 +155,8 @@ def mig_instances(nvml: Library, handle: Handle) -> tuple[Handle, ...] | None:
         return None
     handles = []
     for slot in range(slots):
-        try:
+        with suppress(nvml.NVMLError):  # an empty slot
             handles.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot))
-        except nvml.NVMLError:
-            continue  # an empty slot
     return tuple(handles)
 
 
@@ -193,16 +189,12 @@ def memory(nvml: Library, handle: Handle) -> tuple[int | None, int | None]:
 
     Drivers before 510 lack the second version, which tells what the driver keeps for itself.
     """
-    try:
-        newer = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
-        return int(newer.total) - int(newer.reserved), int(newer.used)
-    except nvml.NVMLError as error:
-        if error_code(error) not in _NEVER:
-            raise
-    try:
-        older = nvml.nvmlDeviceGetMemoryInfo(handle)
-    except nvml.NVMLError as error:
-        if error_code(error) not in _NEVER:
-            raise
-        return None, None
-    return int(older.total), int(older.used)
+    for version in (nvml.nvmlMemory_v2, None):
+        try:
+            found = nvml.nvmlDeviceGetMemoryInfo(handle, version=version)
+        except nvml.NVMLError as error:
+            if error_code(error) not in _NEVER:
+                raise
+        else:
+            return int(found.total) - (int(found.reserved) if version else 0), int(found.used)
+    return None, None
