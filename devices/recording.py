@@ -31,6 +31,7 @@ class RecordingHeader(msgspec.Struct, frozen=True):
 
 _snapshots = msgspec.json.Decoder(Snapshot)
 _headers = msgspec.json.Decoder(RecordingHeader)
+_BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Recorder:
@@ -39,7 +40,6 @@ class Recorder:
     def __init__(self, path: Path, hostname: str = "", largest_bytes: int = LARGEST_RECORDING_BYTES) -> None:
         self.path = path
         self._largest_bytes = largest_bytes
-        self._written_bytes = 0
         self.full = False
         try:
             self._stream: BinaryIO = path.open("xb", buffering=0)
@@ -52,20 +52,18 @@ class Recorder:
     def write(self, snapshot: Snapshot) -> bool:
         """Append one snapshot; False once the file is as large as it may get."""
         row = msgspec.json.encode(snapshot) + b"\n"
-        if self.full or self._written_bytes + len(row) > self._largest_bytes:
-            self.full = True
-            return False
-        self._append(row)
-        return True
+        self.full = self.full or self._stream.tell() + len(row) > self._largest_bytes
+        if not self.full:
+            self._append(row)
+        return not self.full
 
     def _append(self, row: bytes) -> None:
         left = memoryview(row)
         try:
             while left:
-                left = left[os.write(self._stream.fileno(), left) :]
+                left = left[self._stream.write(left) :]
         except OSError as error:
             raise _unwritable(self.path, error) from None
-        self._written_bytes += len(row)
 
     def close(self) -> None:
         """Let go of the file; it may be called twice."""
@@ -86,29 +84,31 @@ def _unwritable(path: Path, error: OSError) -> RequestError:
 
 def _plain_file(path: Path) -> BinaryIO:
     """The file open for reading. Refused: a pipe, which could block the reader, and a device, which might never end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return os.fdopen(descriptor, "rb")
         os.close(descriptor)
-        raise ValueError("it is not a plain file")
-    return os.fdopen(descriptor, "rb")
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
+        reason = "it is not a plain file"
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+    raise RequestError(f"The recording {path} can't be read: {reason}.", REMEDY)
 
 
 class Recording:
-    """A recording that is read; snapshots are found by position, and only one is in memory at a time."""
+    """A recording as a source of snapshots: each tick gives the next one; the last stays, with a note.
+
+    Snapshots are found by position, and only one is in memory at a time.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self._stream: BinaryIO = _plain_file(path)
-        except (OSError, ValueError) as error:
-            raise RequestError(f"The recording {path} can't be read: {_reason(error)}.", REMEDY) from None
+        self.position = -1
+        self._stream = _plain_file(path)
         try:
             self.header = self._read_header()
             self._starts = self._find_lines()
+            self._first = self.snapshot(0)
         except BaseException:
             self._stream.close()
             raise
@@ -116,13 +116,38 @@ class Recording:
     def __len__(self) -> int:
         return len(self._starts)
 
+    @property
+    def interval_seconds(self) -> float:
+        """Between its snapshots, as it was recorded."""
+        return max(0.05, self._first.interval_seconds)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last snapshot has been given."""
+        return self.position >= len(self) - 1
+
+    def devices(self) -> tuple[Device, ...]:
+        """Those of the first snapshot."""
+        return tuple(sample.device for sample in self._first.devices)
+
+    def sample(self) -> Snapshot:
+        """The next snapshot; a broken line ends the recording there, and a note says so."""
+        ended, last = self.ended, len(self) - 1
+        self.position = last if ended else self.position + 1
+        try:
+            snapshot = self.snapshot(self.position)
+        except RequestError as fault:
+            self.position = last
+            return msgspec.structs.replace(self._first, devices=(), processes=(), notes=(str(fault),))
+        notes = ("The recording ends here.",) if ended else ()
+        return msgspec.structs.replace(snapshot, notes=(*snapshot.notes, *notes))
+
     def snapshot(self, position: int) -> Snapshot:
         """One snapshot, from 0; RequestError if its line is broken."""
         self._stream.seek(self._starts[position])
-        row = self._stream.readline(LONGEST_LINE_BYTES)
         try:
-            return _snapshots.decode(row)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return _snapshots.decode(self._stream.readline(LONGEST_LINE_BYTES))
+        except _BROKEN as error:
             raise RequestError(f"{self.path}, line {position + 2}: {error}.", REMEDY) from None
 
     def close(self) -> None:
@@ -130,10 +155,9 @@ class Recording:
         self._stream.close()
 
     def _read_header(self) -> RecordingHeader:
-        row = self._stream.readline(LONGEST_LINE_BYTES)
         try:
-            header = _headers.decode(row)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            header = _headers.decode(self._stream.readline(LONGEST_LINE_BYTES))
+        except _BROKEN:
             raise RequestError(f"{self.path} is not a recording of the monitor.", REMEDY) from None
         if header.evener_monitor != VERSION:
             raise RequestError(
@@ -158,46 +182,3 @@ class Recording:
         if not starts:
             raise RequestError(f"{self.path} holds no snapshot.", REMEDY)
         return starts
-
-
-class ReplaySource:
-    """A recording as a source of snapshots: each tick gives the next one; the last stays, with a note."""
-
-    def __init__(self, recording: Recording) -> None:
-        self.recording = recording
-        self.position = -1
-        try:
-            self._first = recording.snapshot(0)
-        except BaseException:
-            recording.close()
-            raise
-
-    @property
-    def interval_seconds(self) -> float:
-        """Between its snapshots, as it was recorded."""
-        return max(0.05, self._first.interval_seconds)
-
-    @property
-    def ended(self) -> bool:
-        """Whether the last snapshot has been given."""
-        return self.position >= len(self.recording) - 1
-
-    def devices(self) -> tuple[Device, ...]:
-        """Those of the first snapshot."""
-        return tuple(sample.device for sample in self._first.devices)
-
-    def sample(self) -> Snapshot:
-        """The next snapshot; a broken line ends the recording there, and a note says so."""
-        ended, last = self.ended, len(self.recording) - 1
-        self.position = last if ended else self.position + 1
-        try:
-            snapshot = self.recording.snapshot(self.position)
-        except RequestError as fault:
-            self.position = last
-            return msgspec.structs.replace(self._first, devices=(), processes=(), notes=(str(fault),))
-        notes = ("The recording ends here.",) if ended else ()
-        return msgspec.structs.replace(snapshot, notes=(*snapshot.notes, *notes))
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self.recording.close()

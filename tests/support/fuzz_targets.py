@@ -23,7 +23,7 @@ from evener.balancer.session import Session
 from evener.balancer.store import journal, replay
 from evener.devices.discover import discover, open_source
 from evener.devices.limits import parse_limit, write_limit
-from evener.devices.recording import Recorder, Recording, ReplaySource
+from evener.devices.recording import Recorder, Recording
 from evener.devices.simulated.machine_file import parse_machine
 from evener.errors import EvenerError
 from evener.live_files import file_name, read_trainings, start_ticks
@@ -165,9 +165,9 @@ def fuzz_reply(data: bytes) -> None:
 def fuzz_recording(data: bytes) -> None:
     """A recording that can be read can be drawn."""
     with _file(data) as path:
-        source = ReplaySource(Recording(path))
+        source = Recording(path)
         try:
-            for _ in range(min(5, len(source.recording) + 1)):
+            for _ in range(min(5, len(source) + 1)):
                 _show(*snapshot_text(source.sample(), 100, UNICODE, colour=False).splitlines())
         finally:
             source.close()

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from evener.devices.recording import Recorder, Recording, ReplaySource
+from evener.devices.recording import Recorder, Recording
 from evener.errors import RequestError
 from evener.tui.cli.commands.monitor import run_monitor
 
@@ -51,7 +51,7 @@ def test_a_broken_line_in_the_middle_is_named_and_ends_a_replay(tmp_path: Path, 
     path = _recorded(tmp_path / "a.jsonl", script)
     rows = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([rows[0], rows[1], b'{"at_seconds": "x"}\n', rows[3]]))
-    source = ReplaySource(Recording(path))
+    source = Recording(path)
     assert source.sample().at_seconds == 1000.0
     broken = source.sample()
     assert "line 3" in broken.notes[0]
@@ -98,7 +98,7 @@ def test_a_recording_replaces_nothing_and_stays_within_its_size(tmp_path: Path, 
 
 
 def test_a_replay_gives_each_snapshot_then_says_that_it_ended(tmp_path: Path, script: Any) -> None:
-    source = ReplaySource(Recording(_recorded(tmp_path / "a.jsonl", script)))
+    source = Recording(_recorded(tmp_path / "a.jsonl", script))
     assert [device.id for device in source.devices()] == ["gpu-0", "gpu-1"]
     assert [source.sample().at_seconds for _ in range(3)] == [1000.0, 1001.0, 1002.0]
     assert source.sample().notes[-1] == "The recording ends here."

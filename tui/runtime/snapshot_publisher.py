@@ -13,7 +13,7 @@ from textual.message import Message
 
 from evener.devices.cuda_visible import visible_gpus
 from evener.devices.discover import discover, open_source
-from evener.devices.recording import Recording, ReplaySource
+from evener.devices.recording import Recording
 from evener.devices.sampler import Sampler
 from evener.devices.simulated.source import SimulatedSource
 from evener.devices.types import Device, DeviceSample, Snapshot, Source, State, value
@@ -78,9 +78,9 @@ class SourcePublisher:
     def state(self) -> str:
         """Where a recording is."""
         source = self._source
-        if not isinstance(source, ReplaySource):
+        if not isinstance(source, Recording):
             return ""
-        return f"replay {source.position + 1}/{len(source.recording)}"
+        return f"replay {source.position + 1}/{len(source)}"
 
     def start(self, post: Post) -> None:
         """Take the first sample at once."""
@@ -131,7 +131,7 @@ def open_publisher(
     RequestError and DeviceError say what is wrong with either one.
     """
     if replay is not None:
-        recorded = ReplaySource(Recording(replay))
+        recorded = Recording(replay)
         return SourcePublisher(recorded, max(0.1, recorded.interval_seconds)), recorded.devices()
     found = discover(devices, only_visible=False)
     return SourcePublisher(open_source(found), interval_seconds), _trainable(found.devices)

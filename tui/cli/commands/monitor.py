@@ -13,7 +13,7 @@ from typing import TextIO
 
 import msgspec
 
-from evener.devices.recording import Recorder, Recording, ReplaySource
+from evener.devices.recording import Recorder, Recording
 from evener.devices.types import DeviceSample, Reading, Snapshot, Source
 from evener.errors import RequestError
 from evener.tui.text.formatting import plain
@@ -79,7 +79,7 @@ def _check_interval(interval_seconds: float | None) -> None:
 
 def _open(devices: str, only_visible: bool, replay: Path | None) -> Source:
     if replay is not None:
-        return ReplaySource(Recording(replay))
+        return Recording(replay)
     from evener.devices.discover import discover, open_source
 
     return open_source(discover(devices, only_visible=only_visible))
@@ -95,12 +95,12 @@ def _check_indices(source: Source, only: tuple[int, ...] | None) -> None:
 
 def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapshot]:
     """One settled reading, or one every `pause` seconds; a recording's last one, or all of them."""
-    recorded = source if isinstance(source, ReplaySource) else None
+    recorded = source if isinstance(source, Recording) else None
     if recorded is None:
         source.sample()
         time.sleep(GPU_SETTLE_SECONDS if any(each.kind == "gpu" for each in source.devices()) else SETTLE_SECONDS)
     elif not loops:
-        yield recorded.recording.snapshot(len(recorded.recording) - 1)
+        yield recorded.snapshot(len(recorded) - 1)
         return
     due = time.monotonic()
     while True:
