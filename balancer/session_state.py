@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from evener.balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
-from evener.balancer.types import Belief, Observation, OutOfMemory, Probe, Result, Timed
+from evener.balancer.types import Belief, Layout, Observation, OutOfMemory, Probe, Result, Timed, layout_of
 from evener.plan import BEST_SINGLE, EVEN_SPLIT, LARGER_BATCH, SOLO_PREFIX, Plan, Throughput
 
 KEPT_OBSERVATIONS = 2000
@@ -127,10 +127,18 @@ def best_solo(state: SessionState, device: int) -> Timed | None:
     return _fastest([each for each, layout in layouts if layout.kind == "solo" and layout.active == (device,)])
 
 
+def chosen_layout(state: SessionState) -> Layout | None:
+    """The shares and passes of the plan, or of the best layout so far."""
+    if state.finished is not None:
+        shares = state.finished.plan.layout.share
+        return layout_of(tuple(share.batch for share in shares), tuple(share.micro for share in shares))
+    return state.best.layout if state.best is not None else None
+
+
 def memory_wall(state: SessionState, device: int) -> int | None:
-    """The smallest batch at which the device alone ran out of memory."""
+    """The fewest rows of a pass at which the device alone ran out of memory."""
     walls = [
-        seen.observation.probe.layout.shares[device]
+        seen.observation.probe.layout.pass_rows[device]
         for seen in state.seen
         if isinstance(seen.observation, OutOfMemory) and seen.observation.probe.layout.active == (device,)
     ]
@@ -138,10 +146,8 @@ def memory_wall(state: SessionState, device: int) -> int | None:
 
 
 def largest_run(state: SessionState, device: int) -> int:
-    """The largest share that ran on the device, alone or with others; 0 if none did."""
-    curves = state.belief.curves if state.belief is not None else ()
-    alone = [batch for curve in curves if curve.device == device for batch, _ in curve.measured]
-    return max([*alone, *(each.probe.layout.shares[device] for each in timed(state))], default=0)
+    """The most rows that ran on the device in one pass, alone or with others; 0 if none did."""
+    return max((each.probe.layout.pass_rows[device] for each in timed(state)), default=0)
 
 
 class RivalRate(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from evener.balancer.events import Event, Observed, Started
 from evener.balancer.session_state import Running, SessionState, advance, seconds_left
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
-from evener.tui.text.formatting import duration, half_width, percent, plain, rate
+from evener.tui.text.formatting import duration, half_width, percent, plain, rate, write_share
 
 DOUBTS = {  # about one measurement, behind its figure
     "not_finite": "loss not finite",
@@ -90,9 +90,14 @@ def outcome_name(seen: Observation) -> str:
     return "timed" if isinstance(seen, Timed) else "out of memory" if isinstance(seen, OutOfMemory) else "failed"
 
 
+def share_words(layout: Layout, device: int) -> str:
+    """A device's share, with its passes: 820 = 2 × 410."""
+    return write_share(layout.shares[device], layout.pass_rows[device])
+
+
 def layout_words(layout: Layout, labels: Sequence[str], most: int = 8) -> str:
     """The devices that compute, with their shares: GPU:0[820] GPU:1[568]; of more than `most`, some are counted."""
-    words = [f"{labels[i]}[{layout.shares[i]}]" for i in layout.active]
+    words = [f"{labels[i]}[{share_words(layout, i)}]" for i in layout.active]
     if layout.processes > 1:
         words.insert(0, f"{layout.processes} x")
     words += [f"({plain(word, 40)})" for word in (layout.placement, *layout.knobs) if word]

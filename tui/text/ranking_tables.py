@@ -9,7 +9,7 @@ from evener.balancer.search.ranking import Standing
 from evener.balancer.search.search import Search, is_even
 from evener.balancer.types import Failed, Observation, OutOfMemory, Timed
 from evener.tui.text.formatting import half_width, percent, plain, rate, size
-from evener.tui.text.progress import outcome_name
+from evener.tui.text.progress import outcome_name, share_words
 from evener.tui.text.tables import Table
 
 SCALING_STEPS = 1000  # the tables have the seconds of this many steps
@@ -46,7 +46,7 @@ def where(one: Standing, labels: Sequence[str]) -> str:
     layout = one.candidate.layout
     if layout.kind == "place":
         return f"{' '.join(labels[i] for i in layout.active)} [{layout.global_batch}]"
-    words = " ".join(f"{labels[i]}[{layout.shares[i]}]" for i in layout.active)
+    words = " ".join(f"{labels[i]}[{share_words(layout, i)}]" for i in layout.active)
     return words if layout.processes == 1 else f"{layout.processes} x {words}"
 
 
@@ -133,6 +133,7 @@ def _standing_json(found: Search, one: Standing) -> dict[str, object]:
     return {
         "kind": one.candidate.family,
         "batches": layout.shares,
+        "micro": layout.pass_rows,
         "processes": layout.processes,
         "placement": layout.placement,
         "knobs": layout.knobs,

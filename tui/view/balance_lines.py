@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.balancer.session_state import SUM, RivalRate, SessionState, rivals, seconds_left
-from evener.balancer.types import Observation, OutOfMemory, Timed
+from evener.balancer.session_state import SUM, RivalRate, SessionState, chosen_layout, rivals, seconds_left
+from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 from evener.shares import apportion
 from evener.tui.text.formatting import duration, percent, rate
-from evener.tui.text.progress import layout_words, outcome_words
+from evener.tui.text.progress import layout_words, outcome_words, share_words
 from evener.tui.view.cells import Line, Span, Tone, clean, cut, device_tone, line, pad, span_cells, text_lines, wrap
 from evener.tui.view.charts import bar
 from evener.tui.view.marks import Marks
@@ -22,21 +22,21 @@ def share_lines(state: SessionState, width: int, height: int, marks: Marks) -> t
 
     While another split is measured, its shares are shown too, as a second bar if there is a row for it.
     """
-    shares = chosen_shares(state)
-    if shares is None or not sum(shares) or width < 4:
+    chosen = chosen_layout(state)
+    if chosen is None or not chosen.global_batch or width < 4:
         return (line(Span(" No layout has been measured yet.", "dim")),)
-    legend = _legend(state, shares, width, marks)
-    total = line(Span(f" global batch {sum(shares)}", "dim"))
-    tried = tried_shares(state)
+    legend = _legend(state, chosen, width, marks)
+    total = line(Span(f" global batch {chosen.global_batch}", "dim"))
+    tried = _tried_layout(state, chosen)
     if tried is None:
-        return (_shares_bar(shares, width, marks), *legend, total)
+        return (_shares_bar(chosen.shares, width, marks), *legend, total)
     before = (*total.spans, Span(f"{marks.dot:^3}", "dim"), Span(f"{marks.running} ", "speed"))
-    parts = [str(share) for share in tried if share]
-    words = f"now {' + '.join(parts)} = {sum(tried)}"
+    parts = [f"({part})" if "=" in part else part for part in (share_words(tried, i) for i in tried.active)]
+    words = f"now {' + '.join(parts)} = {tried.global_batch}"
     if span_cells(before) + len(words) > width:
-        words = f"now {sum(tried)} over {len(parts)} devices"
+        words = f"now {tried.global_batch} over {len(parts)} devices"
     facts = line(*before, Span(words))
-    bars = [_shares_bar(shares, width, marks), _shares_bar(tried, width, marks)]
+    bars = [_shares_bar(layout.shares, width, marks) for layout in (chosen, tried)]
     return (*bars[: max(1, min(2, height - len(legend) - 1))], *legend, Line(pad(facts.spans, width)))
 
 
@@ -47,10 +47,11 @@ def _shares_bar(shares: Sequence[int], width: int, marks: Marks) -> Line:
     return Line((Span(" "), *spans))
 
 
-def _legend(state: SessionState, shares: Sequence[int], width: int, marks: Marks) -> list[Line]:
+def _legend(state: SessionState, layout: Layout, width: int, marks: Marks) -> list[Line]:
     """What each device computes; where there are many, those that are left out are only counted."""
+    shares = layout.shares
     detailed = len(shares) <= DETAILED_SHARES
-    items = [_share_item(state, shares, device, marks) for device, share in enumerate(shares) if share or detailed]
+    items = [_share_item(state, layout, device, marks) for device, share in enumerate(shares) if share or detailed]
     if not detailed and 0 in shares:
         items.append((Span(f" {shares.count(0)} left out ", "dim"),))
     legend: list[Line] = []
@@ -63,27 +64,21 @@ def _legend(state: SessionState, shares: Sequence[int], width: int, marks: Marks
     return [*legend, Line(row)]
 
 
-def _share_item(state: SessionState, shares: Sequence[int], device: int, marks: Marks) -> tuple[Span, ...]:
-    share = shares[device]
-    part = f" ({percent(share / sum(shares), 0)})" if len(shares) <= DETAILED_SHARES else ""
+def _share_item(state: SessionState, layout: Layout, device: int, marks: Marks) -> tuple[Span, ...]:
+    share = layout.shares[device]
+    part = f" ({percent(share / layout.global_batch, 0)})" if len(layout.shares) <= DETAILED_SHARES else ""
     return (
         Span(f" {marks.fills[device % len(marks.fills)]} ", device_tone(device)),
         Span(f"{state.devices[device]} ", "strong"),
-        Span(f"{share}{part} " if share else "left out ", "text" if share else "dim"),
+        Span(f"{share_words(layout, device)}{part} " if share else "left out ", "text" if share else "dim"),
     )
 
 
-def tried_shares(state: SessionState) -> tuple[int, ...] | None:
-    """The shares of the split that is measured now, unless they are the chosen ones."""
-    splits = (each.probe.layout.shares for each in state.running if len(each.probe.layout.active) > 1)
-    return next((shares for shares in splits if shares != chosen_shares(state)), None)
-
-
-def chosen_shares(state: SessionState) -> tuple[int, ...] | None:
-    """The shares of the plan, or of the best layout so far."""
-    if state.finished is not None:
-        return state.finished.plan.batches
-    return state.best.layout.shares if state.best is not None else None
+def _tried_layout(state: SessionState, chosen: Layout) -> Layout | None:
+    """The split that is measured now, unless it has the chosen shares and passes."""
+    splits = (each.probe.layout for each in state.running if len(each.probe.layout.active) > 1)
+    known = (chosen.shares, chosen.pass_rows)
+    return next((layout for layout in splits if (layout.shares, layout.pass_rows) != known), None)
 
 
 def rival_lines(state: SessionState, width: int, height: int, marks: Marks) -> tuple[Line, ...]:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from evener.balancer.session_state import SessionState, best_solo, largest_run, memory_wall, own_speed
+from evener.balancer.session_state import (
+    SessionState,
+    best_solo,
+    chosen_layout,
+    largest_run,
+    memory_wall,
+    own_speed,
+)
 from evener.devices.types import DeviceSample
 from evener.tui.text.formatting import duration, percent, rate
+from evener.tui.text.progress import share_words
 from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, device_tone, span_cells
 from evener.tui.view.devices import DEVICE_COLUMNS, DeviceRow
 from evener.tui.view.marks import Marks
-from evener.tui.view.table import NO_CURSOR, Column, Position, column_widths, table_lines, text_cell
+from evener.tui.view.table import NO_CURSOR, Column, Position, column_widths, table_lines
 
 LONG_SECONDS = 2.0  # of a phase, from which it is said how long it has lasted
 WIDE = 100  # columns, from which used memory has a column too
@@ -63,8 +71,13 @@ def _sample_cell(key: str) -> Callable[[_Lane, int, Marks], tuple[Span, ...]]:
     return draw
 
 
-def _batch(lane: _Lane) -> str:
-    return "" if lane.running is None else str(lane.running.probe.layout.shares[lane.device])
+def _batch(lane: _Lane, width: int, _marks: Marks) -> tuple[Span, ...]:
+    if lane.running is None:
+        return (Span(""),)
+    layout, device = lane.running.probe.layout, lane.device
+    share = str(layout.shares[device])
+    passes = f"{layout.passes(device)}×{layout.pass_rows[device]}" if layout.passes(device) > 1 else share
+    return (Span(passes if cells(passes) <= width else share),)
 
 
 def _speed(lane: _Lane, _width: int, _marks: Marks) -> tuple[Span, ...]:
@@ -88,12 +101,16 @@ def _alone(lane: _Lane, width: int, marks: Marks) -> tuple[Span, ...]:
     solo = best_solo(lane.state, lane.device)
     if solo is None:
         return (Span(marks.none, "dim"),)
-    spans = (Span(rate(solo.samples_per_second), "strong"), Span(f" at {solo.probe.layout.global_batch}", "dim"))
+    share = share_words(solo.probe.layout, lane.device)
+    spans = (Span(rate(solo.samples_per_second), "strong"), Span(f" at {share}", "dim"))
     return spans if span_cells(spans) <= width else spans[:1]
 
 
 def _fits(lane: _Lane, width: int, marks: Marks) -> tuple[Span, ...]:
-    """The largest batch that fits (~ if predicted) and the smallest that ran out of memory; neither is ever cut."""
+    """The largest batch that fits (~ if predicted) and the smallest that ran out of memory; neither is ever cut.
+
+    Of a chosen share that is larger, also in how many passes it fits.
+    """
     wall = memory_wall(lane.state, lane.device)
     belief = lane.state.belief
     sketch = next((each for each in belief.curves if each.device == lane.device), None) if belief else None
@@ -101,17 +118,20 @@ def _fits(lane: _Lane, width: int, marks: Marks) -> tuple[Span, ...]:
     if sketch is not None and sketch.largest_batch is not None:
         predicted = sketch.largest_batch > largest_run(lane.state, lane.device)
         largest = f"{'~' if predicted else ''}{sketch.largest_batch}"
-    if wall is None:
-        return (Span(f"{largest} fits"),) if largest else (Span(marks.none, "dim"),)
-    forms = (
-        (Span(f"{largest} fits, " if largest else ""), Span(f"{wall} not", "bad")),
-        (Span(largest), Span(f"{marks.wall}{wall}", "bad")),
-    )
-    return next((form for form in forms if span_cells(form) <= width), forms[-1][1:])
+    forms: list[tuple[Span, ...]] = [(Span(f"{largest} fits") if largest else Span(marks.none, "dim"),)]
+    if wall is not None:
+        walled = Span(f"{marks.wall}{wall}", "bad")
+        forms = [(Span(f"{largest} fits, " if largest else ""), Span(f"{wall} not", "bad")), (Span(largest), walled)]
+        forms.append((walled,))
+    chosen = chosen_layout(lane.state)
+    if chosen is not None and chosen.passes(lane.device) > 1:
+        passes = f"{chosen.shares[lane.device]} in {chosen.passes(lane.device)} passes"
+        forms = [*((*form, Span(f", {passes}")) for form in forms), (Span(passes),), *forms]
+    return next((form for form in forms if span_cells(form) <= width), forms[-1])
 
 
 _PROBE_COLUMNS: tuple[Column[_Lane], ...] = (
-    Column("batch", ("batch",), 6, text_cell(_batch)),
+    Column("batch", ("batch",), 6, _batch),
     Column("speed", ("samples/s", "smp/s"), 7, _speed),
     Column("interval", ("interval", "known"), 7, _interval),
     Column("alone", ("best alone", "alone"), 14, _alone),
