@@ -10,10 +10,12 @@ from textual.widget import Widget
 from textual.widgets import ContentSwitcher
 
 from evener.balancer.session_state import SessionState
+from evener.balancer.store.runs import load_run
+from evener.errors import EvenerError
 from evener.tui.screens.base import PanelScreen
 from evener.tui.screens.dialogs import ConfirmDialog
 from evener.tui.screens.export import plan_dialog, report_dialog
-from evener.tui.screens.run_dialogs import errors_dialog, errors_file
+from evener.tui.screens.run_dialogs import ask_to_continue, errors_dialog, errors_file
 from evener.tui.screens.setup import Setup
 from evener.tui.widgets.balance import BalanceView, LanePanel
 from evener.tui.widgets.choices import Ticks
@@ -27,6 +29,7 @@ class BalanceScreen(PanelScreen):
         Binding("p", "pause(True)", "Pause"),
         Binding("p", "pause(False)", "Resume"),
         Binding("x", "stop", "Stop"),
+        Binding("c", "go_on", "Continue"),
         Binding("e", "export", "Export"),
         Binding("w", "report", "Report"),
         Binding("t", "traceback", "Traceback"),
@@ -90,8 +93,8 @@ class BalanceScreen(PanelScreen):
             return state.finished is not None
         if action == "traceback":
             return errors_file(state.run) is not None
-        if action == "new":
-            return state.ended
+        if action in ("new", "go_on"):
+            return state.ended and bool(action == "new" or state.run)
         return True
 
     def on_setup_submitted(self, event: Setup.Submitted) -> None:
@@ -127,6 +130,13 @@ class BalanceScreen(PanelScreen):
     def action_traceback(self) -> None:
         """Show what failing children wrote."""
         self.app.push_screen(errors_dialog(self.evener.balance.run))
+
+    def action_go_on(self) -> None:
+        """Measure more in the run that has ended."""
+        try:
+            ask_to_continue(self.evener, load_run(self.evener.balance.run))
+        except EvenerError as fault:
+            self.evener.say(str(fault), severity="error")
 
     def action_new(self) -> None:
         """Return to the form."""

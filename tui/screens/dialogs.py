@@ -18,6 +18,7 @@ from evener.tui.view.cells import Line, Span, clean, line, wrap
 from evener.tui.widgets.lines import Lines
 
 AnswerT = TypeVar("AnswerT")
+WIDEST = 116  # cells of a wide dialog's text
 
 
 class Text(Lines):
@@ -57,15 +58,16 @@ class Dialog(UsesApp, ModalScreen[AnswerT], Generic[AnswerT]):
     @property
     def text_width(self) -> int:
         """Cells for text inside the frame."""
-        return max(1, min(72, self.app.size.width - 4))
+        return max(1, min(WIDEST if self.has_class("-wide") else 72, self.app.size.width - 4))
 
 
 class DetailsDialog(Dialog[None]):
     """A page of text, scrolled where it doesn't fit; `draw(width)` gives its lines, again at each new snapshot."""
 
-    def __init__(self, title: str, draw: Callable[[int], tuple[Line, ...]]) -> None:
+    def __init__(self, title: str, draw: Callable[[int], tuple[Line, ...]], *, wide: bool = False) -> None:
         super().__init__(title)
         self._draw = draw
+        self.set_class(wide, "-wide")
 
     def content(self) -> Iterable[Widget]:
         """The page."""

@@ -150,7 +150,7 @@ class MonitorScreen(SortedScreen):
             self.evener.say(str(fault), severity="error")
             return
         title = f"Environment of process {chosen.sample.pid}"
-        self.app.push_screen(DetailsDialog(title, lambda width: environment_lines(variables, width)))
+        self.app.push_screen(DetailsDialog(title, lambda width: environment_lines(variables, width), wide=True))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Offer only the keys that have an effect now."""

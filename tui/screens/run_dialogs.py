@@ -7,6 +7,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from textual.app import App
 from textual.widgets import Input
 
 from evener.balancer.store import runs
@@ -33,12 +34,21 @@ class ContinueDialog(FieldDialog):
         self._run = run
 
     async def take(self, text: str) -> bool:
-        """Start the session, and show it."""
+        """Start the session."""
         header = self._run.header
         more = parse_duration(text, "The time")
         self.evener.start_session(header.request, header.devices, resume=header.run, extend_seconds=more)
-        self.app.switch_mode("balance")
         return True
+
+
+def ask_to_continue(app: App[int], run: Run) -> None:
+    """Ask how long to go on with a run, and show its search."""
+
+    def show(done: bool | None) -> None:
+        if done:
+            app.switch_mode("balance")
+
+    app.push_screen(ContinueDialog(run), show)
 
 
 class NoteDialog(FieldDialog):
@@ -75,4 +85,4 @@ def errors_dialog(run: str) -> DetailsDialog:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - MOST_ERROR_BYTES))
             text = stream.read(MOST_ERROR_BYTES).decode(errors="replace")
     text = f"{path}\n\n{text}" if text else "No child of this run has written an error."
-    return DetailsDialog("Traceback", functools.cache(lambda width: whole_lines(text, width)))
+    return DetailsDialog("Traceback", functools.cache(lambda width: whole_lines(text, width)), wide=True)

@@ -10,6 +10,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.widget import Widget
 
+from evener.balancer.session_state import SessionState
 from evener.balancer.store import runs
 from evener.balancer.store.runs import Run, RunSummary
 from evener.errors import EvenerError
@@ -18,7 +19,7 @@ from evener.tui.screens.base import SortedScreen
 from evener.tui.screens.dialogs import ConfirmDialog
 from evener.tui.screens.export import plan_dialog, report_dialog
 from evener.tui.screens.replay import ReplayScreen
-from evener.tui.screens.run_dialogs import ContinueDialog, NoteDialog, errors_dialog, errors_file
+from evener.tui.screens.run_dialogs import NoteDialog, ask_to_continue, errors_dialog, errors_file
 from evener.tui.view.cells import Line, text_lines
 from evener.tui.view.runs import RUN_COLUMNS, RunRow, has_failed, plan_lines, run_lines, run_rows
 from evener.tui.view.table import Order
@@ -74,11 +75,10 @@ class RunsScreen(SortedScreen):
         Binding("r", "replay", "Replay"),
         Binding("e", "export", "Export"),
         Binding("w", "report", "Report"),
-        Binding("n", "note", "Note"),
         Binding("d,delete", "delete", "Delete"),
         Binding("t", "traceback", "Traceback"),
-        Binding("f", "hide_failed(True)", "Hide failed"),
-        Binding("f", "hide_failed(False)", "Show failed"),
+        Binding("n", "note", "Note", show=False),
+        Binding("f", "hide_failed", "Hide failed runs", show=False),
         Binding("f5", "reload", "Reload", show=False),
     ]
 
@@ -95,8 +95,14 @@ class RunsScreen(SortedScreen):
         yield self.filter_field()
 
     def on_mount(self) -> None:
-        """Focus the list."""
+        """Focus the list, and follow the session."""
         self.query_one(RunPanel).focus()
+        self.watch(self.app, "balance", self._followed, init=False)
+
+    async def _followed(self, before: SessionState, state: SessionState) -> None:
+        """Read the list again when a session has begun or ended."""
+        if self.is_current and (before.run, before.ended) != (state.run, state.ended):
+            await self.action_reload()
 
     async def on_screen_resume(self) -> None:
         """Reload the list, as there may be new runs."""
@@ -174,14 +180,12 @@ class RunsScreen(SortedScreen):
         """Offer only the keys that have an effect now."""
         panels = self.query(RunPanel)
         panel = panels.first() if panels else None
-        if action == "hide_failed":
-            return panel is not None and parameters[0] is not panel.hide_failed and any(map(has_failed, panel.found))
         if action not in ("go_on", "replay", "export", "report", "note", "delete", "traceback"):
             return True
         chosen = panel.chosen if panel is not None else None
         if chosen is None:
             return False
-        state, planned = chosen.summary.state, chosen.summary.probes > 0
+        state, planned = chosen.summary.state, chosen.summary.probes > 0 and not has_failed(chosen.summary)
         return {
             "go_on": state in ("finished", "stopped", "failed") and not self.evener.balance.active,
             "export": planned,
@@ -190,16 +194,17 @@ class RunsScreen(SortedScreen):
             "traceback": errors_file(chosen.summary.run) is not None,
         }.get(action, state != "unreadable")
 
-    def action_hide_failed(self, hide: bool) -> None:
+    def action_hide_failed(self) -> None:
         """Hide runs that failed or can't be read, or show them again."""
-        self.query_one(RunPanel).hide_failed = hide
+        panel = self.query_one(RunPanel)
+        panel.hide_failed = not panel.hide_failed
         self.redraw()
 
     def action_go_on(self) -> None:
         """Measure more in the run under the cursor."""
         found = self._chosen()
         if found is not None:
-            self.app.push_screen(ContinueDialog(found))
+            ask_to_continue(self.evener, found)
 
     def action_note(self) -> None:
         """Write a note and tags on the run under the cursor."""

@@ -61,7 +61,7 @@ def brief_devices(labels: Sequence[str]) -> str:
 
 
 def _workload(row: RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
-    text = row.summary.workload or row.summary.trouble
+    text = row.summary.workload.rpartition("/")[2] or row.summary.trouble  # of a file, its name
     return (Span(cut(clean(text), width, marks.ellipsis), "text" if row.summary.workload else "bad"),)
 
 

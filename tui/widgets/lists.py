@@ -107,7 +107,7 @@ class SortedPanel(ListPanel, Generic[RowT]):
 
     COLUMNS: ClassVar[Sequence[Column[Any]]]
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("s,f6", "next_sort", "Sort"),
+        Binding("s,f6", "next_sort", "Sort", show=False),
         Binding("S", "reverse", "Reverse", show=False),
         Binding("space", "tag", "Mark"),
     ]

@@ -1,0 +1,135 @@
+"""The list of runs: continued, annotated, sorted, filtered, marked; tracebacks and reports by a key."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from evener.balancer.session import Request, Session
+from evener.balancer.store import runs
+from evener.errors import NoLayoutError
+from evener.tui.screens.dialogs import DetailsDialog
+from evener.tui.screens.export import SaveDialog
+from evener.tui.screens.run_dialogs import ContinueDialog, NoteDialog
+from evener.tui.screens.runs import RunPanel
+from tests.support.pilots import text, until
+
+PAIR = "sim:gtx1080ti,gtx1080"
+BOOM = """
+def build():
+    raise ValueError("the width 63 does not fit")
+"""
+
+
+def _search(**asked: Any) -> None:
+    session = Session(Request(**asked))
+    try:
+        list(session.events())
+    except NoLayoutError:
+        pass
+    finally:
+        session.close()
+
+
+async def _listed(pilot: Pilot[Any], count: int) -> RunPanel:
+    await pilot.press("3")
+    await until(
+        pilot,
+        lambda: pilot.app.screen.query(RunPanel) and pilot.app.screen.query_one(RunPanel).count == count,
+        "the list",
+    )
+    return pilot.app.screen.query_one(RunPanel)
+
+
+async def _dialog(pilot: Pilot[Any], kind: type[Any]) -> None:
+    await until(pilot, lambda: isinstance(pilot.app.screen, kind) and pilot.app.screen.query("Text"), "the dialog")
+
+
+async def test_a_run_that_ended_is_continued_for_as_long_as_is_asked(app_of: Any) -> None:
+    """What was measured is kept, and the Balance screen shows what is added."""
+    await asyncio.to_thread(_search, devices=PAIR)
+    before = runs.list_runs()[0]
+    app = app_of()
+    async with app.run_test(size=(120, 36)) as pilot:
+        await _listed(pilot, 1)
+        await pilot.press("c")
+        await _dialog(pilot, ContinueDialog)
+        field = app.screen.query_one("#line", Input)
+        assert field.value == "300s"
+        field.value = "soon"
+        await pilot.press("enter")
+        await until(pilot, lambda: "is not a time" in text(app, "#hint"), "what is wrong")
+        field.value = "30s"
+        await pilot.press("enter")
+        await until(pilot, lambda: app.current_mode == "balance", "the search")
+        await until(pilot, lambda: app.balance.finished is not None and app.balance.ended, "its end")
+        assert (app.balance.run, app.balance.fault) == (before.run, "")
+        assert app.balance.probes > before.probes
+        await until(pilot, lambda: app.screen.check_action("go_on", ()), "and it can be continued again")
+
+
+async def test_the_list_is_sorted_filtered_marked_and_annotated(app_of: Any) -> None:
+    """Notes and tags are found by the filter; what is hidden is said in the heading, framed or not."""
+    await asyncio.to_thread(_search, devices=PAIR)
+    await asyncio.to_thread(_search, devices="sim:gtx1080", workload="keras_gru")
+    app = app_of()
+    async with app.run_test(size=(80, 24)) as pilot:
+        panel = await _listed(pilot, 2)
+        newest, oldest = [row.summary.run for row in panel.rows]
+        await pilot.press("S")
+        assert [row.summary.run for row in panel.rows] == [oldest, newest]
+        assert panel.chosen_run == newest, "the cursor stays on its run"
+        await pilot.press("n")
+        await _dialog(pilot, NoteDialog)
+        app.screen.query_one("#line", Input).value = "one card #baseline"
+        await pilot.press("enter")
+        await until(pilot, lambda: "#baseline one card" in text(app, "#left"), "the note")
+        await pilot.press("slash", *"baseline", "enter")
+        assert [row.summary.run for row in panel.rows] == [newest]
+        assert " 1 of 2: baseline" in text(app, "#runs").splitlines()[0]
+        await pilot.press("escape", "home", "space", "space", "d")
+        await pilot.pause()
+        assert "Delete 2 runs" in text(app, "#question")
+        await pilot.press("y")
+        await until(pilot, lambda: not runs.list_runs(), "both are gone")
+
+
+async def test_a_failed_run_says_why_and_shows_its_traceback_whole(app_of: Any, tmp_path: Path) -> None:
+    """A key shows the file; another one hides failed runs, and says so."""
+    run = "20261122-120000-aaaa"
+    await asyncio.to_thread(_search, devices="sim:gtx1080")
+    kept = runs.list_runs()[0].run
+    folder = runs.run_folder(kept).with_name(run)
+    folder.mkdir(mode=0o700)
+    (folder / "journal.jsonl").write_text("not a journal\n")
+    (folder / "errors.txt").write_text("Traceback:\n" + BOOM + "word " * 60 + "\nValueError: the last line\n")
+    app = app_of()
+    async with app.run_test(size=(80, 24)) as pilot:
+        panel = await _listed(pilot, 2)
+        assert panel.chosen_run == run
+        await pilot.press("t")
+        await _dialog(pilot, DetailsDialog)
+        shown = app.screen.query_one("Text").text
+        assert "ValueError: the last line" in shown
+        assert shown.replace("\n", "").count("word ") == 60, "long lines are broken, not cut"
+        await pilot.press("escape", "f")
+        await until(pilot, lambda: [row.summary.run for row in panel.rows] == [kept], "without the failed one")
+        assert "1 failed hidden" in text(app, "#runs")
+        assert not app.screen.check_action("traceback", ())
+
+
+async def test_a_report_is_written_from_the_list(app_of: Any, tmp_path: Path) -> None:
+    await asyncio.to_thread(_search, devices="sim:gtx1080")
+    app = app_of()
+    async with app.run_test(size=(120, 36)) as pilot:
+        await _listed(pilot, 1)
+        await pilot.press("w")
+        await _dialog(pilot, SaveDialog)
+        app.screen.query_one("#path", Input).value = str(tmp_path / "run.html")
+        await pilot.press("enter")
+        await until(pilot, lambda: not isinstance(app.screen, SaveDialog), "the file")
+        assert "<html" in (tmp_path / "run.html").read_text()
