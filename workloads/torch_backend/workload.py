@@ -20,14 +20,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.errors import RequestError
-from evener.passes import split_passes
-from evener.shares import bounds
 from evener.torch_split.gradient_weights import GradientWeights
 from evener.torch_split.model_digest import model_digest
+from evener.torch_split.parts import in_turn, make_parts
 from evener.torch_split.process import fetching_threads
 from evener.workloads.memory import MemoryMeter
 from evener.workloads.protocol import Place
-from evener.workloads.torch_backend.batches import Batches, Data, PoolData, SampleBatch, map_tensors
+from evener.workloads.torch_backend.batches import Batches, Data, PoolData, SampleBatch
 
 _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 
@@ -69,13 +68,13 @@ class TorchWorkload:
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=place.precision == "mixed_float16")
         self._weights: GradientWeights | None = None
         self._members: tuple[int, ...] = ()
-        self._passes: tuple[tuple[int, int], ...] = ()  # the rows of each, first and stop
+        self._micro = 0  # the most rows of a pass
         self._model: Any = self.recipe.module if lay is None else lay(self.recipe.module, self.devices)
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
         """Hold batches for this rank's share; a rank whose share is 0 is left out of the group until it has one."""
         own = own_share(self.place, shares)
-        self._passes = bounds(split_passes(own, own_share(self.place, micro or shares))) if own else ()
+        self._micro = own_share(self.place, micro or shares)
         batches = self._open_batches()
         batches.drop()
         self._memory.reset()
@@ -93,20 +92,20 @@ class TorchWorkload:
         batch = self._batches.take()
         optimizer = self.recipe.optimizer
         optimizer.zero_grad(set_to_none=True)
-        *others, last = self._passes
-        for rows in others:
-            with self._model.no_sync() if self._group else nullcontext():
-                self._add_gradients(cut(batch, *rows), (rows[1] - rows[0]) / last[1])
-        self._add_gradients(cut(batch, *last) if others else batch, (last[1] - last[0]) / last[1])
+        rows = self._batches.rows
+        if self._micro >= rows:
+            self._scaled_loss(*batch).backward()
+        else:
+            for part in in_turn(make_parts(batch, rows, self._micro, lambda loss: loss), [self._model]):
+                part.backward(self._scaled_loss(*part.batch))
         self._scaler.step(optimizer)
         self._scaler.update()
 
-    def _add_gradients(self, batch: tuple[Any, Any], weight: float) -> None:
-        """A forward and backward pass on rows that are this part of the share."""
+    def _scaled_loss(self, inputs: Any, targets: Any) -> Any:
         with self._autocast():
-            loss = self._objective(*batch)
+            loss = self._objective(inputs, targets)
         self._loss = loss.detach()
-        self._scaler.scale(loss if weight == 1.0 else loss * weight).backward()
+        return self._scaler.scale(loss)
 
     def synchronize(self) -> None:
         """Wait for the GPUs and for the batches fetched ahead; on a CPU nothing is pending when `step` returns."""
@@ -260,11 +259,6 @@ def own_share(place: Place, shares: Sequence[int]) -> int:
     if len(shares) != expected or min(shares) < 0 or not any(shares):
         raise RequestError(f"The shares {tuple(shares)} are not for {expected} devices.", "Give 0 or more for each.")
     return shares[place.rank] if expected > 1 else shares[0]
-
-
-def cut(batch: Any, start: int, stop: int) -> Any:
-    """These rows of a batch."""
-    return map_tensors(lambda tensor: tensor[start:stop], batch)
 
 
 def call(model: Any, inputs: Any) -> Any:
