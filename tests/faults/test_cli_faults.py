@@ -25,6 +25,7 @@ from evener.balancer.store import journal
 from evener.balancer.store.journal import Record
 from evener.balancer.types import Timed
 from evener.plan import load_plan
+from evener.tui.cli import session_runner
 
 HOME = Path(evener.__file__).parents[1]
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
@@ -203,17 +204,34 @@ def test_under_nohup_a_hang_up_ends_nothing(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_at_once(start: Start, state: Path, tmp_path: Path) -> None:
-    """Both arrive before the first is done with; children end all the same."""
+def test_ctrl_c_pressed_twice_still_writes_the_plan(start: Start, state: Path, tmp_path: Path) -> None:
+    """The second comes before the first is done with, and means the same."""
     process = start(*BALANCE, "--budget", "20s", "--export", "plan.toml")
     wait_for(lambda: measured(state))
     children = wait_for(lambda: children_of(process))
     process.send_signal(signal.SIGINT)
-    time.sleep(0.01)
+    time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     assert ends(process, children) == 130
+    assert "interrupted" in load_plan("plan.toml").search.why_stopped
     assert "Traceback" not in said(process)
-    nothing_left(tmp_path)
+
+
+def test_a_later_second_signal_ends_at_once_and_says_what_is_missing(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks again after a while doesn't want to wait."""
+    stopped: list[None] = []
+    stop = lambda: stopped.append(None)  # noqa: E731 - called by a signal
+    with session_runner.stopped_by_signals(stop, "stopping", "the plan is not written") as caught:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert caught == [130]
+        monkeypatch.setattr(session_runner, "PRESSED_TWICE_SECONDS", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert len(stopped) == 1
+    assert capfd.readouterr().err == "\nevener: stopping\n\nevener: the plan is not written\n"
 
 
 def own_terminal() -> None:

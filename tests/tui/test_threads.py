@@ -17,7 +17,6 @@ import pytest
 from evener.balancer.events import ProbeProgress
 from evener.devices.discover import discover, open_source
 from evener.devices.process_signals import send_signal
-from evener.devices.types import UNSUPPORTED
 from evener.errors import NoLayoutError, RequestError
 from evener.tui.runtime.messages import Sampled, SessionEnded, SessionReported
 from evener.tui.runtime.run_replay import RunReplay
@@ -68,28 +67,6 @@ def test_simulated_devices_follow_the_load_of_probes() -> None:
     count = len(messages)
     time.sleep(0.25)
     assert len(messages) == count, "no message comes after the end"
-
-
-def test_real_devices_show_the_speed_of_running_probes(script: Any) -> None:
-    class Source:
-        def devices(self) -> Any:
-            return (script.device(0),)
-
-        def sample(self) -> Any:
-            return script.snapshot(devices=(script.sample(0, samples_per_second=UNSUPPORTED),))
-
-        def close(self) -> None:
-            pass
-
-    feed = SourcePublisher(Source(), 0.1)
-    messages: list[Any] = []
-    feed.set_loads({"gpu-0": ProbeLoad(500.0, 64)})
-    feed.start(messages.append)
-    try:
-        _wait(lambda: messages)
-        assert messages[-1].snapshot.devices[0].samples_per_second.current == 500.0
-    finally:
-        feed.stop()
 
 
 def test_a_session_posts_every_event_then_its_end(events: Any, session_of: Any) -> None:

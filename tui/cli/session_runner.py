@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -24,6 +25,7 @@ from evener.tui.text.progress import Progress
 if TYPE_CHECKING:
     from rich.live import Live
 
+PRESSED_TWICE_SECONDS = 1.0  # in which a second signal is taken for the first one
 _STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
@@ -42,7 +44,9 @@ def run_session(
         check_plan_file(export, "--export")
         check_replaceable(export)
     session, progress = make(), Progress()
-    with stopped_by_signals(session.stop, "stopping; the best result so far is kept") as caught:
+    words = "stopping; the best result so far is kept"
+    unsaved = f"ended at once; {'the plan is not written; ' if export else ''}to go on: evener balance --resume"
+    with stopped_by_signals(session.stop, words, f"{unsaved} {session.run_id}") as caught:
         try:
             finished = _show_progress(session, progress, as_json)
         except NoLayoutError as fault:
@@ -78,19 +82,29 @@ def result_json(finished: Finished, **more: object) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def stopped_by_signals(stop: Callable[[], None], words: str) -> Iterator[list[int]]:
-    """Make Ctrl-C, SIGTERM and SIGHUP call `stop`; a second one ends at once. Yields the exit codes of those caught.
+def stopped_by_signals(stop: Callable[[], None], words: str, at_once: str = "ended at once") -> Iterator[list[int]]:
+    """Make Ctrl-C, SIGTERM and SIGHUP call `stop`. Yields the exit codes of those caught.
 
-    An ignored SIGHUP, as under `nohup`, stays ignored.
+    A second one, unless it comes with the first as from a key pressed twice, ends at once. An ignored SIGHUP, as under
+    `nohup`, stays ignored.
     """
     caught: list[int] = []
+    first_at = 0.0
+
+    def say(text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            os.write(2, f"\nevener: {text}\n".encode())
 
     def handle(number: int, _frame: FrameType | None) -> None:
+        nonlocal first_at
         if caught:
-            raise KeyboardInterrupt
+            if time.monotonic() - first_at > PRESSED_TWICE_SECONDS:
+                say(at_once)
+                raise KeyboardInterrupt
+            return
+        first_at = time.monotonic()
         caught.append(_STOPS[signal.Signals(number)])
-        with contextlib.suppress(OSError, ValueError):
-            os.write(2, f"\nevener: {words}\n".encode())
+        say(words)
         stop()
 
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-import msgspec
 from textual.message import Message
 
 from evener.devices.cuda_visible import visible_gpus
@@ -16,7 +15,7 @@ from evener.devices.discover import discover, open_source
 from evener.devices.recording import Recording
 from evener.devices.sampler import Sampler
 from evener.devices.simulated.source import SimulatedSource
-from evener.devices.types import Device, DeviceSample, Snapshot, Source, State, value
+from evener.devices.types import Device, Snapshot, Source
 from evener.tui.runtime.messages import Sampled
 
 Post = Callable[[Message], object]
@@ -62,7 +61,6 @@ class SourcePublisher:
     def __init__(self, source: Source, interval_seconds: float = 1.0) -> None:
         self._source = source
         self._sampler = Sampler(source, interval_seconds)
-        self._loads: Mapping[str, ProbeLoad] = {}
         self._post: Post | None = None
 
     @property
@@ -99,8 +97,7 @@ class SourcePublisher:
         return self._sampler.history(device_id, metric)
 
     def set_loads(self, loads: Mapping[str, ProbeLoad]) -> None:
-        """Simulated devices act on the load; real ones only get its samples/s added to what the driver reports."""
-        self._loads = dict(loads)
+        """Simulated devices act on the load; on real ones, probes report themselves as trainings do."""
         if isinstance(self._source, SimulatedSource):
             for position, device in enumerate(self._source.devices()):
                 load = loads.get(device.id)
@@ -108,19 +105,8 @@ class SourcePublisher:
                 self._source.set_load(position, speed, share)
 
     def _publish(self, snapshot: Snapshot) -> None:
-        post, loads = self._post, self._loads
-        if post is None:
-            return
-        if loads and not isinstance(self._source, SimulatedSource):
-            devices = tuple(_with_load(sample, loads.get(sample.device.id)) for sample in snapshot.devices)
-            snapshot = msgspec.structs.replace(snapshot, devices=devices)
-        post(Sampled(snapshot))
-
-
-def _with_load(sample: DeviceSample, load: ProbeLoad | None) -> DeviceSample:
-    if load is None or sample.samples_per_second.state is State.VALUE:
-        return sample
-    return msgspec.structs.replace(sample, samples_per_second=value(load.samples_per_second))
+        if self._post is not None:
+            self._post(Sampled(snapshot))
 
 
 def open_publisher(
