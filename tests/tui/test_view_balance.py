@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from evener.balancer.events import Paused, ProbeStarted
+from evener.balancer.result.number_format import write_share
 from evener.balancer.session_state import (
+    Running,
+    Seen,
     SessionState,
     advance,
     best_solo,
+    chosen_layout,
     curves,
     largest_run,
     memory_wall,
@@ -20,8 +27,19 @@ from evener.balancer.session_state import (
     rivals,
     seconds_left,
 )
-from evener.balancer.types import Failed, Interval, Probe, Result, layout_of, solo
-from evener.tui.view.balance_lines import chosen_shares, rival_lines, search_lines, share_lines, warning_lines
+from evener.balancer.types import (
+    Belief,
+    CurveSketch,
+    Failed,
+    Interval,
+    OutOfMemory,
+    Probe,
+    Result,
+    layout_of,
+    solo,
+)
+from evener.tui.text.progress import layout_words
+from evener.tui.view.balance_lines import rival_lines, search_lines, share_lines, warning_lines
 from evener.tui.view.cells import span_cells
 from evener.tui.view.lanes import lane_lines
 from evener.tui.view.marks import ASCII, UNICODE, Marks
@@ -38,6 +56,36 @@ def _after(events: Any, count: int | None = None) -> SessionState:
 
 def _text(lines: Any) -> str:
     return "\n".join(line.text for line in lines)
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000))
+def test_a_share_is_written_as_the_sum_of_its_passes(batch: int, micro: int) -> None:
+    """820, 820 = 2 × 410, 820 = 2 × 273 + 274: what stands on both sides of = is the same."""
+    whole, *passes = write_share(batch, micro).split(" = ")
+    assert int(whole) == batch
+    terms = [[int(figure) for figure in term.split(" × ")] for term in "".join(passes).split(" + ") if term]
+    assert sum(prod(term) for term in terms) == (batch if passes else 0)
+    assert all(term[-1] <= micro for term in terms)
+    assert bool(passes) == (batch > micro)
+
+
+def test_passes_are_shown_with_shares_and_beside_the_wall() -> None:
+    """In the lanes as far as they are wide; the wall stays where both don't fit."""
+    split = layout_of((820, 568), (410, 568))
+    wall = OutOfMemory(Probe(solo(2, 0, 512), "solo", 1.0), (0,), "full", 1.0)
+    belief = Belief((CurveSketch(0, (), (), 410, 512),), None, None, None, "")
+    running = (Running(Probe(layout_of((700, 568), (350, 568)), "split", 1.0), "measuring", None, None, 0.0),)
+    state = SessionState(devices=("GPU:0", "GPU:1"), seen=(Seen(wall, 1.0),), belief=belief, running=running)
+    state = msgspec.structs.replace(state, best=Result(split, Interval(100.0, 99.0, 101.0), 2))
+    assert memory_wall(state, 0) == 512
+    shares = _text(share_lines(state, 80, 9, UNICODE))
+    assert "GPU:0 820 = 2 × 410 (59 %)" in shares
+    assert "now (700 = 2 × 350) + 568 = 1268" in shares
+    wide, narrow = (_text(lane_lines(state, width, 9, UNICODE)[0]) for width in (118, 60))
+    assert "820 in 2 passes" in wide
+    assert "2×350" in wide
+    assert "512" in narrow
+    assert layout_words(split, state.devices) == "GPU:0[820 = 2 × 410] GPU:1[568]"
 
 
 def test_progress_replaces_progress_and_an_observation_ends_it(events: Any) -> None:
@@ -68,7 +116,7 @@ def test_nothing_is_claimed_before_it_ran(events: Any) -> None:
     start = _after(events, 1)
     assert rivals(start) == ()
     assert curves(start) == ()
-    assert chosen_shares(start) is None
+    assert chosen_layout(start) is None
     assert "Nothing has been measured yet." in _text(rival_lines(start, 80, 10, UNICODE))
     assert "No layout has been measured yet." in _text(share_lines(start, 80, 9, UNICODE))
 
