@@ -165,6 +165,11 @@ def _doing_lines(state: SessionState, width: int) -> tuple[Line, ...]:
         return text_lines("Stopping: the best plan so far is kept.", width, 3, "warn")
     if state.paused:
         return text_lines("Paused: no new probe starts until you resume.", width, 3, "warn")
+    building = [each for each in state.running if each.phase == "building"]
+    if building and len(building) == len(state.running):
+        where = {state.devices[i]: None for each in building for i in each.probe.layout.active}
+        longest = max(each.phase_seconds for each in building)
+        return text_lines(f"The model is being built on {', '.join(where)}: {duration(longest)}.", width, 3)
     doing = state.belief.doing if state.belief is not None else "The first probes are starting."
     return text_lines(doing, width, 3)
 
