@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from evener.balancer.result.number_format import half_width, join_words, percent, rate
+from evener.balancer.result.number_format import half_width, join_words, percent, rate, write_share
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.ranking import Standing
 from evener.balancer.search.search import is_even
@@ -99,8 +99,9 @@ def name_rivals(chosen: Result, rivals: Sequence[Rival], devices: int) -> tuple[
 
 
 def list_samples(layout: Layout) -> str:
-    """The samples of each device: 150 + 106."""
-    return " + ".join(str(layout.shares[i]) for i in layout.active)
+    """The samples of each device: 150 + 106; in passes (820 = 2 × 410) + 568."""
+    shares = [write_share(layout.shares[i], layout.pass_rows[i]) for i in layout.active]
+    return " + ".join(f"({share})" if "=" in share and len(shares) > 1 else share for share in shares)
 
 
 def waiting_share(seen: Sequence[Timed]) -> float | None:
@@ -132,7 +133,7 @@ def _advice(chosen: Result, labels: Sequence[str]) -> str:
         case "place":
             advice = f"Place the model's parts as {layout.placement} over {names}, {layout.global_batch} samples"
         case _:
-            advice = f"Use {names}{' alone' if len(labels) > 1 else ''}, {layout.global_batch} samples a step"
+            advice = f"Use {names}{' alone' if len(labels) > 1 else ''}, {list_samples(layout)} samples a step"
     return advice + "".join(f", with {KNOBS.get(knob, knob)}" for knob in layout.knobs)
 
 

@@ -108,6 +108,17 @@ def add_taken_memory(sentence: str, seen: Iterable[Observation], devices: Sequen
     return f"{sentence.removesuffix('.')}; others hold memory of {join_words(names)}, which is left to them."
 
 
+def explain_passes(chosen: Layout, batch_statistics: str) -> tuple[str, ...]:
+    """A warning if a layer takes its statistics over the rows of a pass, not over a device's share."""
+    rows = [chosen.pass_rows[i] for i in chosen.active if chosen.passes(i) > 1]
+    if not batch_statistics or not rows:
+        return ()
+    return (
+        f"{batch_statistics} sees one pass of {min(rows)} rows, not a device's whole share, so training depends on the"
+        " passes; GroupNorm or LayerNorm doesn't, and --micro off makes a plan without passes.",
+    )
+
+
 def find_taken_bytes(seen: Iterable[Observation]) -> dict[int, int]:
     """The most that others were seen to hold, by position."""
     most: dict[int, int] = {}

@@ -84,6 +84,7 @@ def build_outcome(
         *measurements.explain_taken_memory(seen, devices),
         *measurements.explain_left_out(seen, devices, chosen.layout),
         *measurements.explain_few_rows(chosen.layout, facts.rows),
+        *measurements.explain_passes(chosen.layout, facts.batch_statistics),
     )
     request, knobs = header.request, chosen.layout.knobs
     plan = Plan(
@@ -170,6 +171,7 @@ def _write_layout(layout: Layout, devices: Sequence[Device], engine: str) -> Pla
         layout.kind,
         templates,
         layout.shares,
+        micros=layout.pass_rows,
         engine=engine if layout.kind == "split" else "",
         processes=layout.processes,
         placement=layout.placement,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from evener.balancer.result.explain import list_samples
 from evener.balancer.session_state import SUM, RivalRate, SessionState, chosen_layout, rivals, seconds_left
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 from evener.shares import apportion
@@ -31,10 +32,9 @@ def share_lines(state: SessionState, width: int, height: int, marks: Marks) -> t
     if tried is None:
         return (_shares_bar(chosen.shares, width, marks), *legend, total)
     before = (*total.spans, Span(f"{marks.dot:^3}", "dim"), Span(f"{marks.running} ", "speed"))
-    parts = [f"({part})" if "=" in part else part for part in (share_words(tried, i) for i in tried.active)]
-    words = f"now {' + '.join(parts)} = {tried.global_batch}"
+    words = f"now {list_samples(tried)} = {tried.global_batch}"
     if span_cells(before) + len(words) > width:
-        words = f"now {tried.global_batch} over {len(parts)} devices"
+        words = f"now {tried.global_batch} over {len(tried.active)} devices"
     facts = line(*before, Span(words))
     bars = [_shares_bar(layout.shares, width, marks) for layout in (chosen, tried)]
     return (*bars[: max(1, min(2, height - len(legend) - 1))], *legend, Line(pad(facts.spans, width)))
