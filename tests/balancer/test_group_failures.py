@@ -80,3 +80,19 @@ def test_a_rank_that_floods_the_inbox_does_not_keep_the_others_waiting() -> None
         inbox.get()
     thread.join(5)
     assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("error", "own"),
+    [
+        (ChildError(("UserCodeError", "EvenerError"), "train.py:3: ValueError: no such data set"), True),
+        (ChildError(("RequestError", "EvenerError"), "train.py:build returns int, not a Keras model."), True),
+        (ChildError(("ValueError",), "shapes differ", "train.py:3"), True),
+        (ChildError(("ValueError",), "shapes differ"), False),
+        (ChildError(("RuntimeError",), "CUDA error: no kernel image is available", "train.py:3"), False),
+        (ChildError(("MemoryError",), "Unable to allocate 3 GiB", "train.py:3"), False),
+    ],
+)
+def test_an_error_of_the_user_s_own_is_known_from_one_of_a_device(error: ChildError, own: bool) -> None:
+    """The first would be the same on every device; a GPU's error may pass through the user's lines too."""
+    assert receive((0, error)).root.user_code is own
