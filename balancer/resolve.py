@@ -42,8 +42,8 @@ def resolve_request(request: Request) -> ResolvedRequest:
     for device in found.devices:
         child_environment([device], entry.framework)
     notes = (*found.notes, *_check_gpus(found.devices))
-    driver = _driver_version(found.devices)
-    return ResolvedRequest(request, found.devices, name, entry.framework, entry.largest_share, notes, None, driver)
+    largest = entry.largest_share
+    return ResolvedRequest(request, found.devices, name, entry.framework, largest, notes, driver=found.driver)
 
 
 def make_prober(resolved: ResolvedRequest, start_seconds: float = 0.0, error_file: Path | None = None) -> Prober:
@@ -101,16 +101,3 @@ def _check_gpus(devices: tuple[Device, ...]) -> tuple[str, ...]:
     if len(full) == len(devices):
         raise DeviceError(" ".join(full), "Stop those processes, wait for them, or choose other --devices.")
     return (*full, *busy_notes(devices))
-
-
-def _driver_version(devices: tuple[Device, ...]) -> str:
-    """The version of the GPUs' driver; empty without GPUs, or if the driver no longer answers."""
-    if devices[0].kind != "gpu":
-        return ""
-    from evener.devices.nvidia.nvml_library import opened
-
-    try:
-        with opened() as nvml:
-            return str(nvml.nvmlSystemGetDriverVersion())
-    except Exception:  # whatever the driver raises: the version is reported, not needed
-        return ""

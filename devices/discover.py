@@ -53,6 +53,7 @@ class Discovery(msgspec.Struct, frozen=True):
     devices: tuple[Device, ...]
     notes: tuple[str, ...] = ()  # to be shown: what `auto` chose and why, a GPU that others use
     machine: Machine | None = None  # the physics, if the devices are simulated
+    driver: str = ""  # of the GPUs
 
 
 def discover(spec: str, *, only_visible: bool = True, environ: Mapping[str, str] | None = None) -> Discovery:
@@ -165,7 +166,7 @@ def _gpus(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
         if device.memory_bytes and (used := listing.used_bytes[device.id] or 0) > CROWDED * device.memory_bytes
     ]
     order = order_note(gpus, variables) if not all(term.pick for term in terms) else ""
-    return Discovery(tuple(chosen), (*listing.notes, *([order] if order else []), *crowded))
+    return Discovery(tuple(chosen), (*listing.notes, *filter(None, [order]), *crowded), driver=listing.driver)
 
 
 def _slices(terms: Sequence[Term]) -> Discovery:

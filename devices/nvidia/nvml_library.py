@@ -42,7 +42,8 @@ class Listing(msgspec.Struct, frozen=True):
 
     devices: tuple[Device, ...]
     used_bytes: dict[str, int | None]  # by id: what whoever has it now uses
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
+    driver: str  # its version; empty if it doesn't say
 
 
 def load() -> Library:
@@ -107,6 +108,7 @@ def list_gpus() -> Listing:
     """
     devices: list[Device] = []
     used: dict[str, int | None] = {}
+    driver = ""
     with opened() as nvml:
         try:
             handles, silent = enumerate_gpus(nvml)
@@ -119,8 +121,10 @@ def list_gpus() -> Listing:
                 devices.append(device)
             except nvml.NVMLError as error:
                 silent[each.number] = error
+        with suppress(nvml.NVMLError):
+            driver = str(nvml.nvmlSystemGetDriverVersion())
     notes = tuple(f"GPU:{index} does not answer: {silent[index]}." for index in sorted(silent))
-    return Listing(tuple(devices), used, notes)
+    return Listing(tuple(devices), used, notes, driver)
 
 
 def enumerate_gpus(nvml: Library) -> tuple[list[GpuHandle], dict[int, Exception]]:
