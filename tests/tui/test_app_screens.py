@@ -373,7 +373,7 @@ async def test_the_form_says_what_its_fields_mean(app_of: Any) -> None:
         await _ready(pilot)
         await pilot.press("2")
         await until(pilot, lambda: "[x] GPU:1" in text(app, "#pick-devices"), "the devices")
-        assert "↓" in text(app, "#pick-workload"), "more workloads than rows, and it says so"
+        assert "▼" in text(app, "#pick-workload"), "more workloads than rows, and it says so"
         app.screen.query_one("#tolerance", Input).focus()
         await until(pilot, lambda: "smallest global batch" in text(app, "#problem"), "what a tolerance is")
         app.screen.query_one("#tolerance", Input).value = "much"

@@ -166,7 +166,7 @@ def table_lines(
     first = window(len(rows), position.cursor, room, position.top)
     shown = rows[first : first + room]
     below = len(rows) - first - len(shown)
-    hidden = [f"{mark}{count}" for mark, count in ((marks.up, first), (marks.down, below)) if count]
+    hidden = [f"{mark}{count}" for mark, count in ((marks.ascending, first), (marks.descending, below)) if count]
     head = heading(columns, widths, marks, order, "".join(f" {sign}" for sign in (note, *hidden) if sign))
     lines = [head]
     for place, row in enumerate(shown, first):

@@ -49,7 +49,9 @@ class Ticks(ListPanel):
         shown = range(self.top, min(self.count, self.top + height))
         marks = self.evener.marks
         hidden = (
-            {shown.start: (marks.up, self.top), shown.stop - 1: (marks.down, self.count - shown.stop)} if shown else {}
+            {shown.start: (marks.ascending, self.top), shown.stop - 1: (marks.descending, self.count - shown.stop)}
+            if shown
+            else {}
         )
         rows = []
         for place in shown:
