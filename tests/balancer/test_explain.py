@@ -63,6 +63,13 @@ def test_a_tie_with_the_even_split_is_called_one() -> None:
     assert words.endswith("as fast as the even split within the error.")
 
 
+def test_passes_are_a_part_of_the_share() -> None:
+    """In a split and alone."""
+    split, alone = layout_of((820, 568), (300, 568)), layout_of((820, 0), (410, 0))
+    assert "(820 = 2 × 273 + 274) + 568 samples)" in explain(result(Candidate("split", split), 2123), [], LABELS)
+    assert "GPU:0 alone, 820 = 2 × 410 samples a step" in explain(result(Candidate("solo", alone), 2123), [], LABELS)
+
+
 def test_a_loss_is_not_hidden() -> None:
     words = explain(result(SPLIT, 900), [rival(EVEN, 0.0), rival(SOLO, -0.1)], LABELS)
     assert "10 % slower than GPU:0 alone" in words

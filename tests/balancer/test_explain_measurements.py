@@ -13,6 +13,7 @@ from evener.balancer.result.explain_measurements import (
     explain_doubts,
     explain_few_rows,
     explain_left_out,
+    explain_passes,
     explain_taken_memory,
     find_doubts,
 )
@@ -27,6 +28,13 @@ SPLIT, EVEN = layout_of((820, 568)), layout_of((694, 694))
 def timed(*doubts: Warned, layout: Layout = SPLIT, stage: Stage = "race", short: tuple[int, ...] = ()) -> Timed:
     """A measurement with doubts, and what others held."""
     return Timed(Probe(layout, stage, 1.0), 1.0, 0.9, 1.1, 5, (1, 1), (1.0, 1.0), 1.0, 5.0, doubts, short_bytes=short)
+
+
+def test_a_layer_that_sees_one_pass_is_a_warning() -> None:
+    """Only where a share is taken in passes, and with the smallest of them."""
+    (words,) = explain_passes(layout_of((820, 568), (410, 568)), "BatchNorm2d")
+    assert "BatchNorm2d sees one pass of 410 rows" in words
+    assert explain_passes(SPLIT, "BatchNorm2d") == explain_passes(layout_of((820, 568), (410, 568)), "") == ()
 
 
 def test_every_doubt_has_a_sentence_and_the_worst_of_a_kind_is_said_once() -> None:
