@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
 from tests.support import torch_ranks as RANKS  # noqa: N812 - its cases are constants
 from tests.support.torch_start import run_ranks
 
@@ -17,25 +16,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 SCRIPT = Path(RANKS.__file__)
 
 
-def plan(batches: tuple[int, ...]) -> Plan:
-    devices = tuple(Share(f"sim-{i}", i, "a device", 0, 0.0) for i in range(len(batches)))
-    return Plan(
-        created="2026-11-21T12:00:00Z",
-        workload="torch_mnist",
-        framework="torch",
-        precision="float32",
-        xla=False,
-        layout=make_layout("split", devices, batches),
-        throughput=Throughput(100.0, 99.0, 101.0),
-        evidence=(),
-        search=SearchSummary(1, 0, 1.0, 0, "test"),
-        fingerprint=Fingerprint((), "", {}, ""),
-    )
-
-
 def run(batches: tuple[int, ...], folder: Path, gpus: bool = False) -> list[Any]:
     """Train every case under a plan with these shares, a rank for each device."""
-    plan(batches).save(folder / "plan.json")
+    RANKS.example_plan(batches).save(folder / "plan.json")
     world = sum(1 for batch in batches if batch)
     run_ranks(SCRIPT, world, lambda rank: [str(folder / "plan.json"), str(folder / f"rank{rank}.pt")], folder, gpus)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]

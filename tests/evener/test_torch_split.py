@@ -305,8 +305,8 @@ torch.manual_seed(0)
 data = torch.utils.data.TensorDataset(torch.randn(203, 6), torch.randint(0, 3, (203,)))
 
 
-def train(half):
-    split = Split(options.plan)
+def train(half, plan=options.plan):
+    split = Split(plan)
     loader = split.loader(data, seed=1)
     torch.manual_seed(1)
     net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
@@ -315,20 +315,23 @@ def train(half):
     scaler = torch.amp.GradScaler("cpu", enabled=half == torch.float16)
     seen, losses = [], []
     for epoch in range(3):
-        for step, (inputs, labels) in enumerate(loader):
-            with torch.autocast("cpu", half, enabled=half is not None):
-                loss = torch.nn.functional.cross_entropy(model(inputs), labels)
-            if epoch == 1 and step == 3 and split.rank == 1 and half == torch.float16:
-                loss = loss * float("inf")
+        for step, batch in enumerate(loader):
             optimizer.zero_grad()
-            scaler.scale(loss).backward()
+            mean = 0.0
+            for part in split.parts(batch):
+                inputs, labels = part.batch
+                with torch.autocast("cpu", half, enabled=half is not None):
+                    loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+                if epoch == 1 and step == 3 and split.rank == 1 and half == torch.float16:
+                    loss = loss * float("inf")
+                mean += part.backward(scaler.scale(loss)) / scaler.get_scale()
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
-            losses.append(split.mean(loss.detach()))
+            losses.append(split.mean(mean))
             if epoch == 0:
-                seen += inputs[: split.rows, 0].tolist()
+                seen += batch[0][: split.rows, 0].tolist()
     return {"seen": seen, "losses": losses, "scale": scaler.get_scale(), "rows": data.tensors[0][:, 0].tolist(),
             "weights": [weight.detach() for weight in net.parameters()]}
 
@@ -348,6 +351,7 @@ def wrong(*layers, hook=False):
 
 ended = {name: train(half) for name, half in
          {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}.items()}
+ended["float16 in passes"] = train(torch.float16, "passes.toml")
 ended["normalize"] = wrong(torch.nn.BatchNorm1d(3))
 ended["synchronize"] = wrong(torch.nn.SyncBatchNorm(3))
 ended["hook"] = wrong(hook=True)
@@ -360,7 +364,10 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What the script above saved, started as a user starts it."""
     folder = tmp_path_factory.mktemp("torchrun")
     (folder / "train.py").write_text(SCRIPT)
-    plan((24, 8)).save(folder / "plan.toml")
+    made = plan((24, 8))
+    made.save(folder / "plan.toml")
+    layout = make_layout("split", made.layout.share, (24, 8), micros=(9, 4))
+    msgspec.structs.replace(made, layout=layout).save(folder / "passes.toml")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     environment = {
         **os.environ,
@@ -386,7 +393,7 @@ def test_torchrun_trains_every_row_once(ended: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("mode", ["float32", "bfloat16", "float16", "float16 in passes"])
 def test_every_precision_keeps_the_ranks_equal_and_near_float32(ended: list[dict[str, Any]], mode: str) -> None:
     for first, second in zip(ended[0][mode]["weights"], ended[1][mode]["weights"], strict=True):
         assert torch.isfinite(first).all()
@@ -396,8 +403,9 @@ def test_every_precision_keeps_the_ranks_equal_and_near_float32(ended: list[dict
 
 @pytest.mark.slow
 def test_an_overflow_on_one_rank_is_skipped_by_both(ended: list[dict[str, Any]]) -> None:
-    """Loss scaling stays intact: both halve the scale once, and train on."""
-    assert ended[0]["float16"]["scale"] == ended[1]["float16"]["scale"] == 2.0**15
+    """Loss scaling stays intact: both halve the scale once, and train on; in passes too."""
+    for mode in ("float16", "float16 in passes"):
+        assert ended[0][mode]["scale"] == ended[1][mode]["scale"] == 2.0**15
 
 
 @pytest.mark.slow
