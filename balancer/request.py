@@ -57,6 +57,12 @@ class ResolvedRequest(msgspec.Struct, frozen=True):
     driver: str = ""  # version of the GPUs' driver
 
 
+def allows_passes(request: Request, framework: str) -> bool:
+    """Whether a share may be computed in passes: it is asked for, and the training's way of stepping can."""
+    from_device = framework == "tensorflow" and request.input == "device"
+    return request.micro == "auto" and not (request.xla or from_device or request.engine == "mirrored")
+
+
 def check_request(request: Request) -> None:
     """Raise RequestError for the first number or word that is out of range."""
     unit, batch, largest = request.multiple_of, request.global_batch, request.max_global_batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from evener.balancer.request import allows_passes
 from evener.balancer.result.outcome import Outcome, build_outcome
 from evener.balancer.search.layouts import BALANCE
 from evener.balancer.search.search import Search, Stop
@@ -24,7 +25,7 @@ def make_problem(header: Header, spend_all: bool = False) -> Problem:
         tolerance=request.tolerance,
         budget_seconds=request.budget_seconds,
         largest_share=header.largest_share,
-        micro=request.micro == "auto",
+        micro=allows_passes(request, header.framework),
         spend_all=spend_all,
     )
 
