@@ -46,7 +46,14 @@ def run_session(
     session, progress = make(), Progress()
     words = "stopping; the best result so far is kept"
     unsaved = f"ended at once; {'the plan is not written; ' if export else ''}to go on: evener balance --resume"
-    with stopped_by_signals(session.stop, words, f"{unsaved} {session.run_id}") as caught:
+
+    def say(text: str) -> None:
+        if progress.drawn:
+            progress.said.append(text)
+        else:
+            _write_error(text)
+
+    with stopped_by_signals(session.stop, words, f"{unsaved} {session.run_id}", say) as caught:
         try:
             finished = _show_progress(session, progress, as_json)
         except NoLayoutError as fault:
@@ -81,8 +88,19 @@ def result_json(finished: Finished, **more: object) -> dict[str, object]:
     return {**head, **more, **msgspec.to_builtins(finished.plan)}
 
 
+def _write_error(text: str) -> None:
+    """A line on standard error, also from a signal handler."""
+    with contextlib.suppress(OSError, ValueError):
+        os.write(2, f"\nevener: {text}\n".encode())
+
+
 @contextlib.contextmanager
-def stopped_by_signals(stop: Callable[[], None], words: str, at_once: str = "ended at once") -> Iterator[list[int]]:
+def stopped_by_signals(
+    stop: Callable[[], None],
+    words: str,
+    at_once: str = "ended at once",
+    say: Callable[[str], None] = _write_error,
+) -> Iterator[list[int]]:
     """Make Ctrl-C, SIGTERM and SIGHUP call `stop`. Yields the exit codes of those caught.
 
     A second one, unless it comes with the first as from a key pressed twice, ends at once. An ignored SIGHUP, as under
@@ -90,10 +108,6 @@ def stopped_by_signals(stop: Callable[[], None], words: str, at_once: str = "end
     """
     caught: list[int] = []
     first_at = 0.0
-
-    def say(text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            os.write(2, f"\nevener: {text}\n".encode())
 
     def handle(number: int, _frame: FrameType | None) -> None:
         nonlocal first_at
@@ -122,6 +136,7 @@ def _show_progress(session: Session, progress: Progress, as_json: bool) -> Finis
     finished: Finished | None = None
     on_terminal = sys.stderr.isatty() and not as_json
     with _live_lines(progress) if on_terminal else contextlib.nullcontext() as live:
+        progress.drawn = on_terminal
         for event in session.events():
             line = progress.take(event)
             if line is not None:
@@ -134,7 +149,9 @@ def _show_progress(session: Session, progress: Progress, as_json: bool) -> Finis
     return finished
 
 
-def _live_lines(progress: Progress) -> Live:
+@contextlib.contextmanager
+def _live_lines(progress: Progress) -> Iterator[Live]:
+    """Lines that are drawn again and again, and gone at the end; what was said meanwhile stays."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
@@ -144,7 +161,13 @@ def _live_lines(progress: Progress) -> Live:
     def draw() -> Group:
         return Group(*(Text(line, overflow="ellipsis", no_wrap=True) for line in progress.screen()))
 
-    return Live(get_renderable=draw, console=console, transient=True, refresh_per_second=4)
+    try:
+        with Live(get_renderable=draw, console=console, transient=True, refresh_per_second=4) as live:
+            yield live
+    finally:
+        progress.drawn = False
+        for text in progress.said:
+            print(f"evener: {text}", file=sys.stderr)
 
 
 def _say(line: str, live: Live | None) -> None:

@@ -27,6 +27,8 @@ class Progress:
 
     def __init__(self) -> None:
         self.state = SessionState()
+        self.said: list[str] = []  # to the user, below the other lines
+        self.drawn = False  # whether `screen` is on a terminal now
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -54,7 +56,7 @@ class Progress:
         plural = "" if state.probes == 1 else "s"
         counts = f"{state.probes} probe{plural}, {state.out_of_memory} out of memory, {duration(state.at_seconds)}"
         left = seconds_left(state)
-        return [*lines, counts if left is None else f"{counts}, at most {duration(left)} left"]
+        return [*lines, counts if left is None else f"{counts}, at most {duration(left)} left", *self.said]
 
 
 def _running_words(running: Running, labels: Sequence[str]) -> str:
@@ -76,7 +78,7 @@ def observation_words(seen: Observation, labels: Sequence[str]) -> str:
 def outcome_words(seen: Observation, labels: Sequence[str], plus_minus: str = "± ") -> str:
     """What came of one measurement: samples/s with doubts, out of memory, or why it failed."""
     if isinstance(seen, Timed):
-        error = half_width(seen.step_seconds, seen.low_seconds, seen.high_seconds)
+        error = half_width(1.0, seen.step_seconds / seen.high_seconds, seen.step_seconds / seen.low_seconds)
         doubts = "".join(f", {DOUBTS[warning.code]}" for warning in seen.warnings)
         return f"{rate(seen.samples_per_second)} samples/s {plus_minus}{error}{doubts}"
     if isinstance(seen, OutOfMemory):
