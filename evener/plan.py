@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from evener.atomic_write import write_atomically
+from evener.whole_files import write_atomically
 from evener.errors import PlanError
 from evener.passes import split_passes
 from evener.shares import apportion

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from evener.atomic_write import write_atomically
+from evener.whole_files import write_atomically
 from evener.errors import RequestError
 
 NOTE = "note.json"

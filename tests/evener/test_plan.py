@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener import Plan, load_plan
-from evener.atomic_write import write_atomically
+from evener.whole_files import write_atomically
 from evener.errors import PlanError, RequestError
 from evener.plan import (
     SCHEMA,
@@ -310,7 +310,7 @@ def test_a_link_stays_a_link_and_a_device_stays_a_device(tmp_path: Path) -> None
 def disk_full(path: Path, content: bytes) -> None:
     """Write where no file may grow: what a full disk does, by the kernel's own hand."""
     code = (
-        "import resource, signal, sys; from pathlib import Path; from evener.atomic_write import write_atomically\n"
+        "import resource, signal, sys; from pathlib import Path; from evener.whole_files import write_atomically\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n"
         "from evener.errors import RequestError\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from evener.atomic_write import write_atomically
+from evener.whole_files import write_atomically
 from evener.errors import RequestError
 
 REPORT_FORMATS = (".html", ".png", ".svg")
