@@ -29,10 +29,12 @@ INTERVALS_SECONDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
 def make_session(request: Request, **resumed: Any) -> Live:
     """A session of this request on this machine; `request.compare` names the families of a comparison."""
     from evener.balancer.resolve_layouts import resolve_comparison
+    from evener.balancer.search.layouts import FAMILIES
     from evener.balancer.session import Session
 
     if request.compare is not None and not resumed:
-        return Session(resolve_comparison(request, request.compare.families or None))
+        families = request.compare.families
+        return Session(resolve_comparison(request, None if families == FAMILIES else families))
     return Session(request, **resumed)
 
 
