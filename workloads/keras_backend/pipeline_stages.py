@@ -60,14 +60,5 @@ def added(pairs: Sequence[tuple[Variable, Tensor]], variables: Sequence[Variable
     totals = []
     for variable in variables:
         with tf.device(variable.device):
-            totals.append(_sum(parts[variable.ref()]))
+            totals.append(tf.add_n(parts[variable.ref()]))
     return totals
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """Dense parts are added. Sparse parts are concatenated, which means the same and moves less."""
-    if all(isinstance(part, tf.IndexedSlices) for part in parts):
-        values = tf.concat([part.values for part in parts], axis=0)
-        indices = tf.concat([part.indices for part in parts], axis=0)
-        return tf.IndexedSlices(values, indices, parts[0].dense_shape)
-    return parts[0] if len(parts) == 1 else tf.add_n([tf.convert_to_tensor(part) for part in parts])

@@ -24,7 +24,7 @@ from evener.workloads.keras_backend.workload import KerasWorkload
 from evener.workloads.protocol import Place, Workload
 
 PLACEMENTS = ("single", "towers", "alternate")
-Tower = list[Any]  # Keras layers, in order
+TOWERS = ("user", "item")
 
 
 def build(place: Place, settings: Mapping[str, Any]) -> Workload:
@@ -74,33 +74,28 @@ def model(
     devices: tuple[tuple[str, ...], tuple[str, ...]] | None = None,
 ) -> Any:
     """Inputs (users, items), each (samples, words) of ids; output (samples, 1); each layer's weights on its device."""
-    table = keras.layers.Embedding(vocabulary, embedding, name="words")
-    towers = [make_tower(name, table, filters, kernel, dense) for name in ("user", "item")]
+    layers = keras.layers
+    table = layers.Embedding(vocabulary, embedding, name="words")
     inputs, ends = [], []
-    for tower, places in zip(towers, devices or ((None,) * 5,) * 2, strict=True):
+    for name, places in zip(TOWERS, devices or ((None,) * 5,) * 2, strict=True):
+        tower = [
+            table,
+            layers.Conv1D(filters, kernel, activation="tanh", name=f"{name}_conv"),
+            layers.MaxPooling1D(2, strides=1, name=f"{name}_pool"),
+            layers.Flatten(name=f"{name}_flat"),
+            layers.Dense(dense, activation="relu", name=f"{name}_dense"),
+        ]
         flow = keras.Input((words,), dtype="int32")
         inputs.append(flow)
         for layer, device in zip(tower, places, strict=True):
             with tf.device(device):
                 flow = layer(flow)
         ends.append(flow)
-    rating = keras.layers.Dot(axes=1, dtype="float32", name="rating")(ends)
+    rating = layers.Dot(axes=1, dtype="float32", name="rating")(ends)
     network = keras.Model(inputs, rating, name="towers")
     optimizer = DenseAdam if devices is None else AdamInPlace
     network.compile(optimizer(learning_rate), "mean_squared_error", jit_compile=False)
     return network
-
-
-def make_tower(name: str, table: Any, filters: int, kernel: int, dense: int) -> Tower:
-    """The operations of one tower, the lookup first."""
-    layers = keras.layers
-    return [
-        table,
-        layers.Conv1D(filters, kernel, activation="tanh", name=f"{name}_conv"),
-        layers.MaxPooling1D(2, strides=1, name=f"{name}_pool"),
-        layers.Flatten(name=f"{name}_flat"),
-        layers.Dense(dense, activation="relu", name=f"{name}_dense"),
-    ]
 
 
 class DenseAdam(keras.optimizers.Adam):  # type: ignore[misc]  # keras is not followed
@@ -133,7 +128,7 @@ class PlacedEngine(SingleDeviceEngine):
     def attach(self, model: Any, sample: Any) -> None:
         """Trace the step once, for any number of rows."""
         devices = tower_devices(self.place)
-        self._towers = [stages(model, name, places) for name, places in zip(("user", "item"), devices, strict=True)]
+        self._towers = [stages(model, name, places) for name, places in zip(TOWERS, devices, strict=True)]
         super().attach(model, sample)
 
     def spans(self, shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> tuple[tuple[int, int], ...]:
