@@ -7,6 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from evener.balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
+from evener.balancer.search.search import is_even
 from evener.balancer.types import Belief, Layout, Observation, OutOfMemory, Probe, Result, Timed, layout_of
 from evener.plan import BEST_SINGLE, EVEN_SPLIT, LARGER_BATCH, SOLO_PREFIX, Plan, Throughput
 
@@ -185,7 +186,7 @@ def rivals(state: SessionState) -> tuple[RivalRate, ...]:
         best = state.best.throughput
         figure = Throughput(best.value, best.low, best.high)
         found.append(_rival("best so far", figure, state.best.layout.shares, labels))
-    evens = [each for each in timed(state) if _is_even(each.probe.layout.shares)]
+    evens = [each for each in timed(state) if is_even(each.probe.layout) and all(each.probe.layout.shares)]
     solos = [each for device in range(len(labels)) if (each := best_solo(state, device)) is not None]
     for name, each in ((EVEN_SPLIT, _fastest(evens)), (BEST_SINGLE, _fastest(solos))):
         if each is not None:
@@ -201,10 +202,6 @@ def plan_rivals(plan: Plan, labels: tuple[str, ...]) -> tuple[RivalRate, ...]:
         named = [each for each in plan.evidence if each.name == name]
         found += [_rival(name, each.throughput, each.layout.batches, labels) for each in named[:1]]
     return (*found, *_sum([each.throughput for each in plan.evidence if each.name.startswith(SOLO_PREFIX)]))
-
-
-def _is_even(shares: tuple[int, ...]) -> bool:
-    return len(shares) > 1 and min(shares) > 0 and max(shares) - min(shares) <= 1
 
 
 def _fastest(measurements: list[Timed]) -> Timed | None:

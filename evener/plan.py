@@ -13,13 +13,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from evener.whole_files import write_atomically
 from evener.errors import PlanError
 from evener.passes import split_passes
 from evener.shares import apportion
+from evener.whole_files import read_whole, write_atomically
 
 SCHEMA = 2
-LARGEST_FILE_BYTES = 4 << 20  # a plan takes a few kB
 RATIO_TOLERANCE = 1e-6
 EVEN_SPLIT = "even split"  # names in a plan's evidence
 BEST_SINGLE = "best single device"
@@ -180,16 +179,7 @@ def make_layout(
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan from TOML, or JSON if the file's text is an object; PlanError says what is wrong and where."""
-    try:
-        with Path(path).open("rb") as stream:
-            text = stream.read(LARGEST_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise PlanError(
-            f"The plan {path} can't be read: {getattr(error, 'strerror', None) or error}.",
-            "Write one with evener balance --export.",
-        ) from None
-    if len(text) > LARGEST_FILE_BYTES:
-        raise PlanError(f"{path} is larger than any plan.", "Give the file that --export wrote.")
+    text = read_whole(path, "plan", "Give the file that evener balance --export wrote.", PlanError)
     return parse_plan(text, str(path))
 
 

@@ -1,4 +1,7 @@
-"""Writing a file in one step, so that a full disk, a kill or a missing permission leaves the old one intact."""
+"""Small files that a person names, read whole; and files written in one step.
+
+A full disk, a kill or a missing permission then leaves the old file intact.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,21 @@ import stat
 from pathlib import Path
 
 from evener.errors import RequestError
+
+LARGEST_BYTES = 4 << 20  # of a file to read
+
+
+def read_whole(path: str | os.PathLike[str], what: str, remedy: str, error: type[RequestError] = RequestError) -> bytes:
+    """The bytes of a file, which should be a `what`; `error` if it can't be read, or is too large to be one."""
+    try:
+        with Path(path).open("rb") as stream:
+            content = stream.read(LARGEST_BYTES + 1)
+    except (OSError, ValueError) as fault:
+        reason = getattr(fault, "strerror", None) or fault
+        raise error(f"The {what} {path} can't be read: {reason}.", remedy) from None
+    if len(content) > LARGEST_BYTES:
+        raise error(f"{path} is larger than any {what}.", remedy)
+    return content
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -11,17 +11,16 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from os import PathLike
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from evener.devices.simulated.machine import Machine, SimulatedDevice, SimulatedEvent, SimulatedPlacement, Sync
 from evener.errors import RequestError
+from evener.whole_files import read_whole
 
 __all__ = ["Machine", "SimulatedDevice", "Sync", "catalogue", "catalogue_names", "load_machine", "parse_machine"]
 
-LARGEST_FILE_BYTES = 4 << 20
 Table = TypeVar("Table", bound=msgspec.Struct)
 
 
@@ -41,18 +40,8 @@ class _Entry(msgspec.Struct, frozen=True):
 
 def load_machine(path: str | PathLike[str]) -> Machine:
     """The machine that a TOML file describes; RequestError says what is wrong in it, and where."""
-    source = Path(path)
-    try:
-        with source.open("rb") as stream:
-            text = stream.read(LARGEST_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise RequestError(
-            f"The machine file {source} can't be read: {getattr(error, 'strerror', None) or error}.",
-            "Name an existing TOML file.",
-        ) from None
-    if len(text) > LARGEST_FILE_BYTES:
-        raise RequestError(f"{source} is not a machine file.", "Name a TOML file with [[device]] tables.")
-    return parse_machine(text, str(source))
+    text = read_whole(path, "machine file", "Name an existing TOML file with [[device]] tables.")
+    return parse_machine(text, str(path))
 
 
 def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:

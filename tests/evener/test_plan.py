@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener import Plan, load_plan
-from evener.whole_files import write_atomically
 from evener.errors import PlanError, RequestError
 from evener.plan import (
     SCHEMA,
@@ -36,6 +35,7 @@ from evener.plan import (
     to_toml,
 )
 from evener.plan_check import check_fit
+from evener.whole_files import write_atomically
 
 TEXT = st.text(max_size=20)  # any character that is one: control signs, quotes, astral planes
 COUNT = st.integers(0, 10**6)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from evener.whole_files import write_atomically
 from evener.errors import RequestError
+from evener.whole_files import write_atomically
 
 REPORT_FORMATS = (".html", ".png", ".svg")
 
