@@ -62,7 +62,8 @@ def _text(key: str, least: int, text: Callable[[ProcessSample], str]) -> Column[
 
 
 def _command(row: ProcessRow, width: int, marks: Marks) -> tuple[Span, ...]:
-    text = cut(clean(row.sample.command), width - len(row.branch), marks.ellipsis)
+    program, space, rest = clean(row.sample.command).partition(" ")
+    text = cut(program.rpartition("/")[2] + space + rest, width - len(row.branch), marks.ellipsis)
     return Span(cut(row.branch, width, ""), "dim"), Span(text)
 
 
