@@ -71,7 +71,7 @@ def test_after_an_interrupt_nothing_of_the_live_view_is_left(events: Any, monkey
     """Only what was said: what ran, that it stops, and why there is no plan."""
     terminal = _Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr(session_runner.os, "write", lambda _, text: terminal.write(text.decode()))
+    monkeypatch.setattr("evener.tui.cli.session_runner.os.write", lambda _, text: terminal.write(text.decode()))
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
     session: Any = _Interrupted(events, terminal)

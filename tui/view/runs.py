@@ -176,7 +176,10 @@ def _state_words(run: Run) -> str:
 
 def plan_lines(run: Run, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
     """A run's plan: shares, rivals (with bars if `height` allows), verdict and warnings."""
-    title = line(Span(f" {clean(run.header.run)} ", "strong"), Span(clean(run.header.workload), "dim"))
+    name = f" {clean(run.header.run)} "
+    title = line(
+        Span(name, "strong"), Span(cut(clean(run.header.workload), width - len(name) - 1, marks.ellipsis), "dim")
+    )
     note = _note_words(run.note.note, run.note.tags)
     head = (title, *text_lines(note, width, 3, "accent")) if note else (title,)
     if run.state != "finished":
