@@ -126,9 +126,9 @@ def _runs(
         )
         if layout.kind == "split" and not any(own):
             alone = own = alone or _measure_alone(prober, layout, min(length.seconds, ALONE_SECONDS), stop)
-        batch, low, high = layout.global_batch, seen.low_seconds, seen.high_seconds
-        here = Interval(seen.samples_per_second, batch / high, batch / low)
-        yield TimedRun(samples, samples / spent, own, bool(alone), seen.steps, seen.memory_bytes, seen.warnings, here)
+        yield TimedRun(
+            samples, samples / spent, own, bool(alone), seen.steps, seen.memory_bytes, seen.warnings, seen.throughput
+        )
 
 
 def _measure(prober: Prober, probe: Probe, stop: threading.Event) -> Observation | None:

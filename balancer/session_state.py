@@ -209,8 +209,8 @@ def _fastest(measurements: list[Timed]) -> Timed | None:
 
 
 def _throughput(each: Timed) -> Throughput:
-    work = each.probe.layout.global_batch * each.probe.layout.processes
-    return Throughput(each.samples_per_second, work / each.high_seconds, work / each.low_seconds)
+    figure = each.throughput
+    return Throughput(figure.value, figure.low, figure.high)
 
 
 def _sum(solos: list[Throughput]) -> tuple[RivalRate, ...]:

@@ -112,6 +112,13 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
         """Combined throughput."""
         return self.probe.layout.global_batch * self.probe.layout.processes / self.step_seconds
 
+    @property
+    def throughput(self) -> Interval:
+        """Samples/s, as uncertain as the step time."""
+        value = self.samples_per_second
+        half = value * (self.high_seconds - self.low_seconds) / 2 / self.step_seconds
+        return Interval(value, max(0.0, value - half), value + half)
+
 
 class OutOfMemory(msgspec.Struct, frozen=True, tag="out_of_memory", tag_field="outcome"):
     """A layout that does not fit. `devices` names those that ran out, empty if the framework did not say."""

@@ -30,8 +30,11 @@ def write_share(batch: int, micro: int) -> str:
 
 
 def half_width(value: float, low: float, high: float) -> str:
-    """What stands behind every ±: half of the figure's 95 % interval, relative to the figure."""
-    return percent((high - low) / 2 / value if value else 0.0, 1)
+    """What stands behind every ±: half of the figure's 95 % interval, relative to the figure.
+
+    The upper half, as the lower one ends at 0.
+    """
+    return percent(max(high - value, (high - low) / 2) / value if value else 0.0, 1)
 
 
 def join_words(words: Sequence[str]) -> str:

@@ -156,7 +156,7 @@ def throughput(turns: Turns) -> Interval:
 
     With two turns t(1) = 12.7 is absurd; t(2) is used.
     """
-    figures = [_rate(seen) for _, seen in sorted(turns.items())]
+    figures = [seen.throughput for _, seen in sorted(turns.items())]
     count = len(figures)
     if count == 1:
         return figures[0]
@@ -179,10 +179,3 @@ def _standing(one: Candidate, winner: Candidate | None, turns: TurnsByLayout) ->
     step = Interval(samples / figure.value, samples / figure.high, samples / figure.low if figure.low else math.inf)
     against = None if winner is None else compare_turns(own, turns[winner.layout]).interval()
     return Standing(one, figure, step, against, against is not None and is_tie(against), len(own))
-
-
-def _rate(seen: Timed) -> Interval:
-    """A probe's samples/s, as uncertain as its step time."""
-    value = seen.samples_per_second
-    half = value * (seen.high_seconds - seen.low_seconds) / 2 / seen.step_seconds if seen.step_seconds else 0.0
-    return Interval(value, max(0.0, value - half), value + half)

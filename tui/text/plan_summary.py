@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evener.balancer.session_state import SUM, plan_rivals
-from evener.plan import SOLO_PREFIX, Evidence, Plan
+from evener.plan import LARGER_BATCH, SOLO_PREFIX, Evidence, Plan
 from evener.tui.text.formatting import folded, half_width, percent, plain, rate, write_share
 from evener.tui.text.tables import align
 
@@ -58,7 +58,7 @@ def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
         figure = f"{rival.name}: {rate(rival.samples_per_second)} samples/s"
         if rival.name == SUM:
             lines.append(f"{figure}; the plan reaches {percent(own / rival.samples_per_second, 1)} of it")
-        elif rival.batches != plan.layout.batches:
+        elif rival.batches != plan.layout.batches and (rival.name != LARGER_BATCH or rival.samples_per_second > own):
             gain = own / rival.samples_per_second - 1
             where = f"{'on' if rival.device else 'at'} {rival.where}"
             lines.append(f"{figure} {where}; the plan {'gains' if gain >= 0 else 'loses'} {percent(abs(gain), 1)}")

@@ -78,7 +78,7 @@ def observation_words(seen: Observation, labels: Sequence[str]) -> str:
 def outcome_words(seen: Observation, labels: Sequence[str], plus_minus: str = "± ") -> str:
     """What came of one measurement: samples/s with doubts, out of memory, or why it failed."""
     if isinstance(seen, Timed):
-        error = half_width(1.0, seen.step_seconds / seen.high_seconds, seen.step_seconds / seen.low_seconds)
+        error = half_width(seen.throughput.value, seen.throughput.low, seen.throughput.high)
         doubts = "".join(f", {DOUBTS[warning.code]}" for warning in seen.warnings)
         return f"{rate(seen.samples_per_second)} samples/s {plus_minus}{error}{doubts}"
     if isinstance(seen, OutOfMemory):
