@@ -1,0 +1,97 @@
+"""What a Trainer may not be or do under a plan, because what it learns would then depend on the shares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from evener.errors import RequestError
+
+TOKEN_MEANS = (
+    "transformers.trainer",
+    "trl.trainer.sft_trainer",
+)  # modules whose compute_loss is a mean over all tokens
+
+
+def check_trainer_class(trainer_class: Any) -> None:
+    """RequestError for what is no Trainer, and for one that generates the rows it trains on."""
+    from transformers import Trainer
+
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
+        raise RequestError(
+            f"{trainer_class!r} is no Trainer class.", "Give the class: with_plan(Trainer, plan)(model=...)."
+        )
+    if hasattr(trainer_class, "_generate_and_score_completions"):
+        raise RequestError(
+            f"{trainer_class.__name__} generates the rows that it trains on, and a plan can't share them out exactly.",
+            "Train it without a plan.",
+        )
+
+
+def check_setup(trainer: Any) -> None:
+    """RequestError if the trainer's arguments leave the plan no say over its rows, or its gradients."""
+    args = trainer.args
+    if args.n_gpu > 1:
+        raise RequestError(
+            f"One process has {args.n_gpu} GPUs, and DataParallel shares rows out evenly.",
+            f"Start one process for each: torchrun --nproc-per-node {args.n_gpu} train.py.",
+        )
+    if args.auto_find_batch_size:
+        raise RequestError("auto_find_batch_size=True changes the plan's batches.", "Leave it out.")
+    if trainer.is_deepspeed_enabled:
+        raise RequestError(
+            "DeepSpeed averages gradients over ranks itself.", "Use DistributedDataParallel or FSDP2 with a plan."
+        )
+    if trainer.is_fsdp_enabled and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
+        raise RequestError("FSDP1 isn't supported with a plan.", "Use FSDP2: fsdp_version 2 in the FSDP configuration.")
+    if max(trainer.get_tp_size(), trainer.get_cp_size(), trainer.get_sp_size()) > 1:
+        raise RequestError(
+            "Tensor, context and sequence parallelism put several ranks on one row.",
+            "Use data parallelism with a plan.",
+        )
+    if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
+        raise RequestError(
+            "train_sampling_strategy='batch_rebalance' makes ranks equally long, the plan as long as they are fast.",
+            "Use 'random' or 'group_by_length'.",
+        )
+
+
+def needs_equal_passes(trainer: Any) -> bool:
+    """Whether ranks meet in every pass: FSDP gathers weights there, TRL's trainers their metrics."""
+    return bool(trainer.is_fsdp_enabled) or any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__)
+
+
+def check_loss(trainer: Any, batches: list[Any], items: Any) -> None:
+    """RequestError unless it is certain what the loss of a pass is a mean over."""
+    if items is None:
+        _check_smoothing(trainer, batches)
+        return
+    if not trainer.args.average_tokens_across_devices:
+        raise RequestError(
+            "With average_tokens_across_devices=False each rank divides by its own tokens.",
+            "Leave it True, the default.",
+        )
+    own = trainer.loss_is_scaled_for_ga
+    module = _defining_class(trainer, "compute_loss").__module__
+    if own is None and module not in TOKEN_MEANS:
+        raise RequestError(
+            f"{_defining_class(trainer, 'compute_loss').__name__}.compute_loss may be a mean over its own rows, or over"
+            " the tokens of all ranks.",
+            "Set loss_is_scaled_for_ga in the class: False for the mean over its rows, True if it divides by"
+            " num_items_in_batch and multiplies by the number of processes.",
+        )
+
+
+def _check_smoothing(trainer: Any, batches: list[Any]) -> None:
+    labels = batches[0].get("labels") if batches and hasattr(batches[0], "get") else None
+    if trainer.label_smoother is not None and getattr(labels, "ndim", 0) > 1:
+        raise RequestError(
+            "label_smoothing_factor makes the loss a mean over each pass's own tokens, as the model takes no"
+            " num_items_in_batch.",
+            "Leave it out, or give the trainer a compute_loss_func.",
+        )
+
+
+def _defining_class(trainer: Any, method: str) -> type:
+    """The class that a method comes from, this package's own left out."""
+    kinds = (kind for kind in type(trainer).__mro__ if not kind.__module__.startswith("evener."))
+    return next(kind for kind in kinds if method in vars(kind))

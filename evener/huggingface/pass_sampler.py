@@ -1,0 +1,46 @@
+"""A rank's rows of each global batch, cut into the passes that gradient accumulation takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from evener.shares import even
+from evener.torch_split.sampler import UnevenBatchSampler
+
+
+class PassSampler:
+    """A batch sampler with `passes` batches for each global batch, however short the last one is.
+
+    A pass without a row of its own gets one that doesn't count: all ranks then take the passes that they always take.
+    """
+
+    def __init__(self, sampler: UnevenBatchSampler, passes: int) -> None:
+        self.sampler, self.passes = sampler, passes
+        self.batch_size = -(-sampler.shares[sampler.rank] // passes)
+        self.drop_last = sampler.drop_last
+
+    def __len__(self) -> int:
+        """Passes of an epoch."""
+        return len(self.sampler) * self.passes
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step, rows in enumerate(self.sampler):
+            first = 0
+            for size in self.pass_sizes(step):
+                yield rows[first : first + size] or rows[:1]
+                first += size
+
+    def set_epoch(self, epoch: int) -> None:
+        """The order of rows of this epoch, from its first row on."""
+        self.sampler.set_epoch(epoch)
+
+    def pass_sizes(self, step: int) -> tuple[int, ...]:
+        """The rows that count of each pass in the epoch's global batch number `step`."""
+        return even(self._sizes(step)[self.sampler.rank], self.passes)
+
+    def global_rows(self, step: int) -> int:
+        """The rows of that global batch, over all ranks."""
+        return sum(self._sizes(step))
+
+    def _sizes(self, step: int) -> tuple[int, ...]:
+        return self.sampler.sizes_at(step * self.sampler.global_batch)

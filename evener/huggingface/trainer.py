@@ -1,0 +1,268 @@
+"""What a Trainer does otherwise under a plan: whose rows it loads, what a pass weighs, and which figures it logs."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from transformers import Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import seed_worker
+
+from evener.errors import RequestError
+from evener.huggingface.checks import check_loss, check_setup, check_trainer_class, needs_equal_passes
+from evener.huggingface.pass_sampler import PassSampler
+from evener.huggingface.shares import RankShares, find_rank_shares
+from evener.live import Reporter
+from evener.plan import Plan
+from evener.torch_split.loader import count_rows
+from evener.torch_split.model_checks import check_normalization
+from evener.torch_split.row_order import RowOrder
+from evener.torch_split.sampler import UnevenBatchSampler
+
+CHECKPOINT = "evener.json"  # beside trainer_state.json
+
+
+def with_plan(
+    trainer_class: type[Trainer],
+    plan: Plan | str | os.PathLike[str],
+    *,
+    global_batch: int | None = None,
+    strict: bool = False,
+) -> type[Any]:
+    """A subclass of `trainer_class` that trains by `plan`; make and use it as you would the class itself.
+
+    The plan decides the rows of each process and pass, instead of `per_device_train_batch_size`; `global_batch` is
+    another number of rows for each global batch. `gradient_accumulation_steps=A` makes an optimizer step of A global
+    batches. PlanError or RequestError as the trainer is made, or before its first step, if training by the plan
+    wouldn't be exact; with `strict` also if the plan was measured on other devices, which is a warning else.
+    """
+    check_trainer_class(trainer_class)
+    options = {"plan": plan, "global_batch": global_batch, "strict": strict}
+    return type(f"Planned{trainer_class.__name__}", (_PlanMixin, trainer_class), {"_plan_options": options})
+
+
+class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete types
+    """Placed before a Trainer class, whose methods do the rest."""
+
+    _plan_options: dict[str, Any]
+    args: Any
+    state: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        check_setup(self)
+        shares = find_rank_shares(device=self.args.device, **self._plan_options)
+        self._shares: RankShares = shares.with_equal_passes() if needs_equal_passes(self) else shares
+        self._accumulated: int = self.args.gradient_accumulation_steps  # global batches of an optimizer step
+        passes = self._shares.passes[self._shares.rank]
+        self.args = copy.copy(self.args)  # the user's own stay as they are
+        self.args.gradient_accumulation_steps = self._accumulated * passes
+        self.args.per_device_train_batch_size = -(-self._shares.batches[self._shares.rank] // passes)
+        self._train_batch_size = self.args.per_device_train_batch_size
+        self._rows: deque[tuple[int, int]] = deque()  # of each pass to come, with those of the whole optimizer step
+        self._pass_rows = 0  # of the pass that runs
+        self._factor: float | None = None  # of its loss
+        self._tokens = 0
+        self._reporter = Reporter()
+        self.accelerator.gather = partial(_gather_uneven, self.accelerator.gather)
+
+    # ------------------------------------------------------------------ rows
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """This rank's rows; not through `accelerator.prepare`, which would share them out again."""
+        shares = self._shares
+        check_normalization(self.model, "loss", shares.world, shares.pass_rows)
+        dataset, collate = self._train_rows()
+        self._sampler = PassSampler(self._row_sampler(dataset), self._shares.passes[self._shares.rank])
+        args = self.args
+        return _Loader(
+            dataset,
+            batch_sampler=self._sampler,
+            collate_fn=collate,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+        )
+
+    def _train_rows(self) -> tuple[Any, Any]:
+        """The data set without columns that the model doesn't take, and its collator."""
+        if self.train_dataset is None:
+            raise RequestError("The trainer has no train_dataset.", "Give one.")
+        if hasattr(self.train_dataset, "column_names"):  # of the library datasets
+            return self._remove_unused_columns(self.train_dataset, description="training"), self.data_collator
+        return self.train_dataset, self._get_collator_with_removed_columns(self.data_collator, description="training")
+
+    def _row_sampler(self, dataset: Any) -> UnevenBatchSampler:
+        """The trainer's own order of rows, drawn alike on every rank."""
+        rows, seed = count_rows(dataset), self.args.seed if self.args.data_seed is None else self.args.data_seed
+        order: Any = self._get_train_sampler(dataset)
+        if isinstance(order, LengthGroupedSampler):
+            order.batch_size = self._shares.global_batch
+        plain = order is None or isinstance(order, RandomSampler | SequentialSampler)
+        return UnevenBatchSampler(
+            rows,
+            self._shares.batches,
+            self._shares.rank,
+            shuffle=isinstance(order, RandomSampler),
+            seed=seed,
+            drop_last=self.args.dataloader_drop_last,
+            order=None if plain else RowOrder(order, rows, seed),
+        )
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Rows of an optimizer step, over all ranks."""
+        return self._shares.global_batch * self._accumulated
+
+    # ------------------------------------------------------------------ an optimizer step
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """The passes of an optimizer step; rows that only keep step have no labels, so nothing counts them."""
+        batches = list(islice(epoch_iterator, num_batches))
+        sampler, first = self._sampler, self._next_global_batch()
+        steps = range(first, first + len(batches) // sampler.passes)
+        total = sum(sampler.global_rows(step) for step in steps)
+        self._rows = deque((rows, total) for step in steps for rows in sampler.pass_sizes(step))
+        batches = [
+            batch if rows else _ignore_labels(batch) for batch, (rows, _) in zip(batches, self._rows, strict=True)
+        ]
+        items = self._get_num_items_in_batch(batches, device)
+        check_loss(self, batches, items)
+        return batches, items
+
+    def _next_global_batch(self) -> int:
+        """Its place in the epoch; steps are counted as the trainer does, also after a checkpoint."""
+        updates = -(-len(self._sampler.sampler) // self._accumulated)
+        done: int = self.state.global_step
+        return done % updates * self._accumulated
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """One pass: its mean loss is weighted by its rows; a loss over all ranks' tokens has its weight already."""
+        rows, total = self._rows.popleft()
+        self._pass_rows = rows
+        if self._counts_tokens(num_items_in_batch):
+            self._factor = float(rows > 0)
+        else:
+            self._factor = rows * self._shares.world * self.current_gradient_accumulation_steps / total
+        try:
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            self._factor = None
+        if not self._rows:
+            self._report()
+        return loss
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """The class's own, times the weight of the pass; as it is in evaluation."""
+        result = super().compute_loss(model, inputs, *args, **kwargs)
+        if self._factor is None or self._factor == 1.0:
+            return result
+        if isinstance(result, tuple):
+            return (result[0] * self._factor, *result[1:])
+        return result * self._factor
+
+    def _counts_tokens(self, items: Any) -> bool:
+        """Whether the loss is a sum over this rank divided by what all ranks have."""
+        own = self.loss_is_scaled_for_ga
+        takes = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        return items is not None and (bool(takes) if own is None else own)
+
+    def _report(self) -> None:
+        shares, rank = self._shares, self._shares.rank
+        rows = shares.batches[rank] * self._accumulated
+        self._reporter.report(rows, devices=(shares.share,), framework="torch", workload=shares.workload)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Tokens of all passes, summed over the ranks once an optimizer step, as ranks differ in their passes."""
+        if self.args.include_num_input_tokens_seen == "no":
+            return
+        self._tokens += _count_tokens(self, inputs) if self._pass_rows else 0
+        if not self._rows:
+            tokens = torch.tensor(self._tokens, device=self.args.device, dtype=torch.int64)
+            self.state.num_input_tokens_seen += int(self.accelerator.gather(tokens).sum())
+            self._tokens = 0
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            state = {"rows": self._sampler.sampler.length, "step_rows": self.get_total_train_batch_size(self.args)}
+            (folder / CHECKPOINT).write_text(json.dumps(state) + "\n")
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, checkpoint: Any, trial: Any
+    ) -> tuple[int, int]:
+        if checkpoint is not None:
+            _check_checkpoint(
+                Path(checkpoint) / CHECKPOINT, self._sampler.sampler.length, self.get_total_train_batch_size(self.args)
+            )
+        found: tuple[int, int] = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial
+        )
+        return found
+
+
+class _Loader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
+    """A DataLoader that hands an epoch's number on to its batch sampler, as the Trainer expects of prepared ones."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch of the next pass over the data."""
+        self.batch_sampler.set_epoch(epoch)
+
+
+def _check_checkpoint(path: Path, rows: int, step_rows: int) -> None:
+    """RequestError if steps of the checkpoint were of other rows: positions in the epoch are counted in steps."""
+    try:
+        state = json.loads(path.read_text())
+    except FileNotFoundError:
+        return  # of a training without a plan
+    if state != {"rows": rows, "step_rows": step_rows}:
+        raise RequestError(
+            f"The checkpoint was made with {state['step_rows']} of {state['rows']} rows in each optimizer step, this"
+            f" training has {step_rows} of {rows}.",
+            f"Give with_plan(..., global_batch=N) the number that makes {state['step_rows']}, and the same data set.",
+        )
+
+
+def _ignore_labels(batch: Any) -> Any:
+    """The batch with no label that counts."""
+    names = [name for name in ("labels", "shift_labels") if name in batch]
+    return {**batch, **{name: torch.full_like(batch[name], -100) for name in names}} if names else batch
+
+
+def _count_tokens(trainer: Any, inputs: Any) -> int:
+    """Tokens of a pass: all of them, or those that the attention mask has where padding isn't counted."""
+    name = getattr(trainer.model, "main_input_name", "input_ids")
+    if name not in inputs:
+        return 0
+    if trainer.args.include_num_input_tokens_seen == "non_padding" and "attention_mask" in inputs:
+        return int(inputs["attention_mask"].sum())
+    return int(inputs[name].numel())
+
+
+def _gather_uneven(gather: Any, tensor: Any) -> Any:
+    """All ranks' tensors as accelerate gathers them, also where ranks have different numbers of rows."""
+    if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
+        return gather(tensor)
+    counts = gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
+    if len(set(counts)) == 1:
+        return gather(tensor)
+    most = max(counts)
+    every = gather(pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, most - len(tensor))))
+    return torch.cat([every[i * most : i * most + count] for i, count in enumerate(counts)])

@@ -1,0 +1,93 @@
+"""Train a small Llama from its configuration with transformers' Trainer and a plan: two lines differ.
+
+    evener balance --framework torch --workload examples/hf_train.py:build --export plan.toml
+    torchrun --nproc-per-node 2 examples/hf_train.py --plan plan.toml
+    python examples/hf_train.py                                # one device, without a plan
+
+The number behind --nproc-per-node is that of the devices that have a share in the plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from evener.huggingface import with_plan  # 1
+
+WORDS = 1_000
+LENGTH = 64
+
+
+class Texts(torch.utils.data.Dataset[dict[str, Any]]):
+    """Generated texts, in which each word follows from the one before."""
+
+    def __init__(self, rows: int) -> None:
+        start = torch.randint(0, WORDS, (rows, 1), generator=torch.Generator().manual_seed(0))
+        self.texts = (start + 7 * torch.arange(LENGTH)) % WORDS
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.texts[row], "labels": self.texts[row]}
+
+
+def network() -> LlamaForCausalLM:
+    """Four layers."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, max_position_embeddings=LENGTH, **sizes))
+
+
+def build() -> tuple[Any, Any, Any, Any]:
+    """For `--workload examples/hf_train.py:build`: the same model, its optimizer, and data."""
+    model = Logits(network())
+    rows = torch.utils.data.TensorDataset(*[Texts(4096).texts] * 2)
+    return model, torch.optim.AdamW(model.parameters(), 1e-3), token_loss, rows
+
+
+class Logits(torch.nn.Module):
+    """The model as a probe calls it: tokens in, logits out."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(input_ids=tokens).logits
+        return logits
+
+
+def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Each word is predicted from those before it."""
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def main() -> None:
+    """Train, by a plan if one is given."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", help="a file written by evener balance --export")
+    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--epochs", type=float, default=1.0)
+    options = parser.parse_args()
+    kind = with_plan(Trainer, options.plan) if options.plan else Trainer  # 2
+    torch.manual_seed(0)
+    arguments = TrainingArguments(
+        "hf_train_output",
+        num_train_epochs=options.epochs,
+        learning_rate=1e-3,
+        logging_steps=10,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=not torch.cuda.is_available(),
+    )
+    trainer = kind(model=network(), args=arguments, train_dataset=Texts(options.rows))
+    result = trainer.train()
+    if trainer.is_world_process_zero():
+        print(f"{result.metrics['train_samples_per_second']:,.0f} samples/s, loss {result.training_loss:.4f}")
+
+
+if __name__ == "__main__":
+    main()

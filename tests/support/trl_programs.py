@@ -1,0 +1,132 @@
+"""The same for TRL's trainers and adapters of PEFT; see tests/support/huggingface_programs.py.
+
+RANK=0 WORLD_SIZE=2 ... python trl_programs.py result.pt SHARE[:MICRO] ...
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+from evener.huggingface import with_plan
+from tests.support.huggingface_programs import ADAM, GLOBAL_BATCH, SEED, WORDS, Ordered, OrderedLoader, make_plan
+
+ROWS = 21  # two full batches and one of five rows
+KINDS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
+    "sft": (SFTTrainer, SFTConfig, {}),
+    "sft, LoRA": (SFTTrainer, SFTConfig, {"peft_config": LoraConfig(r=2, lora_dropout=0.0)}),
+    "dpo": (DPOTrainer, DPOConfig, {}),
+    "reward": (RewardTrainer, RewardConfig, {}),
+}
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Numbers as words."""
+    vocabulary = {str(word): word for word in range(WORDS)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="0", pad_token="1", eos_token="2")
+
+
+def make_rows(kind: str) -> Dataset:
+    """Rows of unequal length, tokenized."""
+    generator = torch.Generator().manual_seed(4)
+
+    def text(least: int, most: int) -> list[int]:
+        length = int(torch.randint(least, most, (1,), generator=generator))
+        return torch.randint(3, WORDS, (length,), generator=generator).tolist()
+
+    if kind.startswith("sft"):
+        return Dataset.from_list([{"input_ids": text(4, 14)} for _ in range(ROWS)])
+    names = ("prompt", "chosen", "rejected")
+    return Dataset.from_list([{name: " ".join(map(str, text(3, 9))) for name in names} for _ in range(ROWS)])
+
+
+def make_parts(kind: str, folder: str, **changes: Any) -> dict[str, Any]:
+    """What the trainer of a program is made of."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=1,
+        num_labels=1,
+    )
+    model = (LlamaForSequenceClassification if kind == "reward" else LlamaForCausalLM)(config).double()
+    _, options, more = KINDS[kind]
+    arguments = options(
+        folder,
+        use_cpu=True,
+        bf16=False,
+        num_train_epochs=2,
+        lr_scheduler_type="constant",
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+        seed=SEED,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        gradient_checkpointing=False,
+        **{"disable_dropout": True} if kind in ("dpo", "reward") else {},
+        **{**ADAM, **changes},
+    )
+    if kind == "dpo":
+        more = {"ref_model": copy.deepcopy(model)}
+    rows = make_rows(kind)
+    return {"model": model, "args": arguments, "train_dataset": rows, "processing_class": make_tokenizer(), **more}
+
+
+def describe(trainer: Any) -> dict[str, Any]:
+    """What a training ended with."""
+    weights = {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"weights": list(weights.values()), "losses": losses, "steps": trainer.state.global_step}
+
+
+def reference(kind: str) -> dict[str, Any]:
+    """By the bare trainer in this process, in the order of rows that the adapter has."""
+
+    class Reference(KINDS[kind][0]):  # type: ignore[misc]
+        def get_train_dataloader(self) -> DataLoader[Any]:
+            rows = self._remove_unused_columns(self.train_dataset, description="training")
+            return OrderedLoader(rows, batch_sampler=Ordered(ROWS), collate_fn=self.data_collator)
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Reference(**make_parts(kind, folder, per_device_train_batch_size=GLOBAL_BATCH))
+        trainer.train()
+        return describe(trainer)
+
+
+def main() -> None:
+    """Train every program as one rank."""
+    torch.set_num_threads(1)
+    result, *given = sys.argv[1:]
+    pairs = [tuple(map(int, one.split(":"))) for one in given]
+    plan = make_plan(tuple(pair[0] for pair in pairs), tuple(pair[-1] for pair in pairs))
+    found = {}
+    for kind, (trainer_class, _, _) in KINDS.items():
+        trainer = with_plan(trainer_class, plan)(**make_parts(kind, str(Path(result).parent / kind[:3])))
+        trainer.train()
+        found[kind] = describe(trainer)
+    torch.save(found, result)
+
+
+if __name__ == "__main__":
+    main()
