@@ -48,7 +48,8 @@ def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
 def _alone(solo: Evidence | None) -> str:
     if solo is None:
         return "-"
-    return f"{rate(solo.throughput.samples_per_second)} at {solo.layout.global_batch}"
+    (share,) = solo.layout.active
+    return f"{rate(solo.throughput.samples_per_second)} at {write_share(share.batch, share.micro)}"
 
 
 def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
