@@ -71,6 +71,18 @@ def names_a_file(home: str) -> bool:
     return home.endswith(".py") or "/" in home
 
 
+def guess_framework(name: str) -> str:
+    """The framework that the file of `file.py:attribute` imports; tensorflow where that isn't clear."""
+    home = name.rpartition(":")[0] or name
+    if not names_a_file(home):
+        return "tensorflow"
+    imports = [node for node in ast.walk(_parsed(Path(home))) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in imports if isinstance(node, ast.ImportFrom)]
+    packages = {name.partition(".")[0] for name in names}
+    return "torch" if "torch" in packages and not packages & {"keras", "tensorflow"} else "tensorflow"
+
+
 def load(name: str, settings: Mapping[str, Any]) -> UserModule:
     """Import the user's module, call the function with `settings` as keywords; UserCodeError if their code raises."""
     home, _, attribute = name.rpartition(":")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from evener.balancer.events import Observed, ProbeProgress, ProbeStarted, Started
+from evener.balancer.result.explain import explain
 from evener.balancer.types import Belief, Failed, Interval, Layout, OutOfMemory, Probe, Result, Timed, layout_of, solo
 from evener.plan import Evidence, Fingerprint, Kind, Plan, SearchSummary, Share, Throughput, make_layout
 from evener.tui.text.plan_summary import summary_lines
-from evener.tui.text.progress import Progress, observation_words
+from evener.tui.text.progress import Progress, observation_words, outcome_words
 
 SHARES = (Share("GPU-aa", 0, "GTX 1080 Ti", 0, 0.0), Share("GPU-bb", 1, "GTX 1080", 0, 0.0, "60%"))
 LABELS = ("GPU:0", "GPU:1")
@@ -108,6 +109,17 @@ def test_progress_follows_a_session() -> None:
         "best so far: 128.0 samples/s with GPU:0[64]",
         "1 probe, 0 out of memory, 6.0 s, at most 1 min 54 s left",
     ]
+
+
+def test_a_figure_has_the_same_error_in_every_place() -> None:
+    """Also one whose interval is wider than it is: the lower half ends at 0, and the upper one is what ± says."""
+    noisy = msgspec.structs.replace(timed(solo(2, 0, 64)), low_seconds=0.0, high_seconds=1.2)
+    figure = noisy.throughput
+    assert (figure.low, figure.high) == (0.0, figure.value * 2.2)
+    assert outcome_words(noisy, LABELS).endswith("± 120.0 %")
+    plan = msgspec.structs.replace(PLAN, throughput=Throughput(figure.value, figure.low, figure.high))
+    assert "± 120.0 %" in "\n".join(summary_lines(plan, LABELS))
+    assert "± 120.0 %" in explain(Result(noisy.probe.layout, figure, 1), (), LABELS)
 
 
 def test_what_did_not_run_is_said_in_words() -> None:

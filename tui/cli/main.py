@@ -5,6 +5,7 @@ The code of each command is imported when it runs, so that no headless command p
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -47,6 +48,7 @@ READER_GONE_EXIT_CODE = 141  # what a shell reports for a process that a closed 
 app = typer.Typer(
     name="evener",
     help="Find the fastest way to train one model on unequal GPUs. Without a command: open the full-screen app.",
+    epilog="Try it without a GPU: evener balance --devices sim:gtx1080ti,gtx1080",
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -255,6 +257,19 @@ def monitor(
     raise typer.Exit(code)
 
 
+@app.command("help")
+def show_help(
+    topic: Annotated[str | None, typer.Argument(metavar="TOPIC", help="workload, or a command.")] = None,
+) -> None:
+    """Explain a topic: `evener help workload` shows how to measure your own model."""
+    if topic == "workload":
+        from evener.tui.text.workload_help import workload_help
+
+        typer.echo(workload_help())
+        return
+    raise typer.Exit(run([*([topic] if topic else []), "--help"]))
+
+
 app.command("export")(export)
 app.command("report")(report)
 app.add_typer(runs_app, name="runs")
@@ -263,7 +278,9 @@ app.add_typer(runs_app, name="runs")
 def main(arguments: list[str]) -> int:
     """`run` in a process of its own, whose standard streams may be lost at any time."""
     guard_streams()
-    return run(arguments)
+    code = run(arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done; a key pressed twice must not change the exit code
+    return code
 
 
 def run(arguments: list[str]) -> int:

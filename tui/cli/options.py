@@ -11,8 +11,10 @@ import typer
 
 from evener.balancer.request import Request
 from evener.tui.text.parsing import REQUEST_HELP, make_request
+from evener.tui.text.workload_help import DEFAULTS
+from evener.workloads import registry
 
-WHAT, BATCH, LENGTH, OUTPUT = "What is measured", "Which batches", "How long", "Where results go"  # groups in --help
+GROUPS = WHAT, BATCH, LENGTH, OUTPUT = "What is measured", "Which batches", "How long", "Where results go"  # in --help
 TRAINING = ("devices", "share", "workload", "framework", "settings", "precision", "xla", "inputs", "engine")
 BATCHES = ("global_batch", "max_global_batch", "multiple_of", "micro", "tolerance", "objective")
 SEARCH = (*BATCHES, "budget", "seed", "pace")
@@ -22,6 +24,7 @@ _FLAGS = {
     "settings": ("--set",),
     "inputs": ("--input",),
 }
+_MORE_HELP = {"workload": f" Built in: {', '.join(registry.names())}. {DEFAULTS} More: evener help workload."}
 _LISTS = ("--gpus", "--batches", "--micro")  # options that take several values
 _TYPED: dict[str, tuple[Any, Any]] = {  # options whose text `make_request` parses, with their defaults
     "framework": (str | None, None),
@@ -33,7 +36,7 @@ _TYPED: dict[str, tuple[Any, Any]] = {  # options whose text `make_request` pars
 
 def _request_option(name: str, panel: str | None = None) -> Any:
     flags = _FLAGS.get(name, (f"--{name.replace('_', '-')}",))
-    return typer.Option(*flags, help=REQUEST_HELP[name], rich_help_panel=panel)
+    return typer.Option(*flags, help=REQUEST_HELP[name] + _MORE_HELP.get(name, ""), rich_help_panel=panel)
 
 
 DevicesOption = Annotated[str, _request_option("devices")]
@@ -71,11 +74,18 @@ def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., N
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
-        run.__signature__ = inspect.Signature([*map(parameter, names), *keywords])  # type: ignore[attr-defined]
+        options = sorted([*map(parameter, names), *keywords], key=_help_order)
+        run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
         run.__annotations__ = {}
         return run
 
     return decorate
+
+
+def _help_order(parameter: inspect.Parameter) -> tuple[int, bool]:
+    """By group; within one, what is rarely needed comes last."""
+    (option,) = parameter.annotation.__metadata__
+    return GROUPS.index(option.rich_help_panel), parameter.name in ("seed", "pace")
 
 
 def spread_lists(arguments: list[str]) -> list[str]:

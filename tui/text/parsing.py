@@ -17,7 +17,7 @@ from evener.errors import RequestError
 REQUEST_HELP = {
     "devices": "auto, gpu, gpu:0,2, cpu, cpu/N or sim:gtx1080ti,gtx1080; limits follow @, as in gpu:0@60%+8GiB.",
     "workload": "A built-in workload, or file.py:build for your own (its code is run).",
-    "framework": "tensorflow or torch. Default: the workload's own, or tensorflow.",
+    "framework": "tensorflow or torch. Default: the workload's own; of your file, what it imports.",
     "settings": "Set a parameter of the workload: key=value.",
     "precision": "float32, mixed_bfloat16 or mixed_float16.",
     "xla": "Compile the training step with XLA.",
@@ -32,7 +32,7 @@ REQUEST_HELP = {
     "objective": "What to maximise; throughput is samples/s.",
     "budget": "Most time to spend on measuring, like 90s or 5m; none: no limit. Default: 120s.",
     "tolerance": "Take the smallest global batch within this fraction of the fastest; 0.02 is 2 %.",
-    "pace": "Simulated devices: 1 runs in real time, 0 doesn't wait.",
+    "pace": "Simulated devices: real seconds for each simulated one; 0 doesn't wait.",
 }
 _FRAMEWORKS = ("tensorflow", "torch")
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -62,11 +62,13 @@ def make_request(
 
 
 def _default_framework(workload: str | None) -> str:
-    """The framework of a built-in workload; tensorflow for one that has none, and for the user's own."""
-    if workload is None or ":" in workload:
+    """The framework of the workload; tensorflow where that isn't clear."""
+    if workload is None:
         return _FRAMEWORKS[0]
-    from evener.workloads import registry
+    from evener.workloads import registry, user_code
 
+    if ":" in workload or user_code.names_a_file(workload):
+        return user_code.guess_framework(workload)
     own = registry.find(workload).framework
     return _FRAMEWORKS[0] if own == "none" else own
 

@@ -1,0 +1,68 @@
+"""What --help and `evener help` say; the scripts of README and help are pasted and run."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evener.tui.cli.main import run
+from evener.tui.text.workload_help import KERAS_EXAMPLE, TORCH_EXAMPLE, workload_help
+from evener.workloads import registry
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+README = Path(__file__).parents[2] / "README.md"
+SCRIPTS = re.findall(r"```python\n# (train_\w+\.py)\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+def _printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert run(list(arguments)) == 0
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+
+
+@pytest.mark.parametrize("command", ["balance", "compare", "probe"])
+def test_options_stand_in_groups_and_workloads_are_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What, which batches, how long, where: in this order; the names and the default of --workload are there."""
+    text = _printed(capsys, command, "--help")
+    groups = [text.index(name) for name in ("What is measured", "Which batches", "How long", "Where results go")]
+    assert groups == sorted(groups)
+    assert all(name in text for name in registry.names())
+    assert "keras_maxer on GPUs and simulated devices, keras_mnist on CPUs" in text
+    assert text.index("What is measured") < text.index("--workload") < text.index("Which batches")
+    assert text.index("Where results go") < text.index("--json")
+
+
+def test_help_takes_a_topic_or_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """`help workload` explains build(); `help balance` is `balance --help`; another word is an error."""
+    text = _printed(capsys, "help", "workload")
+    assert text == " ".join(workload_help().split())
+    assert all(word in text for word in ("build()", "training_data()", "sample_batch(n)", *registry.names()))
+    assert _printed(capsys, "help", "probe") == _printed(capsys, "probe", "--help")
+    assert _printed(capsys, "help") == _printed(capsys, "--help")
+    assert run(["help", "fly"]) == 2
+
+
+def test_the_readme_has_the_scripts_of_help() -> None:
+    """One for each framework, letter by letter."""
+    assert dict(SCRIPTS) == {"train_keras.py": KERAS_EXAMPLE, "train_torch.py": TORCH_EXAMPLE}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cores_of_one_user")
+@pytest.mark.parametrize(("name", "script"), SCRIPTS, ids=[name for name, _ in SCRIPTS])
+def test_a_pasted_script_is_measured_and_trains(name: str, script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By its file alone: the framework is the one that it imports. Its plan, for one device, runs in plain Python."""
+    pytest.importorskip({"train_keras.py": "tensorflow", "train_torch.py": "torch"}[name])
+    Path(name).write_text(script)
+    request = ["-d", "cpu/1", "--workload", f"{name}:build", "--global-batch", "1000", "--budget", "90s"]
+    assert run(["balance", *request, "--export", "plan.toml", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["framework"] == {"train_keras.py": "tensorflow", "train_torch.py": "torch"}[name]
+    trained = subprocess.run([sys.executable, name], capture_output=True, text=True, timeout=300)
+    assert trained.returncode == 0, trained.stderr[-2000:]

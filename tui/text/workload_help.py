@@ -1,0 +1,109 @@
+"""What `evener help workload` prints: the built-in workloads, and how to measure one's own model."""
+
+from __future__ import annotations
+
+from evener.tui.text.tables import align
+from evener.workloads import registry
+
+CONTRACT = """\
+Your own model: --workload train.py:build, or package.module:build. Each measuring process imports the file, calls
+build() and trains what it returns; evener's own process only parses it. So keep your training below
+`if __name__ == "__main__":`.
+
+  build()           Keras: returns a compiled model.
+                    PyTorch: returns (module, optimizer, loss), and the data set as a fourth if you like.
+                    --set name=value gives it parameters.
+  training_data()   Beside build(): returns what your training uses. Keras: (x, y) arrays, or a tf.data pipeline of
+                    single samples. PyTorch: a data set.
+  sample_batch(n)   Instead of training_data(): returns (x, y) of n rows. Keras makes rows up if there is neither.
+
+The framework is the one that the file imports; --framework tensorflow or torch says it where that isn't clear."""
+
+KERAS_EXAMPLE = """\
+import keras
+import numpy as np
+
+
+def build():
+    inputs = keras.Input((32,))
+    hidden = keras.layers.Dense(256, activation="relu")(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(10, activation="softmax")(hidden))
+    model.compile(optimizer="adam", loss="sparse_categorical_crossentropy")
+    return model
+
+
+def training_data():
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(50_000, 32)).astype("float32"), rng.integers(0, 10, 50_000)
+
+
+if __name__ == "__main__":
+    from evener.keras_split import Split
+
+    model = Split("plan.toml").build(build)
+    model.fit(*training_data(), epochs=2)
+"""
+
+TORCH_EXAMPLE = """\
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+def build():
+    model = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 10))
+    return model, torch.optim.Adam(model.parameters()), nn.CrossEntropyLoss()
+
+
+def training_data():
+    rng = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(50_000, 32, generator=rng), torch.randint(10, (50_000,), generator=rng))
+
+
+if __name__ == "__main__":
+    from evener.torch_split import Split
+
+    split = Split("plan.toml")
+    loader = split.loader(training_data(), seed=0)
+    model, optimizer, loss = build()
+    model = split.wrap(model)
+    for _ in range(2):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss(model(inputs.to(split.device)), targets.to(split.device)).backward()
+            optimizer.step()
+"""
+
+
+def workload_help() -> str:
+    """The whole text."""
+    entries = [registry.find(name) for name in registry.names()]
+    rows = [(f"  {entry.name}", entry.summary) for entry in entries]
+    settings = [
+        (f"  {entry.name}", " ".join(f"{key}={value}" for key, value in entry.settings.items())) for entry in entries
+    ]
+    return "\n".join(
+        [
+            f"Built in: --workload NAME. {DEFAULTS}",
+            *align(rows, numbers_from=2),
+            "",
+            "Their settings, for --set key=value:",
+            *align(settings, numbers_from=2),
+            "",
+            CONTRACT,
+            "",
+            "train_keras.py, whole; evener balance --workload train_keras.py:build --export plan.toml measures it:",
+            "",
+            KERAS_EXAMPLE,
+            "train_torch.py, whole; start it with torchrun --nproc-per-node N for the N devices of its plan:",
+            "",
+            TORCH_EXAMPLE,
+        ]
+    )
+
+
+DEFAULTS = (
+    f"Default: {registry.default_name('tensorflow', 'gpu')} on GPUs and simulated devices,"
+    f" {registry.default_name('tensorflow', 'cpu')} on CPUs;"
+    f" with --framework torch, {registry.default_name('torch', 'gpu')} and {registry.default_name('torch', 'cpu')}."
+)
