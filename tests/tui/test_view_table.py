@@ -21,7 +21,7 @@ COLUMNS: tuple[Column[int], ...] = (
 def test_a_scrolled_table_is_full_and_counts_what_it_hides(
     count: int, height: int, cursor: int, top: int, width: int
 ) -> None:
-    """Whatever height it was scrolled for before: the cursor is visible, and no row is empty while others are hidden."""
+    """Whatever it was scrolled for before: the cursor is visible, and no row is empty while others are hidden."""
     rows = range(count)
     widths = column_widths(COLUMNS, (), {"word": 100}, width - 1)
     position = Position(min(cursor, max(0, count - 1)), top)
