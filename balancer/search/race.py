@@ -37,7 +37,21 @@ class Race:
         first = [one for one in self._unmeasured if one.layout.placement != "logical"]
         probe = self._first_turn(first) or self._grow() or self._first_turn(self._unmeasured) or self._confirm()
         probe = probe or self._next_turn(self._candidates.running, "race")
-        return probe or self._next_turn(self._knob_rivals, "knobs") or self._repeat_best()
+        return probe or self._next_turn(self._knob_rivals, "knobs")
+
+    def repeat_best(self) -> Probe | None:
+        """Another turn of the best two layouts, if the whole budget is to be spent."""
+        if not self._problem.spend_all or self._problem.budget_seconds is None:
+            return None
+        best = [one.candidate.layout for one in self._without_knobs[:2]]
+        if not best:
+            return None
+        last = max(max(self.turns[layout]) for layout in best)
+        due = [layout for layout in best if last not in self.turns[layout]]
+        turn, layout = (last, due[0]) if due else (last + 1, best[0])
+        if not self._budget.affords(layout, "race", turn=turn):
+            return None
+        return Probe(layout, "race", self._budget.probe_seconds(layout, "race", 1), turn)
 
     @cached_property
     def turns(self) -> dict[Layout, Turns]:
@@ -165,20 +179,6 @@ class Race:
         ran.sort(key=lambda one: -throughput(turns[one.layout]).value)
         left = self._budget.turns_left(one.layout for one in ran[:2])
         return unsettled(ran, turns, self._problem.tolerance, left, MOST_TURNS)
-
-    def _repeat_best(self) -> Probe | None:
-        """Another turn of the best two layouts, if the whole budget is to be spent."""
-        if not self._problem.spend_all or self._problem.budget_seconds is None:
-            return None
-        best = [one.candidate.layout for one in self._without_knobs[:2]]
-        if not best:
-            return None
-        last = max(max(self.turns[layout]) for layout in best)
-        due = [layout for layout in best if last not in self.turns[layout]]
-        turn, layout = (last, due[0]) if due else (last + 1, best[0])
-        if not self._budget.affords(layout, "race", turn=turn):
-            return None
-        return Probe(layout, "race", self._budget.probe_seconds(layout, "race", 1), turn)
 
     # ------------------------------------------------------------------ knobs
 

@@ -293,6 +293,8 @@ class Search:
         rest = Budget(self.problem, self.options, self._seen, race_is_over=True)
         if rest.seconds is not None and (decision := self._explore(rest)):
             return decision
+        if probe := self._race.repeat_best():
+            return Decision((probe,), "Measures the best layouts again, in the time that was added.")
         return Decision((), "Done.", self._why_over(model))
 
     def _explore(self, budget: Budget) -> Decision | None:
