@@ -13,14 +13,16 @@ import sys
 import threading
 from collections import deque
 from contextlib import suppress
+from pathlib import Path
 from typing import IO
 
 import msgspec
+import psutil
 
 from evener.balancer.probes import protocol
-from evener.balancer.probes.procfs import kernel_kills, resident_bytes, start_time
 from evener.balancer.probes.protocol import Begin, Command, Reply
 from evener.devices.child_environment import ChildEnvironment, import_path
+from evener.live_files import start_ticks
 
 STDERR_BYTES = 64 << 10  # how much of the end of standard error is kept
 WAIT_SECONDS = 2.0
@@ -53,7 +55,7 @@ class Child:
         self._stderr: deque[bytes] = deque()
         self._stderr_bytes = 0
         self._peak_bytes = 0
-        self._kills_before = kernel_kills()
+        self._kills_before = _kernel_kills()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "evener.balancer.probes.worker"],
             stdin=subprocess.PIPE,
@@ -65,7 +67,7 @@ class Child:
         self.pid = self._process.pid
         for read, stream in ((self._read_replies, self._process.stdout), (self._read_stderr, self._process.stderr)):
             threading.Thread(target=read, args=(stream,), name=f"child {self.pid}", daemon=True).start()
-        self.send(Begin(os.getpid(), start_time(os.getpid()) or 0.0, environment.cores))
+        self.send(Begin(os.getpid(), start_ticks(os.getpid()) or 0, environment.cores))
 
     def send(self, command: Command) -> None:
         """Send a command; if the child is gone, the inbox says so."""
@@ -76,7 +78,8 @@ class Child:
 
     def sample_memory(self) -> None:
         """Remember how much memory it holds, in case it ends without a message."""
-        self._peak_bytes = max(self._peak_bytes, resident_bytes(self.pid))
+        with suppress(psutil.Error):
+            self._peak_bytes = max(self._peak_bytes, psutil.Process(self.pid).memory_info().rss)
 
     @property
     def alive(self) -> bool:
@@ -91,7 +94,7 @@ class Child:
     @property
     def kernel_killed(self) -> bool:
         """Whether the kernel has killed any process for memory since this child started."""
-        return kernel_kills() > self._kills_before
+        return _kernel_kills() > self._kills_before
 
     @property
     def stderr_tail(self) -> str:
@@ -151,6 +154,14 @@ def _read(stream: IO[bytes]) -> bytes:
         return os.read(stream.fileno(), _READ_BYTES)
     except (OSError, ValueError):
         return b""
+
+
+def _kernel_kills() -> int:
+    """How many processes the kernel has killed for memory since boot; 0 where it does not say."""
+    with suppress(OSError):
+        lines = Path("/proc/vmstat").read_text().splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+    return 0
 
 
 def _child_variables(variables: dict[str, str]) -> dict[str, str]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
+import psutil
 
 from evener.balancer.probes.block_timing import Block
 from evener.balancer.probes.child_group import GroupError, RankFailure, StoppedError
-from evener.balancer.probes.procfs import resident_bytes
 from evener.devices.cpu.slices import available_memory_bytes
 from evener.devices.nvidia.probe_watch import GpuVitals, Vitals
 from evener.devices.types import Device
@@ -126,7 +127,7 @@ class InterferenceMonitor:
         if usable is None or whole is None or device.kind == "sim":
             return 0
         if device.kind == "cpu":
-            left = available_memory_bytes() + sum(resident_bytes(pid) for pid in own)
+            left = available_memory_bytes() + sum(_resident_bytes(pid) for pid in own)
             return max(0, usable - left)
         others = _others_bytes(self._read((position,), SETTLE_SECONDS, full=True)[position], own, clean)
         if others is None or others < _unclear_bytes(whole):
@@ -150,6 +151,13 @@ class ProbeInterference:
         return msgspec.structs.replace(
             block, slowed=slowed, capped=max(capped, default=0.0), slowest=position if slowed else -1
         )
+
+
+def _resident_bytes(pid: int) -> int:
+    """Resident memory of a process; 0 if it is gone."""
+    with suppress(psutil.Error):
+        return int(psutil.Process(pid).memory_info().rss)
+    return 0
 
 
 def _unclear_bytes(memory_bytes: int) -> float:

@@ -25,7 +25,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     """The first message: which cores the child may use, and which process is its parent."""
 
     parent_pid: int
-    parent_start: float  # seconds since boot at which the parent started: pids are reused, a pid with its start is not
+    parent_start: int  # clock ticks from boot to the parent's start: pids are reused, a pid with its start is not
     cores: tuple[int, ...] = ()  # empty: all
 
 

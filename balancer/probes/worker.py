@@ -25,10 +25,10 @@ from typing import BinaryIO
 
 import evener
 from evener.balancer.probes import protocol
-from evener.balancer.probes.procfs import start_time
 from evener.devices.child_environment import cap_address_space
 from evener.errors import EvenerError
 from evener.live import Reporter
+from evener.live_files import start_ticks
 from evener.workloads.protocol import Workload
 
 PARENT_POLL_SECONDS = 1.0
@@ -242,13 +242,13 @@ def _begin(command: protocol.Begin) -> protocol.Ready:
     return protocol.Ready(os.getpid())
 
 
-def _end_with_parent(parent_pid: int, parent_start: float) -> None:
+def _end_with_parent(parent_pid: int, parent_start: int) -> None:
     """The kernel kills this process with its parent; a thread watches too, in case the kernel doesn't."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
     def watch() -> None:
-        while os.getppid() == parent_pid and start_time(parent_pid) == parent_start:
+        while os.getppid() == parent_pid and start_ticks(parent_pid) == parent_start:
             time.sleep(PARENT_POLL_SECONDS)
         _exit_now()
 

@@ -28,7 +28,7 @@ from evener.balancer.probes.worker import find_user_line
 from evener.workloads.protocol import Place
 
 COMMANDS = [
-    Begin(1, 2.5, (0, 1)),
+    Begin(1, 25, (0, 1)),
     Build("synthetic", "none", {"base_ms": 1.0}, Place(("CPU:0",), (None,), 1, ("a:1", "b:2"))),
     Prepare((8, 0)),
     RunSteps(5),
