@@ -14,7 +14,7 @@ from evener.balancer.types import Belief, Failed, Observation, OutOfMemory, Time
 from evener.devices.types import Device
 from evener.errors import DeviceError, NoLayoutError
 
-HANGS = "Look there for what never ends, or waits for input, which is empty,"
+HANGS = "Look for an endless loop there; input() gets none. Or"
 REMEDY = "Fix what failed, free memory, or choose another workload or other devices."
 
 
@@ -45,7 +45,7 @@ def explain_no_plan(
         return NoLayoutError(f"No layout could be measured: {why_stopped.rstrip('.')}.", REMEDY)
     more = f"as in --budget {2 * budget:g}s"
     if unfinished:
-        return NoLayoutError(" ".join(unfinished), f"{HANGS} or give it more time, {more}.")
+        return NoLayoutError(" ".join(unfinished), f"{HANGS} give it more time, {more}.")
     return NoLayoutError(f"The budget of {budget:g} s was over before {what} was measured.", f"Give more, {more}.")
 
 
