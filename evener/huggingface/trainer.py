@@ -21,7 +21,7 @@ from transformers.trainer_utils import seed_worker
 
 from evener.errors import RequestError
 from evener.huggingface.checks import check_loss, check_setup, check_trainer_class, needs_equal_passes
-from evener.huggingface.pass_sampler import PassSampler
+from evener.torch_split.pass_sampler import PassSampler
 from evener.huggingface.shares import RankShares, find_rank_shares
 from evener.live import Reporter
 from evener.plan import Plan

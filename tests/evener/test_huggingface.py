@@ -20,7 +20,7 @@ from transformers import Trainer
 
 from evener.errors import EvenerError
 from evener.huggingface import with_plan
-from evener.huggingface.pass_sampler import PassSampler
+from evener.torch_split.pass_sampler import PassSampler
 from evener.torch_split.sampler import UnevenBatchSampler
 from tests.support import huggingface_programs as programs
 from tests.support.torch_start import run_ranks
