@@ -47,7 +47,7 @@ def loaded(self, post):
     for place, _ in enumerate(self._source.devices()):
         self._source.set_load(place, 1100.0 - 40 * place, 600)
     begin(self, post)
-begin, feed.SourcePublisher.start = feed.SourcePublisher.start, loaded
+begin, feed.SnapshotPublisher.start = feed.SnapshotPublisher.start, loaded
 sys.exit(app.run_app({DEVICES!r}))
 """
 NVITOP = "from nvitop.cli import main; main()"

@@ -41,7 +41,7 @@ from evener.devices.simulated.source import SimulatedSource
 from evener.live import Reporter
 from evener.tui.app.app import EvenerApp
 from evener.tui.runtime.messages import Sampled
-from evener.tui.runtime.snapshot_publisher import Post, ProbeLoad
+from evener.tui.runtime.snapshot_publisher import Post, ProbeLoad, SnapshotPublisher
 
 HALF_HOUR = 1800  # ticks
 SAMPLE_TICKS = 150  # two rounds of all keys at all sizes, so that every sample finds the app in the same state
@@ -62,7 +62,7 @@ class AppSample(msgspec.Struct, frozen=True):
     trimmed_bytes: int | None = None  # resident after malloc returned its free memory; in the last sample only
 
 
-class TickPublisher:
+class TickPublisher(SnapshotPublisher):
     """A snapshot publisher whose seconds pass when the benchmark says so."""
 
     interval_seconds = 1.0

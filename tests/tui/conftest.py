@@ -29,7 +29,7 @@ from evener.devices.sampler import History
 from evener.devices.types import Device, DeviceSample, HostSample, ProcessSample, Snapshot, value
 from evener.tui.app.app import EvenerApp
 from evener.tui.runtime.messages import Sampled
-from evener.tui.runtime.snapshot_publisher import ProbeLoad
+from evener.tui.runtime.snapshot_publisher import ProbeLoad, SnapshotPublisher
 
 GIB = 1024**3
 AT_SECONDS = 1_790_000_000.0  # a fixed moment, so that pictures don't change
@@ -105,12 +105,13 @@ class Script:
         return msgspec.structs.replace(full, **changed)
 
 
-class ScriptedPublisher:
-    """A feed whose snapshots are pushed by the test."""
+class ScriptedPublisher(SnapshotPublisher):
+    """A publisher whose snapshots are pushed by the test."""
+
+    interval_seconds = 1.0
+    state = ""
 
     def __init__(self, *snapshots: Snapshot) -> None:
-        self.interval_seconds = 1.0
-        self.state = ""
         self.stopped = False
         self.loads: list[Mapping[str, ProbeLoad]] = []
         self._snapshots = snapshots

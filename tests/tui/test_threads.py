@@ -21,7 +21,7 @@ from evener.errors import NoLayoutError, RequestError
 from evener.tui.runtime.messages import Sampled, SessionEnded, SessionReported
 from evener.tui.runtime.run_replay import RunReplay
 from evener.tui.runtime.session_thread import SessionThread
-from evener.tui.runtime.snapshot_publisher import ProbeLoad, SourcePublisher
+from evener.tui.runtime.snapshot_publisher import ProbeLoad, SnapshotPublisher
 
 
 def _wait(condition: Callable[[], object], seconds: float = 10.0) -> None:
@@ -48,7 +48,7 @@ def test_only_progress_of_the_same_probe_is_replaced(events: Any) -> None:
 
 def test_simulated_devices_follow_the_load_of_probes() -> None:
     """Memory and power rise with a probe's load and fall with its end."""
-    feed = SourcePublisher(open_source(discover("sim:gtx1080ti")), 0.1)
+    feed = SnapshotPublisher(open_source(discover("sim:gtx1080ti")), 0.1)
     messages: list[Any] = []
     feed.start(messages.append)
     try:

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from textual.message import Message
 
@@ -28,35 +28,8 @@ class ProbeLoad(NamedTuple):
     share: int  # samples of each step
 
 
-class SnapshotPublisher(Protocol):
-    """Posts snapshots to the app."""
-
-    interval_seconds: float
-
-    @property
-    def state(self) -> str:
-        """Where a recording is; empty for live readings."""
-        ...
-
-    def start(self, post: Post) -> None:
-        """Post `Sampled` messages until stopped, from any thread."""
-        ...
-
-    def stop(self) -> None:
-        """Stop; no message is posted after this returns."""
-        ...
-
-    def history(self, device_id: str, metric: str) -> tuple[float | None, ...]:
-        """A metric's newest values, one per tick, oldest first."""
-        ...
-
-    def set_loads(self, loads: Mapping[str, ProbeLoad]) -> None:
-        """Which devices, by id, run probes now; the others run none."""
-        ...
-
-
-class SourcePublisher:
-    """Publishes a source, sampled on a thread of its own."""
+class SnapshotPublisher:
+    """Posts a source's snapshots to the app; the source is sampled on a thread of its own."""
 
     def __init__(self, source: Source, interval_seconds: float = 1.0) -> None:
         self._source = source
@@ -74,14 +47,14 @@ class SourcePublisher:
 
     @property
     def state(self) -> str:
-        """Where a recording is."""
+        """Where a recording is; empty for live readings."""
         source = self._source
         if not isinstance(source, Recording):
             return ""
         return f"replay {source.position + 1}/{len(source)}"
 
     def start(self, post: Post) -> None:
-        """Take the first sample at once."""
+        """Take the first sample at once, and post `Sampled` messages from any thread until stopped."""
         self._post = post
         self._sampler.subscribe(self._publish)
         self._sampler.start()
@@ -93,11 +66,11 @@ class SourcePublisher:
             self._sampler.close()
 
     def history(self, device_id: str, metric: str) -> tuple[float | None, ...]:
-        """The sampler's history."""
+        """A metric's newest values, one per tick, oldest first."""
         return self._sampler.history(device_id, metric)
 
     def set_loads(self, loads: Mapping[str, ProbeLoad]) -> None:
-        """Simulated devices act on the load; on real ones, probes report themselves as trainings do."""
+        """Which devices, by id, run probes now: simulated ones act on it; on real ones, probes report themselves."""
         if isinstance(self._source, SimulatedSource):
             for position, device in enumerate(self._source.devices()):
                 load = loads.get(device.id)
@@ -118,9 +91,9 @@ def open_publisher(
     """
     if replay is not None:
         recorded = Recording(replay)
-        return SourcePublisher(recorded, max(0.1, recorded.interval_seconds)), recorded.devices()
+        return SnapshotPublisher(recorded, max(0.1, recorded.interval_seconds)), recorded.devices()
     found = discover(devices, only_visible=False)
-    return SourcePublisher(open_source(found), interval_seconds), _trainable(found.devices)
+    return SnapshotPublisher(open_source(found), interval_seconds), _trainable(found.devices)
 
 
 def _trainable(devices: tuple[Device, ...]) -> tuple[Device, ...]:
