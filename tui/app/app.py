@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,22 +28,9 @@ CRASH_EXIT_CODE = 70
 THEMES = {"dark": "evener-dark", "light": "evener-light"}
 
 
-def _monitor() -> Screen[None]:
-    from evener.tui.screens.monitor import MonitorScreen
-
-    return MonitorScreen()
-
-
-def _balance() -> Screen[None]:
-    from evener.tui.screens.balance import BalanceScreen
-
-    return BalanceScreen()
-
-
-def _runs() -> Screen[None]:
-    from evener.tui.screens.runs import RunsScreen
-
-    return RunsScreen()
+def _made_by(name: str) -> Callable[[], Screen[None]]:
+    """Makes a screen when it is opened for the first time; its module is imported then."""
+    return lambda: getattr(import_module(f"evener.tui.screens.{name}"), f"{name.title()}Screen")()
 
 
 class EvenerApp(BaseApp):
@@ -50,11 +38,7 @@ class EvenerApp(BaseApp):
 
     TITLE = "evener"
     CSS_PATH = "app.tcss"
-    MODES: ClassVar[dict[str, str | Callable[[], Screen[None]]]] = {
-        "monitor": _monitor,
-        "balance": _balance,
-        "runs": _runs,
-    }
+    MODES: ClassVar[dict[str, str | Callable[[], Screen[None]]]] = {name: _made_by(name) for name in SCREENS}
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("1", "show('monitor')", "Monitor", show=False),
         Binding("2", "show('balance')", "Balance", show=False),

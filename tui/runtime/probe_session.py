@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 from evener.balancer.events import Event, Observed, ProbeStarted, Started
 from evener.balancer.request import Request
 from evener.balancer.types import Belief, Observation, OutOfMemory, Probe, Timed
+from evener.tui.runtime.session_thread import StopAndGo
 
 RUNS = 3
 SECONDS = 10.0  # of each run without warm-up
 BELIEF = Belief((), None, None, None, f"Times the batches that were asked for, {RUNS} times.")
 
 
-class ProbeSession:
+class ProbeSession(StopAndGo):
     """Times one layout a few times. EvenerError if the devices or the batches are wrong."""
 
     def __init__(self, request: Request, batches: Sequence[int]) -> None:
@@ -23,13 +24,12 @@ class ProbeSession:
         from evener.balancer.resolve import make_prober, resolve_request
         from evener.balancer.store.locks import lock_devices
 
+        super().__init__()
         self._resolved = resolve_request(request)
         devices = self._resolved.devices
         self._layout = choose_layout(len(devices), None, batches)
         self._locks = lock_devices("", [] if request.share else [devices[i] for i in self._layout.active])
         self._prober = make_prober(self._resolved)
-        self._halt, self._go = threading.Event(), threading.Event()
-        self._go.set()
         self._events: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
 
     def events(self) -> Iterator[Event]:
@@ -43,19 +43,6 @@ class ProbeSession:
                 raise event
             yield event
 
-    def stop(self) -> None:
-        """End now."""
-        self._halt.set()
-        self._go.set()
-
-    def pause(self) -> None:
-        """Start no further run."""
-        self._go.clear()
-
-    def unpause(self) -> None:
-        """Resume."""
-        self._go.set()
-
     def close(self) -> None:
         """End every child and release the devices."""
         self.stop()
@@ -65,8 +52,8 @@ class ProbeSession:
     def _measure(self) -> None:
         try:
             for turn in range(RUNS):
-                self._go.wait()
-                if self._halt.is_set() or not isinstance(self._run(turn), Timed):
+                self._going.wait()
+                if self._stopping.is_set() or not isinstance(self._run(turn), Timed):
                     break
             self._events.put(None)
         except BaseException as error:
@@ -75,7 +62,7 @@ class ProbeSession:
     def _run(self, turn: int) -> Observation | None:
         probe = Probe(self._layout, "split" if self._layout.kind == "split" else "solo", SECONDS, turn, True)
         self._events.put(ProbeStarted(probe, self._prober.now()))
-        for seen in self._prober.measure((probe,), self._events.put, self._halt):
+        for seen in self._prober.measure((probe,), self._events.put, self._stopping):
             walls = int(isinstance(seen, OutOfMemory))
             self._events.put(Observed(seen, BELIEF, None, turn + 1, walls, self._prober.now()))
             return seen

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator
 
 from evener.balancer.events import Event, Finished, Observed, ProbeStarted, Started
 from evener.balancer.store import journal, replay, runs
 from evener.balancer.store.journal import AskedEntry, EndedEntry, ObservationEntry, Record
 from evener.balancer.types import OutOfMemory
+from evener.tui.runtime.session_thread import StopAndGo
 
 
 def read_run(name: str) -> Record:
@@ -37,16 +37,14 @@ def recorded_events(record: Record) -> Iterator[Event]:
             yield Finished(header.run, entry.plan, entry.results, entry.verdict, entry.interrupted, entry.at_seconds)
 
 
-class RunReplay:
+class RunReplay(StopAndGo):
     """Recorded events as a session: `speed` times as fast as they were, no gap longer than `longest_gap_seconds`."""
 
     def __init__(self, events: Iterable[Event], *, speed: float = 8.0, longest_gap_seconds: float = 0.7) -> None:
+        super().__init__()
         self._events = events
         self._speed = speed
         self._longest_gap_seconds = longest_gap_seconds
-        self._stopping = threading.Event()
-        self._going = threading.Event()
-        self._going.set()
 
     def events(self) -> Iterator[Event]:
         """Each event when it is due."""
@@ -59,19 +57,6 @@ class RunReplay:
                 return
             self._going.wait()
             yield event
-
-    def stop(self) -> None:
-        """End now."""
-        self._stopping.set()
-        self._going.set()
-
-    def pause(self) -> None:
-        """Hold the next event back."""
-        self._going.clear()
-
-    def unpause(self) -> None:
-        """Resume."""
-        self._going.set()
 
     def close(self) -> None:
         """Nothing to release."""

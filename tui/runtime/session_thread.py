@@ -43,6 +43,27 @@ class Live(Protocol):
         ...
 
 
+class StopAndGo:
+    """The part of a `Live` that other threads call."""
+
+    def __init__(self) -> None:
+        self._stopping, self._going = threading.Event(), threading.Event()
+        self._going.set()
+
+    def stop(self) -> None:
+        """End now."""
+        self._stopping.set()
+        self._going.set()
+
+    def pause(self) -> None:
+        """Hold back what comes next."""
+        self._going.clear()
+
+    def unpause(self) -> None:
+        """Resume."""
+        self._going.set()
+
+
 class SessionThread:
     """Runs one session; every event is posted, the last message is `SessionEnded`."""
 
