@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from evener.tui.cli.main import run
+from evener.tui.text.formatting import rate
 
 pytest.importorskip("matplotlib")
 
@@ -100,6 +101,44 @@ def test_the_memory_wall_is_in_the_first_picture(a_run: str, capsys: pytest.Capt
     for curve in report.curves:
         assert list(curve.points) == sorted(curve.points)
         assert all(curve.wall_batch is None or batch < curve.wall_batch for batch, _ in curve.points)
+
+
+def test_every_figure_of_a_picture_is_in_a_table(a_run: str) -> None:
+    """For those who can't see it: each curve's points, each probe, each layout; headings are marked as such."""
+    from evener.tui.report.contents import read_report
+
+    report = read_report(a_run)
+    run(["report", a_run, "-o", "report.html"])
+    text = Path("report.html").read_text()
+    page = Checker()
+    page.feed(text)
+    rows = [re.sub("<[^>]+>", "|", row).replace("\N{NO-BREAK SPACE}", " ") for row in re.findall("<tr>.*?</tr>", text)]
+    for curve in report.curves:
+        for batch, figure in curve.points:
+            assert any(f"||{curve.label}||{batch}||{rate(figure)}||" in row for row in rows)
+    for span in report.spans:
+        assert any(f"||{span.layout}||{span.result}||" in row for row in rows)
+    assert text.count("<th scope=col") == text.count("<th") > 15
+    assert text.count("a table of its figures is") == 4
+
+
+def test_a_legend_lies_in_its_own_picture(a_run: str) -> None:
+    """On the sheet, one above its picture is under the title of another."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    from evener.tui.report.contents import read_report
+    from evener.tui.report.figures import PICTURES, figure_module
+
+    for title, draw in PICTURES:
+        figure = figure_module().Figure(figsize=(6.5, 4))
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        draw(read_report(a_run), axes)
+        figure.canvas.draw()
+        legend, frame = axes.get_legend(), axes.get_window_extent()
+        if legend is not None:
+            box = legend.get_window_extent()
+            assert frame.y0 <= box.y0 < box.y1 <= frame.y1, title
 
 
 def test_the_ending_chooses_the_picture_format(a_run: str) -> None:

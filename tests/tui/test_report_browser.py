@@ -160,5 +160,5 @@ def test_every_picture_and_table_is_there(browser: Chromium, page: Path) -> None
         assert [heading for heading in seen["headings"] if heading.startswith(title)], title
     assert len(seen["figures"]) == 4
     assert min(seen["figures"]) > 80
-    assert len(seen["rows"]) == 3
+    assert len(seen["rows"]) == 5
     assert min(seen["rows"]) >= 2

@@ -9,9 +9,9 @@ import msgspec
 from evener.balancer.store import journal, runs
 from evener.balancer.store.journal import Record
 from evener.balancer.types import OutOfMemory, Timed
-from evener.plan import SOLO_PREFIX, Plan, PlanLayout, Throughput
+from evener.plan import LARGER_BATCH, SOLO_PREFIX, Plan, PlanLayout, Throughput
 from evener.tui.text.formatting import plain, write_share
-from evener.tui.text.progress import outcome_name
+from evener.tui.text.progress import layout_words, outcome_name, outcome_words
 
 
 class SoloCurve(msgspec.Struct, frozen=True):
@@ -40,6 +40,8 @@ class ProbeSpan(msgspec.Struct, frozen=True):
     stage: str
     outcome: str  # timed | out of memory | failed
     lanes: tuple[int, ...]  # positions of the devices that took part
+    layout: str
+    result: str  # samples/s with their error and doubts, or what went wrong
 
 
 class RunReport(msgspec.Struct, frozen=True):
@@ -95,9 +97,9 @@ def _curve(record: Record, position: int) -> SoloCurve:
 
 
 def _ranking(plan: Plan, labels: Sequence[str]) -> tuple[RankedLayout, ...]:
-    """The plan and its rivals, without the solos, which are in the curves."""
+    """The plan and its rivals, without the solos, which are in the curves, and without a second name of one of them."""
     bars = [_bar("the plan", plan.layout, plan.throughput, labels)]
-    rivals = [rival for rival in plan.evidence if not rival.name.startswith(SOLO_PREFIX)]
+    rivals = [rival for rival in plan.evidence if not rival.name.startswith(SOLO_PREFIX) and rival.name != LARGER_BATCH]
     bars += [_bar(plain(rival.name, 40), rival.layout, rival.throughput, labels) for rival in rivals]
     return tuple(sorted(bars, key=lambda bar: bar.throughput.samples_per_second, reverse=True))
 
@@ -112,9 +114,11 @@ def _bar(name: str, layout: PlanLayout, throughput: Throughput, labels: Sequence
 
 
 def _spans(record: Record) -> tuple[ProbeSpan, ...]:
+    labels = [device.label for device in record.header.devices]
     spans = []
     for entry in record.seen:
-        seen = entry.seen
+        seen, layout = entry.seen, entry.seen.probe.layout
         start = max(0.0, entry.at_seconds - seen.elapsed_seconds)
-        spans.append(ProbeSpan(start, entry.at_seconds, seen.probe.stage, outcome_name(seen), seen.probe.layout.active))
+        words = (plain(layout_words(layout, labels)), plain(outcome_words(seen, labels)))
+        spans.append(ProbeSpan(start, entry.at_seconds, seen.probe.stage, outcome_name(seen), layout.active, *words))
     return tuple(spans)

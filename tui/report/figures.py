@@ -9,7 +9,7 @@ from typing import Any
 
 from evener.errors import RequestError
 from evener.tui.report.contents import RunReport
-from evener.tui.text.formatting import percent, write_share
+from evener.tui.text.formatting import percent, rate, write_share
 
 INK, LINES = "#010203", "#040506"  # placeholders for the page's colours
 PAPER_LINES = "#d0d4d9"  # on white
@@ -39,14 +39,17 @@ def draw_throughput(report: RunReport, axes: Axes) -> None:
         if curve.points:
             batches, rates = zip(*curve.points, strict=True)
             axes.plot(batches, rates, marker="o", markersize=4, color=colour, label=curve.label)
+            best = max(curve.points, key=lambda point: point[1])
+            axes.annotate(rate(best[1]), best, (0, 5), textcoords="offset points", ha="center", color=INK, fontsize=8)
         if curve.wall_batch is not None:
             axes.axvline(curve.wall_batch, color=colour, linestyle=":", label=f"{curve.label}: out of memory")
     axes.set_xlabel("batch (samples)")
     axes.set_ylabel("samples/s")
+    axes.margins(y=0.12)
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+        axes.legend(frameon=False, labelcolor=INK, fontsize=8, loc="lower right")
 
 
 def draw_shares(report: RunReport, axes: Axes) -> None:
@@ -74,7 +77,9 @@ def draw_ranking(report: RunReport, axes: Axes) -> None:
     high = [figure.high - figure.samples_per_second for figure in figures]
     colours = [SERIES[1] if bar.chosen else SERIES[0] for bar in report.ranking]
     rows = range(len(values))
-    axes.barh(rows, values, xerr=(low, high), color=colours, height=0.6, ecolor=INK, capsize=3)
+    bars = axes.barh(rows, values, xerr=(low, high), color=colours, height=0.6, ecolor=INK, capsize=3)
+    axes.bar_label(bars, [rate(value) for value in values], padding=4, color=INK, fontsize=8)
+    axes.margins(x=0.15)
     axes.set_yticks(rows, [bar.name for bar in report.ranking])
     axes.invert_yaxis()
     axes.set_xlabel("samples/s")
@@ -101,12 +106,10 @@ def draw_timeline(report: RunReport, axes: Axes) -> None:
             )
             seen.add(label)
     axes.set_yticks(range(len(report.labels)), report.labels)
-    axes.invert_yaxis()
+    axes.set_ylim(len(report.labels) - 0.5, -1.2)  # the first lane below the legend
     axes.set_xlabel("seconds since the start")
     if seen:
-        axes.legend(
-            frameon=False, labelcolor=INK, fontsize=8, ncols=len(seen), loc="upper left", bbox_to_anchor=(0, 1.25)
-        )
+        axes.legend(frameon=False, labelcolor=INK, fontsize=8, ncols=len(seen), loc="upper left")
 
 
 PICTURES: tuple[tuple[str, Draw], ...] = (

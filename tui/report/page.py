@@ -7,10 +7,16 @@ from collections.abc import Sequence
 from html import escape
 
 from evener.tui.report.contents import RunReport
-from evener.tui.report.figures import PICTURES, draw_ranking, draw_svg
+from evener.tui.report.figures import (
+    PICTURES,
+    draw_ranking,
+    draw_shares,
+    draw_svg,
+    draw_throughput,
+    draw_timeline,
+)
 from evener.tui.text.formatting import duration, rate, write_share
 
-RANKING = [draw for _, draw in PICTURES].index(draw_ranking)
 PARTED = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)")  # where no line may break: within a figure, before its %
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2128; --paper: #ffffff; --lines: #c4c9cf; --soft: #f2f4f6; }
@@ -20,8 +26,9 @@ body { color: var(--ink); background: var(--paper); font: 15px/1.5 system-ui, sa
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 .verdict { background: var(--soft); border-left: 4px solid #c96f14; padding: .8rem 1rem; font-size: 1.1rem; }
 figure { margin: 0; overflow-x: auto; } svg { max-width: 100%; min-width: 30rem; height: auto; color: var(--ink); }
-table { border-collapse: collapse; } .wide { overflow-x: auto; }
+table { border-collapse: collapse; margin-top: 1rem; } .wide { overflow-x: auto; }
 th, td { border-bottom: 1px solid var(--lines); padding: .25rem .8rem .25rem 0; text-align: left; }
+@media screen { figure + .wide { max-height: 24rem; overflow-y: auto; } }
 td.number, th.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 """
 
@@ -33,9 +40,7 @@ def html_page(report: RunReport) -> str:
         f"<h1>{escape(title)}: {escape(report.workload)}</h1>",
         f'<p class="verdict">{_text(report.verdict)}</p>',
         _shares(report),
-        *(_figure(report, number) for number in range(RANKING + 1)),
-        _ranking(report),
-        *(_figure(report, number) for number in range(RANKING + 1, len(PICTURES))),
+        *(_figure(report, number) for number in range(len(PICTURES))),
         _facts(report),
     ]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
@@ -44,9 +49,13 @@ def html_page(report: RunReport) -> str:
 
 
 def _figure(report: RunReport, number: int) -> str:
+    """A picture and the table of its figures, which those read who can't see it."""
     title, draw = PICTURES[number]
-    svg = draw_svg(report, draw).replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
-    return f"<h2>{escape(title)}</h2><figure>{_own_names(svg, number)}</figure>"
+    label = f"{title}; a table of its figures is {'above' if draw is draw_shares else 'below'}"
+    svg = draw_svg(report, draw).replace("<svg ", f'<svg role="img" aria-label="{escape(label)}" ', 1)
+    tables = {draw_throughput: _curves, draw_ranking: _ranking, draw_timeline: _probes}
+    table = tables[draw](report) if draw in tables else ""
+    return f"<h2>{escape(title)}</h2><figure>{_own_names(svg, number)}</figure>{table}"
 
 
 def _own_names(svg: str, number: int) -> str:
@@ -65,6 +74,21 @@ def _shares(report: RunReport) -> str:
     kind = f"{layout.kind}{f', {layout.processes} trainings' if layout.processes > 1 else ''}"
     kind += f", {layout.placement}" if layout.placement else ""
     return f"<h2>The plan: {escape(kind)}</h2>{_table(('device', 'name', 'share', 'ratio'), rows, numbers_from=2)}"
+
+
+def _curves(report: RunReport) -> str:
+    rows: list[tuple[str, ...]] = []
+    for curve in report.curves:
+        rows += [
+            (curve.label, str(batch), rate(figure), f"{batch / figure * 1000:.2f}") for batch, figure in curve.points
+        ]
+        rows += [(curve.label, str(curve.wall_batch), "out of memory", "")] if curve.wall_batch is not None else []
+    return _table(("device", "batch", "samples/s", "step ms"), rows, numbers_from=1)
+
+
+def _probes(report: RunReport) -> str:
+    rows = [(f"{span.start:.1f}", f"{span.stop:.1f}", span.stage, span.layout, span.result) for span in report.spans]
+    return _table(("from s", "to s", "stage", "layout", "result"), rows, numbers_from=9)
 
 
 def _ranking(report: RunReport) -> str:
@@ -103,11 +127,12 @@ def _text(text: str) -> str:
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], numbers_from: int) -> str:
     def cells(tag: str, row: tuple[str, ...]) -> str:
+        scope = " scope=col" if tag == "th" else ""
         texts = (
-            f"<{tag}{' class=number' if column >= numbers_from else ''}>{_text(text)}</{tag}>"
+            f"<{tag}{scope}{' class=number' if column >= numbers_from else ''}>{_text(text)}</{tag}>"
             for column, text in enumerate(row)
         )
         return f"<tr>{''.join(texts)}</tr>"
 
     first = cells("th", head) if any(head) else ""
-    return f'<div class="wide"><table>{first}{"".join(cells("td", row) for row in rows)}</table></div>'
+    return f'<div class="wide" tabindex="0"><table>{first}{"".join(cells("td", row) for row in rows)}</table></div>'
