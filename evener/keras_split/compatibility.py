@@ -144,6 +144,15 @@ def warn_added_losses(model: Any, found: int) -> None:
         warn(f"{model.name} adds losses of its own; each is weighted by its device's rows, as a mean over rows should.")
 
 
+def warn_small_data(rows: int, planned: int | None) -> None:
+    """Warn of data that never fill the plan's batch."""
+    if planned is not None and rows < planned:
+        warn(
+            f"The data have {rows} rows, fewer than the plan's global batch of {planned}: each step is smaller than "
+            "those that the plan was measured with."
+        )
+
+
 def warn_inner_metric(state: Any) -> None:
     """Warn of a metric that the model updates when it is called: it may be given rows, or a mean over them."""
     metric = state.path.rpartition("/")[0]

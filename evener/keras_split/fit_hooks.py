@@ -25,6 +25,7 @@ from evener.keras_split.compatibility import (
     check_test_step,
     overrides,
     warn,
+    warn_small_data,
 )
 from evener.keras_split.data import ArrayBatches, are_arrays, array_rows, batch_rows, batch_samples, pack_arrays
 from evener.plan_check import check_global_batch
@@ -178,6 +179,8 @@ class FitHooks:
         """Batch arrays epoch after epoch without a pause; what only Keras can batch is left to it."""
         size = check_global_batch(chosen["batch_size"] or self.global_batch or 32, len(self.devices))
         self.batch = size
+        if size == self._plan_batch:
+            warn_small_data(array_rows(chosen["x"]), size)
         self._note_batch(size)
         if self._in_process and not _is_plain(chosen, self.model):
             chosen["batch_size"] = size

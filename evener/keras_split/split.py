@@ -13,7 +13,7 @@ import tensorflow as tf
 from evener.errors import PlanError, RequestError
 from evener.keras_split import tf_devices
 from evener.keras_split.batch_bounds import Cut
-from evener.keras_split.compatibility import check_backend, check_model, warn
+from evener.keras_split.compatibility import check_backend, check_model, warn, warn_small_data
 from evener.keras_split.data import ArrayBatches, batch_rows, batch_samples, gives_batches, pack_arrays
 from evener.keras_split.digest import model_digest
 from evener.keras_split.engines.keras_step import SingleDevice
@@ -148,7 +148,9 @@ class Split:
             raise RequestError("This split has no global batch.", "Give batch_size, or Split(global_batch=...).")
         size = check_global_batch(size, len(self.devices))
         if not isinstance(x, tf.data.Dataset):
-            return ArrayBatches(pack_arrays(x, y, sample_weight, class_weight), size, shuffle, seed).global_batches()
+            arrays = ArrayBatches(pack_arrays(x, y, sample_weight, class_weight), size, shuffle, seed)
+            warn_small_data(arrays.rows, size if self.plan else None)
+            return arrays.global_batches()
         if shuffle or any(each is not None for each in (y, sample_weight, class_weight)):
             raise RequestError(
                 "A dataset comes with its own labels, weights and order.",
