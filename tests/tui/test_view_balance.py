@@ -294,3 +294,28 @@ def test_a_running_split_is_shown_with_the_best(events: Any) -> None:
     assert len(wide) == len(narrow) + 1
     assert [len(span.text) for span in wide[1].spans[1:]] == [55, 23]
     assert "now" not in _text(share_lines(state, 80, 4, UNICODE))
+
+
+def test_a_search_took_as_long_here_as_in_the_list_of_runs(events: Any) -> None:
+    """Without pauses, as the plan has it, not by the session's clock."""
+    state = msgspec.structs.replace(_after(events), at_seconds=50.0)
+    assert "6 probes, 1 out of memory, 47 s." in _text(search_lines(state, 100, 10, UNICODE))
+
+
+def test_while_models_are_built_it_is_said_where_and_for_how_long(events: Any) -> None:
+    """In the search's own words, and in the lanes that are wide enough."""
+    running = tuple(
+        Running(Probe(solo(2, device, 8), "solo", 10.0), "building", None, None, 0.0, seconds)
+        for device, seconds in ((0, 12.4), (1, 11.0))
+    )
+    state = msgspec.structs.replace(_after(events, 1), running=running)
+    assert "The model is being built on SIM:0, SIM:1: 12 s." in _text(search_lines(state, 80, 5, UNICODE))
+    assert "solo: building 12 s" in _text(lane_lines(state, 160, 4, UNICODE)[0])
+    assert "building 11 s" in _text(lane_lines(state, 120, 4, UNICODE)[0])
+
+
+def test_a_search_that_failed_has_done_nothing(events: Any) -> None:
+    state = msgspec.structs.replace(_after(events, 1), ended=True, fault="No layout could be measured.")
+    shown = _text(lane_lines(state, 120, 4, UNICODE)[0])
+    assert "done" not in shown
+    assert shown.count("✗ stopped") == 2

@@ -53,7 +53,7 @@ _HINTS = REQUEST_HELP | {
     "framework": "The framework of your own workload.",
     "settings": "Parameters of the workload: key=value key=value.",
 }
-_LABELS = {"own": f"{_OWN} workload", "inputs": "input"}
+_LABELS = {"own": f"{_OWN} workload", "inputs": "input", "share": "share devices"}
 _WORDS = {"set": "settings"}  # for options that the form calls differently
 _BY_OPTION = {"set": "settings", "input": "inputs", "workload": "own", "devices": "pick-devices"}
 _BUTTON_CELLS = 12

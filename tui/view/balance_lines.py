@@ -179,7 +179,7 @@ def _progress_lines(state: SessionState, width: int, marks: Marks) -> tuple[Line
     left = seconds_left(state)
     search = state.finished.plan.search if state.finished is not None else None
     seconds = search.seconds if search is not None else state.at_seconds
-    facts = f"{state.probes} probes, {state.out_of_memory} out of memory, {duration(seconds)}"
+    facts = f"{state.probes} probe{'s' * (state.probes != 1)}, {state.out_of_memory} out of memory, {duration(seconds)}"
     if search is not None:
         return text_lines(f"{facts}. {search.why_stopped}", width, 2, "dim")
     spans: tuple[Span, ...] = (Span(f" {facts}", "dim"),)
