@@ -13,6 +13,7 @@ from evener.balancer.request import Request, ResolvedRequest
 from evener.balancer.store import journal, replay, runs
 from evener.balancer.store.journal import EndedEntry, Header, Journal, Record
 from evener.balancer.store.locks import RunLock, lock_devices
+from evener.balancer.types import Failed, Timed
 from evener.errors import RequestError
 
 
@@ -64,6 +65,7 @@ def reopen(name: str, request: Request | ResolvedRequest, extend_seconds: float 
     locks.enter_context(RunLock(run))
     opened, record = journal.reopen(runs.journal_path(run))
     locks.callback(opened.close)
+    _check_hope(record)
     budget = before = _read_budget(record)
     if extend_seconds is not None:
         budget = replay.read_clock(record) + extend_seconds
@@ -93,6 +95,15 @@ def _read_budget(record: Record) -> float | None:
     ends = [entry for entry in record.entries if isinstance(entry, EndedEntry)]
     raised = ends[-1].budget_seconds if ends else None
     return record.header.request.budget_seconds if raised is None else raised
+
+
+def _check_hope(record: Record) -> None:
+    """RequestError for a run in which the workload's own code failed before anything ran: it has nothing to keep."""
+    seen = [entry.seen for entry in record.seen]
+    wrong = next((one for one in seen if isinstance(one, Failed) and one.user_code), None)
+    if wrong is not None and not any(isinstance(one, Timed) for one in seen):
+        message = f"The run {record.header.run} failed, and nothing was measured: {wrong.detail.rstrip('.')}."
+        raise RequestError(message, "Correct that and start a new run.")
 
 
 def _check_devices(header: Header, found: ResolvedRequest) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from evener.balancer.dry_run import Outlook, dry_run
 from evener.balancer.events import Finished, ProbeProgress
+from evener.balancer.manual_run import RunLength, timed_runs
 from evener.balancer.request import Request
+from evener.balancer.resolve import resolve_request
 from evener.balancer.session import Session
 from evener.balancer.store import runs
+from evener.balancer.types import solo
 from evener.devices.simulated.machine_file import catalogue
 from evener.errors import NoLayoutError
 from evener.tui.cli.main import run
@@ -58,8 +62,17 @@ def test_one_real_child_builds_and_steps_and_a_failure_is_one_sentence() -> None
     assert {one.probe.layout.shares for one in phases} == {(8,), (64,)}
     assert {"building", "measuring"} <= {one.phase for one in phases}
     broken = msgspec.structs.replace(REAL, settings={"fail": "raise"})
-    with pytest.raises(NoLayoutError, match="asked to raise at step 0 of 8 samples"):
+    with pytest.raises(NoLayoutError, match=r"asked to raise at step 0 of 8 samples \(traceback in .*\)\. ") as fault:
         foresee(broken)
+    errors = Path(fault.value.message.partition("(traceback in ")[2].removesuffix(")."))
+    assert "in step\n" in errors.read_text()
+    errors.write_text("those of the measurement before")
+    with (
+        pytest.raises(NoLayoutError),
+        timed_runs(resolve_request(broken), solo(2, 0, 8), 1, RunLength(0.2), threading.Event()) as turns,
+    ):
+        next(turns)
+    assert errors.read_text().startswith("CPU:0, warming up: ValueError: synthetic was asked to raise")
     stop = threading.Event()
     stop.set()
     assert dry_run(REAL, lambda _: None, stop) is None

@@ -6,9 +6,9 @@ from contextlib import closing
 
 import pytest
 
-from evener.balancer.events import Event, Finished
+from evener.balancer.events import Event, Finished, ProbeProgress
 from evener.balancer.request import Request
-from evener.balancer.result.explain_failure import explain_no_plan, list_failures
+from evener.balancer.result.explain_failure import explain_no_plan, explain_unfinished, list_failures
 from evener.balancer.search.search import Stop
 from evener.balancer.session import Session
 from evener.balancer.store.journal import Header
@@ -82,3 +82,35 @@ def test_a_budget_that_was_too_short_is_said_with_a_longer_one() -> None:
     fault = faulted(budget_seconds=2.0, global_batch=1024)
     assert fault.message == "The budget of 2 s was over before a layout of the global batch was measured."
     assert "--budget 4s" in fault.remedy
+
+
+def building(position: int, seconds: float, phase: str = "building") -> ProbeProgress:
+    """A probe that was in a phase for so long."""
+    return ProbeProgress(Probe(solo(2, position, 8), "solo", 1.0), phase, None, None, 60.0, seconds)
+
+
+@pytest.mark.parametrize(
+    ("workload", "words"),
+    [
+        ("/home/me/train.py:build", "train.py's build() had not returned after 28 s on GPU:0 and GPU:1."),
+        ("my.package:make", "my.package's make() had not returned after 28 s on GPU:0 and GPU:1."),
+        ("keras_mnist", "keras_mnist had not been built after 28 s on GPU:0 and GPU:1."),
+    ],
+)
+def test_what_had_not_ended_is_named_with_its_devices_and_the_longest_time(workload: str, words: str) -> None:
+    """What was being measured is no reason."""
+    running = [building(1, 28.2), building(0, 27.0), building(0, 3.0, "measuring")]
+    assert explain_unfinished(workload, DEVICES, running) == (words,)
+    (step,) = explain_unfinished(workload, DEVICES, [building(1, 9.0, "warming up")])
+    assert step.endswith("had not ended after 9 s on GPU:1.")
+
+
+def test_the_end_names_what_had_not_ended_instead_of_the_budget() -> None:
+    """If the user stopped it, in addition to that."""
+    header = Header("run", "2026-01-01T00:00:00Z", Request(), DEVICES, "keras_mnist", "tensorflow", "0")
+    belief = Belief((), None, None, None, "Done.")
+    late = explain_no_plan(header, [], belief, Stop.LATE.value, False, ("It hung.",))
+    assert (late.message, "--budget 240s" in late.remedy) == ("It hung.", True)
+    stopped = explain_no_plan(header, [], belief, Stop.INTERRUPTED.value, True, ("It hung.",))
+    assert stopped.message == "The search was stopped before anything was measured. It hung."
+    assert "--resume run" in stopped.remedy

@@ -14,7 +14,7 @@ import pytest
 from evener.balancer.events import Event, ProbeProgress
 from evener.balancer.session import Request, Session
 from evener.balancer.store import runs
-from evener.errors import EvenerError, NoLayoutError
+from evener.errors import EvenerError, NoLayoutError, RequestError
 
 pytestmark = pytest.mark.slow
 
@@ -121,6 +121,8 @@ def test_a_mistake_ends_the_session_once_whatever_the_other_devices_do(tmp_path:
     run = runs.load_run(session.run_id)
     assert len(run.observations) == 1
     assert (run.state, run.trouble) == ("failed", fault.value.message)
+    with pytest.raises(RequestError, match="nothing was measured: CPU:0, building: .*FileNotFoundError"):
+        Session(request, resume=session.run_id)
     assert not psutil.Process().children()
 
 
