@@ -121,7 +121,7 @@ def test_a_mistake_ends_the_session_once_whatever_the_other_devices_do(tmp_path:
     run = runs.load_run(session.run_id)
     assert len(run.observations) == 1
     assert (run.state, run.trouble) == ("failed", fault.value.message)
-    with pytest.raises(RequestError, match="nothing was measured: CPU:0, building: .*FileNotFoundError"):
+    with pytest.raises(RequestError, match=r"nothing was measured: CPU:0, building: .*FileNotFoundError"):
         Session(request, resume=session.run_id)
     assert not psutil.Process().children()
 
