@@ -14,7 +14,6 @@ from typing import Any, Literal
 import msgspec
 
 from evener.errors import PlanError
-from evener.passes import split_passes
 from evener.shares import apportion
 from evener.whole_files import read_whole, write_atomically
 
@@ -39,11 +38,6 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ratio: float  # batch / global batch
     limit: str = ""  # as given behind `@`: "60%+8GiB"
     micro: int = 0  # rows of one forward and backward pass: `batch` where one does it
-
-    @property
-    def passes(self) -> tuple[int, ...]:
-        """Rows of each forward and backward pass; none for a device that is left out."""
-        return split_passes(self.batch, self.micro or self.batch or 1)
 
 
 class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,11 +64,6 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def active(self) -> tuple[Share, ...]:
         """The shares of the devices that compute."""
         return tuple(share for share in self.share if share.batch)
-
-    @property
-    def in_passes(self) -> bool:
-        """Whether a device computes its share in more than one pass."""
-        return any(len(share.passes) > 1 for share in self.share)
 
 
 class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -151,11 +140,16 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for share, batch in zip(self.layout.share, self.shares(global_batch), strict=True)
         )
 
-    def save(self, path: str | os.PathLike[str], format: Format | None = None) -> None:  # noqa: A002 - the public name
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        format: Format | None = None,  # noqa: A002 - the public name
+        schema: int | None = None,
+    ) -> None:
         """Write atomically; TOML unless the name ends in .json or `format` says otherwise."""
         target = Path(path)
         chosen = format or ("json" if target.suffix == ".json" else "toml")
-        write_atomically(target, to_toml(self) if chosen == "toml" else to_json(self))
+        write_atomically(target, to_toml(self, schema) if chosen == "toml" else to_json(self, schema))
 
 
 def make_layout(

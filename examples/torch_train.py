@@ -1,4 +1,4 @@
-"""Train a small network in PyTorch with a plan: three lines differ from a script for one device.
+"""Train a small network in PyTorch with a plan: three lines and the loop over parts differ from one for one device.
 
     evener balance --framework torch --workload examples/torch_train.py:build --export plan.toml
     torchrun --nproc-per-node 2 examples/torch_train.py --plan plan.toml
@@ -58,10 +58,13 @@ def build(rows: int = ROWS) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module
 def train_epoch(split: Split, model: Any, loader: Any, optimizer: torch.optim.Optimizer) -> float:
     """One epoch; returns the mean loss of the last global batch."""
     criterion = nn.CrossEntropyLoss()
-    for images, labels in loader:
-        loss = criterion(model(images.to(split.device)), labels.to(split.device))
+    loss = 0.0
+    for batch in loader:
         optimizer.zero_grad()
-        loss.backward()
+        loss = 0.0
+        for part in split.parts(batch):  # one, unless the plan computes shares in passes
+            images, labels = part.batch
+            loss += part.backward(criterion(model(images.to(split.device)), labels.to(split.device)))
         optimizer.step()
     return split.mean(loss)
 

@@ -30,7 +30,7 @@ def run(folder: Path, *words: str) -> str:
 
 @pytest.fixture
 def plan(tmp_path: Path) -> str:
-    """A plan for two slices, 24 + 8 samples a step."""
+    """A plan for two slices, 24 + 8 samples a step, the first one's in three passes."""
     shares = tuple(Share(f"cpu-{i}-of-2", i, "a slice", 0, 0.0) for i in range(2))
     Plan(
         created="2026-01-01T00:00:00Z",
@@ -38,7 +38,7 @@ def plan(tmp_path: Path) -> str:
         framework="torch",
         precision="float32",
         xla=False,
-        layout=make_layout("split", shares, (24, 8)),
+        layout=make_layout("split", shares, (24, 8), micros=(10, 8)),
         throughput=Throughput(960.0, 960.0, 960.0),
         evidence=(),
         search=SearchSummary(0, 0, 0.0, 0, ""),

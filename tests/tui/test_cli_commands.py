@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,9 @@ def test_an_exported_plan_survives_a_round_trip(capsys: pytest.CaptureFixture[st
     capsys.readouterr()
     assert run(["export", "last"]) == 0
     assert capsys.readouterr().out.encode() == plan.read_bytes()
+    assert run(["export", "last", "--schema", "1"]) == 0
+    assert capsys.readouterr().out.encode() == to_toml(load_plan(plan), schema=1)
+    assert run(["export", "last", "--schema", "3"]) == 2
 
 
 def test_runs_are_listed_shown_and_deleted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,6 +175,23 @@ def test_tables_are_csv_and_markdown_too(capsys: pytest.CaptureFixture[str]) -> 
     for command in (("compare",), ("probe", "--batches", "8")):
         code, answer = ask(capsys, *command, "--devices", PAIR, "--format", "csv", "--json")
         assert (code, "two forms" in answer["error"]["message"]) == (2, True)
+
+
+def test_one_output_has_one_error_of_a_figure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The table, the verdict, the warning and the measurement's own line agree, however wide the interval is."""
+    machine = tmp_path / "noisy.toml"
+    machine.write_text(
+        '[[device]]\nname = "Noisy"\nmemory_mib = 4000\nmemory_base_mib = 100.0\nmemory_per_sample_mib = 4.0\n'
+        "noise = 0.9\ncurve = [[1, 60.0], [512, 400.0]]\n"
+    )
+    assert run(["balance", "--devices", f"sim:{machine}", "--global-batch", "64", "--budget", "4s"]) == 0
+    output = capsys.readouterr()
+    errors = re.findall(r"± ([\d.]+ %)", output.out)
+    assert len(errors) == 3
+    assert len(set(errors)) == 1
+    assert float(errors[0].split()[0]) > 100
+    (line,) = [line for line in output.err.splitlines() if "SIM:0[64]" in line]
+    assert f"± {errors[0]}" in line
 
 
 def test_a_request_that_cannot_be_met_leaves_no_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,12 +23,15 @@ def export(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="A .toml or .json file. Default: standard output.")
     ] = None,
+    schema: Annotated[
+        int, typer.Option("--schema", min=1, max=2, help="1 for an evener that doesn't know passes (up to 0.1).")
+    ] = 2,
     force: ForceOption = False,
 ) -> None:
     """Write a past run's plan as TOML or JSON."""
     from evener.tui.cli.commands.export import run_export
 
-    raise typer.Exit(run_export(run_id, form, output, force))
+    raise typer.Exit(run_export(run_id, form, output, schema, force))
 
 
 def report(

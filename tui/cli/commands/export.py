@@ -14,7 +14,7 @@ from evener.tui.text.formatting import plain
 from evener.tui.text.safe_documents import harmless_json, toml_text
 
 
-def run_export(name: str, form: Format | None, output: Path | None, force: bool) -> int:
+def run_export(name: str, form: Format | None, output: Path | None, schema: int, force: bool) -> int:
     """Write a run's plan to a file, or to standard output."""
     if output is not None:
         check_plan_file(output, "-o")
@@ -25,15 +25,15 @@ def run_export(name: str, form: Format | None, output: Path | None, force: bool)
         check_new(output, force)
     plan = runs.load_run(name).require_plan()
     if output is None:
-        _print_plan(plan, form or "toml")
+        _print_plan(plan, form or "toml", schema)
         return 0
-    plan.save(output)
+    plan.save(output, schema=schema)
     print(f"evener: plan written to {plain(str(output))}", file=sys.stderr)
     return 0
 
 
-def _print_plan(plan: Plan, form: str) -> None:
-    text = toml_text(to_toml(plan)) if form == "toml" else harmless_json(to_json(plan))
+def _print_plan(plan: Plan, form: str, schema: int) -> None:
+    text = toml_text(to_toml(plan, schema)) if form == "toml" else harmless_json(to_json(plan, schema))
     print(text, end="", flush=True)
 
 
