@@ -74,7 +74,7 @@ def _explain_doubt(doubt: Warned, devices: Sequence[Device], longer: str) -> str
         "capped": f"A device was at its power limit in {whole} of the time: the figure is that of this limit.",
         "drift": f"Steps became {fine} {'slower' if size > 0 else 'faster'} while they were timed; measure"
         f" again with {longer}.",
-        "noisy": f"The step time is certain to within ± {fine} only; measure again with {longer}.",
+        "noisy": f"The samples/s are certain to within ± {fine} only; measure again with {longer}.",
         "slow_start": f"Steps were still becoming faster (by {whole}) when the warm-up's time was over.",
         "stalled": f"One block took {size:.1f} times as long as the others.",
         "too_short": f"Only {size:.2f} s were timed; give {longer}.",

@@ -29,12 +29,14 @@ def write_share(batch: int, micro: int) -> str:
     return f"{batch} = {' + '.join(str(rows) if times == 1 else f'{times} × {rows}' for rows, times in passes.items())}"
 
 
-def half_width(value: float, low: float, high: float) -> str:
-    """What stands behind every ±: half of the figure's 95 % interval, relative to the figure.
+def relative_error(value: float, low: float, high: float) -> float:
+    """Half of the figure's 95 % interval, relative to the figure; the upper half, as the lower one ends at 0."""
+    return max(high - value, (high - low) / 2) / value if value else 0.0
 
-    The upper half, as the lower one ends at 0.
-    """
-    return percent(max(high - value, (high - low) / 2) / value if value else 0.0, 1)
+
+def half_width(value: float, low: float, high: float) -> str:
+    """What stands behind every ±."""
+    return percent(relative_error(value, low, high), 1)
 
 
 def join_words(words: Sequence[str]) -> str:

@@ -20,9 +20,8 @@ from evener.balancer.result.explain import (
     name_candidate,
     name_rivals,
 )
-from evener.balancer.result.number_format import join_words
+from evener.balancer.result.number_format import join_words, relative_error
 from evener.balancer.search.search import Search, Stop
-from evener.balancer.search.statistics import relative_half_width
 from evener.balancer.store.journal import Header
 from evener.balancer.types import Failed, Interval, Layout, Observation, OutOfMemory, Result
 from evener.devices.limits import write_limit
@@ -72,7 +71,7 @@ def build_outcome(
     devices = header.devices
     labels = [device.label for device in devices]
     rivals = list_rivals(chosen, search.ranking())
-    doubts = measurements.find_doubts(seen, chosen.layout, relative_half_width(chosen.throughput))
+    doubts = measurements.find_doubts(seen, chosen.layout, relative_error(*msgspec.structs.astuple(chosen.throughput)))
     sentence = explain(chosen, rivals, labels, Costs(search.sync_seconds(), search.apart_seconds))
     warnings = (
         *header.notes,

@@ -86,7 +86,7 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
     devices = ", ".join(summary.devices[:4]) + (" …" if len(summary.devices) > 4 else "")
     ratios = ":".join(f"{ratio:.2f}" for ratio in summary.ratios[:4]) + (" …" if len(summary.ratios) > 4 else "")
     figure = rate(summary.samples_per_second) if summary.samples_per_second is not None else "-"
-    seconds = duration(summary.seconds) if summary.probes else "-"
+    seconds = duration(summary.seconds) if summary.seconds else "-"
     workload = plain(summary.workload, _WIDEST_TEXT)
     return (summary.run, summary.state, workload, devices, ratios or "-", str(summary.probes), seconds, figure)
 
