@@ -28,7 +28,6 @@ from evener.balancer.types import (
     Timed,
     Warned,
     layout_of,
-    solo,
 )
 from evener.devices.types import Device
 from evener.errors import NoLayoutError, RequestError
@@ -150,7 +149,9 @@ def _measure_alone(prober: Prober, layout: Layout, seconds: float, stop: threadi
     """Each device by itself at its share."""
     figures: list[float | None] = []
     for position, share in enumerate(layout.shares):
-        probe = Probe(solo(len(layout.shares), position, share), "solo", seconds)
+        sizes = (layout.shares, layout.pass_rows)
+        own = (tuple(rows * (i == position) for i, rows in enumerate(each)) for each in sizes)
+        probe = Probe(layout_of(*own), "solo", seconds)
         seen = _measure(prober, probe, stop) if share and not stop.is_set() else None
         figures.append(seen.samples_per_second if isinstance(seen, Timed) else None)
     return tuple(figures)
