@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.keras_start import Answers, start, start_group
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -18,32 +16,16 @@ SCRIPT = Path(__file__).parents[1] / "support" / "keras_users.py"
 SECONDS = 240
 
 
-def start(what: str, task: str = "") -> subprocess.Popen[str]:
-    """One process of the script; `task` is its part in a group with a chief and a worker."""
-    environment = {**os.environ, "TF_CONFIG": task} if task else dict(os.environ)
-    command = [sys.executable, str(SCRIPT), what]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-
-
 @pytest.fixture(scope="module")
-def found() -> Any:
+def found() -> Iterator[dict[str, Any]]:
     """What each process printed, all started at once."""
-    doors = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-    first, second = (f"127.0.0.1:{door.getsockname()[1]}" for door in doors)
-    for door in doors:
-        door.close()
-    cluster = {"chief": [first], "worker": [second]}
-    tasks = {kind: json.dumps({"cluster": cluster, "task": {"type": kind, "index": 0}}) for kind in cluster}
-    running = {"towers": start("towers"), "mirrored": start("mirrored")}
-    running |= {kind: start("chief", task) for kind, task in tasks.items()}
+    group = start_group(SCRIPT, "chief", roles=("chief", "worker"))
+    running = {engine: [start(SCRIPT, engine)] for engine in ("towers", "mirrored")}
+    answers = Answers(running | dict(zip(("chief", "worker"), [[process] for process in group], strict=True)), SECONDS)
     try:
-        printed = {name: process.communicate(timeout=SECONDS) for name, process in running.items()}
+        yield {name: answers(name)[0] for name in ("towers", "mirrored", "chief", "worker")}
     finally:
-        for process in running.values():
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in running.values()] == [0] * 4, [err[-2000:] for _, err in printed.values()]
-    return {name: json.loads(output) for name, (output, _) in printed.items()}
+        answers.close()
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.keras_start import Answers, free_peers, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]  # one wait for all processes, on a machine that may be busy
 
@@ -18,46 +16,19 @@ SCRIPT = Path(__file__).with_name("keras_steps.py")
 SECONDS = 550
 
 
-def start(*words: str) -> subprocess.Popen[str]:
-    """One process of the steps."""
-    command = [sys.executable, str(SCRIPT), *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def free_peers(size: int) -> list[str]:
-    """Loopback addresses that were free a moment ago."""
-    doors = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
-    peers = [f"127.0.0.1:{door.getsockname()[1]}" for door in doors]
-    for door in doors:
-        door.close()
-    return peers
-
-
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
     """What the processes of a script printed, by its name; they run side by side."""
     folder = str(tmp_path_factory.mktemp("own"))
     peers = free_peers(2)
     running = {
-        "alone": [start("alone", folder)],
-        "together": [start("together", folder)],
-        "group": [start("group", str(rank), *peers) for rank in range(2)],
+        "alone": [start(SCRIPT, "alone", folder)],
+        "together": [start(SCRIPT, "together", folder)],
+        "group": [start(SCRIPT, "group", str(rank), *peers) for rank in range(2)],
     }
-    known: dict[str, list[dict[str, Any]]] = {}
-
-    def read(name: str) -> list[dict[str, Any]]:
-        if name not in known:
-            known[name] = []
-            for process in running[name]:
-                output, errors = process.communicate(timeout=SECONDS)
-                assert process.returncode == 0, errors[-3000:]
-                known[name].append(json.loads(output))
-        return known[name]
-
-    yield read
-    for process in (each for group in running.values() for each in group):
-        process.kill()
-        process.communicate()
+    answers = Answers(running, SECONDS)
+    yield answers
+    answers.close()
 
 
 def test_the_small_network_learns(seen: Any) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from evener.workloads import registry
+from tests.support.keras_start import Answers, start
 
 pytest.importorskip("tensorflow")
 pytestmark = pytest.mark.slow
@@ -20,9 +18,11 @@ SCRIPT = Path(__file__).with_name("keras_placed_proof.py")
 @pytest.fixture(scope="module")
 def proof() -> Any:
     """What the proof printed, in a process of its own, as logical devices are made before any operation."""
-    answer = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=240)
-    assert answer.returncode == 0, answer.stderr[-3000:]
-    return json.loads(answer.stdout.splitlines()[-1])
+    answers = Answers({"proof": [start(SCRIPT)]}, 240)
+    try:
+        return answers("proof")[0]
+    finally:
+        answers.close()
 
 
 @pytest.mark.parametrize("placement", ["towers", "alternate"])

@@ -1,0 +1,70 @@
+"""Starts scripts that use Keras, alone or as a group on loopback, and reads the JSON that they print."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+LIGHTLY = (  # Keras would load both packages for parts that no test uses, 1.5 s in every process
+    "import runpy, sys; sys.modules |= {'matplotlib': None, 'sklearn': None}; "
+    "del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+def start(script: Path, *words: str, config: dict[str, Any] | None = None) -> subprocess.Popen[str]:
+    """One process of a script; `config` is its place in a group."""
+    environment = {**os.environ, "TF_CONFIG": json.dumps(config)} if config else dict(os.environ)
+    command = [sys.executable, "-c", LIGHTLY, str(script), *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def free_peers(size: int) -> list[str]:
+    """Loopback addresses that were free a moment ago."""
+    doors = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
+    peers = [f"127.0.0.1:{door.getsockname()[1]}" for door in doors]
+    for door in doors:
+        door.close()
+    return peers
+
+
+def start_group(script: Path, *words: str, roles: Iterable[str]) -> list[subprocess.Popen[str]]:
+    """A process for each role, `chief` or `worker`."""
+    ranks = list(roles)
+    cluster: dict[str, list[str]] = {}
+    configs: list[dict[str, Any]] = []
+    for role, peer in zip(ranks, free_peers(len(ranks)), strict=True):
+        peers = cluster.setdefault(role, [])
+        configs.append({"cluster": cluster, "task": {"type": role, "index": len(peers)}})
+        peers.append(peer)
+    return [start(script, *words, config=config) for config in configs]
+
+
+class Answers:
+    """What processes printed, by a name for each group of them; each is waited for when it is first asked for."""
+
+    def __init__(self, running: dict[str, list[subprocess.Popen[str]]], seconds: float) -> None:
+        self._running = running
+        self._seconds = seconds
+        self._printed: dict[str, list[Any]] = {}
+
+    def __call__(self, name: str) -> list[Any]:
+        """In rank order."""
+        if name not in self._printed:
+            self._printed[name] = []
+            for process in self._running[name]:
+                output, errors = process.communicate(timeout=self._seconds)
+                assert process.returncode == 0, errors[-3000:]
+                self._printed[name].append(json.loads(output))
+        return self._printed[name]
+
+    def close(self) -> None:
+        """End what still runs."""
+        for process in (each for group in self._running.values() for each in group):
+            process.kill()
+            process.communicate()
