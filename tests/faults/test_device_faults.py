@@ -217,7 +217,7 @@ def test_a_call_that_hangs_holds_up_nobody(rig: Rig, call: str) -> None:
     seen = wait_for(lambda: rig.latest(State.STALE))
     assert "does not answer" in seen.devices[0].note
     took: list[float] = []
-    until = time.monotonic() + 1.0
+    until = time.monotonic() + 0.5
     while time.monotonic() < until:
         began = time.monotonic()
         assert rig.sampler.latest() is not None
@@ -230,7 +230,7 @@ def test_a_call_that_hangs_holds_up_nobody(rig: Rig, call: str) -> None:
 
 
 async def test_the_app_obeys_its_keys_while_the_driver_hangs_and_ends_in_time(fake_nvml: Callable[..., Any]) -> None:
-    """A call that blocks for 10 s holds the sampling thread only: it says so, and is read on after.
+    """A call that blocks for seconds holds the sampling thread only: it says so, and is read on after.
 
     One that never comes back doesn't keep the app from leaving.
     """
@@ -252,14 +252,14 @@ async def test_the_app_obeys_its_keys_while_the_driver_hangs_and_ends_in_time(fa
                 await pilot.pause(0.05)
             assert app.snapshot is not None
             assert "does not answer" in app.snapshot.notes[-1]
-            threading.Timer(10.0, nvml.release).start()
+            threading.Timer(2.0, nvml.release).start()
             while not nvml.released.is_set():
                 for key, mode in (("2", "balance"), ("3", "runs"), ("1", "monitor")):
                     began = time.monotonic()
                     await pilot.press(key)
                     assert app.current_mode == mode
                     assert time.monotonic() - began < 8, "keys wait for the driver"
-                await pilot.pause(0.5)
+                await pilot.pause(0.1)
             until = time.monotonic() + 15
             while shown() is not State.VALUE:
                 assert time.monotonic() < until

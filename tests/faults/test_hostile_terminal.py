@@ -245,8 +245,9 @@ def test_the_app_draws_nothing_raw(poisoned_run: str, tmp_path: Path, capsys: py
 @pytest.mark.slow
 def test_live_processes_are_drawn_plain(evil_process: int) -> None:
     """On the monitor screen: a real process whose command line and training are evil, with its details open."""
-    drawn = drawn_by(["--devices", "cpu"], (b"\t", b"\r", b"\x1b", b"\x1b[B", b"q"))
-    assert str(evil_process).encode() in drawn
+    pid = str(evil_process).encode()
+    drawn = drawn_by(["--devices", "cpu"], (b"\t", b"\r", b"\x1b", b"\x1b[B", b"q"), first=pid)
+    assert pid in drawn
     shown_harmless(drawn)
 
 
@@ -272,8 +273,8 @@ def test_what_a_child_writes_is_drawn_plain(monkeypatch: pytest.MonkeyPatch, tmp
     shown_harmless(drawn_by(["balance", "--devices", "cpu", "--workload", "synthetic", "--budget", "3s"], ()))
 
 
-def drawn_by(arguments: list[str], keys: Sequence[bytes]) -> bytes:
-    """Every byte that `evener` writes to a terminal of its own while these keys are pressed, to its end."""
+def drawn_by(arguments: list[str], keys: Sequence[bytes], first: bytes = b"got") -> bytes:
+    """Every byte that `evener` writes to a terminal of its own, to its end; `first` comes before the keys."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 180, 0, 0))
     paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(HOME))))
@@ -282,16 +283,15 @@ def drawn_by(arguments: list[str], keys: Sequence[bytes]) -> bytes:
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
         os.close(theirs)
         drawn, until = b"", time.monotonic() + 60
-        while keys and b"\x1b[?1049h" not in drawn and time.monotonic() < until:
-            drawn += read_for(ours, 0.2)
-        drawn += read_for(ours, 2.0 if keys else 0.0)
+        while keys and first not in drawn and time.monotonic() < until:
+            drawn += read_for(ours, 0.1)
         for key in keys:
+            drawn += read_answer(ours)
             os.write(ours, key)
-            drawn += read_for(ours, 0.5)
         while process.poll() is None and time.monotonic() < until:
             for key in (b"\x1b", b"q", b"y") if keys else ():  # out of a dialog, and yes to ending a search
+                drawn += read_answer(ours)
                 os.write(ours, key)
-                drawn += read_for(ours, 0.5)
             drawn += read_for(ours, 0.1)
         process.kill()
     drawn += read_for(ours, 0.1)
@@ -304,6 +304,15 @@ def shown_harmless(drawn: bytes) -> None:
     assert b"got" in drawn, "the evil text is shown at all"
     for raw in ON_TERMINAL:
         assert raw not in drawn, raw
+
+
+def read_answer(terminal: int) -> bytes:
+    """What is drawn until nothing has been for a while; half a second at most, as a key may draw nothing."""
+    until = time.monotonic() + 0.5
+    drawn = last = read_for(terminal, 0.1)
+    while time.monotonic() < until and (last or not drawn):
+        drawn += (last := read_for(terminal, 0.1))
+    return drawn
 
 
 def read_for(terminal: int, seconds: float) -> bytes:

@@ -150,14 +150,14 @@ def test_the_retreat_bisects_between_what_ran_and_what_did_not() -> None:
     ("framework", "workload", "cap_mib", "batch", "micro"),
     [("tensorflow", "keras_mnist", 300, 3_000, 500), ("torch", "torch_mnist", 250, 2_400, 600)],
 )
-def test_a_real_batch_runs_out_of_its_slice_and_fits_in_passes(
+def test_a_real_batch_fits_its_slice_in_passes_and_runs_out_of_it_in_one(
     framework: str, workload: str, cap_mib: int, batch: int, micro: int
 ) -> None:
-    """A failed allocation of the framework's own under its cap; the child is replaced, and takes the whole batch."""
+    """A failed allocation of the framework's own under its cap, in a child that has just taken the whole batch."""
     pytest.importorskip(framework)
     prober = child_prober((one_slice(cap_mib * MIB),), workload, framework)
-    seen = observe(prober, batch)
     fits = observe(prober, batch, micro)
+    seen = observe(prober, batch)
     prober.close()
     assert isinstance(seen, OutOfMemory), seen
     assert seen.devices == (0,)
