@@ -11,7 +11,7 @@ from textual.widgets import Input
 
 from evener.balancer.session import Request, Session
 from evener.balancer.store import runs
-from evener.errors import NoLayoutError
+from evener.errors import DeviceError, NoLayoutError
 from evener.tui.screens.dialogs import DetailsDialog
 from evener.tui.screens.export import SaveDialog
 from evener.tui.screens.run_dialogs import ContinueDialog, NoteDialog
@@ -70,6 +70,29 @@ async def test_a_run_that_ended_is_continued_for_as_long_as_is_asked(app_of: Any
         assert (app.balance.run, app.balance.fault) == (before.run, "")
         assert app.balance.probes > before.probes
         await until(pilot, lambda: app.screen.check_action("go_on", ()), "and it can be continued again")
+
+
+async def test_a_run_that_cannot_go_on_says_so_and_loses_nothing(app_of: Any, events: Any, session_of: Any) -> None:
+    """What the Balance screen showed stays there."""
+    await asyncio.to_thread(_search, devices=PAIR)
+    faults: list[str] = []
+
+    def make(_request: Any, **resumed: Any) -> Any:
+        if resumed:
+            raise DeviceError("GPU:0 is gone.", "Look for it.")
+        return session_of(events)
+
+    app = app_of(session_maker=make)
+    app.notify = lambda text, **_: faults.append(text)
+    async with app.run_test(size=(120, 36)) as pilot:
+        app.start_session(Request(), app.trainable)
+        await until(pilot, lambda: app.balance.ended, "the search before")
+        await _listed(pilot, 1)
+        await pilot.press("c")
+        await _dialog(pilot, ContinueDialog)
+        await pilot.press("enter")
+        await until(pilot, lambda: "GPU:0 is gone. Look for it." in faults, "the reason")
+        assert app.balance.finished is not None
 
 
 async def test_the_list_is_sorted_filtered_marked_and_annotated(app_of: Any) -> None:

@@ -122,15 +122,18 @@ class BaseApp(App[int]):
         if self._session is None or message.source != self._session.source:
             return
         fault = f"{message.fault} {message.remedy}" if message.fault else ""
-        if self._before is not None and fault:
-            self.balance = self._before
-            self.start_fault = fault
+        begun = self._before is None or not fault
+        if not begun:
+            self.balance = self._before or SessionState()
         else:
             self.balance = msgspec.structs.replace(
                 self.balance, running=(), ended=True, stopping=False, fault=message.fault, remedy=message.remedy
             )
         self._publish_loads()
-        if self.current_mode == "balance":
+        in_form = self.balance == SessionState()
+        if in_form:
+            self.start_fault = fault
+        if self.current_mode == "balance" and (begun or in_form):
             return
         if fault:
             self.say(fault, severity="error")

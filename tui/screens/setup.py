@@ -188,25 +188,18 @@ class Setup(UsesApp, VerticalScroll):
 
     def complain(self, text: str) -> None:
         """Show what is wrong with the form and mark the field, until it is sent again."""
-        self._complaint, wrong = form_words(text)
-        for name, field in self._fields().items():
-            if not wrong and field.strip() and field.partition(":")[0] in text:
-                wrong = name
-        if not wrong and "device" in text.lower():
-            wrong = "pick-devices"
+        self._complaint, named = form_words(text)
+        own = self.query_one("#own", Input).value.partition(":")[0]
+        wrong = named if named and self.query(f"#{named}") else "own" if own and own in text else "pick-devices"
         for row in self.query(".field"):
-            marked = row.id == f"row-{wrong}"
+            marked = bool(text) and row.id == f"row-{wrong}"
             row.set_class(marked, "-wrong")
             sign = self.evener.marks.alarm if marked else " "
             row.query_one(".label", Static).update(f"{sign}{_label((row.id or '').removeprefix('row-'))}")
-        self.query_one("#pick-devices").set_class(wrong == "pick-devices", "-wrong")
         if text:
-            self.call_after_refresh(self.query_one(f"#{wrong or 'pick-devices'}").focus)
+            self.call_after_refresh(self.query_one(f"#{wrong}").focus)
         self._show_problem()
         self.call_after_refresh(self.redraw)
-
-    def _fields(self) -> dict[str, str]:
-        return {field.id or "": field.value for field in self.query(Input)}
 
     @property
     def _problem_rows(self) -> int:
@@ -239,7 +232,7 @@ class Setup(UsesApp, VerticalScroll):
         devices = self.evener.trainable
         chosen = sorted(self.query_one("#pick-devices", Ticks).ticked)
         spec = select_devices(self.evener.devices, devices, chosen)
-        typed = self._fields() | {field.id or "": field.value for field in self.query(OneOf)}
+        typed = {field.id or "": field.value for field in (*self.query(Input), *self.query(OneOf))}
         task, own, framework = typed.pop("task"), typed.pop("own").strip(), typed.pop("framework", None)
         layouts, batches, share = typed.pop("layouts"), typed.pop("batches"), typed.pop("share") == "yes"
         typed = {name: text for name, text in typed.items() if name in _TASKS[task] or name not in _TASKS[SPLIT]}
