@@ -44,9 +44,10 @@ def explain_no_plan(
     if budget is None or why_stopped not in (Stop.BUDGET.value, Stop.LATE.value):
         return NoLayoutError(f"No layout could be measured: {why_stopped.rstrip('.')}.", REMEDY)
     more = f"as in --budget {2 * budget:g}s"
-    if unfinished:
+    if unfinished and ":" in header.workload:
         return NoLayoutError(" ".join(unfinished), f"{HANGS} give it more time, {more}.")
-    return NoLayoutError(f"The budget of {budget:g} s was over before {what} was measured.", f"Give more, {more}.")
+    message = " ".join([f"The budget of {budget:g} s was over before {what} was measured.", *unfinished])
+    return NoLayoutError(message, f"Give more, {more}.")
 
 
 def explain_unfinished(workload: str, devices: Sequence[Device], running: Sequence[ProbeProgress]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 
+import msgspec
 import pytest
 
 from evener.balancer.events import Event, Finished, ProbeProgress
@@ -105,12 +106,16 @@ def test_what_had_not_ended_is_named_with_its_devices_and_the_longest_time(workl
     assert step.endswith("had not ended after 9 s on GPU:1.")
 
 
-def test_the_end_names_what_had_not_ended_instead_of_the_budget() -> None:
-    """If the user stopped it, in addition to that."""
-    header = Header("run", "2026-01-01T00:00:00Z", Request(), DEVICES, "keras_mnist", "tensorflow", "0")
+def test_the_end_names_what_had_not_ended_of_the_user_s_own_instead_of_the_budget() -> None:
+    """Of a built-in workload, or if the user stopped it, in addition to that."""
+    header = Header("run", "2026-01-01T00:00:00Z", Request(), DEVICES, "train.py:build", "tensorflow", "0")
     belief = Belief((), None, None, None, "Done.")
     late = explain_no_plan(header, [], belief, Stop.LATE.value, False, ("It hung.",))
     assert (late.message, "--budget 240s" in late.remedy) == ("It hung.", True)
+    built_in = explain_no_plan(
+        msgspec.structs.replace(header, workload="keras_mnist"), [], belief, Stop.LATE.value, False, ("It hung.",)
+    )
+    assert built_in.message == "The budget of 120 s was over before anything was measured. It hung."
     stopped = explain_no_plan(header, [], belief, Stop.INTERRUPTED.value, True, ("It hung.",))
     assert stopped.message == "The search was stopped before anything was measured. It hung."
     assert "--resume run" in stopped.remedy
