@@ -37,7 +37,7 @@ def test_the_recurrent_experiment_gives_its_table() -> None:
 
 
 def test_training_by_a_plan_reaches_its_steps(tmp_path: Path) -> None:
-    """A process for each slice of the plan, the number of steps that the plan's figure gives."""
+    """A process for each slice of the plan, in passes, the number of steps that the plan's figure gives."""
     pytest.importorskip("evener.devices.child_environment")
     shares = tuple(Share(f"cpu-{i}-of-2", i, "a slice", 0, 0.0) for i in range(2))
     plan = Plan(
@@ -46,7 +46,7 @@ def test_training_by_a_plan_reaches_its_steps(tmp_path: Path) -> None:
         framework="tensorflow",
         precision="float32",
         xla=False,
-        layout=make_layout("split", shares, (20, 12), engine="multiworker"),
+        layout=make_layout("split", shares, (20, 12), micros=(7, 12), engine="multiworker"),
         throughput=Throughput(960.0, 960.0, 960.0),
         evidence=(),
         search=SearchSummary(0, 0, 0.0, 0, ""),
