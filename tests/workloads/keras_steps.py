@@ -17,10 +17,12 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 import keras
 import numpy as np
 
+from evener.balancer.probes.exit_causes import error_is_memory
 from evener.errors import EvenerError
 from evener.keras_split import make_logical_cpus, model_digest
 from evener.workloads import registry
 from evener.workloads.datasets import digits
+from evener.workloads.keras_backend.kernel_limits import MOST_ELEMENTS, TooManyElementsError, check_rows, largest_rows
 from evener.workloads.keras_backend.models.classifiers import maxer
 from evener.workloads.protocol import Place
 
@@ -241,6 +243,7 @@ def alone(folder: str) -> dict[str, Any]:
         "bad cudnn": attempt(lambda: build("keras_gru", settings={"use_cudnn": "maybe"})),
         "no share": attempt(lambda: workload.prepare((0,))),
         "maxer": count_maxer(),
+        "limits": kernel_limits(),
         "lost": lose(folder),
         "own": {
             name: attempt(own(folder, OWN, name))
@@ -249,6 +252,44 @@ def alone(folder: str) -> dict[str, Any]:
         "own sampled": {name: attempt(own(folder, SAMPLED, name)) for name in ("lazy", "wrong_call", "wrong_loss")},
         "fed": {name: attempt(fed(folder, name)) for name in FEEDS},
         "own short": attempt(own(folder, SHORT, "lazy")),
+    }
+
+
+class WithoutShapes(keras.Model):  # type: ignore[name-defined]
+    """A model that doesn't say what its layers give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, inputs: Any) -> Any:
+        """Its outputs."""
+        return self.dense(inputs)
+
+
+def nested(filters: int) -> Any:
+    """A model whose largest tensor is in a model within it."""
+    inner = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Conv2D(filters, 3, padding="same")])
+    return keras.Sequential([keras.Input((8, 8, 1)), inner, keras.layers.Flatten(), keras.layers.Dense(2)])
+
+
+def kernel_limits() -> dict[str, Any]:
+    """The largest batches by the size of a layer's output, and what one row more is answered with."""
+    open_model, widest = WithoutShapes(), nested(256)
+    open_model(keras.ops.ones((2, 4)))
+    check_rows(open_model, 1 << 40)
+    most = largest_rows(widest) or 0
+    check_rows(widest, most)
+    try:
+        check_rows(widest, most + 1)
+    except TooManyElementsError as error:
+        is_memory = error_is_memory([kind.__name__ for kind in type(error).__mro__], str(error))
+        refused = [str(error), is_memory]
+    return {
+        "elements": MOST_ELEMENTS,
+        "rows": {filters: largest_rows(nested(filters)) for filters in (1, 3, 256)},
+        "refused": refused,
+        "open": largest_rows(open_model),
     }
 
 
@@ -274,6 +315,9 @@ def together(folder: str) -> dict[str, Any]:
     found = {
         "towers": [apart(one, towers), float(np.abs(np.subtract(plain, spread)).max())],
         "mirrored": apart(one, mirrored),
+        "losses in passes": [losses(one, (12,), 3, (5,)), losses(towers, (7, 4, 1), 3, (3, 4, 1))],
+        "mirrored in one pass": len(losses(mirrored, (9, 3), 3)),
+        "passes": [apart(one, mirrored), apart(towers, mirrored)],
         "left out": losses(towers, (9, 0, 3), 2),
         "again": losses(towers, (20, 2, 6), 2),
         "from device": losses(build("keras_mnist", 2, settings=small, input="device"), (9, 3), 4),
@@ -281,6 +325,7 @@ def together(folder: str) -> dict[str, Any]:
         "memory": towers.max_memory_bytes(),
         "xla": attempt(lambda: build("keras_mnist", 2, xla=True)),
         "shares": attempt(lambda: towers.prepare((3, 4))),
+        "mirrored in passes": attempt(lambda: mirrored.prepare((9, 3), (3, 3))),
     }
     x, y = digits(12)
     return found | {"digits": [list(x.shape), float(x.min()), float(x.max()), str(y.dtype)]}
@@ -290,7 +335,8 @@ def group(rank: str, *peers: str) -> dict[str, Any]:
     """One process of a group, which steps with shares that change."""
     workload = build("keras_mnist", rank=int(rank), peers=peers, settings={"filters": 4, "dense": 16})
     traces = count_traces(workload)
-    seen = [losses(workload, shares, 3)[-1] for shares in ((9, 3), (1, 16), (30, 2), (9, 3))]
+    sizes = (((9, 3), ()), ((1, 16), (1, 5)), ((30, 2), ()), ((9, 3), (2, 3)))
+    seen = [losses(workload, shares, 3, micro)[-1] for shares, micro in sizes]
     weights = float(np.sum([np.abs(weight).sum() for weight in workload.model.get_weights()]))
     return {
         "losses": seen,

@@ -64,6 +64,26 @@ def test_the_seeds_network_has_its_parameters(seen: Any) -> None:
     assert seen("alone")[0]["maxer"] == 78_923_530
 
 
+@pytest.mark.parametrize("filters", [1, 3, 256])
+def test_the_largest_tensor_of_any_layer_sets_the_limit(seen: Any, filters: int) -> None:
+    """What TensorFlow's GPU kernels count, also where the layer lies within a model within the model."""
+    found = seen("alone")[0]["limits"]
+    assert found["rows"][str(filters)] == found["elements"] // (8 * 8 * filters)
+
+
+def test_one_row_more_is_refused_before_any_kernel_runs(seen: Any) -> None:
+    """The refusal retreats as out-of-memory does, where the kernel would end the process."""
+    found = seen("alone")[0]["limits"]
+    words, is_memory = found["refused"]
+    assert f"{found['rows']['256']} samples" in words
+    assert is_memory
+
+
+def test_a_model_without_known_shapes_has_no_limit(seen: Any) -> None:
+    """A model written as a class doesn't say what its layers give."""
+    assert seen("alone")[0]["limits"]["open"] is None
+
+
 def test_every_way_of_training_steps(seen: Any) -> None:
     """From device memory, compiled by XLA, in half precision, recurrent."""
     found = seen("alone")[0]
@@ -81,6 +101,15 @@ def test_towers_and_mirrored_step_as_one_device(seen: Any) -> None:
     assert len(found["left out"]) == len(found["again"]) == 2
     assert len(found["from device"]) == 4
     assert found["engines"] == ["solo", "towers", "mirrored"]
+
+
+def test_passes_step_as_one_pass(seen: Any) -> None:
+    """The same weights after 3 more steps, with other passes on one device and on three, as with none under mirrored."""
+    found = seen("together")[0]
+    assert max(found["passes"]) < 1e-4
+    one, towers = found["losses in passes"]
+    assert one == pytest.approx(towers, abs=1e-4)
+    assert "can't compute a share in passes" in found["mirrored in passes"]
 
 
 def test_a_group_steps_together(seen: Any) -> None:
