@@ -28,7 +28,6 @@ __all__ = ["Request", "Session"]
 
 GRACE_SHARE, GRACE_SECONDS = 0.25, 2.0  # beyond the budget, for probes that still run when it ends
 CLOSE_SECONDS = 5.0
-ERRORS = "errors.txt"  # in the run's folder: what failing children wrote
 POLL_SECONDS = 0.1
 
 
@@ -64,7 +63,7 @@ class Session:
         self._raised_budget = opened.raised_budget
         self._header = self._record.header
         self._facts = self._record.facts
-        errors = runs.run_folder(self._header.run) / ERRORS
+        errors = runs.errors_path(self._header.run)
         self._prober: Prober = resolve.make_prober(self._resolved, replay.read_clock(self._record), errors)
         seen = (entry.seen for entry in self._record.seen)
         self._search: Search = replay.make_search(self._header, seen, opened.spend_all)

@@ -41,6 +41,11 @@ def trusted_folder(folder: Path) -> Path:
 
 def new_error_file() -> Path:
     """Where measurements without a run keep what failing children wrote; what was there before is gone."""
-    path = state_folder() / "errors.txt"
+    path = error_file()
     path.unlink(missing_ok=True)
     return path
+
+
+def error_file() -> Path:
+    """What failing children of the last measurement without a run wrote."""
+    return state_folder() / "errors.txt"

@@ -93,6 +93,11 @@ def journal_path(run: str) -> Path:
     return run_folder(run) / JOURNAL
 
 
+def errors_path(run: str) -> Path:
+    """What failing children of a run wrote."""
+    return run_folder(run) / "errors.txt"
+
+
 def find(name: str) -> str:
     """The run meant by an id, by the unique beginning of one, or by `last`; RequestError if none or several match."""
     runs = _list_ids()

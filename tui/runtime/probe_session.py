@@ -22,6 +22,7 @@ class ProbeSession(StopAndGo):
     def __init__(self, request: Request, batches: Sequence[int]) -> None:
         from evener.balancer.manual_run import choose_layout
         from evener.balancer.resolve import make_prober, resolve_request
+        from evener.balancer.store.folders import new_error_file
         from evener.balancer.store.locks import lock_devices
 
         super().__init__()
@@ -29,7 +30,7 @@ class ProbeSession(StopAndGo):
         devices = self._resolved.devices
         self._layout = choose_layout(len(devices), None, batches)
         self._locks = lock_devices("", [] if request.share else [devices[i] for i in self._layout.active])
-        self._prober = make_prober(self._resolved)
+        self._prober = make_prober(self._resolved, error_file=new_error_file())
         self._events: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
 
     def events(self) -> Iterator[Event]:

@@ -92,7 +92,7 @@ class BalanceScreen(PanelScreen):
         if action in ("export", "report"):
             return state.finished is not None
         if action == "traceback":
-            return errors_file(state.run) is not None
+            return bool(state.run or state.seen) and errors_file(state.run) is not None
         if action in ("new", "go_on"):
             return state.ended and bool(action == "new" or state.run)
         return True

@@ -11,8 +11,10 @@ from textual.app import App
 from textual.widgets import Input
 
 from evener.balancer.store import runs
+from evener.balancer.store.folders import error_file
 from evener.balancer.store.notes import RunNote
 from evener.balancer.store.runs import Run
+from evener.errors import EvenerError
 from evener.tui.screens.dialogs import DetailsDialog, FieldDialog
 from evener.tui.text.formatting import duration
 from evener.tui.text.parsing import parse_duration
@@ -70,11 +72,11 @@ class NoteDialog(FieldDialog):
 
 
 def errors_file(run: str) -> Path | None:
-    """What failing children of a run wrote; None if there is nothing."""
-    from evener.balancer.session import ERRORS
-
-    path = runs.run_folder(run) / ERRORS
-    return path if run and path.is_file() else None
+    """What failing children of a run wrote, without a run those of the last probe; None if there is nothing."""
+    with suppress(EvenerError):
+        path = runs.errors_path(run) if run else error_file()
+        return path if path.is_file() else None
+    return None
 
 
 def errors_dialog(run: str) -> DetailsDialog:
