@@ -57,7 +57,7 @@ def test_each_run_has_its_state_and_a_failed_one_its_reason(
     assert "failed and has no plan: " in printed
     assert "--resume" not in printed
     assert run(["runs", "show", failed]) == 0
-    assert capsys.readouterr().out.splitlines()[1].startswith("failed, ")
+    assert capsys.readouterr().out.splitlines()[1].startswith("failed: ")
 
 
 def test_runs_are_chosen_and_sorted(three_runs: tuple[str, str, str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,12 +134,15 @@ def compare(
     layouts: Annotated[
         str | None,
         typer.Option(
-            "--layouts", help="Some of solo,even,split,pack,place. Default: all possible.", rich_help_panel=WHAT
+            "--layouts",
+            help="Some of solo,even,split,pack,place: one device; equal shares; the best shares; several trainings on"
+            " one device; parts of the model on several. Default: all that are possible.",
+            rich_help_panel=WHAT,
         ),
     ] = None,
     mps: Annotated[
         bool,
-        typer.Option("--mps", help="Also pack under an MPS daemon, which evener starts.", rich_help_panel=WHAT),
+        typer.Option("--mps", help="Also pack under NVIDIA's MPS, which evener starts.", rich_help_panel=WHAT),
     ] = False,
     knobs: Annotated[
         str | None,

@@ -15,7 +15,8 @@ from evener.devices.types import Device
 from evener.errors import RequestError
 
 REQUEST_HELP = {
-    "devices": "auto, gpu, gpu:0,2, cpu, cpu/N or sim:gtx1080ti,gtx1080; limits follow @, as in gpu:0@60%+8GiB.",
+    "devices": "auto, gpu, gpu:0,2, cpu, cpu/N (N slices) or sim:gtx1080ti,gtx1080 (simulated); @ limits a device to a"
+    " part of its cores and memory: gpu:0@60%+8GiB.",
     "workload": "A built-in workload, or file.py:build for your own (its code is run).",
     "framework": "tensorflow or torch. Default: the workload's own; of your file, what it imports.",
     "settings": "Set a parameter of the workload: key=value.",

@@ -7,7 +7,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from evener.tui.text.formatting import plain
+from evener.tui.text.formatting import folded, plain
 
 Form = Literal["table", "csv", "markdown"]
 
@@ -20,14 +20,17 @@ class Table(NamedTuple):
     numbers_from: int
     note: str = ""
 
-    def lines(self, form: Form = "table") -> list[str]:
-        """Title, rows and note, then an empty line; of a table without rows, what its title and note say."""
+    def lines(self, form: Form = "table", width: int | None = None) -> list[str]:
+        """Title, rows and note, then an empty line; of a table without rows, what its title and note say.
+
+        With `width`, that of a terminal, the note is broken between words.
+        """
         if len(self.rows) < 2:
             return [f"{self.title}: {self.note}", ""] if self.title and self.note else []
         if form == "markdown":
             title, rows = f"**{self.title}**", _pipe_rows(self.rows, self.numbers_from)
             return [*((title, "") if self.title else ()), *rows, "", *((self.note, "") if self.note else ())]
-        notes = (self.note,) if self.note else ()
+        notes = folded(self.note, width) if self.note else ()
         return [*((f"{self.title}:",) if self.title else ()), *align(self.rows, self.numbers_from), *notes, ""]
 
 

@@ -14,7 +14,8 @@ from evener.balancer.resolve_layouts import resolve_comparison
 from evener.balancer.search.search import Search
 from evener.balancer.session import Session
 from evener.tui.cli.session_runner import result_json, run_session, stopped_by_signals
-from evener.tui.text.formatting import plain
+from evener.tui.cli.streams import terminal_columns
+from evener.tui.text.formatting import folded, plain
 from evener.tui.text.parsing import check_one_form, parse_words
 from evener.tui.text.profile_tables import profile_ranking, transfer_json, transfer_tables
 from evener.tui.text.ranking_tables import packing_tables, ranking_json, ranking_records, ranking_table, scaling_table
@@ -48,7 +49,11 @@ def run_compare(
             print(f"evener: {plain(finished.verdict, 1000)}", file=sys.stderr)
         else:
             tables = [ranking_table(found, labels), scaling_table(found), *packing_tables(found)]
-            lines = [line for table in (*tables, *transfer_tables(profiles)) for line in table.lines(form)]
+            lines = [
+                line
+                for table in (*tables, *transfer_tables(profiles))
+                for line in table.lines(form, terminal_columns())
+            ]
             print("\n".join([*lines, *_words(finished, form)]), flush=True)
 
     return run_session(lambda: Session(resolved), show, export, as_json)
@@ -63,6 +68,7 @@ def _profiled(resolved: ResolvedRequest, found: Search, devices: int) -> list[La
 
 def _words(finished: Finished, form: Form) -> list[str]:
     """The warnings and the verdict."""
-    head = "- " if form == "markdown" else ""
+    head, width = ("- ", None) if form == "markdown" else ("", terminal_columns())
     warnings = [f"{head}warning: {plain(warning)}" for warning in finished.plan.warnings]
-    return [*warnings, "", plain(finished.verdict, 1000)]
+    lines = [line for warning in warnings for line in folded(warning, width, "  ")]
+    return [*lines, "", *folded(plain(finished.verdict, 1000), width)]

@@ -17,6 +17,7 @@ from evener.balancer.types import Layout
 from evener.devices.types import Device
 from evener.errors import RequestError
 from evener.tui.cli.session_runner import stopped_by_signals
+from evener.tui.cli.streams import terminal_columns
 from evener.tui.text.formatting import duration, half_width, plain, rate, size, write_share
 from evener.tui.text.parsing import check_one_form, parse_duration
 from evener.tui.text.safe_documents import json_text
@@ -85,7 +86,7 @@ def run_probe(
         print(json_text({"devices": labels, **sizes, "runs": finished, "interrupted": stop.is_set()}))
     elif finished:
         rows = _list_rows(finished, layout, labels)
-        lines = _table(rows, finished[-1].alone).lines(form)[:-1]
+        lines = _table(rows, finished[-1].alone).lines(form, terminal_columns())[:-1]
         print(csv_text([row._asdict() for row in rows]).rstrip() if form == "csv" else "\n".join(lines), flush=True)
     return (caught[0] if caught else 130) if stop.is_set() else 0
 

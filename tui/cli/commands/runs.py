@@ -79,14 +79,17 @@ def _print_table(listed: Sequence[RunSummary]) -> None:
     rows = [("run", "state", "workload", "devices", "ratios", "probes", "time", "samples/s"), *map(_row, listed)]
     about = [_about(one) for one in listed]
     lines = zip(align(rows, numbers_from=5), ["notes" if any(about) else "", *about], strict=True)
-    print("\n".join(f"{line}  {text}".rstrip() for line, text in lines))
+    width = terminal_columns() or 1000
+    for line, text in lines:
+        fits = not text or len(line) + 2 + len(text) <= width
+        print(f"{line}  {text}".rstrip() if fits else f"{line}\n  {plain(text, max(20, width - 2))}")
 
 
 def _row(summary: RunSummary) -> tuple[str, ...]:
     devices = ", ".join(summary.devices[:4]) + (" …" if len(summary.devices) > 4 else "")
     ratios = ":".join(f"{ratio:.2f}" for ratio in summary.ratios[:4]) + (" …" if len(summary.ratios) > 4 else "")
     figure = rate(summary.samples_per_second) if summary.samples_per_second is not None else "-"
-    seconds = duration(summary.seconds) if summary.seconds else "-"
+    seconds = duration(summary.seconds) if summary.state != "failed" and summary.seconds else "-"
     workload = plain(summary.workload, _WIDEST_TEXT)
     return (summary.run, summary.state, workload, devices, ratios or "-", str(summary.probes), seconds, figure)
 
@@ -105,7 +108,7 @@ def run_show(name: str, as_json: bool) -> int:
         return 0
     labels = tuple(device.label for device in run.header.devices)
     print(plain(f"run {run.header.run}: {run.header.workload} on {', '.join(labels)}, {run.header.created}"))
-    print(f"{run.state}, {duration(run.seconds)}{f': {plain(run.trouble, 1000)}' if run.trouble else ''}")
+    print(plain(f"{run.state}: {run.trouble}", 1000) if run.trouble else f"{run.state}, {duration(run.seconds)}")
     tags, note = " ".join(f"#{tag}" for tag in run.note.tags), plain(run.note.note, 1000)
     for line in (*((tags,) if tags else ()), *((note,) if note else ())):
         print(line)
