@@ -27,7 +27,8 @@ def digits(rows: int, seed: int = 0) -> tuple[Any, Any]:
     """`rows` pictures (rows, 28, 28, 1) in 0 to 1, shifted and noisy, as float32, and their digits (rows,) as int64."""
     random = np.random.default_rng(seed)
     labels = random.integers(0, 10, rows)
-    glyphs = np.stack([_glyph(text) for text in _FONT])
+    dots = np.array([[[int(dot) for dot in line] for line in text.split()] for text in _FONT], np.float32)
+    glyphs = np.kron(dots, np.ones((1, _SCALE, _SCALE), np.float32))
     height, width = glyphs.shape[1:]
     tops = random.integers(0, SIZE - height + 1, rows)
     lefts = random.integers(0, SIZE - width + 1, rows)
@@ -36,11 +37,6 @@ def digits(rows: int, seed: int = 0) -> tuple[Any, Any]:
     pictures[(*row, lefts[:, None, None] + np.arange(width)[None, None, :])] = glyphs[labels]
     pictures += NOISE * random.standard_normal(pictures.shape, np.float32)
     return np.clip(pictures, 0, 1)[..., None], labels
-
-
-def _glyph(text: str) -> Any:
-    dots = np.array([[int(dot) for dot in line] for line in text.split()], np.float32)
-    return np.kron(dots, np.ones((_SCALE, _SCALE), np.float32))
 
 
 def stripes(rows: int, side: int = 32, classes: int = 10, seed: int = 0) -> tuple[Any, Any]:

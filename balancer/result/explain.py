@@ -36,9 +36,7 @@ class Costs(msgspec.Struct, frozen=True):
     """What takes a split's time, where it is measured."""
 
     sync_seconds: float | None = None  # the exposed cost of keeping replicas in step
-    apart_seconds: Callable[[Layout], float | None] = lambda _: (
-        None
-    )  # the longest that a device takes alone for its share
+    apart_seconds: Callable[[Layout], float | None] = lambda _: None  # the longest that a device takes for its share
 
 
 def list_rivals(chosen: Result, ranking: Sequence[Standing]) -> tuple[Rival, ...]:
@@ -169,7 +167,10 @@ def _losses(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str], cost
     clauses = []
     if chosen.layout.kind != "split" and len(labels) > 1:
         split = next((one for one in rivals if one.family in ("even", "split")), None)
-        clauses += [_split_loses(chosen, split, labels, costs)] if split else _no_split(chosen)
+        if split:
+            clauses.append(_split_loses(chosen, split, labels, costs))
+        elif chosen.layout.kind == "solo":
+            clauses.append("no split over several devices was measured")
     for family, verb in (("pack", "lose"), ("place", "loses")):
         rival = _first(rivals, family)
         if chosen.layout.kind == family or rival is None or rival.tie:
@@ -178,10 +179,6 @@ def _losses(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str], cost
         who = f"{layout.processes} trainings side by side" if family == "pack" else f"the placement {layout.placement}"
         clauses.append(f"{who} {verb} {_loss(rival)}")
     return clauses
-
-
-def _no_split(chosen: Result) -> list[str]:
-    return ["no split over several devices was measured"] if chosen.layout.kind == "solo" else []
 
 
 def _split_loses(chosen: Result, split: Rival, labels: Sequence[str], costs: Costs) -> str:

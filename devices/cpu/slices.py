@@ -7,6 +7,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import psutil
+
 from evener.cgroups import container_memory_bytes
 from evener.cpu_topology import allowed_cpus, core_groups, cut
 from evener.devices.types import Device
@@ -23,23 +25,16 @@ def slices(count: int | None = None) -> tuple[Device, ...]:
         raise RequestError(f"The CPU can't be cut into {count} slices.", "Ask for cpu/1 or more.")
     cpus = allowed_cpus()
     wanted = min(DEFAULT_SLICES, len(cpus)) if count is None else count
-    memory_bytes = slice_memory_bytes(wanted)
+    part = int(available_memory_bytes() * MEMORY_SHARE / wanted)
+    memory_bytes = part - part % MEMORY_STEP if part >= MEMORY_STEP else part
     return tuple(
         Device(f"cpu-{i}-of-{wanted}", i, product_name(), "cpu", memory_bytes, cores)
         for i, cores in enumerate(cut(core_groups(cpus), wanted))
     )
 
 
-def slice_memory_bytes(count: int) -> int:
-    """What each of `count` slices can have of the memory that is free now."""
-    part = int(available_memory_bytes() * MEMORY_SHARE / count)
-    return part - part % MEMORY_STEP if part >= MEMORY_STEP else part
-
-
 def available_memory_bytes() -> int:
     """Memory that can still be had: the machine's, or what the container leaves if that is less."""
-    import psutil
-
     free: int = psutil.virtual_memory().available
     left = container_memory_bytes()
     return free if left is None else max(0, min(free, left))

@@ -18,30 +18,23 @@ class TrainingRates:
     """Who trains where and how fast; reads the reports at most twice a second."""
 
     def __init__(
-        self,
-        read: Callable[[], Sequence[Training]] = read_trainings,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
+        self, read: Callable[[], Sequence[Training]] = read_trainings, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._read, self._clock, self._wall = read, clock, wall
+        self._read, self._clock = read, clock
         self._next_read = -1.0
         self._trainings: Sequence[Training] = ()
-
-    def refresh(self) -> Sequence[Training]:
-        """The trainings that report themselves now."""
-        if self._clock() >= self._next_read:
-            self._next_read = self._clock() + READ_PERIOD_SECONDS
-            self._trainings = self._read()
-        return self._trainings
 
     def by_process(self, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]) -> Rates:
         """Each training's part on each device. `pids`: the processes that the driver sees, by device id.
 
         A training that names no device counts on those where the driver sees its process, in equal parts.
         """
+        if self._clock() >= self._next_read:
+            self._next_read = self._clock() + READ_PERIOD_SECONDS
+            self._trainings = self._read()
         rates: Rates = {}
-        now = self._wall()
-        for training in self.refresh():
+        now = time.time()
+        for training in self._trainings:
             age = max(0.0, now - training.updated_at)
             seen = [device for device in devices if training.pid in pids.get(device.id, ())]
             for device, rate in _parts(training, devices, seen):

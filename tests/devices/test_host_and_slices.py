@@ -116,7 +116,7 @@ def test_reports_are_read_at_most_twice_a_second() -> None:
     rates = TrainingRates(lambda: reads.append(now[0]) or (), clock=lambda: now[0])  # type: ignore[func-returns-value]
     for tick in range(20):
         now[0] = tick * 0.1
-        rates.refresh()
+        rates.by_process([], {})
     assert len(reads) == 4
 
 
