@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from evener.torch_split.batch_tracker import Pass
+from evener.torch_split.batch_tracker import Epoch
 from evener.torch_split.batch_weights import BatchWeights
 from evener.torch_split.optimizer_check import OPTIMIZER_CHECK
 
@@ -35,7 +35,7 @@ def microseconds(step: Callable[[], None], steps: int) -> float:
 
 def make_step(tail: int | None) -> Callable[[], None]:
     """One step as a loop makes it; the pass ends in a batch of `tail` rows if that weighs otherwise."""
-    weights, origin = BatchWeights(SHARES, 0, by_loss=False), Pass(tail=tail)
+    weights, origin = BatchWeights(SHARES, 0, by_loss=False), Epoch(tail=tail)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters())
     OPTIMIZER_CHECK._counts[optimizer] = 2  # seen before

@@ -18,8 +18,8 @@ from evener.errors import RequestError
 _SEQUENCES = (tuple, list)
 
 
-class Pass:
-    """One pass of a loader; `tail` is None if all its batches weigh the same, else what the last one has instead."""
+class Epoch:
+    """A loop over a loader; `tail` is None if all its batches weigh the same, else what the last one has instead."""
 
     __slots__ = ("batches", "open", "tail", "training", "unfinished")
 
@@ -40,7 +40,7 @@ class TakenBatch:
 
     __slots__ = ("origin", "sizes", "tensors", "used")
 
-    def __init__(self, origin: Pass, sizes: tuple[int, ...], data: Any) -> None:
+    def __init__(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
         self.origin = origin
         self.sizes = sizes
         self.tensors = [weakref.ref(tensor) for tensor in tensors_in(data)]
@@ -70,16 +70,16 @@ class BatchTracker:
     """The batches that loaders have handed out and loops may still use."""
 
     def __init__(self) -> None:
-        self.current: TakenBatch | None = None  # in hand; None after a pass
-        self.last: TakenBatch | None = None  # in hand, or when the last pass ended
-        self._passes: list[Pass] = []  # the one that gave a batch last comes last
-        self._manual = Pass()
+        self.current: TakenBatch | None = None  # in hand; None after an epoch
+        self.last: TakenBatch | None = None  # in hand, or when the last epoch ended
+        self._epochs: list[Epoch] = []  # the one that gave a batch last comes last
+        self._manual = Epoch()
         self._only: TakenBatch | None = None  # in hand, where no other comes into question
 
-    def take(self, origin: Pass, sizes: tuple[int, ...], data: Any) -> None:
+    def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
         """A loader hands out its next batch."""
-        if not (self._passes and self._passes[-1] is origin):
-            self._passes = [each for each in self._passes if each not in (origin, self._manual)] + [origin]
+        if not (self._epochs and self._epochs[-1] is origin):
+            self._epochs = [each for each in self._epochs if each not in (origin, self._manual)] + [origin]
         batches = origin.batches
         before = batches[-1] if batches else None
         if before is not None and before.used:
@@ -88,7 +88,7 @@ class BatchTracker:
             del batches[0]
         self.current = self.last = taken = TakenBatch(origin, sizes, data)
         batches.append(taken)
-        alone = len(self._passes) == 1 and (before is None or (before.used and before.sizes == sizes))
+        alone = len(self._epochs) == 1 and (before is None or (before.used and before.sizes == sizes))
         self._only = taken if alone else None
 
     def begin(self, sizes: Sequence[int]) -> None:
@@ -96,24 +96,24 @@ class BatchTracker:
         self._manual.batches.clear()
         self.take(self._manual, tuple(sizes), ())
 
-    def end(self, origin: Pass) -> None:
-        """A pass is over or left. A batch of it may be in use still: the only one taken, or a list of them."""
+    def end(self, origin: Epoch) -> None:
+        """An epoch is over or left. A batch of it may be in use still: the only one taken, or a list of them."""
         self._only = None
         origin.open = False
         origin.unfinished = not (origin.batches and origin.batches[-1].used)
-        self._passes = [
+        self._epochs = [
             each
-            for each in self._passes
+            for each in self._epochs
             if each.open or (each.training and (each is origin or each.batches[-1].is_alive()))
         ]
         if self.current is not None and self.current.origin is origin:
-            left = [each.batches[-1] for each in self._passes if each.open]
+            left = [each.batches[-1] for each in self._epochs if each.open]
             self.current = left[-1] if left else None
             self.last = self.current or self.last
 
     def is_training(self) -> bool:
         """Whether a batch of a training loader is in hand."""
-        return any(each.training and each.may_be_computed() for each in self._passes)
+        return any(each.training and each.may_be_computed() for each in self._epochs)
 
     def skip(self) -> None:
         """The newest batch is computed without gradients."""
@@ -127,38 +127,38 @@ class BatchTracker:
         """
         found = self._only
         if found is None:
-            passes = self._candidates(training)
-            if not passes:
+            epochs = self._candidates(training)
+            if not epochs:
                 return None
-            found = None if _weigh_the_same(passes) else self._match(inputs, passes)
+            found = None if _weigh_the_same(epochs) else self._match(inputs, epochs)
             if found is None:
-                for each in passes:
+                for each in epochs:
                     each.batches[-1].used = True
-                found = passes[-1].batches[-1]
+                found = epochs[-1].batches[-1]
         found.used = True
         self.current = self.last = found
         return found
 
-    def _candidates(self, training: bool) -> list[Pass]:
-        """Open training passes; a validation's where the model validates; else the pass that ended last."""
-        passes = [each for each in self._passes if each.may_be_computed()]
-        if not passes or passes[-1] is self._manual or not (training or passes[-1].training):
-            return passes[-1:]
+    def _candidates(self, training: bool) -> list[Epoch]:
+        """Open epochs of training; a validation's where the model validates; else the epoch that ended last."""
+        epochs = [each for each in self._epochs if each.may_be_computed()]
+        if not epochs or epochs[-1] is self._manual or not (training or epochs[-1].training):
+            return epochs[-1:]
         for wanted in (True, False):
-            found = [each for each in passes if each.open is wanted and each.training]
+            found = [each for each in epochs if each.open is wanted and each.training]
             if found:
                 return found
-        return passes[-1:]
+        return epochs[-1:]
 
-    def _match(self, inputs: Any, passes: Sequence[Pass]) -> TakenBatch | None:
-        """The batch whose tensors are among the inputs, or None if only each pass's newest comes into question."""
+    def _match(self, inputs: Any, epochs: Sequence[Epoch]) -> TakenBatch | None:
+        """The batch whose tensors are among the inputs, or None if only each epoch's newest comes into question."""
         addresses = {_address(tensor) for tensor in tensors_in(inputs)} - {0}
-        matched = [batch for each in self._passes for batch in each.batches if batch.holds(addresses)]
+        matched = [batch for each in self._epochs for batch in each.batches if batch.holds(addresses)]
         if matched and all(batch.weighs_as(matched[-1]) for batch in matched):
             return matched[-1]
-        possible = matched or [batch for each in passes for batch in _possible(each)]
+        possible = matched or [batch for each in epochs for batch in _possible(each)]
         if all(batch.mixes_with(possible[-1]) for batch in possible) and (
-            len(possible) == len(passes) or possible[-1].origin.tail is None
+            len(possible) == len(epochs) or possible[-1].origin.tail is None
         ):
             return None
         raise RequestError(
@@ -169,15 +169,15 @@ class BatchTracker:
         )
 
 
-def _weigh_the_same(passes: Sequence[Pass]) -> bool:
+def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
     """Whether it makes no difference, now or later in the epoch, which of their batches is computed."""
-    newest = passes[-1].batches[-1]
-    if not all(batch.mixes_with(newest) for each in passes for batch in each.batches):
+    newest = epochs[-1].batches[-1]
+    if not all(batch.mixes_with(newest) for each in epochs for batch in each.batches):
         return False
-    return newest.origin.tail is None or all(batch.used for each in passes for batch in each.batches[:-1])
+    return newest.origin.tail is None or all(batch.used for each in epochs for batch in each.batches[:-1])
 
 
-def _possible(origin: Pass) -> list[TakenBatch]:
+def _possible(origin: Epoch) -> list[TakenBatch]:
     """The newest batch, and those before that no model has computed: taken early, unless the loop skipped them."""
     waiting = [batch for batch in origin.batches[:-1] if not batch.used]
     return [batch for batch in waiting if batch.is_alive() or len(waiting) == 1] + origin.batches[-1:]

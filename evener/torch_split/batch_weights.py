@@ -12,7 +12,7 @@ from evener.errors import RequestError
 from evener.passes import count_passes
 from evener.shares import gradient_weight
 from evener.torch_split import model_checks
-from evener.torch_split.batch_tracker import BatchTracker, Pass, TakenBatch
+from evener.torch_split.batch_tracker import BatchTracker, Epoch, TakenBatch
 from evener.torch_split.gradient_weights import GradientWeights, exchanged_parameters
 from evener.torch_split.optimizer_check import OPTIMIZER_CHECK, check_weighted
 
@@ -34,7 +34,7 @@ class BatchWeights:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Rows of all ranks in the batch in hand, after a pass in its last batch, before the first in a full one."""
+        """Rows of all ranks in the batch in hand, after an epoch in its last batch, before the first in a full one."""
         batch = self.batches.current or self.batches.last
         return self._shares if batch is None else batch.sizes
 
@@ -61,7 +61,7 @@ class BatchWeights:
             model.register_forward_pre_hook(hook, with_kwargs=True)
         hook.weights = self
 
-    def take(self, origin: Pass, sizes: tuple[int, ...], data: Any) -> None:
+    def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
         """A loader hands out a batch."""
         if len(sizes) > 1:
             OPTIMIZER_CHECK.trainer = self._reference
@@ -75,8 +75,8 @@ class BatchWeights:
         self._weights.waiting = None
         self._weights.begin(sizes)
 
-    def end(self, origin: Pass) -> None:
-        """A pass is over: if it ran inside another one's step, as a validation does, that step goes on."""
+    def end(self, origin: Epoch) -> None:
+        """An epoch is over: if it ran inside another one's step, as a validation does, that step goes on."""
         self.batches.end(origin)
         waiting = self._weights.waiting
         if waiting is None and self.batches.current is not None:

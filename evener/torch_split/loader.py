@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from evener.errors import RequestError
-from evener.torch_split.batch_tracker import Pass
+from evener.torch_split.batch_tracker import Epoch
 from evener.torch_split.fetch import Fetch
 from evener.torch_split.prefetch import DEPTH, Prefetcher
 from evener.torch_split.sampler import UnevenBatchSampler
@@ -32,22 +32,22 @@ class StepListener:
     """Hears of a loader's steps; this one does nothing about them."""
 
     def compare(self, digest: int) -> None:
-        """A pass begins in an order of the user's own, which has this digest here."""
+        """An epoch begins in an order of the user's own, which has this digest here."""
 
-    def begin(self, origin: Pass, sizes: tuple[int, ...], batch: Any) -> None:
+    def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
         """The loop gets this batch, of which the ranks have these rows."""
 
     def done(self, rows: int) -> None:
         """The loop is done with a batch of so many rows on this rank."""
 
-    def end(self, origin: Pass) -> None:
-        """A pass is over, or left."""
+    def end(self, origin: Epoch) -> None:
+        """An epoch is over, or left."""
 
 
 class Loader:
     """Batches of this rank's rows, in step with the other ranks; other libraries find a DataLoader's attributes.
 
-    Every pass is a new epoch in a new order, unless `set_epoch` or `load_state_dict` says which; a pass begins with its
+    Every loop is a new epoch in a new order, unless `set_epoch` or `load_state_dict` says which; it begins with its
     first batch. With a `prefetch` of 1 or more, so many batches are fetched ahead and sent to `device`; with 0, each is
     fetched when it is asked for and stays on the host. `listener` hears of the steps, as `training` or validation.
     """
@@ -81,11 +81,11 @@ class Loader:
         self._fetch = Fetch(dataset, sampler, options, pinned)
         self._listener = listener
         self._training = training
-        self._steps = 0  # of this pass, begun
-        self._fresh = True  # the next pass is the epoch that the sampler says
-        self._chosen = False  # by set_epoch, so the next pass is that one, whatever is left of it
-        self._loaded = False  # a state, and no pass since
-        self._ahead: Prefetcher | None = None  # of the pass that runs
+        self._steps = 0  # of this loop, begun
+        self._fresh = True  # the next loop is the epoch that the sampler says
+        self._chosen = False  # by set_epoch, so the next loop is that one, whatever is left of it
+        self._loaded = False  # a state, and no loop since
+        self._ahead: Prefetcher | None = None  # of the loop that runs
 
     def __repr__(self) -> str:
         sampler = self.batch_sampler
@@ -102,7 +102,7 @@ class Loader:
         self._fresh = self._chosen = self._loaded = False
         self._steps = 0
         first, full = sampler.position, sampler.global_batch
-        origin = Pass(self._training, sampler.rows_of_odd_tail())
+        origin = Epoch(self._training, sampler.rows_of_odd_tail())
         listener = self._listener
         if sampler.order is not None:
             listener.compare(sampler.order.digest(sampler.epoch))
@@ -131,7 +131,7 @@ class Loader:
             self._ahead.wait_until_full()
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass this epoch, from its first row; of an epoch whose state was just loaded, what is left."""
+        """Make the next loop this epoch, from its first row; of an epoch whose state was just loaded, what is left."""
         if not (self._loaded and epoch == self.batch_sampler.epoch):
             self.batch_sampler.set_epoch(epoch)
         self._steps = 0
@@ -142,7 +142,7 @@ class Loader:
         return self.batch_sampler.state_dict(self._steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next pass go on where `state` was taken, also under another plan."""
+        """Make the next loop go on where `state` was taken, also under another plan."""
         self.batch_sampler.load_state_dict(state)
         self._steps = 0
         self._fresh = self._loaded = True

@@ -28,7 +28,7 @@ from evener.live import Reporter
 from evener.passes import largest_pass
 from evener.plan import Plan, load_plan
 from evener.plan_check import check_fit
-from evener.torch_split.batch_tracker import Pass
+from evener.torch_split.batch_tracker import Epoch
 from evener.torch_split.batch_weights import BatchWeights
 from evener.torch_split.gather import gather_rows, is_equal_everywhere
 from evener.torch_split.loader import Loader, StepListener, check_options, count_rows, warn_of_short_batches
@@ -101,7 +101,7 @@ class Split:
 
     @property
     def rows(self) -> int:
-        """Rows of this rank's batch in hand that count; 0 if it only keeps step. RequestError outside a pass."""
+        """Rows of this rank's batch in hand that count; 0 if it only keeps step. RequestError outside a loop."""
         batch = self._weights.batches.current
         if batch is None:
             raise RequestError(
@@ -111,7 +111,7 @@ class Split:
 
     @property
     def weight(self) -> float:
-        """This rank's part of the batch in hand, 0 to 1; after a pass, of its last batch."""
+        """This rank's part of the batch in hand, 0 to 1; after a loop, of its last batch."""
         return self._weights.weight
 
     def loader(
@@ -301,14 +301,14 @@ class _Steps(StepListener):
                 "Draw from PyTorch's random numbers, or give a function of the epoch that seeds its own.",
             )
 
-    def begin(self, origin: Pass, sizes: tuple[int, ...], batch: Any) -> None:
+    def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
         self._split._weights.take(origin, sizes, batch)
 
     def done(self, rows: int) -> None:
         if self._training:
             self._split.report(rows)
 
-    def end(self, origin: Pass) -> None:
+    def end(self, origin: Epoch) -> None:
         self._split._weights.end(origin)
 
 
