@@ -10,6 +10,7 @@ model = split.wrap(model)                # DistributedDataParallel; the loop and
 from __future__ import annotations
 
 from evener.torch_split.loader import Loader
+from evener.torch_split.parts import Part
 from evener.torch_split.split import Split
 
-__all__ = ["Loader", "Split"]
+__all__ = ["Loader", "Part", "Split"]

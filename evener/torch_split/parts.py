@@ -18,7 +18,7 @@ from evener.torch_split.nested_batch import cut_rows
 class Part:
     """The rows of one pass, in the batch's own structure; `rows` of them count, 0 where the rank only keeps step.
 
-    `weight` is its part of this rank's mean loss, 0 to 1.
+    `weight` is what its loss counts in this rank's mean.
     """
 
     def __init__(self, batch: Any, rows: int, weight: Any, scale: Callable[[Any], Any]) -> None:
