@@ -137,11 +137,11 @@ FEEDS = {
 
 
 def attempt(action: Callable[[], Any]) -> str:
-    """The error of an attempt, "" if there is none."""
+    """The error of an attempt in a line, with the user's line if it is theirs; "" if there is none."""
     try:
         action()
-    except EvenerError as error:
-        return f"{type(error).__name__}: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {find_line(error) or 'ours'}: {one_line(str(error))}"
     return ""
 
 

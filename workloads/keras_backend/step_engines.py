@@ -95,7 +95,7 @@ class SingleDeviceEngine:
                 "Passes take their rows from host memory, as a training does.", "Leave --input device out."
             )
         split = copy.copy(self.split)
-        split.cut = VariableCut(len(self.devices), in_passes=True)
+        split.cut = VariableCut(len(split.cut.weights), in_passes=True)
         if split.engine == "solo":
             split.engine = "towers"
         return split
