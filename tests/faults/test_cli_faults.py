@@ -362,7 +362,7 @@ def test_a_disk_that_is_full_while_exporting_leaves_the_earlier_plan(
     assert start(*SIMULATED, "--export", str(plan)).wait(60) == 0
     before = plan.read_bytes()
     fill(small_disk, 0)
-    process = start("export", "last", "-o", str(plan))
+    process = start("export", "last", "-o", str(plan), "--force")
     assert process.wait(60) == 2
     assert "No space left" in one_sentence(said(process))
     assert plan.read_bytes() == before
