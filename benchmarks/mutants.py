@@ -158,9 +158,10 @@ def tests_for(path: str) -> tuple[str, ...]:
 
 
 def nearest_first(path: str, tests: tuple[str, ...]) -> list[str]:
-    """The tests of a file's own name before the rest: most changes end there."""
-    own = [str(test.relative_to(HOME)) for test in (HOME / "tests").rglob(f"test_{Path(path).stem}.py")]
-    return [*own, *tests]
+    """The files of these tests; those of a file's own name before the rest, as most changes end there."""
+    files = [each for test in tests for each in sorted((HOME / test).rglob("test_*.py")) or [HOME / test]]
+    own = f"test_{Path(path).stem}.py"
+    return [str(each.relative_to(HOME)) for each in sorted(files, key=lambda each: each.name != own)]
 
 
 def passes(folder: Path, tests: Sequence[str], limit_seconds: float) -> bool:
