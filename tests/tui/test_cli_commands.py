@@ -154,6 +154,17 @@ def test_batches_are_listed_with_or_without_commas(batches: list[str], capsys: p
     assert (code, answer["batches"]) == (0, [178, 122])
 
 
+def test_a_probe_takes_passes_of_ones_own_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the table as 820 = 2 × 410, in JSON and CSV as the rows of a pass."""
+    chosen = ["probe", "--devices", PAIR, "--batches", "820", "568", "--micro", "410,568", "--repeat", "1"]
+    assert run(chosen) == 0
+    assert "820 = 2 × 410" in capsys.readouterr().out
+    assert ask(capsys, *chosen, "--json")[1]["micro"] == [410, 568]
+    assert run([*chosen, "--format", "csv"]) == 0
+    rows = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert [(row["batch"], row["micro"]) for row in rows] == [("820", "410"), ("568", "568"), ("1388", "")]
+
+
 def test_tables_are_csv_and_markdown_too(capsys: pytest.CaptureFixture[str]) -> None:
     """CSV has plain numbers under keys with units and nothing else; Markdown has every table and the verdict."""
     assert run(["probe", "--devices", PAIR, "--batches", "820", "568", "--repeat", "1", "--format", "csv"]) == 0
@@ -333,6 +344,10 @@ def test_a_probe_without_gpus_takes_as_many_devices_as_batches(capsys: pytest.Ca
         (["probe", "--devices", PAIR, "--gpus", "0", "7", "--batches", "8", "8"], 2, "7"),
         (["probe", "--devices", PAIR, "--batches", "0"], 2, "0"),
         (["probe", "--devices", PAIR, "--batches", "8,x"], 2, "x"),
+        (["probe", "--devices", PAIR, "--batches", "8", "--micro", "9"], 2, "--micro 9"),
+        (["probe", "--devices", PAIR, "--batches", "8", "--micro", "0"], 2, "--micro 0"),
+        (["probe", "--devices", PAIR, "--batches", "8", "8", "--micro", "4"], 2, "--micro gives 1 number"),
+        (["balance", "--devices", PAIR, "--micro", "410"], 2, "auto or off"),
         (["compare", "--devices", PAIR, "--format", "yaml"], 2, "yaml"),
         (["probe", "--devices", PAIR, "--batches", "8", "8", "8"], 2, "3 batches for 2 devices"),
         (["probe", "--devices", PAIR, "--batches", "8", "--steps", "5", "--seconds", "3s"], 2, "--steps"),
