@@ -68,9 +68,9 @@ def test_a_journal_of_somebody_else_is_not_believed(
         assert run(arguments) == 2
         assert "not trusted" in capsys.readouterr().err
     assert run(["runs"]) == 0
-    output = capsys.readouterr()
-    assert "not trusted" in output.err
-    assert other in output.out
+    printed = capsys.readouterr().out
+    assert "not trusted" in printed
+    assert other in printed
 
 
 @pytest.mark.parametrize("spoil", DISTRUSTED)

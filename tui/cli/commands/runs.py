@@ -12,7 +12,7 @@ from evener.balancer.store import runs
 from evener.balancer.store.runs import Run, RunSummary, State
 from evener.errors import RequestError
 from evener.tui.cli.streams import terminal_columns
-from evener.tui.text.formatting import duration, plain, rate
+from evener.tui.text.formatting import duration, folded, plain, rate
 from evener.tui.text.parsing import parse_duration, parse_words
 from evener.tui.text.plan_summary import summary_lines
 from evener.tui.text.progress import observation_words
@@ -79,10 +79,12 @@ def _print_table(listed: Sequence[RunSummary]) -> None:
     rows = [("run", "state", "workload", "devices", "ratios", "probes", "time", "samples/s"), *map(_row, listed)]
     about = [_about(one) for one in listed]
     lines = zip(align(rows, numbers_from=5), ["notes" if any(about) else "", *about], strict=True)
-    width = terminal_columns() or 1000
+    width = terminal_columns()
     for line, text in lines:
-        fits = not text or len(line) + 2 + len(text) <= width
-        print(f"{line}  {text}".rstrip() if fits else f"{line}\n  {plain(text, max(20, width - 2))}")
+        if not text or width is None or len(line) + 2 + len(text) <= width:
+            print(f"{line}  {text}".rstrip())
+        else:
+            print("\n".join([line, *(f"  {part}" for part in folded(text, width - 2))]))
 
 
 def _row(summary: RunSummary) -> tuple[str, ...]:
@@ -97,7 +99,7 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
 def _about(summary: RunSummary) -> str:
     """Tags, note, and why it failed."""
     words = (" ".join(f"#{tag}" for tag in summary.tags), summary.note, summary.trouble)
-    return plain("; ".join(word for word in words if word), 120)
+    return plain("; ".join(word for word in words if word), 1000)
 
 
 def run_show(name: str, as_json: bool) -> int:
