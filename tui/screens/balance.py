@@ -46,7 +46,7 @@ class BalanceScreen(PanelScreen):
         """Follow the session."""
         self.watch(self.app, "balance", self._followed)
         self.watch(self.app, "snapshot", self._sampled, init=False)
-        self.watch(self.app, "start_fault", self._not_started, init=False)
+        self.watch(self.app, "start_fault", self.query_one(Setup).complain, init=False)
         if self.evener.balance == SessionState():
             self.query_one("#pick-devices", Ticks).focus()
 
@@ -56,7 +56,6 @@ class BalanceScreen(PanelScreen):
         wanted = "balance" if shows_search else "setup"
         if switch.current != wanted:
             switch.current = wanted
-            self.refresh_bindings()
             if shows_search:
                 self.query_one(LanePanel).focus()
                 self._sampled()
@@ -68,10 +67,6 @@ class BalanceScreen(PanelScreen):
         """Update the device rows, and nothing else."""
         if self.is_current and self.evener.balance != SessionState():
             self.query_one(LanePanel).take_samples(self.evener.session_samples())
-
-    def _not_started(self, fault: str) -> None:
-        """Show in the form why nothing began."""
-        self.query_one(Setup).complain(fault)
 
     def redraw(self) -> None:
         """Draw the current state of the session."""
@@ -96,13 +91,6 @@ class BalanceScreen(PanelScreen):
         if action in ("new", "go_on"):
             return state.ended and bool(action == "new" or state.run)
         return True
-
-    def on_setup_submitted(self, event: Setup.Submitted) -> None:
-        """Start the search."""
-        if event.batches:
-            self.evener.start_probe(event.request, event.devices, event.batches)
-        else:
-            self.evener.start_session(event.request, event.devices)
 
     def action_pause(self, paused: bool) -> None:
         """Pause the search, or resume it."""

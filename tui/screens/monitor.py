@@ -63,14 +63,9 @@ class MonitorScreen(SortedScreen):
         if self.is_current and self._paused_at is None:
             self.redraw()
 
-    @property
-    def shown(self) -> Snapshot | None:
-        """The snapshot on the screen."""
-        return self._paused_at or self.evener.snapshot
-
     def redraw(self) -> None:
-        """Draw the shown snapshot in every panel."""
-        snapshot = self.shown
+        """Draw the newest snapshot, or the one at which it was paused, in every panel."""
+        snapshot = self._paused_at or self.evener.snapshot
         if snapshot is None:
             return
         with self.app.batch_update():

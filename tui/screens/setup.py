@@ -10,7 +10,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.events import DescendantFocus
-from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Button, Input, Static
 
@@ -73,20 +72,11 @@ def form_words(text: str) -> tuple[str, str]:
 
 
 class Setup(UsesApp, VerticalScroll):
-    """Posts `Submitted` when the form is sent; for a wrong field it marks it and shows what is wrong instead."""
+    """Starts what it says; if that can't be, it marks the field that is wrong and says why."""
 
     can_focus = False
     _complaint = ""
     BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+s", "send", "Start", key_display="^s")]
-
-    class Submitted(Message):
-        """The form was sent: start this search, or time these batches."""
-
-        def __init__(self, request: Request, devices: tuple[Device, ...], batches: tuple[int, ...]) -> None:
-            super().__init__()
-            self.request = request
-            self.devices = devices
-            self.batches = batches
 
     def compose(self) -> ComposeResult:
         """Devices and workloads above, options below."""
@@ -177,14 +167,17 @@ class Setup(UsesApp, VerticalScroll):
         self.screen.focus_next()
 
     def action_send(self) -> None:
-        """Read the form and ask for what it means."""
+        """Read the form and start what it means."""
         try:
             request, devices, batches = self._read()
         except EvenerError as fault:
             self.complain(f"{fault.message} {fault.remedy}")
             return
         self.complain("")
-        self.post_message(self.Submitted(request, devices, batches))
+        if batches:
+            self.evener.start_probe(request, devices, batches)
+        else:
+            self.evener.start_session(request, devices)
 
     def complain(self, text: str) -> None:
         """Show what is wrong with the form and mark the field, until it is sent again."""

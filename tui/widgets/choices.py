@@ -127,10 +127,8 @@ class OneOf(Lines):
         self.redraw()
 
     def redraw(self) -> None:
-        """Show the word, between arrows where there are others."""
-        before, after = ("< ", " >") if len(self._words) > 1 else ("", "")
-        spans = Span(before, "key"), Span(self.value, "strong"), Span(after, "key")
-        self.show([line(*spans, cursor=self.has_focus)])
+        """Show the word between arrows."""
+        self.show([line(Span("< ", "key"), Span(self.value, "strong"), Span(" >", "key"), cursor=self.has_focus)])
 
     def action_change(self, steps: int) -> None:
         """Go on by so many words."""
