@@ -55,9 +55,10 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return count_passes(share, self.pass_rows[position]) if share else 0
 
 
-def solo(devices: int, position: int, batch: int) -> Layout:
-    """One of `devices` devices alone at `batch` samples."""
-    return Layout("solo", tuple(batch if i == position else 0 for i in range(devices)))
+def solo(devices: int, position: int, batch: int, micro: int = 0) -> Layout:
+    """One of `devices` devices alone at `batch` samples, in passes of at most `micro` rows if it isn't 0."""
+    shares = tuple(batch if i == position else 0 for i in range(devices))
+    return layout_of(shares, (micro,) * devices) if 0 < micro < batch else Layout("solo", shares)
 
 
 def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:

@@ -8,11 +8,7 @@ from importlib import import_module
 import msgspec
 
 from evener.errors import RequestError
-
-_PROFILERS = {
-    "tensorflow": "evener.workloads.keras_backend.profiler",
-    "torch": "evener.workloads.torch_backend.profiler",
-}
+from evener.workloads.protocol import BACKENDS
 
 
 class Transfer(msgspec.Struct, frozen=True):
@@ -31,10 +27,9 @@ Event = tuple[str, float, int | None]  # name, seconds, bytes
 
 def profile(framework: str, run: Callable[[], None]) -> tuple[Transfer, ...]:
     """What moved between devices while `run` ran, the longest first; RequestError without a profiler for it."""
-    home = _PROFILERS.get(framework)
-    if home is None:
+    if framework not in BACKENDS:
         raise RequestError(f"There is no profiler for framework {framework!r}.", "Profile tensorflow or torch.")
-    events: Iterable[Event] = import_module(home).transfers(run)
+    events: Iterable[Event] = import_module(f"{BACKENDS[framework]}.profiler").transfers(run)
     return group_events(events)
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16"]
 Input = Literal["host", "device"]
+BACKENDS = {"tensorflow": "evener.workloads.keras_backend", "torch": "evener.workloads.torch_backend"}  # by framework
 
 
 class Place(msgspec.Struct, frozen=True):

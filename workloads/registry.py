@@ -8,12 +8,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from importlib import import_module
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import msgspec
 
 from evener.errors import RequestError
-from evener.workloads.protocol import Entry, Place, Workload
+from evener.workloads.protocol import BACKENDS, Entry, Place, Workload
 
 Framework = Literal["tensorflow", "torch", "none"]
 FRAMEWORKS: tuple[Framework, ...] = ("tensorflow", "torch", "none")
@@ -29,9 +29,8 @@ _GRU_SETTINGS: dict[str, Any] = {**_GRU_SIZES, "learning_rate": 0.001}
 
 def _model(name: str, home: str, summary: str, source: str, settings: dict[str, Any], **limits: Any) -> Entry:
     """A model of the backend that its name begins with; `home` is its module there and the function that builds it."""
-    backend, framework = ("keras", "tensorflow") if name.startswith("keras_") else ("torch", "torch")
-    home = f"evener.workloads.{backend}_backend.models.{home}"
-    return Entry(name, cast(Framework, framework), home, summary, source, settings, **limits)
+    framework: Framework = "tensorflow" if name.startswith("keras_") else "torch"
+    return Entry(name, framework, f"{BACKENDS[framework]}.models.{home}", summary, source, settings, **limits)
 
 
 _TABLE = (
@@ -138,7 +137,6 @@ _TABLE = (
     ),
 )
 _ENTRIES = {entry.name: entry for entry in _TABLE}
-_BACKENDS = {"tensorflow": "keras", "torch": "torch"}
 
 
 def names(framework: str = "") -> tuple[str, ...]:
@@ -148,8 +146,9 @@ def names(framework: str = "") -> tuple[str, ...]:
 
 def default_name(framework: str, device_kind: str) -> str:
     """The workload to use when none is named, for `device_kind` gpu, cpu or sim."""
-    backend = _BACKENDS.get(framework)
-    return f"{backend}_{'mnist' if device_kind == 'cpu' else 'maxer'}" if backend else "synthetic"
+    if framework not in BACKENDS:
+        return "synthetic"
+    return f"{framework.replace('tensorflow', 'keras')}_{'mnist' if device_kind == 'cpu' else 'maxer'}"
 
 
 def find(name: str, framework: str = "") -> Entry:

@@ -16,12 +16,8 @@ from types import ModuleType
 from typing import Any, ClassVar, Literal, cast
 
 from evener.errors import EvenerError, RequestError
-from evener.workloads.protocol import Entry, Workload
+from evener.workloads.protocol import BACKENDS, Entry, Workload
 
-_RECIPES = {
-    "tensorflow": "evener.workloads.keras_backend.user_model:build",
-    "torch": "evener.workloads.torch_backend.user_model:build",
-}
 _DATA_FUNCTIONS = ("sample_batch", "training_data")
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
@@ -56,14 +52,14 @@ def entry(name: str, framework: str) -> Entry:
         if names_a_file(home or attribute):
             raise _without_function(name, Path(home or attribute))
         raise RequestError(f"{name!r} doesn't name a function.", "Write it as train.py:build or package.module:build.")
-    if framework not in _RECIPES:
-        raise RequestError(f"{name} needs a framework.", f"Choose one of {', '.join(_RECIPES)}.")
+    if framework not in BACKENDS:
+        raise RequestError(f"{name} needs a framework.", f"Choose one of {', '.join(BACKENDS)}.")
     if names_a_file(home):
         _check_file(Path(home), attribute)
     elif not all(part.isidentifier() for part in home.split(".")):
         raise RequestError(f"{home!r} is neither a Python file nor a module.", "Write it as train.py:build.")
     kind = cast(Literal["tensorflow", "torch"], framework)
-    return Entry(name, kind, _RECIPES[framework], f"your own {attribute}", home, {})
+    return Entry(name, kind, f"{BACKENDS[framework]}.user_model:build", f"your own {attribute}", home, {})
 
 
 def names_a_file(home: str) -> bool:

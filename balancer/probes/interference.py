@@ -81,7 +81,7 @@ class InterferenceMonitor:
         for watch in watches:
             watch.close()
         for watch in watches:
-            watch.join(max(0.0, until - time.monotonic()))
+            watch.answer(max(0.0, until - time.monotonic()))
 
     def _find_watches(self, positions: Iterable[int]) -> dict[int, GpuVitals]:
         """The watches of those positions that are GPUs."""

@@ -64,7 +64,8 @@ class GpuVitals:
 
     def answer(self, wait_seconds: float) -> Vitals:
         """The driver's last answer, or the one before it if the last takes longer than the wait."""
-        self.join(wait_seconds)
+        if self._thread is not None:
+            self._thread.join(wait_seconds)
         return self._last
 
     @property
@@ -83,11 +84,6 @@ class GpuVitals:
         if not self._closed:
             self._closed = True
             self._start(self._finish, self._thread)
-
-    def join(self, seconds: float) -> None:
-        """Wait for the driver, or for the end of a closed watch, so long at most."""
-        if self._thread is not None:
-            self._thread.join(seconds)
 
     def _start(self, target: Callable[..., None], argument: object) -> None:
         thread = threading.Thread(target=target, args=(argument,), name="evener-vitals", daemon=True)
