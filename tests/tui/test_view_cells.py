@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.tui.text.formatting import folded
-from evener.tui.view.cells import Span, cells, clean, cut, fit, pad, span_cells, spread, wrap
+from evener.tui.text.formatting import folded, plain
+from evener.tui.view.cells import Span, cells, clean, cut, fit, pad, span_cells, spread, whole_lines, wrap
 from evener.tui.view.charts import axis_ticks, bar, graph, nice_ceiling, spark
 from evener.tui.view.figures import short, short_bytes
 from evener.tui.view.marks import ASCII, UNICODE, to_ascii
@@ -162,3 +162,11 @@ def test_the_cursor_is_always_in_the_window(count: int, cursor: int, height: int
     first = window(count, cursor, height, top)
     assert first <= cursor < first + height
     assert first + min(height, count) <= count
+
+
+@given(st.text(alphabet=st.sampled_from("ab \t\x1b\u202e漢é"), max_size=60), st.integers(2, 20))
+def test_whole_lines_lose_nothing_and_fit(text: str, width: int) -> None:
+    """A traceback or a variable, whatever is in it, at any width."""
+    rows = [row.text for row in whole_lines(text, width)]
+    assert all(cells(row) <= width for row in rows)
+    assert "".join(rows) == plain(text.expandtabs(4), 1000)
