@@ -363,6 +363,33 @@ def test_what_is_no_recipe_is_one_sentence(result: object) -> None:
     assert caught.value.remedy
 
 
+def test_a_batch_that_cannot_be_cut_is_one_sentence_and_only_in_passes() -> None:
+    """Something in it has no rows; the module's batch normalization is in the facts."""
+
+    class Graph:
+        pass
+
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+
+        def forward(self, x: torch.Tensor, graph: Graph) -> torch.Tensor:
+            return self.layers(x).square().mean()
+
+    def recipe() -> Recipe:
+        module = Own()
+        return Recipe(module, torch.optim.SGD(module.parameters(), 0.1), None)
+
+    workload = TorchWorkload(CPU, recipe, lambda n: {"x": torch.randn(n, 4), "graph": Graph()})
+    assert workload.facts()["batch_statistics"] == "BatchNorm1d"
+    workload.prepare((6,))
+    workload.step()
+    workload.prepare((6,), (3,))
+    with pytest.raises(RequestError, match="A Graph in the batch can't be cut into passes"):
+        workload.step()
+
+
 def test_a_recipe_may_return_its_loss() -> None:
     """A module with no loss function beside it returns the loss, from keyword inputs."""
 
