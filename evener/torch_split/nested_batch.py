@@ -16,7 +16,7 @@ def each_tensor(function: Callable[[Any], Any], data: Any) -> Any:
     """`function` of every tensor in tuples, lists and mappings, which keep their types; all else as it is."""
     if isinstance(data, torch.Tensor):
         return function(data)
-    return _each_item(lambda item: each_tensor(function, item), data)
+    return each_item(lambda item: each_tensor(function, item), data)
 
 
 def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
@@ -28,7 +28,7 @@ def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
         return _cut_tensor(data, start, stop, rows)
     if isinstance(data, (list, tuple)) and len(data) == rows and not any(map(_has_parts, data)):
         return data[start:stop]
-    cut = _each_item(lambda item: cut_rows(item, start, stop, rows), data)
+    cut = each_item(lambda item: cut_rows(item, start, stop, rows), data)
     if cut is data and not isinstance(data, (str, Number, type(None))):
         raise RequestError(
             f"A {type(data).__name__} in the batch can't be cut into passes.",
@@ -48,7 +48,7 @@ def _cut_tensor(tensor: Any, start: int, stop: int, rows: int) -> Any:
     return tensor[start:stop]
 
 
-def _each_item(function: Callable[[Any], Any], data: Any) -> Any:
+def each_item(function: Callable[[Any], Any], data: Any) -> Any:
     """The tuple, list or mapping with `function` of its items; anything else is returned itself."""
     if isinstance(data, MutableMapping):
         same = copy.copy(data)

@@ -18,6 +18,7 @@ from evener.errors import RequestError
 from evener.shares import bounds
 from evener.torch_split.fetch import select
 from evener.torch_split.loader import Loader, StepListener, check_options, count_rows
+from evener.torch_split.nested_batch import each_item, each_tensor
 from evener.torch_split.sampler import UnevenBatchSampler
 
 SampleBatch = Callable[[int], Any]  # n -> (inputs, targets), tensors of n rows each, on the host
@@ -55,7 +56,7 @@ class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
         _checked(sample_batch, SAMPLE_ROWS)
         slow = time.perf_counter() - started > SAMPLE_ROWS * SLOW_ROW_SECONDS
         sizes: list[int] = []
-        map_tensors(lambda tensor: sizes.append(tensor.numel() * tensor.element_size()), sample)
+        each_tensor(lambda tensor: sizes.append(tensor.numel() * tensor.element_size()), sample)
         fitting = POOL_BYTES[device] * SAMPLE_ROWS // max(1, sum(sizes))
         self._rows = max(SAMPLE_ROWS, min(SLOW_POOL_ROWS if slow else POOL_ROWS, fitting))
         self._batch = _checked(sample_batch, self._rows)
@@ -65,7 +66,7 @@ class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
         return self._rows
 
     def __getitems__(self, rows: torch.Tensor) -> Any:
-        return map_tensors(lambda tensor: select(tensor, rows, self._pinned), self._batch)
+        return each_tensor(lambda tensor: select(tensor, rows, self._pinned), self._batch)
 
 
 class PoolData(Data):
@@ -161,7 +162,7 @@ class _Begins(StepListener):
 
 
 def _checked(sample_batch: SampleBatch, rows: int) -> tuple[Any, Any]:
-    pair = as_pair(sample_batch(rows))
+    pair = as_pair(to_tensors(sample_batch(rows)))
     check_rows(pair, rows)
     return pair
 
@@ -181,7 +182,7 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
 def check_rows(batch: Any, rows: int) -> None:
     """RequestError unless every tensor has so many rows."""
     tensors: list[Any] = []
-    map_tensors(tensors.append, batch)
+    each_tensor(tensors.append, batch)
     counts = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
     if counts != {rows}:
         raise RequestError(
@@ -191,17 +192,9 @@ def check_rows(batch: Any, rows: int) -> None:
 
 def send(batch: Any, device: torch.device) -> Any:
     """The batch on a device; from pinned memory the copy overlaps with what runs."""
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    return each_tensor(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
-def map_tensors(function: Callable[..., Any], data: Any) -> Any:
-    """`function` of every tensor in tuples, lists and mappings; numpy arrays become tensors."""
-    if isinstance(data, torch.Tensor):
-        return function(data)
-    if isinstance(data, Mapping):
-        return {key: map_tensors(function, item) for key, item in data.items()}
-    if isinstance(data, tuple | list):
-        return tuple(map_tensors(function, item) for item in data)
-    if hasattr(data, "__array__"):
-        return function(torch.as_tensor(data))
-    return data
+def to_tensors(data: Any) -> Any:
+    """The same structure, with tensors in the place of numpy's arrays."""
+    return torch.as_tensor(data) if hasattr(data, "__array__") else each_item(to_tensors, data)
