@@ -72,8 +72,7 @@ def start(
         typer.echo(f"evener {__version__}")
         raise typer.Exit
     if context.invoked_subcommand is not None:
-        given = (devices != "auto", readonly, ascii_only, theme is not None, replay is not None)
-        _refuse_misplaced(given, context.invoked_subcommand)
+        _refuse_misplaced(context, context.invoked_subcommand)
         return
     if not draws_screens():
         from evener.tui.cli.commands.monitor import run_monitor
@@ -84,13 +83,15 @@ def start(
     raise typer.Exit(run_app(devices, readonly=readonly, ascii=ascii_only, theme=theme, replay=replay))
 
 
-def _refuse_misplaced(given: tuple[bool, ...], command: str) -> None:
+def _refuse_misplaced(context: typer.Context, command: str) -> None:
     """RequestError if an option of the app precedes a command, which would ignore it."""
-    for option, is_given in zip(("--devices", "--readonly", "--ascii", "--theme", "--replay"), given, strict=True):
-        if is_given:
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            flag = option.opts[0]
             raise RequestError(
-                f"{option} before {command} is an option of the app and has no effect there.",
-                f"Put it after the command, as in evener {command} {option} ..., if evener {command} --help lists it.",
+                f"{flag} before {command} is an option of the app and has no effect there.",
+                f"Put it after the command, as in evener {command} {flag} ..., if evener {command} --help lists it.",
             )
 
 
@@ -99,20 +100,14 @@ def _refuse_misplaced(given: tuple[bool, ...], command: str) -> None:
 def balance(
     request: Request,
     budget: Annotated[
-        str | None,
-        typer.Option(
-            "--budget", help=f"{REQUEST_HELP['budget']} With --resume, +5m adds to it.", rich_help_panel=LENGTH
-        ),
+        str | None, LENGTH("--budget", help=f"{REQUEST_HELP['budget']} With --resume, +5m adds to it.")
     ] = None,
-    resume: Annotated[
-        str | None, typer.Option("--resume", help="Go on with a run: its id, or `last`.", rich_help_panel=LENGTH)
-    ] = None,
+    resume: Annotated[str | None, LENGTH("--resume", help="Go on with a run: its id, or `last`.")] = None,
     dry_run: Annotated[
         bool,
-        typer.Option(
+        LENGTH(
             "--dry-run",
             help="Only build and take a few steps on one device; say what fits and how long a search takes.",
-            rich_help_panel=LENGTH,
         ),
     ] = False,
     export: ExportOption = None,
@@ -133,26 +128,17 @@ def compare(
     request: Request,
     layouts: Annotated[
         str | None,
-        typer.Option(
+        WHAT(
             "--layouts",
             help="Some of solo,even,split,pack,place: one device; equal shares; the best shares; several trainings on"
             " one device; parts of the model on several. Default: all that are possible.",
-            rich_help_panel=WHAT,
         ),
     ] = None,
-    mps: Annotated[
-        bool,
-        typer.Option("--mps", help="Also pack under NVIDIA's MPS, which evener starts.", rich_help_panel=WHAT),
-    ] = False,
+    mps: Annotated[bool, WHAT("--mps", help="Also pack under NVIDIA's MPS, which evener starts.")] = False,
     knobs: Annotated[
-        str | None,
-        typer.Option(
-            "--try", help="xla,mixed: also measure the winner with XLA, with mixed precision.", rich_help_panel=WHAT
-        ),
+        str | None, WHAT("--try", help="xla,mixed: also measure the winner with XLA, with mixed precision.")
     ] = None,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Also profile the transfers between devices.", rich_help_panel=WHAT)
-    ] = False,
+    profile: Annotated[bool, WHAT("--profile", help="Also profile the transfers between devices.")] = False,
     export: ExportOption = None,
     form: FormatOption = "table",
     as_json: JsonOption = False,
@@ -169,26 +155,15 @@ def compare(
 @takes_request(*TRAINING, "seed")
 def probe(
     request: Request,
-    batches: Annotated[
-        list[int],
-        typer.Option("--batches", help="Samples per step for each device, like 820 568.", rich_help_panel=BATCH),
-    ],
-    micro: Annotated[
-        list[int] | None,
-        typer.Option("--micro", help="Rows of one pass on each device, like 410 568.", rich_help_panel=BATCH),
-    ] = None,
-    gpus: Annotated[
-        list[str] | None,
-        typer.Option("--gpus", help="Which devices, like 0 1. Default: the first ones.", rich_help_panel=WHAT),
-    ] = None,
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="How many runs.", rich_help_panel=LENGTH)] = 3,
+    batches: Annotated[list[int], BATCH("--batches", help="Samples per step for each device, like 820 568.")],
+    micro: Annotated[list[int] | None, BATCH("--micro", help="Rows of one pass on each device, like 410 568.")] = None,
+    gpus: Annotated[list[str] | None, WHAT("--gpus", help="Which devices, like 0 1. Default: the first ones.")] = None,
+    repeat: Annotated[int, LENGTH("--repeat", min=1, help="How many runs.")] = 3,
     seconds: Annotated[
-        str | None,
-        typer.Option("--seconds", help="Length of each run without warm-up. Default: 10s.", rich_help_panel=LENGTH),
+        str | None, LENGTH("--seconds", help="Length of each run without warm-up. Default: 10s.")
     ] = None,
     steps: Annotated[
-        int | None,
-        typer.Option("--steps", min=1, help="Length in optimizer steps, instead of --seconds.", rich_help_panel=LENGTH),
+        int | None, LENGTH("--steps", min=1, help="Length in optimizer steps, instead of --seconds.")
     ] = None,
     form: FormatOption = "table",
     as_json: JsonOption = False,
@@ -221,9 +196,7 @@ def monitor(
     devices: DevicesOption = "auto",
     once: Annotated[bool, typer.Option("--once", "-1", help="Print one reading and exit.")] = False,
     as_json: JsonOption = False,
-    as_csv: Annotated[
-        bool, typer.Option("--csv", help="Print one line for each device.", rich_help_panel=OUTPUT)
-    ] = False,
+    as_csv: Annotated[bool, OUTPUT("--csv", help="Print one line for each device.")] = False,
     interval: Annotated[
         str | None, typer.Option("-i", "--interval", help="Time between readings, like 0.5 (seconds) or 2s.")
     ] = None,

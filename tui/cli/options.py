@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,8 @@ from evener.tui.text.parsing import REQUEST_HELP, make_request
 from evener.tui.text.workload_help import DEFAULTS
 from evener.workloads import registry
 
-GROUPS = WHAT, BATCH, LENGTH, OUTPUT = "What is measured", "Which batches", "How long", "Where results go"  # in --help
+GROUPS = ("What is measured", "Which batches", "How long", "Where results go")  # in --help
+WHAT, BATCH, LENGTH, OUTPUT = (partial(typer.Option, rich_help_panel=group) for group in GROUPS)
 TRAINING = ("devices", "share", "workload", "framework", "settings", "precision", "xla", "inputs", "engine")
 BATCHES = ("global_batch", "max_global_batch", "multiple_of", "micro", "tolerance", "objective")
 SEARCH = (*BATCHES, "budget", "seed", "pace")
@@ -34,20 +36,15 @@ _TYPED: dict[str, tuple[Any, Any]] = {  # options whose text `make_request` pars
 }
 
 
-def _request_option(name: str, panel: str | None = None) -> Any:
+def _request_option(name: str, declare: Callable[..., Any] = typer.Option) -> Any:
     flags = _FLAGS.get(name, (f"--{name.replace('_', '-')}",))
-    return typer.Option(*flags, help=REQUEST_HELP[name] + _MORE_HELP.get(name, ""), rich_help_panel=panel)
+    return declare(*flags, help=REQUEST_HELP[name] + _MORE_HELP.get(name, ""))
 
 
 DevicesOption = Annotated[str, _request_option("devices")]
-ExportOption = Annotated[
-    Path | None,
-    typer.Option("--export", "-e", help="Write the plan to this .toml or .json file.", rich_help_panel=OUTPUT),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=OUTPUT)]
-FormatOption = Annotated[
-    Literal["table", "csv", "markdown"], typer.Option("--format", help="Form of the table.", rich_help_panel=OUTPUT)
-]
+ExportOption = Annotated[Path | None, OUTPUT("--export", "-e", help="Write the plan to this .toml or .json file.")]
+JsonOption = Annotated[bool, OUTPUT("--json", help="Print one JSON object.")]
+FormatOption = Annotated[Literal["table", "csv", "markdown"], OUTPUT("--format", help="Form of the table.")]
 ReadonlyOption = Annotated[bool, typer.Option("--readonly", help="The app can't send signals to processes.")]
 AsciiOption = Annotated[bool, typer.Option("--ascii", help="Draw with plain ASCII characters.")]
 ThemeOption = Annotated[Literal["dark", "light"] | None, typer.Option("--theme", help="Colours of the app.")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from evener.balancer.result.explain import PACK_MODES, name_all, waiting_share
 from evener.balancer.search.ranking import Standing
@@ -96,7 +97,7 @@ def scaling_table(found: Search) -> Table:
     return Table("evenly over 1, 2, ... devices", rows, 0)
 
 
-def ranking_json(found: Search, labels: Sequence[str]) -> dict[str, object]:
+def ranking_json(found: Search, labels: Sequence[str]) -> dict[str, Any]:
     """The same as data; the keys' names contain the units."""
     standings = found.ranking()
     titles = name_all([one.candidate for one in standings], len(labels))
@@ -109,22 +110,6 @@ def ranking_json(found: Search, labels: Sequence[str]) -> dict[str, object]:
             for mode, seen in found.packs().items()
         ],
     }
-
-
-def ranking_records(found: Search, labels: Sequence[str]) -> list[dict[str, object]]:
-    """The ranking for CSV: each interval as two keys."""
-    records: list[dict[str, object]] = []
-    standings = found.ranking()
-    for title, one in zip(name_all([one.candidate for one in standings], len(labels)), standings, strict=True):
-        record: dict[str, object] = {"name": title}
-        for key, value in _standing_json(found, one).items():
-            if key.endswith("_interval"):
-                low, high = value if isinstance(value, list) else (None, None)
-                record |= {key.replace("interval", "low"): low, key.replace("interval", "high"): high}
-            else:
-                record[key.replace("moved", "waiting")] = value
-        records.append(record)
-    return records
 
 
 def _standing_json(found: Search, one: Standing) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from evener.tui.text.formatting import folded, plain
 
@@ -53,14 +53,28 @@ def _pipe_rows(rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in escaped]
 
 
-def csv_text(records: Sequence[Mapping[str, object]], headed: bool = True) -> str:
-    """One line for each record, after its keys; numbers as they are, lists joined by +, nothing for None."""
+def csv_text(records: Sequence[Mapping[str, Any]], headed: bool = True) -> str:
+    """One line for each record, after its keys; numbers as they are, lists joined by +, nothing for None.
+
+    A key that ends in `_interval` becomes two, `_low` and `_high`.
+    """
+    rows = [_flat(record) for record in records]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    if headed and records:
-        writer.writerow(records[0])
-    writer.writerows([_cell(value) for value in record.values()] for record in records)
+    if headed and rows:
+        writer.writerow(rows[0])
+    writer.writerows(map(_cell, row.values()) for row in rows)
     return text.getvalue()
+
+
+def _flat(record: Mapping[str, Any]) -> dict[str, object]:
+    row: dict[str, object] = {}
+    for key, value in record.items():
+        if key.endswith("_interval"):
+            row |= zip((f"{key[:-8]}low", f"{key[:-8]}high"), value or (None, None), strict=True)
+        else:
+            row[key] = value
+    return row
 
 
 def _cell(value: object) -> str:

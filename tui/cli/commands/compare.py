@@ -18,7 +18,7 @@ from evener.tui.cli.streams import terminal_columns
 from evener.tui.text.formatting import folded, plain
 from evener.tui.text.parsing import check_one_form, parse_words
 from evener.tui.text.profile_tables import profile_ranking, transfer_json, transfer_tables
-from evener.tui.text.ranking_tables import packing_tables, ranking_json, ranking_records, ranking_table, scaling_table
+from evener.tui.text.ranking_tables import packing_tables, ranking_json, ranking_table, scaling_table
 from evener.tui.text.safe_documents import json_text
 from evener.tui.text.tables import Form, csv_text
 
@@ -45,7 +45,7 @@ def run_compare(
             more = {"profile": transfer_json(profiles)} if profile else {}
             print(json_text({**result_json(finished, **ranking_json(found, labels)), **more}), flush=True)
         elif form == "csv":
-            print(csv_text(ranking_records(found, labels)), end="", flush=True)
+            print(csv_text(ranking_json(found, labels)["layouts"]), end="", flush=True)
             print(f"evener: {plain(finished.verdict, 1000)}", file=sys.stderr)
         else:
             tables = [ranking_table(found, labels), scaling_table(found), *packing_tables(found)]
