@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from importlib import import_module, util
@@ -15,15 +17,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Literal, cast
 
+import evener
 from evener.errors import EvenerError, RequestError
-from evener.workloads.protocol import BACKENDS, Entry, Workload
+from evener.workloads.protocol import BACKENDS, Entry
 
 _DATA_FUNCTIONS = ("sample_batch", "training_data")
+_PLACE_IN_TEXT = re.compile(r'File "([^"]+)", line (\d+)')
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 class UserCodeError(EvenerError):
-    """The user's own code raised; the message is one line with their file, line and error."""
+    """The user's own code can't be parsed; the message is one line with their file, line and error."""
 
     kind: ClassVar[str] = "user_code"
     exit_code: ClassVar[int] = 2
@@ -32,17 +36,16 @@ class UserCodeError(EvenerError):
 class UserModule:
     """What the user's module gives: the result of the named function, and the functions that make its data."""
 
-    def __init__(self, name: str, result: Any, module: ModuleType, source: Path | None) -> None:
+    def __init__(self, name: str, result: Any, module: ModuleType) -> None:
         self.name = name
         self.result = result
-        self.sample_batch = _guarded_function(module, "sample_batch", source)
-        self.training_data = _guarded_function(module, "training_data", source)
-        self.source = source
+        self.sample_batch = _find_function(module, "sample_batch")
+        self.training_data = _find_function(module, "training_data")
 
 
-def _guarded_function(module: ModuleType, name: str, source: Path | None) -> Callable[..., Any] | None:
+def _find_function(module: ModuleType, name: str) -> Callable[..., Any] | None:
     function = getattr(module, name, None)
-    return guarded(function, source) if callable(function) else None
+    return function if callable(function) else None
 
 
 def entry(name: str, framework: str) -> Entry:
@@ -80,62 +83,37 @@ def guess_framework(name: str) -> str:
 
 
 def load(name: str, settings: Mapping[str, Any]) -> UserModule:
-    """Import the user's module, call the function with `settings` as keywords; UserCodeError if their code raises."""
+    """Import the user's module and call the function with `settings` as keywords; what their code raises, it raises."""
     home, _, attribute = name.rpartition(":")
-    source = Path(home).resolve() if names_a_file(home) else None
-    module = guarded(_import, source)(home, source)
+    module = _import(home, Path(home).resolve() if names_a_file(home) else None)
     function = getattr(module, attribute, None)
-    origin = source or (Path(module.__file__) if module.__file__ else None)
     if not callable(function):
         raise RequestError(f"{home} has no function {attribute!r}.", f"Known: {_functions(module)}.")
-    result = guarded(function, origin)(**_arguments(name, function, settings))
-    return UserModule(name, result, module, origin)
+    return UserModule(name, function(**_arguments(name, function, settings)), module)
 
 
-def guarded(function: Callable[..., Any], source: Path | Callable[[], Path | None] | None) -> Callable[..., Any]:
-    """`function`, but what it raises from the user's lines becomes a UserCodeError that names the last of them.
+def find_line(error: BaseException, name: str = "") -> str:
+    """The last line of user code that an error passed through, as "file.py:12"; empty if there is none.
 
-    Out-of-memory errors pass through to the probe. `source` is the user's file, or returns it when called.
+    User code is what belongs to neither evener nor Python's own and installed packages, and the module of the workload
+    of that name. An error of a TensorFlow graph names its lines in its text alone.
     """
-
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        try:
-            return function(*arguments, **keywords)
-        except (EvenerError, MemoryError):
-            raise
-        except Exception as error:
-            if _out_of_memory(error):
-                raise
-            raise explain(error, source() if callable(source) else source) from error
-
-    return call
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    places = [*_PLACE_IN_TEXT.findall(str(error)), *frames]
+    module = sys.modules.get(name.rpartition(":")[0])
+    own = [f"{file}:{line}" for file, line in places if file == getattr(module, "__file__", "") or _is_user_file(file)]
+    return own[-1] if own else ""
 
 
-def guard_steps(workload: Workload, source: Path | None) -> Workload:
-    """The same workload; if its steps raise, the error names the user's line."""
-    workload.prepare = guarded(workload.prepare, source)  # type: ignore[method-assign]
-    workload.step = guarded(workload.step, source)  # type: ignore[method-assign]
-    return workload
-
-
-def explain(error: BaseException, source: Path | None, remedy: str = "") -> UserCodeError:
-    """One line: the user's file, the last line of it in the traceback, and the error."""
-    text = " ".join(str(error).split())[:300]
-    what = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    if isinstance(error, SyntaxError) and error.filename:
-        where = f"{error.filename}:{error.lineno}"
-    else:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if source is not None and Path(frame.filename) == source]
-        where = f"{own[-1].filename}:{own[-1].lineno}" if own else str(source or "your code")
-    return UserCodeError(f"{where}: {what}", remedy)
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    names = {kind.__name__ for kind in type(error).__mro__}
-    return bool(names & {"ResourceExhaustedError", "OutOfMemoryError"}) or any(
-        sign in str(error).lower() for sign in ("out of memory", "can't allocate memory")
-    )
+def _is_user_file(file: str) -> bool:
+    folders = [Path(evener.__file__).parent, *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))]
+    try:
+        paths = {Path(file), Path(file).resolve()}
+        return file.endswith(".py") and not any(
+            path.is_relative_to(folder) for path in paths for each in folders for folder in (each, each.resolve())
+        )
+    except (OSError, ValueError):  # the text of an error may name anything
+        return False
 
 
 def _import(home: str, source: Path | None) -> ModuleType:
@@ -184,7 +162,8 @@ def _parsed(path: Path) -> ast.Module:
     except OSError as error:
         raise RequestError(f"{path} can't be read: {error.strerror or error}.", "Check the path.") from None
     except (SyntaxError, ValueError) as error:
-        raise explain(error, path, "Correct that line.") from None
+        where = f"{path}:{error.lineno}" if isinstance(error, SyntaxError) else f"{path}"
+        raise UserCodeError(f"{where}: {type(error).__name__}: {error}", "Correct that line.") from None
 
 
 def _without_function(name: str, path: Path) -> RequestError:

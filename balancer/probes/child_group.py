@@ -22,8 +22,8 @@ TICK_SECONDS = 0.05
 GRACE_SECONDS = 1.0  # for the others to say why they stopped, once one has failed
 _CAUSE_ORDER: tuple[Cause, ...] = ("device", "raised", "signal", "exit", "protocol", "unsupported", "timeout")
 _LOST_A_PEER = ("unavailable", "cancelled", "canceled", "connection reset", "connection closed", "has gone", "aborted")
-_USER_ERRORS = ("UserCodeError", "RequestError")
-_OWN_WORDS = (*_USER_ERRORS, "EvenerError")  # their text says what kind of error it is
+_USER_ERRORS = ("UserCodeError", "RequestError", "SyntaxError")
+_OWN_WORDS = ("UserCodeError", "RequestError", "EvenerError")  # their text says what kind of error it is
 
 
 class StoppedError(Exception):

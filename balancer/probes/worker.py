@@ -9,11 +9,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import re
 import select
 import signal
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -23,18 +21,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import BinaryIO
 
-import evener
 from evener.balancer.probes import protocol
 from evener.devices.child_environment import cap_address_space
 from evener.errors import EvenerError
 from evener.live import Reporter
 from evener.live_files import start_ticks
+from evener.workloads import user_code
 from evener.workloads.protocol import Workload
 
 PARENT_POLL_SECONDS = 1.0
 IDLE_SECONDS = 1.0  # without a command, after which a child no longer counts as training
 _PR_SET_PDEATHSIG = 1
-_PLACE_IN_TEXT = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def main() -> int:
@@ -95,7 +92,7 @@ class Worker:
         where = ""
         if self._build is not None and ":" in self._build.workload:
             cause = error.__cause__ if isinstance(error, EvenerError) and error.__cause__ else error
-            where = find_user_line(cause)
+            where = user_code.find_line(cause, self._build.workload)
             error = cause if where else error
         types = tuple(kind.__name__ for kind in type(error).__mro__ if kind not in (object, BaseException, Exception))
         text = _encodable(str(error) or type(error).__name__)
@@ -203,29 +200,6 @@ class Worker:
         if self._workload is None or self._build is None:
             raise ValueError("nothing is built yet")
         return self._workload, self._build
-
-
-def find_user_line(error: BaseException) -> str:
-    """The last line of user code that an error passed through, as "file.py:12"; empty if there is none.
-
-    User code is what belongs to neither evener nor Python's own and installed packages. An error of a TensorFlow graph
-    names its lines in its text alone.
-    """
-    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    places = [*_PLACE_IN_TEXT.findall(str(error)), *frames]
-    own = [f"{file}:{line}" for file, line in places if _is_user_file(file)]
-    return own[-1] if own else ""
-
-
-def _is_user_file(file: str) -> bool:
-    folders = [Path(evener.__file__).parent, *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))]
-    try:
-        paths = {Path(file), Path(file).resolve()}
-        return file.endswith(".py") and not any(
-            path.is_relative_to(folder) for path in paths for each in folders for folder in (each, each.resolve())
-        )
-    except (OSError, ValueError):  # the text of an error may name anything
-        return False
 
 
 def _encodable(text: str) -> str:

@@ -24,8 +24,8 @@ from evener.balancer.probes.protocol import (
     Ready,
     RunSteps,
 )
-from evener.balancer.probes.worker import find_user_line
 from evener.workloads.protocol import Place
+from evener.workloads.user_code import find_line
 
 COMMANDS = [
     Begin(1, 25, (0, 1)),
@@ -101,7 +101,7 @@ def test_the_user_s_line_is_the_last_one_outside_of_installed_packages(tmp_path:
     exec(compile(source.read_text(), str(source), "exec"), space)
     with pytest.raises(ValueError, match="Expecting") as caught:
         space["load"]()
-    assert find_user_line(caught.value) == f"{source}:3"
+    assert find_line(caught.value) == f"{source}:3"
     text = f'in user code:\n\n    File "{source}", line 2, in call\n\n    File "{json.__file__}", line 9, in loads'
-    assert find_user_line(ValueError(text)) == f"{source}:2"
-    assert find_user_line(ValueError('File "\0.py", line 2')) == ""
+    assert find_line(ValueError(text)) == f"{source}:2"
+    assert find_line(ValueError('File "\0.py", line 2')) == ""

@@ -17,14 +17,14 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 import keras
 import numpy as np
 
-from evener.balancer.probes.exit_causes import error_is_memory
-from evener.errors import EvenerError
+from evener.balancer.probes.exit_causes import error_is_memory, one_line
 from evener.keras_split import make_logical_cpus, model_digest
 from evener.workloads import registry
 from evener.workloads.datasets import digits
 from evener.workloads.keras_backend.kernel_limits import MOST_ELEMENTS, TooManyElementsError, check_rows, largest_rows
 from evener.workloads.keras_backend.models.classifiers import maxer
 from evener.workloads.protocol import Place
+from evener.workloads.user_code import find_line
 
 OWN = """
 import keras

@@ -168,7 +168,6 @@ def test_a_users_error_names_their_line(seen: Any, name: str, line: str) -> None
 def test_an_error_inside_a_step_names_the_users_line(seen: Any, name: str, line: str) -> None:
     """Through Keras and TensorFlow's tracing too."""
     words = seen("alone")[0]["own sampled"][name]
-    assert words.startswith("UserCodeError: ")
     assert "\n" not in words
     path, _, number = words.split(": ")[1].rpartition(":")
     assert Path(path).read_text().splitlines()[int(number) - 1] == line
@@ -198,7 +197,7 @@ def test_the_users_training_data_feeds_the_steps(seen: Any, name: str) -> None:
         ("other batch", "training_data() gives a batch of 7 rows instead of 5."),
         ("too few", "training_data() gives a batch of 4 rows instead of 5."),
         ("no dataset", "training_data() gives a ndarray for a batch of 5."),
-        ("raises", "ZeroDivisionError: division by zero"),
+        ("raises", "division by zero"),
     ],
 )
 def test_training_data_that_cannot_be_fed_is_refused(seen: Any, name: str, says: str) -> None:

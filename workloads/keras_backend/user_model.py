@@ -22,10 +22,9 @@ from evener.workloads.protocol import Place, Workload
 def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
     """The workload of `file.py:attribute` or `package.module:attribute`, which returns a compiled model."""
     own = UserModel(name, settings)
-    make = user_code.guarded(KerasWorkload, lambda: own.source)
-    workload: KerasWorkload = make(place, own.build_model, own.sample_batch)
+    workload = KerasWorkload(place, own.build_model, own.sample_batch)
     workload.data = own.training_data()
-    return user_code.guard_steps(workload, own.source)
+    return workload
 
 
 class UserModel:
@@ -36,12 +35,10 @@ class UserModel:
         self._settings = settings
         self._own: user_code.UserModule | None = None
         self._model: Any = None
-        self.source: Any = None
 
     def build_model(self) -> Any:
-        """The user's compiled model; UserCodeError if their code raises, RequestError if it gives something else."""
+        """The user's compiled model; RequestError if their function gives something else."""
         self._own = user_code.load(self._name, self._settings)
-        self.source = self._own.source
         self._model = self._own.result
         if not isinstance(self._model, keras.Model):
             raise RequestError(

@@ -32,10 +32,9 @@ _KEYS = ("module", "optimizer", "loss", "sample_batch", "training_data")
 
 
 def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
-    """The workload of `file.py:attribute` or `package.module:attribute`; what the user's lines raise names them."""
+    """The workload of `file.py:attribute` or `package.module:attribute`."""
     own = UserRecipe(name, settings)
-    workload = TorchWorkload(place, own.build_recipe, own.sample_batch)
-    return user_code.guard_steps(workload, own.source)
+    return TorchWorkload(place, own.build_recipe, own.sample_batch)
 
 
 class UserRecipe:
@@ -45,16 +44,14 @@ class UserRecipe:
         self._name = name
         self._settings = settings
         self._sample: Callable[[int], Any] | None = None
-        self.source: Any = None
 
     def build_recipe(self) -> Recipe:
-        """What the user's function gives; UserCodeError if it raises, RequestError if it gives something else."""
+        """What the user's function gives; RequestError if that is no recipe."""
         own = user_code.load(self._name, self._settings)
-        self.source = own.source
         recipe, sample = from_user(self._name, own.result)
         if recipe.data is None and sample is None and own.training_data is not None:
             recipe = msgspec.structs.replace(recipe, data=to_data(self._name, own.training_data()))
-        self._sample = own.sample_batch if sample is None else user_code.guarded(sample, own.source)
+        self._sample = sample or own.sample_batch
         if self._sample is None and recipe.data is None:
             raise RequestError(
                 f"{self._name} has neither training_data() nor sample_batch(n).",
