@@ -17,7 +17,8 @@ from tests.support import machine_families as machines
 from tests.support import search_oracle as oracle
 from tests.support.recording_prober import RecordingProber
 
-MODES = ("free", "fixed", "tolerant")  # tolerance 0, a fixed global batch, and the default tolerance
+# tolerance 0, a fixed global batch that fits at once, one that may not, and the default tolerance
+MODES = ("free", "fixed", "beyond", "tolerant")
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -29,6 +30,7 @@ class Job(msgspec.Struct, frozen=True):
     mode: str
     seed: int
     rivals: tuple[str, ...] = ()
+    micro: bool = True  # shares may be taken in passes
 
 
 class SearchOutcome(msgspec.Struct, frozen=True):
@@ -55,11 +57,12 @@ class SearchOutcome(msgspec.Struct, frozen=True):
 def run(job: Job) -> SearchOutcome:
     """The search on the job's machine, then its rivals with as many probes."""
     machine = machines.machine(job.family, job.devices, job.noise, job.seed)
-    batch = machines.fixed_batch(machine, job.seed) if job.mode == "fixed" else None
+    batches = {"fixed": machines.fixed_batch, "beyond": machines.batch_beyond}
+    batch = batches[job.mode](machine, job.seed) if job.mode in batches else None
     tolerance = 0.02 if job.mode == "tolerant" else 0.0
-    best = oracle.fixed(machine, batch) if batch is not None else oracle.free(machine, tolerance)
+    best = oracle.free(machine, tolerance, job.micro) if batch is None else oracle.fixed(machine, batch, job.micro)
     memory = tuple(machine.usable_memory_bytes(i) for i in range(job.devices))
-    problem = Problem(job.devices, memory, global_batch=batch, tolerance=tolerance)
+    problem = Problem(job.devices, memory, global_batch=batch, tolerance=tolerance, micro=job.micro)
     watched = RecordingProber(machine, job.seed)
     search = Search(problem)
     course: list[float] = []
@@ -112,7 +115,11 @@ def _probe(layout: Layout, turn: int) -> Probe:
 
 def _regret(machine: Machine, search: Search, best: float) -> float:
     result = search.best()
-    return 1.0 if result is None else 1 - machine.samples_per_second(result.layout.shares) / best
+    return 1.0 if result is None else 1 - _true_rate(machine, result.layout) / best
+
+
+def _true_rate(machine: Machine, layout: Layout) -> float:
+    return machine.samples_per_second(layout.shares, layout.micro)
 
 
 def _outcome(
@@ -128,7 +135,7 @@ def _outcome(
     result = search.best()
     if result is None:
         raise RuntimeError(f"no layout was measured: {job}, {search.why_stopped()}")
-    truth = machine.samples_per_second(result.layout.shares)
+    truth = _true_rate(machine, result.layout)
     stages = Counter(seen.probe.stage for seen in watched.seen)
     short = Counter(i for seen in watched.seen if isinstance(seen, OutOfMemory) for i in seen.devices)
     return SearchOutcome(

@@ -127,12 +127,16 @@ class _SimulatedProbe:
         layout, machine = self._probe.layout, self._machine
         active = layout.active
         crowd = len(self._busy | set(active)) > 1 if layout.kind != "split" else len(active) > 1
-        parts = tuple(
-            machine.pack_seconds(i, share, layout.processes, crowd) if share else None
-            for i, share in enumerate(layout.shares)
-        )
+        parts = tuple(self._own_seconds(i, crowd) if share else None for i, share in enumerate(layout.shares))
         slowest = max((part for part in parts if part is not None), default=0.0)
         return max(SHORTEST_STEP_SECONDS, slowest + machine.sync.seconds(len(active))), parts
+
+    def _own_seconds(self, position: int, crowd: bool) -> float:
+        layout, machine = self._probe.layout, self._machine
+        share, processes = layout.shares[position], layout.processes
+        if processes > 1:
+            return machine.pack_seconds(position, share, processes, crowd)
+        return machine.device_seconds(position, share, crowd, layout.passes(position))
 
     def _timed(self, step: float, parts: tuple[float | None, ...], short_bytes: tuple[int, ...]) -> Observation:
         noise = self._machine.step_noise(self._probe.layout.shares)
@@ -185,8 +189,8 @@ class _SimulatedProbe:
         if layout.kind == "place":
             return (None,) * len(layout.shares)
         return tuple(
-            self._machine.memory_bytes(i, share) * layout.processes if share else None
-            for i, share in enumerate(layout.shares)
+            self._machine.memory_bytes(i, rows) * layout.processes if rows else None
+            for i, rows in enumerate(layout.pass_rows)
         )
 
     def _draw(self, noise: float, steps: int) -> float:

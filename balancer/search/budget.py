@@ -241,7 +241,7 @@ class Budget:
         """
         alone: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for seen in self._timed:
-            if seen.probe.stage == "solo":
+            if seen.probe.stage == "solo" and not seen.probe.layout.in_passes:
                 alone[seen.probe.layout.active[0]].append((seen.step_seconds, seen.first_step_seconds))
         slopes = []
         for steps in alone.values():
@@ -268,7 +268,7 @@ class Budget:
 
 def _children(layout: Layout) -> Layout:
     """The layout without its sizes: equal for layouts that run on the same children."""
-    return msgspec.structs.replace(layout, shares=tuple(int(share > 0) for share in layout.shares))
+    return msgspec.structs.replace(layout, shares=tuple(int(share > 0) for share in layout.shares), micro=())
 
 
 def _extrapolate_start(starts: list[tuple[int, float]], processes: int) -> float:

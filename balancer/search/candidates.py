@@ -12,6 +12,7 @@ from evener.balancer.search.layouts import (
     LayoutOptions,
     PackMode,
     device_counts,
+    divide,
     find_family,
     pack_on,
     place_on,
@@ -119,14 +120,15 @@ class Candidates:
 
     def _ranked_singles(self) -> list[Layout]:
         """Every batch that exploration measured on one device and that still fits, the fastest first."""
-        fit = self.seen.still_fit(self.seen.timed(("solo", "rest")))
+        ran = self.seen.timed(("solo", "rest"))
+        fit = self.seen.still_fit({layout: turns for layout, turns in ran.items() if not layout.in_passes})
         return sorted(fit, key=lambda layout: -max(one.samples_per_second for one in fit[layout]))
 
     def _fixed_singles(self) -> list[Layout]:
-        """Each device that safely holds the fixed batch, the fastest first."""
-        batch = self._problem.global_batch or 0
-        layouts = [solo(self._problem.devices, i, batch) for i in self._model.live if batch <= self._model.limits[i]]
-        safe = [layout for layout in layouts if self._model.safely_fits(layout)]
+        """Each device that safely holds the fixed batch, at once or in passes, the fastest first."""
+        batch, devices = self._problem.global_batch or 0, self._problem.devices
+        layouts = [self._model.lay_out_safely(solo(devices, i, batch).shares) for i in self._model.live]
+        safe = [layout for layout in layouts if layout is not None and self._model.fits(layout)]
         return sorted(safe, key=lambda layout: -self._single_rate(layout, contended=False))
 
     def _single_rate(self, layout: Layout, contended: bool = True) -> float:
@@ -148,6 +150,9 @@ class Candidates:
             return [self._model.level(layout)] if layout and self._model.safely_fits(layout) else []
         chosen = self._preferred(found)
         layouts = [chosen, *self._promising(chosen), max(found, key=lambda layout: found[layout])]
+        if chosen.in_passes and (one_pass := self._predictions.one_pass_split):
+            layout = self._predictions.layout(one_pass)
+            layouts += [layout] if self._model.safely_fits(layout) else []
         return [self._level(layout) for layout in layouts]
 
     def _level(self, layout: Layout) -> Layout:
@@ -202,6 +207,10 @@ class Candidates:
         if batch is None:
             batch = self._even_batch(positions, splits)
         batch = max(batch // quantum, count) * quantum
+        even = split_evenly(self._problem.devices, positions, batch, quantum)
+        layout = self._model.lay_out_safely(even.shares) if even and self._problem.global_batch else None
+        if layout and self._model.knows_passes(layout):
+            return layout
         if -(-batch // quantum // count) * quantum > least:
             batch = least // quantum * quantum * count
         if self._problem.global_batch is not None and self._options.scaling and batch != self._problem.global_batch:
@@ -239,7 +248,7 @@ class Candidates:
     def packings(self) -> tuple[tuple[PackMode, Packing], ...]:
         """Packing in each mode whose number of trainings is searched for."""
         single = self.best_single
-        if single is None or "pack" not in self._options.families:
+        if single is None or single.in_passes or "pack" not in self._options.families:
             return ()
         rate = self._single_rate(single)
         modes = [mode for mode in self._options.pack_modes if mode != "logical"]
@@ -262,11 +271,14 @@ class Candidates:
         return max(tried, key=lambda layout: layout.processes)
 
     def _in_its_place(self, candidate: Candidate) -> Candidate:
-        """The candidate, or its smaller replacement after running out of memory; a fixed batch is never reduced."""
+        """The candidate, or after it ran out of memory a smaller batch in its place; a fixed one in more passes."""
+        fixed = self._problem.global_batch is not None
         for _ in range(RETREATS):
-            full = isinstance(self.seen.broken(candidate.layout), OutOfMemory)
-            layout = shrink(candidate.layout, self._quantum)
-            if not full or layout is None or self._problem.global_batch is not None:
+            full = self.seen.broken(candidate.layout)
+            if not isinstance(full, OutOfMemory) or (fixed and not (self._problem.micro and candidate.synchronous)):
+                break
+            layout = divide(candidate.layout, full.devices) if fixed else shrink(candidate.layout, self._quantum)
+            if layout is None:
                 break
             candidate = msgspec.structs.replace(candidate, layout=layout)
         return candidate

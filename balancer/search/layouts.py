@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from evener.balancer.types import Layout
+from evener.balancer.types import Layout, layout_of
 from evener.shares import even
 
 Family = Literal["solo", "even", "split", "pack", "place"]
@@ -56,10 +56,12 @@ class Candidate(msgspec.Struct, frozen=True):
         return self.family in ("solo", "even", "split") and not self.layout.knobs
 
     @property
-    def simplicity(self) -> tuple[int, int, int, int]:
+    def simplicity(self) -> tuple[int, int, int, int, int]:
         """For a tie: the smaller is the simpler to live with."""
         layout = self.layout
-        return (len(layout.knobs), SIMPLEST_FIRST.index(self.family), len(layout.active), layout.processes)
+        further = sum(layout.passes(i) - 1 for i in layout.active) if layout.in_passes else 0
+        family = SIMPLEST_FIRST.index(self.family)
+        return (len(layout.knobs), further, family, len(layout.active), layout.processes)
 
 
 def find_family(layout: Layout) -> Family:
@@ -104,4 +106,15 @@ def shrink(layout: Layout, quantum: int = 1) -> Layout | None:
     shares = tuple(int(share * RETREAT) // quantum * quantum for share in layout.shares)
     if any(before and not now for before, now in zip(layout.shares, shares, strict=True)):
         return None
-    return msgspec.structs.replace(layout, shares=shares)
+    micro = tuple(-(-share // max(1, layout.passes(i))) for i, share in enumerate(shares)) if layout.in_passes else ()
+    return msgspec.structs.replace(layout, shares=shares, micro=micro)
+
+
+def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
+    """The same shares in more passes on the devices that ran out of memory, or on all; None for passes of one row."""
+    rows = list(layout.pass_rows)
+    for i in full or layout.active:
+        rows[i] = int(rows[i] * RETREAT)
+        if not rows[i]:
+            return None
+    return layout_of(layout.shares, tuple(rows))

@@ -11,24 +11,27 @@ from evener.balancer.search.model.contention import slow_by_contention
 from evener.balancer.search.model.device_groups import group_devices
 from evener.balancer.search.model.evidence import DeviceEvidence
 from evener.balancer.search.model.memory import UNBOUNDED
+from evener.balancer.search.model.pass_curve import PassCurve, fit_extra, hope_for_extra, step_in_passes
 from evener.balancer.search.model.step_time import Curve, Point, fit_curve
 from evener.balancer.search.model.sync_cost import fit_sync_costs
+from evener.balancer.search.model.throughput_drop import FALL
 from evener.balancer.search.observations import Observations, relative_error
 from evener.balancer.search.ranking import LEAST_GAIN, smallest_gain
 from evener.balancer.search.waterfill import DeviceCurve
-from evener.balancer.types import Layout, Problem, Timed
+from evener.balancer.types import Layout, Problem, Timed, layout_of
 
 SAME_LIMIT = 0.02  # relative: indistinguishable devices whose limits differ by less get the smaller one
 REACH = 2  # in splits, curves and memory lines are trusted up to this many times the largest batch that ran
 SAME_SHARE = 0.015  # relative: layouts whose shares differ by less are the same measurement
 
-# Bounds on the batch of one device, each within the one it names:
+# Bounds on the rows that one device computes at once, each within the one it names:
 #   cap                    the request: largest share, fixed global batch, largest global batch
 #   Memory.predict_largest where the memory line meets the device's memory; may be unknown
 #   Memory.largest_to_try  within cap: the next guess alone (predict_largest, or between what ran and what failed)
 #   Memory.largest_in_split  within cap: the same for splits, less the memory that exchange takes
 #   Memory.largest_safe    within cap: what ran, or a little more if predict_largest is far above it
-#   limits                 largest_in_split, equal for indistinguishable devices
+#   limits                 largest_in_split, equal for indistinguishable devices: the wall of one pass
+#   pass_rows              within limits, and not clearly slower than fewer rows; a share may be many times it
 #   useful_limit           within a given limit: further batches gain too little or their steps take too long
 #   reachable_limit        within useful_limit: at most REACH times what ran
 #   SoloStage._largest_that_matters  within largest_to_try and useful_limit: what a split could give the device
@@ -47,6 +50,13 @@ class MachineModel:
     def cap(self) -> int:
         """The most samples that one device may ever have."""
         limits = (self.problem.largest_share, self.problem.global_batch, self.problem.max_global_batch)
+        return min((limit for limit in limits if limit is not None), default=UNBOUNDED) // self.quantum * self.quantum
+
+    @cached_property
+    def largest_share(self) -> int:
+        """The most samples that one device may have in passes; a fixed batch is cut as small as it takes."""
+        problem = self.problem
+        limits = (problem.global_batch or problem.largest_share, problem.global_batch, problem.max_global_batch)
         return min((limit for limit in limits if limit is not None), default=UNBOUNDED) // self.quantum * self.quantum
 
     @cached_property
@@ -131,16 +141,96 @@ class MachineModel:
         if all(own):
             slowest = max(t for t in own if t)
         else:
-            slowest = max((c.seconds(layout.shares[i]) for i in layout.active if (c := self.alone[i])), default=0.0)
+            slowest = max((self._seconds(i, layout, c) for i in layout.active if (c := self.alone[i])), default=0.0)
         return len(layout.active), split.step_seconds - slowest, relative_error(split) * split.step_seconds
 
     def predicted_rate(self, layout: Layout) -> float:
         """Samples/s of a solo or split layout by the curves; 0 if one of them is unknown."""
         active = layout.active
         curves = [(self.in_splits if len(active) > 1 else self.alone)[i] for i in active]
-        times = [curve.seconds(layout.shares[i]) for i, curve in zip(active, curves, strict=True) if curve]
+        times = [self._seconds(i, layout, curve) for i, curve in zip(active, curves, strict=True) if curve]
         seconds = max(times) + self.sync_costs[len(active)] if len(times) == len(active) else math.inf
         return layout.global_batch / seconds if seconds > 0 else 0.0
+
+    def _seconds(self, position: int, layout: Layout, curve: Curve) -> float:
+        extra = self.extra_seconds[position] or 0.0
+        return step_in_passes(curve, layout.shares[position], layout.passes(position), extra)
+
+    # ------------------------------------------------------------------ passes
+
+    @cached_property
+    def pass_rows(self) -> tuple[int, ...]:
+        """The most rows of each of several passes; 0 for a device that takes its share in one."""
+        return tuple(self._pass_rows(i) if self.limits[i] else 0 for i in range(len(self.devices)))
+
+    def _pass_rows(self, position: int) -> int:
+        """What fits, or fewer where they were clearly faster."""
+        device, curve, rows = self.devices[position], self.alone[position], self.limits[position]
+        if not self.problem.micro or device.undivided or curve is None:
+            return 0
+        fewer = [p for p in device.alone if self.quantum <= p.batch <= rows]
+        best = max(fewer, key=lambda p: p.batch / p.seconds, default=None)
+        if best and best.batch / best.seconds > (1 + FALL) * rows / curve.seconds(rows):
+            return best.batch // self.quantum * self.quantum
+        return rows
+
+    @cached_property
+    def extra_seconds(self) -> tuple[float | None, ...]:
+        """What each further pass costs a device beside a step of its rows; None where no step in passes was measured.
+
+        By its own part of splits, else alone; indistinguishable devices share it.
+        """
+        found: list[float | None] = [None] * len(self.devices)
+        for group in self.groups:
+            for i in group:
+                found[i] = self._fit_extra(group)
+        return tuple(found)
+
+    def _fit_extra(self, group: list[int]) -> float | None:
+        first, devices = group[0], [self.devices[i] for i in group]
+        if not self.pass_rows[first]:
+            return None
+        for points, curve in (
+            ([p for device in devices for p in device.split_in_passes], self.in_splits[first]),
+            ([p for device in devices for p in device.alone_in_passes], self.alone[first]),
+        ):
+            if points and curve:
+                return fit_extra(points, curve, self.pass_rows[first])
+        return None
+
+    def in_passes(self, device: DeviceCurve, largest_share: int, hopeful: bool = False) -> DeviceCurve:
+        """The device as it may take more than fits at once; a cost of passes that isn't known is 0, or `hopeful`."""
+        i, curve = device.position, device.curve
+        rows, extra = self.pass_rows[i], self.extra_seconds[i]
+        if not rows or not isinstance(curve, Curve):
+            return device
+        if extra is None:
+            extra = hope_for_extra(curve, rows) if hopeful else 0.0
+        return DeviceCurve(i, PassCurve(curve, self.limits[i], rows, extra), max(device.limit, largest_share))
+
+    def knows_passes(self, layout: Layout) -> bool:
+        """Whether each device that takes several passes in this layout ran several before."""
+        return all(layout.passes(i) == 1 or self.extra_seconds[i] is not None for i in layout.active)
+
+    def lay_out(self, shares: tuple[int, ...]) -> Layout:
+        """A layout of these shares, in passes where they don't fit at once."""
+        return self._divide(shares, self.limits, self.pass_rows)
+
+    def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
+        """The same with passes that ran before or surely fit; None where that is not possible."""
+        layout = self.lay_out(shares)
+        if not self.safely_fits(layout):
+            safe = tuple(self._largest_safe(i) for i in range(len(shares)))
+            layout = self._divide(shares, safe, tuple(map(min, safe, self.pass_rows)))
+        return layout if self.safely_fits(layout) else None
+
+    def _divide(self, shares: tuple[int, ...], walls: tuple[int, ...], rows: tuple[int, ...]) -> Layout:
+        """Shares above their walls in passes of at most so many rows; 0: not divided."""
+        pairs = zip(shares, walls, rows, strict=True)
+        return layout_of(shares, tuple(most if most and share > wall else share for share, wall, most in pairs))
+
+    def _largest_safe(self, position: int) -> int:
+        return self.devices[position].memory.largest_safe(self.cap, self.quantum)
 
     # ------------------------------------------------------------------ limits
 
@@ -160,9 +250,11 @@ class MachineModel:
 
     def safely_fits(self, layout: Layout) -> bool:
         """Whether every share ran before, or is far below what the memory line allows."""
-        return all(
-            layout.shares[i] <= self.devices[i].memory.largest_safe(self.cap, self.quantum) for i in layout.active
-        )
+        return all(layout.pass_rows[i] <= self._largest_safe(i) for i in layout.active)
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether every pass is predicted to fit."""
+        return all(rows <= limit for rows, limit in zip(layout.pass_rows, self.limits, strict=True))
 
     def level(self, layout: Layout) -> Layout:
         """Equal shares for the same devices, if they fit and a measurement could not distinguish the two layouts."""
@@ -173,11 +265,11 @@ class MachineModel:
             batches.append(min(layout.shares[i] for i in layout.active) * len(layout.active))
         for batch in batches:
             whole = batch // self.quantum * self.quantum
-            even = split_evenly(self.problem.devices, layout.active, whole, self.quantum)
-            if even is None or not same_measurement(even, layout):
+            shares = split_evenly(self.problem.devices, layout.active, whole, self.quantum)
+            even = self.lay_out(shares.shares) if shares else layout
+            if not same_measurement(even, layout) or not self.fits(even):
                 continue
-            as_fast = self.predicted_rate(even) >= self.predicted_rate(layout) * (1 - LEAST_GAIN)
-            if as_fast and all(share <= limit for share, limit in zip(even.shares, self.limits, strict=True)):
+            if self.predicted_rate(even) >= self.predicted_rate(layout) * (1 - LEAST_GAIN):
                 return even
         return layout
 
@@ -190,8 +282,9 @@ class MachineModel:
 
     @cached_property
     def holds_batch(self) -> bool:
-        """Whether the devices together can hold the fixed global batch; True for a free one."""
-        return sum(device.limit for device in self.split_curves) >= (self.problem.global_batch or 0)
+        """Whether the devices together can hold the fixed global batch, or take it in passes; True for a free one."""
+        holds = sum(device.limit for device in self.split_curves) >= (self.problem.global_batch or 0)
+        return holds or any(self.pass_rows)
 
     def useful_limit(self, device: DeviceCurve) -> int:
         """The largest batch that matters: beyond it, fixed costs / (slope * batch) is below `smallest_gain`."""
@@ -218,6 +311,7 @@ class MachineModel:
 
 
 def same_measurement(one: Layout, other: Layout) -> bool:
-    """Whether the shares of two layouts differ too little for a measurement to distinguish them."""
-    pairs = zip(one.shares, other.shares, strict=True)
-    return all((a > 0) == (b > 0) and abs(a - b) <= SAME_SHARE * max(a, b) for a, b in pairs)
+    """Whether the shares of two layouts differ too little for a measurement to distinguish them, in as many passes."""
+    if len(one.active) != len(other.active) or any(one.passes(i) != other.passes(i) for i in one.active):
+        return False
+    return all(abs(a - b) <= SAME_SHARE * max(a, b) for a, b in zip(one.shares, other.shares, strict=True))

@@ -237,14 +237,27 @@ class Observations:
         seen = [self._seen[p] for p in sorted(self._explored[position], key=_order)]
         solo = [one for one in seen if one.probe.layout.kind == "solo"]
         splits = [one for one in seen if one.probe.layout.kind == "split"]
+        in_passes = [one for one in solo if one.probe.layout.in_passes]
+        rounds = [one for one in solo if one.probe.stage == "solo" and not one.probe.layout.in_passes]
+        in_splits = tuple(_points(splits, position, own_part=True))
         return DeviceEvidence(
-            alone=tuple(_points([one for one in solo if one.probe.stage == "solo"], position)),
-            at_rest=tuple(_points([one for one in solo if one.probe.stage == "rest"], position)),
-            in_splits=tuple(_points(splits, position, own_part=True)),
+            alone=tuple(_points(rounds, position)),
+            at_rest=tuple(
+                _points([one for one in solo if one.probe.stage == "rest" and one not in in_passes], position)
+            ),
+            in_splits=tuple(point for point in in_splits if point.passes == 1),
             memory=self._memory(position, solo, splits),
-            rounds=sum(1 for one in solo if one.probe.stage == "solo" and self.at(one.probe) is not None),
+            rounds=sum(1 for one in rounds if self.at(one.probe) is not None),
             lost=self._lost(position, seen),
+            alone_in_passes=tuple(_points(in_passes, position)),
+            split_in_passes=tuple(point for point in in_splits if point.passes > 1),
+            undivided=any(self._blames_passes(position, one) for one in seen),
         )
+
+    def _blames_passes(self, position: int, seen: Observation) -> bool:
+        """Whether it failed for good with this device's share in passes: perhaps the workload can't do that."""
+        failed = isinstance(seen, Failed) and seen.cause != "device" and self._final(seen)
+        return failed and seen.probe.layout.passes(position) > 1
 
     def _memory(self, position: int, solo: list[Observation], splits: list[Observation]) -> Memory:
         alone: dict[int, int] = {}
@@ -252,8 +265,9 @@ class Observations:
         ran: list[int] = []
         full: list[int] = []
         for seen in (*solo, *splits):
-            points = alone if seen.probe.layout.kind == "solo" else in_splits
-            share = seen.probe.layout.shares[position]
+            layout = seen.probe.layout
+            points = alone if layout.kind == "solo" and not layout.in_passes else in_splits
+            share = layout.pass_rows[position]
             if self._out_of_memory(position, seen):
                 full.append(share)
             elif isinstance(seen, Timed):
@@ -282,18 +296,18 @@ class Observations:
             return False
         if seen.devices:
             return position in seen.devices
-        shares = seen.probe.layout.shares
+        shares = seen.probe.layout.pass_rows
         return position == max(seen.probe.layout.active, key=lambda i: (shares[i] / self._largest_alone(i), -i))
 
     def _too_large(self, position: int, seen: Failed) -> bool:
         """Whether it failed alone, for good, at a larger batch than it ran: some kernels have such a limit."""
         layout, ran = seen.probe.layout, self._largest_alone(position)
-        alone = layout.active == (position,) and seen.cause != "device"
+        alone = layout.active == (position,) and seen.cause != "device" and not layout.in_passes
         return alone and self._final(seen) and ran >= 1 and layout.shares[position] > ran
 
     def _largest_alone(self, position: int) -> float:
         sizes = (p.layout for p in self._explored[position] if isinstance(self._seen[p], Timed))
-        return max((layout.shares[position] for layout in sizes if layout.kind == "solo"), default=0.5)
+        return max((layout.pass_rows[position] for layout in sizes if layout.kind == "solo"), default=0.5)
 
     def _lost(self, position: int, explored: list[Observation]) -> str:
         """Why the device is left out, or empty.
@@ -301,7 +315,7 @@ class Observations:
         It failed for good, alone or named by a split of 3 or more; a failure in a pair is blamed on the pair.
         """
         for one in explored:
-            if not isinstance(one, Failed) or not self._final(one):
+            if not isinstance(one, Failed) or not self._final(one) or self._blames_passes(position, one):
                 continue
             active = one.probe.layout.active
             if one.devices != (position,) and active != (position,):
@@ -332,12 +346,15 @@ def _points(seen: Sequence[Observation], position: int, own_part: bool = False) 
     steps = [max(1, one.steps) for one, _ in found]
     noise = math.sqrt(math.fsum(e * e * n for e, n in zip(own, steps, strict=True)) / max(1, len(own)))
     for (one, seconds), error, count in zip(found, own, steps, strict=True):
-        yield Point(one.probe.layout.shares[position], seconds, max(error, noise / math.sqrt(count)))
+        layout = one.probe.layout
+        wide = max(error, noise / math.sqrt(count))
+        yield Point(layout.shares[position], seconds, wide, layout.passes(position))
 
 
 def _no_larger(one: Layout, other: Layout) -> bool:
     same = one.processes <= other.processes and (one.placement, one.knobs) == (other.placement, other.knobs)
-    return same and all(a <= b for a, b in zip(one.shares, other.shares, strict=True))
+    same = same and one.in_passes <= other.in_passes  # passes take the memory of the gradients between them
+    return same and all(a <= b for a, b in zip(one.pass_rows, other.pass_rows, strict=True))
 
 
 def _rank(seen: Observation) -> tuple[int, int, float]:
@@ -349,5 +366,6 @@ def _rank(seen: Observation) -> tuple[int, int, float]:
     return (0, 0, seen.elapsed_seconds)
 
 
-def _order(probe: Probe) -> tuple[int, int, tuple[int, ...], int, float]:
-    return (STAGES.index(probe.stage), probe.turn, probe.layout.shares, probe.layout.processes, probe.seconds)
+def _order(probe: Probe) -> tuple[int, int, tuple[int, ...], tuple[int, ...], int, float]:
+    layout = probe.layout
+    return (STAGES.index(probe.stage), probe.turn, layout.shares, layout.pass_rows, layout.processes, probe.seconds)

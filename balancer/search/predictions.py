@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from evener.balancer.search import waterfill
 from evener.balancer.search.machine_model import MachineModel
 from evener.balancer.search.model.step_time import Curve
+from evener.balancer.search.ranking import smallest_gain
 from evener.balancer.search.waterfill import Allocation, DeviceCurve
-from evener.balancer.types import Layout, layout_of
+from evener.balancer.types import Layout
 
 INSURED = 0.85  # of the tolerance: aimed at, so that a small disappointment still passes
 REACH_ALONE = 4  # one device's curve is trusted up to this many times the largest batch that ran
@@ -26,7 +27,7 @@ class Predictions:
     def layout(self, wanted: Allocation) -> Layout:
         """An allocation as a layout of the request."""
         shares = dict(wanted.shares)
-        return layout_of(tuple(shares.get(i, 0) for i in range(self._problem.devices)))
+        return self.model.lay_out(tuple(shares.get(i, 0) for i in range(self._problem.devices)))
 
     @cached_property
     def first_guess(self) -> Allocation | None:
@@ -50,16 +51,101 @@ class Predictions:
 
     @cached_property
     def fastest_split(self) -> Allocation | None:
-        """The split of most samples/s that is predicted to fit."""
+        """The split of most samples/s that is predicted to fit; in passes only where that gains."""
+        one, several = self.one_pass_split, self._in_passes[0]
+        return several if several is not None and self._gains(several, one) else one
+
+    @cached_property
+    def one_pass_split(self) -> Allocation | None:
+        """The same with every share in one pass."""
+        return self._split(self._reachable if self._problem.global_batch is None else self.model.split_curves)
+
+    def _split(self, devices: Sequence[DeviceCurve]) -> Allocation | None:
         problem, costs = self._problem, self.model.sync_costs
         if problem.global_batch is not None:
-            return waterfill.split_fixed(self.model.split_curves, costs, problem.global_batch, self._quantum)
-        return waterfill.split_free(self._reachable, costs, self._quantum, problem.max_global_batch)
+            return waterfill.split_fixed(devices, costs, problem.global_batch, self._quantum)
+        return waterfill.split_free(devices, costs, self._quantum, problem.max_global_batch)
+
+    def _gains(self, several: Allocation, one: Allocation | None) -> bool:
+        """Whether passes make it faster by a gain that is worth a measurement."""
+        gain = smallest_gain(self._problem.tolerance)
+        return one is None or several.samples_per_second > one.samples_per_second * (1 + gain)
 
     @cached_property
     def _reachable(self) -> tuple[DeviceCurve, ...]:
         """The devices, limited to batches that gain enough to matter and aren't far beyond those that ran."""
         return tuple(DeviceCurve(d.position, d.curve, self.model.reachable_limit(d)) for d in self.model.split_curves)
+
+    # ------------------------------------------------------------------ passes
+
+    @cached_property
+    def unsure_of_passes(self) -> dict[int, int]:
+        """Devices whose passes were never measured and may be wanted: position and largest share."""
+        batch, live = self._problem.global_batch, self.model.live
+        hoped = self._try_passes(hopeful=True)[0]
+        wanted = [self.fastest_split, hoped if hoped and self._gains(hoped, self.fastest_split) else None]
+        if batch is not None and len(live) == 1:
+            wanted.append(self.fastest_single)
+        found = self._unknown(pair for one in wanted if one for pair in one.shares)
+        if found and batch is not None:  # the even split needs them too, and they are measured at the same time
+            return self._unknown((i, max(batch // len(live), found.get(i, 0))) for i in live)
+        return found
+
+    def _unknown(self, shares: Iterable[tuple[int, int]]) -> dict[int, int]:
+        model = self.model
+        return {
+            i: b for i, b in shares if b > model.limits[i] and model.pass_rows[i] and model.extra_seconds[i] is None
+        }
+
+    @cached_property
+    def _in_passes(self) -> tuple[Allocation | None, Sequence[DeviceCurve]]:
+        return self._try_passes(hopeful=False)
+
+    def _try_passes(self, hopeful: bool) -> tuple[Allocation | None, Sequence[DeviceCurve]]:
+        """The fastest split whose devices may take passes, and these devices; None if no wall is in its way.
+
+        A fixed batch goes where it takes least time. For a free one passes only fill the time in which a device would
+        wait for one that takes its share in one pass; else the batch would grow without end.
+        """
+        model, problem, one = self.model, self._problem, self.one_pass_split
+        if not any(model.pass_rows):
+            return None, ()
+        if problem.global_batch is None:
+            return self._in_waiting_time(hopeful)
+        if one is not None and all(
+            device.curve.largest(one.seconds, device.limit, self._quantum) < device.limit
+            for device in model.split_curves
+        ):
+            return None, ()
+        devices = [model.in_passes(device, model.largest_share, hopeful) for device in model.split_curves]
+        return self._split(devices), devices
+
+    def _in_waiting_time(self, hopeful: bool) -> tuple[Allocation | None, Sequence[DeviceCurve]]:
+        devices = list(self._reachable)
+        while len(devices) > 1:
+            ends = {device.position: device.curve.seconds(device.limit) for device in devices}
+            last = max(ends, key=lambda i: ends[i])
+            widened = [d if d.position == last else self._widen(d, ends[last], hopeful) for d in devices]
+            found = self._split(widened)
+            if found is None or last in dict(found.shares):
+                return found, widened
+            devices = [device for device in devices if device.position in dict(found.shares)]
+        return None, ()
+
+    def _widen(self, device: DeviceCurve, seconds: float, hopeful: bool) -> DeviceCurve:
+        """The device with what it can do by then in passes, if memory is what limits it and more is of use."""
+        model, quantum, i = self.model, self._quantum, device.position
+        if device.limit < model.limits[i] or not model.pass_rows[i]:
+            return device
+        useful = model.useful_limit(DeviceCurve(i, device.curve, model.largest_share))
+        wide = model.in_passes(device, model.largest_share, hopeful)
+        return DeviceCurve(i, wide.curve, max(device.limit, wide.curve.largest(seconds, useful, quantum)))
+
+    def _waits(self, found: Allocation) -> bool:
+        """Whether a device takes its share in one pass: what keeps a free batch in passes from growing."""
+        return any(share <= self.model.limits[i] for i, share in found.shares)
+
+    # ------------------------------------------------------------------ one device
 
     @cached_property
     def fastest_single(self) -> Allocation | None:
@@ -81,7 +167,8 @@ class Predictions:
         if curve is None or not limit:
             return None
         if batch is not None:
-            return Allocation(((position, batch),), curve.seconds(batch)) if batch <= limit else None
+            device = self.model.in_passes(DeviceCurve(position, curve, limit), batch)
+            return Allocation(((position, batch),), device.curve.seconds(batch)) if batch <= device.limit else None
         reach = self.model.reachable_limit(DeviceCurve(position, curve, limit), REACH_ALONE)
         return waterfill.single_best(DeviceCurve(position, curve, reach), self._quantum, self._problem.max_global_batch)
 
@@ -101,7 +188,11 @@ class Predictions:
         if problem.global_batch is not None or not problem.tolerance or not tops:
             return None
         rate, limit = max(tops) * (1 - part * problem.tolerance), problem.max_global_batch
-        found = [waterfill.smallest_reaching(self._reachable, self.model.sync_costs, rate, quantum, limit)]
+        costs = self.model.sync_costs
+        found = [waterfill.smallest_reaching(self._reachable, costs, rate, quantum, limit)]
+        if self.fastest_split is not self.one_pass_split:
+            in_passes = waterfill.smallest_reaching(self._in_passes[1], costs, rate, quantum, limit)
+            found += [in_passes] if in_passes and self._waits(in_passes) else []
         for device in self.model.split_curves:
             alone = self.model.alone[device.position]
             if alone:

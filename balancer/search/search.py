@@ -258,9 +258,14 @@ class Search:
         return Race(self.problem, self.options, self._candidates, self._budget)
 
     def _ran(self) -> dict[Layout, list[Timed]]:
-        """Every layout that ran as one training."""
+        """Every layout that ran as one training; of a free batch, without a device alone in passes.
+
+        That would be no gain over fewer passes of a smaller batch.
+        """
         found = self._seen.timed(("solo", "rest", "split", "race"))
-        return {layout: turns for layout, turns in found.items() if layout.kind in ("solo", "split")}
+        free = self.problem.global_batch is None
+        allowed = {layout: turns for layout, turns in found.items() if layout.kind in ("solo", "split")}
+        return {one: turns for one, turns in allowed.items() if one.kind == "split" or not (free and one.in_passes)}
 
     def _turns(self, layout: Layout) -> dict[int, Timed]:
         """Its turns. A layout that was never measured uncontended uses its solo-stage measurements."""

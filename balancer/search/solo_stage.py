@@ -32,6 +32,7 @@ FAR = 4  # times the largest batch that ran: the least that the third batch aims
 ON_SLOPE = 0.55  # of the largest batch: the fourth point of a curve with a knee, beyond most knees
 GROWN = 1.1  # times the largest batch that ran: growth worth a round
 TESTED = 0.12  # relative: a batch this near to a measured one shows nothing new
+MOST_PASSES = 4  # of the probe that shows what passes cost
 FIRST_RETREAT = 8  # a first batch that ran out of memory is divided by this
 
 
@@ -43,7 +44,10 @@ class SoloStage:
         self._problem, self._quantum = self._model.problem, self._model.quantum
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """The next batch for every live device; empty when the stage is over."""
+        """The next batch for every live device, at last in passes where that may help; empty when the stage is over."""
+        return self._next_round() or self._next_in_passes()
+
+    def _next_round(self) -> tuple[Probe, ...]:
         left = list(self._model.live)
         while left:
             turn = min(self._model.devices[i].rounds for i in left)
@@ -58,6 +62,19 @@ class SoloStage:
                 return tuple(self._probe(i, batches[i], turn) for i in new)
             left = [i for i in left if i not in due]
         return ()
+
+    def _next_in_passes(self) -> tuple[Probe, ...]:
+        """A few passes of a size that ran, on each device whose passes may be wanted and were never measured."""
+        model, turn = self._model, max((device.rounds for device in self._model.devices), default=0)
+        probes = []
+        for i, share in self._predictions.unsure_of_passes.items():
+            rows = min(model.pass_rows[i], model.devices[i].memory.ran)
+            if rows:
+                probe = self._probe(i, rows, turn, passes=min(MOST_PASSES, max(2, share // rows)))
+                curve = model.alone[i]
+                step = probe.layout.passes(i) * curve.seconds(rows) if curve else 0.0
+                probes += [probe] if self._budget.affords(probe.layout, "solo", step) else []
+        return tuple(probes)
 
     def _worth_a_round(self, turn: int, batches: dict[int, int], everyone: bool) -> bool:
         """Whether the round says something new and is affordable."""
@@ -128,7 +145,7 @@ class SoloStage:
         if curve is not None and curve.flat and len(device.alone) == 3:
             return max(quantum, int(ON_SLOPE * memory.ran) // quantum * quantum)
         split = self._predictions.fastest_split
-        share = dict(split.shares).get(position, 0) if split else 0
+        share = min(dict(split.shares).get(position, 0), memory.largest_to_try(model.cap, quantum)) if split else 0
         return share if not self._tested(position, share) else self._widest_gap(position)
 
     def _small_batch(self, position: int) -> int:
@@ -211,8 +228,8 @@ class SoloStage:
         points = self._model.devices[position].alone
         return batch <= 0 or any(abs(p.batch - batch) <= TESTED * batch for p in points)
 
-    def _probe(self, position: int, batch: int, turn: int) -> Probe:
+    def _probe(self, position: int, batch: int, turn: int, passes: int = 1) -> Probe:
         curve = self._model.alone[position]
-        layout = solo(self._problem.devices, position, batch)
-        step = curve.seconds(batch) if curve else 0.0
+        layout = solo(self._problem.devices, position, passes * batch, batch)
+        step = passes * curve.seconds(batch) if curve else 0.0
         return Probe(layout, "solo", self._budget.probe_seconds(layout, "solo", MOST_ROUNDS - turn, step), turn)

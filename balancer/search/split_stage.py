@@ -120,7 +120,8 @@ class SplitStage:
         return unseen and not self._safely_fits(wanted)  # the best single device is always compared
 
     def _safely_fits(self, wanted: Allocation) -> bool:
-        return self._model.safely_fits(self._predictions.layout(wanted))
+        layout = self._predictions.layout(wanted)
+        return self._model.safely_fits(layout) and self._model.knows_passes(layout)
 
     def _promises(self, wanted: Allocation) -> bool:
         """Whether a lone device is predicted 2 % above its measurements, at a new batch."""

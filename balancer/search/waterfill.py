@@ -18,6 +18,7 @@ from itertools import accumulate
 
 import msgspec
 
+from evener.balancer.search.model.pass_curve import PassCurve
 from evener.balancer.search.model.step_time import Curve
 
 HALVINGS = 48  # of an interval of finish times: far below a nanosecond
@@ -32,7 +33,7 @@ class DeviceCurve(msgspec.Struct, frozen=True):
     """One device: its curve with the others at work, and the most samples it may get."""
 
     position: int
-    curve: Curve
+    curve: Curve | PassCurve
     limit: int
 
 

@@ -1,6 +1,7 @@
 """Simulated machines: the physics of devices that aren't here, as written in a file. Pure arithmetic, without noise.
 
-device_seconds(b) = ceil_to(stall_ms, curve(b)) / compute share * (1 + contention while others work)
+device_seconds(b) = ceil_to(stall_ms, passes(b)) / compute share * (1 + contention while others work)
+passes(b)         = sum of curve(m) over the passes of m rows, less what the further ones don't repeat of a step
 step_seconds      = max over devices with samples of device_seconds + (base_ms + per_device_ms * (k - 1) for k >= 2)
 pack_seconds(b,N) = N * device_seconds(b) / pack_gain(N), for N trainings side by side on one device
 placement         = the step time of a model whose parts lie on several devices, as a curve of its own
@@ -54,6 +55,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     memory_curve: Curve = ()  # (batch, MiB): a bent line, in place of the two above
     noise: Annotated[float, Meta(ge=0, le=1)] = 0.0  # relative standard deviation of one step
     stall_ms: Amount = 0.0  # step time is rounded up to a multiple of it
+    pass_overhead_ms: Amount | None = None  # a further pass costs this beside its rows; None: as a step of its rows
     contention: Amount = 0.0  # relative slow-down while other devices work too
     pack_gain: Points = ()  # (trainings side by side, combined throughput / that of one); flat beyond the last
     source: str = ""  # where the figures come from
@@ -72,11 +74,21 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """The name as part of an id: `GTX 1080 Ti` is `gtx1080ti`."""
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower().replace(" ", "")).strip("-")
 
-    def seconds(self, batch: int) -> float:
-        """One step alone and unlimited; 0 for no samples."""
+    @property
+    def fixed_ms(self) -> float:
+        """What a step costs beside its rows: the least at which a line through two neighbours of the curve begins."""
+        begins = (t0 - max(0.0, t1 - t0) / (b1 - b0) * b0 for (b0, t0), (b1, t1) in pairwise(self.curve))
+        return max(0.0, min(*begins, self.curve[-1][1]))
+
+    def seconds(self, batch: int, passes: int = 1) -> float:
+        """One step alone and unlimited, in passes of equal sizes; 0 for no samples."""
         if batch <= 0:
             return 0.0
-        milliseconds = max(0.0, interpolate(self.curve, batch))
+        rows, larger = divmod(batch, passes)
+        sizes = ((rows, passes - larger), (rows + 1, larger))
+        milliseconds = sum(count * max(0.0, interpolate(self.curve, size)) for size, count in sizes if count)
+        if passes > 1 and self.pass_overhead_ms is not None:
+            milliseconds -= (passes - 1) * (self.fixed_ms - self.pass_overhead_ms)
         if self.stall_ms >= SMALLEST_STALL_MS:
             milliseconds = math.ceil(milliseconds / self.stall_ms - 1e-9) * self.stall_ms
         return milliseconds / 1000
@@ -161,10 +173,10 @@ class Machine(msgspec.Struct, frozen=True):
             for position, device in enumerate(self.devices)
         )
 
-    def device_seconds(self, position: int, share: int, busy_together: bool) -> float:
+    def device_seconds(self, position: int, share: int, busy_together: bool, passes: int = 1) -> float:
         """One device's own part of a step; `busy_together`: other devices compute at the same time."""
         device, percent = self.devices[position], self.limit(position).percent
-        seconds = device.seconds(share) * (100 / percent if percent else 1.0)
+        seconds = device.seconds(share, passes) * (100 / percent if percent else 1.0)
         return seconds * (1 + device.contention) if busy_together else seconds
 
     def pack_seconds(self, position: int, share: int, processes: int, busy_together: bool = False) -> float:
@@ -175,25 +187,29 @@ class Machine(msgspec.Struct, frozen=True):
         """The placement of that name, if the machine has one."""
         return next((placement for placement in self.placements if placement.name == name), None)
 
-    def step_seconds(self, shares: Sequence[int]) -> float:
-        """One synchronous step, without noise: the slowest device's part, and keeping k >= 2 of them in step."""
-        active = [position for position, share in enumerate(shares) if share > 0]
-        together = len(active) > 1
-        slowest = max((self.device_seconds(position, shares[position], together) for position in active), default=0.0)
-        return slowest + self.sync.seconds(len(active))
+    def step_seconds(self, shares: Sequence[int], micro: Sequence[int] = ()) -> float:
+        """One synchronous step, without noise: the slowest device's part, and keeping k >= 2 of them in step.
 
-    def samples_per_second(self, shares: Sequence[int]) -> float:
+        `micro` are the most rows of each device's passes; empty: each share is one pass.
+        """
+        active = [position for position, share in enumerate(shares) if share > 0]
+        passes = [-(-share // rows) if share else 0 for share, rows in zip(shares, micro or shares, strict=True)]
+        together = len(active) > 1
+        parts = (self.device_seconds(position, shares[position], together, passes[position]) for position in active)
+        return max(parts, default=0.0) + self.sync.seconds(len(active))
+
+    def samples_per_second(self, shares: Sequence[int], micro: Sequence[int] = ()) -> float:
         """Combined throughput without noise; 0 if nobody has samples, infinite if a step takes no time."""
-        total, seconds = sum(shares), self.step_seconds(shares)
+        total, seconds = sum(shares), self.step_seconds(shares, micro)
         return total / seconds if seconds > 0 else (math.inf if total else 0.0)
 
     def step_noise(self, shares: Sequence[int]) -> float:
         """Relative standard deviation of one step: that of the noisiest device with samples."""
         return max((d.noise for d, share in zip(self.devices, shares, strict=True) if share > 0), default=0.0)
 
-    def memory_bytes(self, position: int, share: int) -> int:
-        """Peak memory of one device at `share` samples."""
-        return self.devices[position].memory_bytes(share)
+    def memory_bytes(self, position: int, rows: int) -> int:
+        """Peak memory of one device that computes so many rows at once."""
+        return self.devices[position].memory_bytes(rows)
 
     def usable_memory_bytes(self, position: int) -> int:
         """What a training process can have there, under the limit."""

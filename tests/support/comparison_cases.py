@@ -124,7 +124,7 @@ def true_throughput(machine: Machine, layout: Layout) -> float:
     if layout.kind == "pack":
         (position,) = layout.active
         return _pack_rate(machine, position, layout.global_batch, layout.processes)
-    return machine.samples_per_second(layout.shares)
+    return machine.samples_per_second(layout.shares, layout.micro)
 
 
 def _gain(rng: random.Random) -> tuple[tuple[int, float], ...]:

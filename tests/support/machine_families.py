@@ -13,6 +13,7 @@ from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync
 SIZES = (2, 4, 8, 16)
 NOISES = (0.002, 0.01, 0.03)
 FIXED = (64, 128, 256, 512, 1024, 2048, 4096)
+BEYOND = (0.5, 4.0)  # a fixed batch over all that fits at once, at least and at most
 CURVE_TO = 8192  # samples: the far point of a straight curve
 
 
@@ -26,6 +27,7 @@ class Draw(msgspec.Struct):
     stall_ms: float = 0.0
     contention: float = 0.0
     bend: float = 1.0  # memory: slope beyond half of `most` over the slope before
+    overhead_ms: float | None = None  # of each further pass; None: a pass costs as much as a step of its rows
 
 
 def machine(family: str, devices: int, noise: float, seed: int) -> Machine:
@@ -47,6 +49,13 @@ def fixed_batch(machine: Machine, seed: int) -> int:
     most = sum(largest(machine, i) for i in range(len(machine.devices)))
     fit = [batch for batch in FIXED if len(machine.devices) <= batch <= 0.9 * most]
     return rng.choice(fit) if fit else max(len(machine.devices), int(0.9 * most))
+
+
+def batch_beyond(machine: Machine, seed: int) -> int:
+    """A fixed global batch from half of what fits at once to four times as much."""
+    rng = random.Random(f"beyond/{seed}")
+    most = sum(largest(machine, i) for i in range(len(machine.devices)))
+    return max(len(machine.devices), round(most * _log(rng, *BEYOND)))
 
 
 def largest(machine: Machine, position: int) -> int:
@@ -122,6 +131,15 @@ def _bent_memory(rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
     return draws, sync
 
 
+def _small_card(rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
+    """One card has a part of the memory that its speed would use; a further pass costs less than a step of its rows."""
+    for draw in draws:
+        draw.overhead_ms = (draw.fixed_ms + draw.slope_ms * draw.most) * _log(rng, 0.001, 0.05)
+    small = rng.choice(draws)
+    small.most = max(48, round(small.most / rng.uniform(2, 12)))
+    return draws, sync
+
+
 def _identical(_rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
     return [draws[0]] * len(draws), sync
 
@@ -135,6 +153,7 @@ FAMILIES: dict[str, Callable[[random.Random, list[Draw], Sync], Made]] = {
     "contention": _contention,
     "dear sync": _dear_sync,
     "bent memory": _bent_memory,
+    "small card": _small_card,
     "identical": _identical,
 }
 
@@ -157,4 +176,5 @@ def _device(position: int, draw: Draw, base_mib: float, each_mib: float, noise: 
         curve=(*flat, far),
         stall_ms=draw.stall_ms,
         contention=draw.contention,
+        pass_overhead_ms=draw.overhead_ms,
     )

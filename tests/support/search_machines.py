@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from evener.balancer.search.search import Search
-from evener.balancer.types import Observation, OutOfMemory, Probe, Problem, Timed
+from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
 
 
 class Bench(msgspec.Struct, frozen=True):
@@ -22,17 +22,19 @@ class Bench(msgspec.Struct, frozen=True):
     sync_seconds: float = 0.0
     curves: tuple[tuple[tuple[int, float], ...], ...] = ()
 
-    def own(self, i: int, share: int) -> float:
+    def own(self, i: int, share: float, passes: int = 1) -> float:
+        """Each pass takes as long as a step of its rows."""
         fixed, slope, knee, _ = self.devices[i]
-        time = _along(self.curves[i], share) if self.curves else fixed + slope * max(share, knee)
-        return time / 1000
+        rows = share / passes
+        time = _along(self.curves[i], rows) if self.curves else fixed + slope * max(rows, knee)
+        return passes * time / 1000
 
-    def step(self, shares: tuple[int, ...]) -> float:
-        active = [i for i, share in enumerate(shares) if share]
-        return max(self.own(i, shares[i]) for i in active) + (self.sync_seconds if len(active) > 1 else 0.0)
+    def step(self, layout: Layout) -> float:
+        own = [self.own(i, layout.shares[i], layout.passes(i)) for i in layout.active]
+        return max(own) + (self.sync_seconds if len(own) > 1 else 0.0)
 
-    def rate(self, shares: tuple[int, ...]) -> float:
-        return sum(shares) / self.step(shares)
+    def rate(self, layout: Layout) -> float:
+        return layout.global_batch / self.step(layout)
 
     def best(self) -> tuple[float, int]:
         """The most samples/s of one or two devices and their global batch, by trying every finish time."""
@@ -48,13 +50,14 @@ class Bench(msgspec.Struct, frozen=True):
         return [self._one(probe, scale) for probe in probes]
 
     def _one(self, probe: Probe, scale: float) -> Observation:
-        shares = probe.layout.shares
-        short = tuple(i for i, share in enumerate(shares) if share > self.devices[i][3])
+        layout = probe.layout
+        short = tuple(i for i, rows in enumerate(layout.pass_rows) if rows > self.devices[i][3])
         if short:
             return OutOfMemory(probe, short, "full", 1.0)
-        step = self.step(shares) * scale
-        own = tuple(self.own(i, share) * scale if share else None for i, share in enumerate(shares))
-        memory = tuple(1000 + 10 * share if share else None for share in shares)
+        step = self.step(layout) * scale
+        shares = enumerate(layout.shares)
+        own = tuple(self.own(i, share, layout.passes(i)) * scale if share else None for i, share in shares)
+        memory = tuple(1000 + 10 * rows if rows else None for rows in layout.pass_rows)
         return Timed(probe, step, step * 0.999, step * 1.001, 20, memory, own, step, 1.0)
 
     def problem(self, known: bool = True, **options: object) -> Problem:
@@ -62,7 +65,7 @@ class Bench(msgspec.Struct, frozen=True):
         return msgspec.convert({"devices": len(self.devices), "memory_bytes": memory, **options}, Problem)
 
 
-def _along(curve: tuple[tuple[int, float], ...], share: int) -> float:
+def _along(curve: tuple[tuple[int, float], ...], share: float) -> float:
     right = min(max(bisect_right(curve, (share, 0.0)), 1), len(curve) - 1)
     (b0, t0), (b1, t1) = curve[right - 1], curve[right]
     return t0 + (t1 - t0) * (share - b0) / (b1 - b0)

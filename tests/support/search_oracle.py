@@ -1,7 +1,7 @@
 """The best that a machine can do, exactly, from its physics; shares no code with the search.
 
 Every finish time that any device can have for any whole batch is tried; at each, every device does as much as it can,
-and for each number of devices k the k that do most are taken.
+in passes of any size, and for each number of devices k the k that do most are taken.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from evener.devices.simulated.machine import Machine, SimulatedDevice
 from tests.support.machine_families import largest
 
 Floats = NDArray[np.float64]
+Whole = NDArray[np.int64]
+MOST_TIMES = 300_000  # finish times; of more, every n-th
 
 
 class Best(msgspec.Struct, frozen=True):
@@ -26,31 +28,50 @@ class Best(msgspec.Struct, frozen=True):
     smallest_batch: int
 
 
-def step_times(device: SimulatedDevice, most: int) -> Floats:
-    """Seconds of one step alone for 1 ... `most` samples: the machine file's curve, rounded up to its stall."""
-    batch = np.arange(1, most + 1, dtype=np.float64)
+def step_times(device: SimulatedDevice, wall: int, most: int, micro: bool = True) -> Floats:
+    """Seconds of one step alone for 1 ... `most` samples, in the passes of at most `wall` rows that take least time.
+
+    Time is linear in the number of passes as long as the rows of a pass stay between two points of the curve, so the
+    best number is the least that fits, or one whose passes end at a point. Without `micro` it is one pass.
+    """
+    batch = np.arange(1, most + 1)
+    sizes = [wall, *(b for b, _ in device.curve if b <= wall)]
+    counts = [-(-batch // size) + more for size in sizes for more in (-1, 0, 1)]
+    fits = [np.clip(count, -(-batch // wall), batch if micro else 1) for count in counts]
+    milliseconds = np.min([_in_passes(device, batch, count) for count in fits], axis=0)
+    if device.stall_ms > 0:
+        milliseconds = np.ceil(milliseconds / device.stall_ms - 1e-9) * device.stall_ms
+    return np.asarray(milliseconds / 1000)
+
+
+def _in_passes(device: SimulatedDevice, batch: Whole, passes: Whole) -> Floats:
+    """Milliseconds in so many passes, without stalls."""
+    rows, larger = np.divmod(batch, passes)
+    total = (passes - larger) * _along(device, rows) + larger * _along(device, rows + 1)
+    again = 0.0 if device.pass_overhead_ms is None else device.fixed_ms - device.pass_overhead_ms
+    return np.asarray(total - (passes - 1) * again)
+
+
+def _along(device: SimulatedDevice, batch: Whole) -> Floats:
     known = np.array([b for b, _ in device.curve], dtype=np.float64)
     times = np.array([t for _, t in device.curve], dtype=np.float64)
     right = np.clip(np.searchsorted(known, batch), 1, len(known) - 1)
     slope = (times[right] - times[right - 1]) / (known[right] - known[right - 1])
-    milliseconds = np.maximum(0.0, times[right - 1] + slope * (batch - known[right - 1]))
-    if device.stall_ms > 0:
-        milliseconds = np.ceil(milliseconds / device.stall_ms - 1e-9) * device.stall_ms
-    return milliseconds / 1000
+    return np.asarray(np.maximum(0.0, times[right - 1] + slope * (batch - known[right - 1])))
 
 
-def free(machine: Machine, tolerance: float) -> Best:
-    """The best of every global batch."""
-    alone, finish, totals, costs = _tables(machine)
+def free(machine: Machine, tolerance: float, micro: bool = True) -> Best:
+    """The best of every global batch; passes may fill the time of the slowest device, which takes one pass."""
+    alone, finish, totals, costs = _tables(machine, None, micro)
     top = max(float(np.max(np.arange(1, len(t) + 1) / t)) for t in alone)
     if len(alone) > 1:
         top = max(top, float(np.max(totals[1:] / (finish + costs[1:, None]))))
-    return Best(top, _smallest(machine, top * (1 - tolerance)))
+    return Best(top, _smallest(machine, top * (1 - tolerance), micro))
 
 
-def fixed(machine: Machine, batch: int) -> Best:
+def fixed(machine: Machine, batch: int, micro: bool = True) -> Best:
     """The best of one global batch."""
-    alone, finish, totals, costs = _tables(machine)
+    alone, finish, totals, costs = _tables(machine, batch, micro)
     least = min((float(t[batch - 1]) for t in alone if len(t) >= batch), default=math.inf)
     for k in range(1, min(len(alone), batch)):
         enough = totals[k] >= batch
@@ -59,9 +80,9 @@ def fixed(machine: Machine, batch: int) -> Best:
     return Best(batch / least if math.isfinite(least) else 0.0, batch)
 
 
-def _smallest(machine: Machine, rate: float) -> int:
+def _smallest(machine: Machine, rate: float, micro: bool) -> int:
     """The smallest global batch that reaches a throughput."""
-    alone, finish, totals, costs = _tables(machine)
+    alone, finish, totals, costs = _tables(machine, None, micro)
     found = [math.inf]
     for times in alone:
         batch = np.arange(1, len(times) + 1)
@@ -75,12 +96,48 @@ def _smallest(machine: Machine, rate: float) -> int:
 
 
 @lru_cache(maxsize=4)
-def _tables(machine: Machine) -> tuple[tuple[Floats, ...], Floats, Floats, Floats]:
+def _tables(machine: Machine, batch: int | None, micro: bool) -> tuple[tuple[Floats, ...], Floats, Floats, Floats]:
     """Alone: seconds by batch. Together: finish times, and [k - 1]: the most samples that k devices do by then."""
-    alone = tuple(step_times(device, largest(machine, i)) for i, device in enumerate(machine.devices))
-    together = [t * (1 + d.contention) for t, d in zip(alone, machine.devices, strict=True)]
+    walls = [largest(machine, i) for i in range(len(machine.devices))]
+    slower = [1 + device.contention for device in machine.devices]
+    one_pass = [
+        step_times(device, wall, wall, micro=False) for device, wall in zip(machine.devices, walls, strict=True)
+    ]
+    ends = np.array([t[-1] * slow for t, slow in zip(one_pass, slower, strict=True)])
+    most = [
+        _most_samples(t, wall, batch, ends.max() / slow if micro else 0.0, machine.devices[i])
+        for i, (t, wall, slow) in enumerate(zip(one_pass, walls, slower, strict=True))
+    ]
+    times = [step_times(device, wall, n, micro) for device, wall, n in zip(machine.devices, walls, most, strict=True)]
+    together = [t * slow for t, slow in zip(times, slower, strict=True)]
     finish = np.unique(np.concatenate(together))
-    done = np.stack([np.searchsorted(times, finish * (1 + 1e-12), side="right") for times in together])
-    totals = np.cumsum(-np.sort(-done, axis=0), axis=0).astype(np.float64)
-    costs = np.array([machine.sync.seconds(k) for k in range(1, len(alone) + 1)])
-    return alone, finish, totals, costs
+    if batch is None:
+        finish = finish[finish <= ends.max()]
+    if len(finish) > MOST_TIMES:
+        finish = finish[:: -(-len(finish) // MOST_TIMES)]
+    done = np.stack([np.searchsorted(t, finish * (1 + 1e-12), side="right") for t in together])
+    order = np.argsort(-done, axis=0, kind="stable")
+    totals = np.cumsum(np.take_along_axis(done, order, axis=0), axis=0).astype(np.float64)
+    if batch is None and micro:
+        totals = _with_one_pass(done, order, totals, ends[:, None] >= finish * (1 - 1e-12))
+    costs = np.array([machine.sync.seconds(k) for k in range(1, len(walls) + 1)])
+    return tuple(one_pass if batch is None else times), finish, totals, costs
+
+
+def _with_one_pass(done: Whole, order: Whole, totals: Floats, one_pass: NDArray[np.bool_]) -> Floats:
+    """The most samples of k devices of which one at least takes a single pass: in place of the last of the k."""
+    has_one = np.cumsum(np.take_along_axis(one_pass, order, axis=0), axis=0) > 0
+    best = np.max(np.where(one_pass, done, 0), axis=0)
+    before = np.concatenate([np.zeros((1, totals.shape[1])), totals[:-1]])
+    return np.where(has_one, totals, before + best)
+
+
+def _most_samples(one_pass: Floats, wall: int, batch: int | None, until: float, device: SimulatedDevice) -> int:
+    """As many as a table has to hold: the fixed batch, or what a device does in passes by the last finish time."""
+    if not until:
+        return wall if batch is None else min(wall, batch)
+    if batch is not None:
+        return batch
+    overhead = device.pass_overhead_ms
+    again = 0.0 if overhead is None else (device.fixed_ms - overhead) / 1000
+    return wall * (2 + int((until - again) / max(1e-9, float(one_pass[-1]) - again)))

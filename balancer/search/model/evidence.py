@@ -17,3 +17,6 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
     memory: Memory
     rounds: int
     lost: str
+    alone_in_passes: tuple[Point, ...] = ()  # as in the first two, but in several passes
+    split_in_passes: tuple[Point, ...] = ()
+    undivided: bool = False  # a step in passes failed for a reason other than memory

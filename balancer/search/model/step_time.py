@@ -22,11 +22,12 @@ ROUNDING = 1e-9  # relative slack where a time is compared with its own inverse
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One measured time; `error` is its relative standard error."""
+    """One measured time of a step in so many passes; `error` is its relative standard error."""
 
     batch: int
     seconds: float
     error: float
+    passes: int = 1
 
 
 class Curve(msgspec.Struct, frozen=True):
@@ -51,19 +52,19 @@ class Curve(msgspec.Struct, frozen=True):
 
     def largest(self, seconds: float, ceiling: int, quantum: int = 1) -> int:
         """The most samples, a multiple of `quantum` up to `ceiling`, that take no longer than `seconds`; 0: none."""
-        if math.isinf(seconds):
-            return ceiling // quantum * quantum
+        return int(min(self.most_rows(seconds), ceiling)) // quantum * quantum
+
+    def most_rows(self, seconds: float) -> float:
+        """The same for a part of a sample, and without a ceiling."""
         seconds *= 1 + ROUNDING
         times = self.times
         i = bisect_right(times, seconds)
         if i == 0:
-            return 0
+            return 0.0
         if i == len(times):
-            batch = self.batches[-1] + (seconds - times[-1]) / self.slope if self.slope > 0 else math.inf
-        else:
-            low, high = times[i - 1], times[i]
-            batch = self.batches[i - 1] + (self.batches[i] - self.batches[i - 1]) * (seconds - low) / (high - low)
-        return int(min(batch, ceiling)) // quantum * quantum
+            return self.batches[-1] + (seconds - times[-1]) / self.slope if self.slope > 0 else math.inf
+        low, high = times[i - 1], times[i]
+        return self.batches[i - 1] + (self.batches[i] - self.batches[i - 1]) * (seconds - low) / (high - low)
 
     def breakpoints(self, ceiling: int) -> list[float]:
         """The finish times at which throughput may be best: those of the knots below `ceiling`, and its own."""

@@ -78,7 +78,7 @@ def test_memory_that_hardly_rises_tells_no_slope_and_is_not_trusted_far() -> Non
     """8 GiB and 5 GiB, as capped GPUs had them: each runs out at most twice, and the plan nearly fills the smaller."""
     limits = (8 << 30, 5 << 30)
     assert Memory(limits[0], ((8, 1573 << 20), (64, 1574 << 20)), ran=64).largest_to_try(1 << 20) == 8 * 64
-    search = Search(Problem(2, limits, tolerance=0.0, budget_seconds=120.0))
+    search = Search(Problem(2, limits, tolerance=0.0, budget_seconds=120.0, micro=False))
     full = [0, 0]
     while probes := search.ask():
         for probe in probes:

@@ -14,7 +14,7 @@ from evener.balancer.search.model.step_time import Curve
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.predictions import Predictions, slope_is_clear, with_guessed_knee
 from evener.balancer.search.waterfill import DeviceCurve
-from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed, solo
+from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed, layout_of, solo
 from tests.support.search_machines import Bench
 
 BENCH = Bench(((10.0, 0.1, 0, 2000), (20.0, 0.2, 0, 2000)), 0.005)
@@ -204,7 +204,7 @@ def test_predictions_are_what_brute_force_finds() -> None:
     found = Predictions(model(*SOLOS, (SPLIT, "split"), global_batch=600))
     split = found.fastest_split
     assert split is not None
-    top = max(range(1, 600), key=lambda share: BENCH.rate((share, 600 - share)))
+    top = max(range(1, 600), key=lambda share: BENCH.rate(layout_of((share, 600 - share))))
     assert found.layout(split).shares == pytest.approx((top, 600 - top), abs=2)
     single = found.fastest_single
     assert single is not None

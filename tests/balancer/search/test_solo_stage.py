@@ -77,7 +77,7 @@ def test_a_cap_is_kept() -> None:
 def test_straight_lines_need_few_rounds() -> None:
     """Three for a fixed batch; a fourth where the largest batch was too far for one stride."""
     assert len(rounds(PAIR, global_batch=1000)) == 3
-    assert len(rounds(PAIR)) == 4
+    assert len(rounds(PAIR, micro=False)) == 4
 
 
 def test_memory_that_runs_out_is_bracketed() -> None:

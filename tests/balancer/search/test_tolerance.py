@@ -33,7 +33,7 @@ def test_the_smallest_batch_within_the_tolerance_is_taken() -> None:
     assert best is not None
     smallest, insured, *_ = splits(search)
     assert best.layout == smallest
-    assert 0.978 <= BENCH.rate(smallest.shares) / rate <= 0.985
+    assert 0.978 <= BENCH.rate(smallest) / rate <= 0.985
     assert batch > 1.3 * smallest.global_batch
     assert smallest.global_batch < insured.global_batch < 1.2 * smallest.global_batch
 
@@ -45,7 +45,7 @@ def test_a_measurement_against_the_smallest_batch_does_not_end_at_the_fastest(fa
     best = searched_with(smallest, factor).best()
     assert best is not None
     assert smallest.global_batch < best.layout.global_batch <= 1.2 * smallest.global_batch
-    assert BENCH.rate(best.layout.shares) >= 0.978 * BENCH.best()[0]
+    assert BENCH.rate(best.layout) >= 0.978 * BENCH.best()[0]
 
 
 def test_a_miss_that_no_measurement_can_tell_is_forgiven() -> None:
