@@ -100,7 +100,7 @@ def _refuse_misplaced(context: typer.Context, command: str) -> None:
 def balance(
     request: Request,
     budget: Annotated[
-        str | None, LENGTH("--budget", help=f"{REQUEST_HELP['budget']} With --resume, +5m adds to it.")
+        str | None, LENGTH("--budget", help=f"{REQUEST_HELP['budget']} Default: 120s. With --resume, +5m adds to it.")
     ] = None,
     resume: Annotated[str | None, LENGTH("--resume", help="Go on with a run: its id, or `last`.")] = None,
     dry_run: Annotated[
@@ -202,7 +202,7 @@ def monitor(
     ] = None,
     only: Annotated[str | None, typer.Option("-o", "--only", help="Device indices, like 0,2.")] = None,
     only_visible: Annotated[bool, typer.Option("--only-visible", help="Only devices in CUDA_VISIBLE_DEVICES.")] = False,
-    record: Annotated[Path | None, typer.Option("--record", help="Write every reading to this file.")] = None,
+    record: Annotated[Path | None, OUTPUT("--record", help="Write every reading to this file.")] = None,
     replay: ReplayOption = None,
     readonly: ReadonlyOption = False,
     ascii_only: AsciiOption = False,
@@ -233,6 +233,11 @@ def monitor(
     raise typer.Exit(code)
 
 
+app.command("export")(export)
+app.command("report")(report)
+app.add_typer(runs_app, name="runs")
+
+
 @app.command("help")
 def show_help(
     topic: Annotated[str | None, typer.Argument(metavar="TOPIC", help="workload, or a command.")] = None,
@@ -244,11 +249,6 @@ def show_help(
         typer.echo(workload_help())
         return
     raise typer.Exit(run([*([topic] if topic else []), "--help"]))
-
-
-app.command("export")(export)
-app.command("report")(report)
-app.add_typer(runs_app, name="runs")
 
 
 def main(arguments: list[str]) -> int:
