@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 
-class GpuMemory(Protocol):
+class GpuMemory(NamedTuple):
     """A framework's allocator on the GPUs of this process."""
 
     meaning: str  # of its figures
-
-    def reset(self) -> None:
-        """Count from here on."""
-        ...
-
-    def read(self) -> tuple[int, ...]:
-        """The most bytes in use on each GPU since the reset."""
-        ...
+    reset: Callable[[], None]  # count from here on
+    read: Callable[[], tuple[int, ...]]  # the most bytes in use on each GPU since the reset
 
 
 class MemoryMeter:

@@ -19,7 +19,7 @@ from evener.keras_split.tf_devices import make_logical_cpus
 from evener.workloads.keras_backend.batches import Rows, SampleBatch, Stream, as_arrays, pool
 from evener.workloads.keras_backend.kernel_limits import check_rows
 from evener.workloads.keras_backend.step_engines import SingleDeviceEngine, choose_engine
-from evener.workloads.memory import MemoryMeter
+from evener.workloads.memory import GpuMemory, MemoryMeter
 from evener.workloads.protocol import Place
 
 BuildModel = Callable[[], Any]  # a compiled keras.Model
@@ -39,7 +39,7 @@ class KerasWorkload:
         self.data: Rows | Stream | None = None  # None: a pool of what `sample_batch` makes
         configure(place)
         self._on_gpus = any(name.startswith("GPU") for name in place.devices)
-        self._memory = MemoryMeter(len(place.devices), TensorFlowGpuMemory(place.devices) if self._on_gpus else None)
+        self._memory = MemoryMeter(len(place.devices), gpu_memory(place.devices) if self._on_gpus else None)
         self.engine = engine or choose_engine(place)
         with self.engine.scope():
             self.model = build_model()
@@ -120,22 +120,17 @@ class KerasWorkload:
         }
 
 
-class TensorFlowGpuMemory:
+def gpu_memory(devices: Sequence[str]) -> GpuMemory:
     """TensorFlow's allocator on GPUs that it calls GPU:0, ..."""
 
-    meaning = "peak of TensorFlow's allocator"
-
-    def __init__(self, devices: Sequence[str]) -> None:
-        self._devices = devices
-
-    def reset(self) -> None:
-        """Count from here on."""
-        for name in self._devices:
+    def reset() -> None:
+        for name in devices:
             tf.config.experimental.reset_memory_stats(name)
 
-    def read(self) -> tuple[int, ...]:
-        """The most bytes since then."""
-        return tuple(int(tf.config.experimental.get_memory_info(name)["peak"]) for name in self._devices)
+    def read() -> tuple[int, ...]:
+        return tuple(int(tf.config.experimental.get_memory_info(name)["peak"]) for name in devices)
+
+    return GpuMemory("peak of TensorFlow's allocator", reset, read)
 
 
 def configure(place: Place) -> None:

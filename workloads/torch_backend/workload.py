@@ -24,7 +24,7 @@ from evener.torch_split.gradient_weights import GradientWeights
 from evener.torch_split.model_digest import model_digest
 from evener.torch_split.parts import in_turn, make_parts
 from evener.torch_split.process import fetching_threads
-from evener.workloads.memory import MemoryMeter
+from evener.workloads.memory import GpuMemory, MemoryMeter
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend.batches import Batches, Data, PoolData, SampleBatch
 
@@ -57,7 +57,7 @@ class TorchWorkload:
         self.place = place
         self.devices = configure(place)
         self.device = self.devices[0]
-        self._memory = MemoryMeter(len(self.devices), TorchGpuMemory(self.devices) if _on_gpu(self.device) else None)
+        self._memory = MemoryMeter(len(self.devices), gpu_memory(self.devices) if _on_gpu(self.device) else None)
         self._group = join(place, self.device)
         torch.manual_seed(0)  # every rank starts alike
         self.recipe = build_recipe()
@@ -179,23 +179,18 @@ class TorchWorkload:
             self._weights.reset(sizes)
 
 
-class TorchGpuMemory:
+def gpu_memory(devices: Sequence[torch.device]) -> GpuMemory:
     """What tensors used on GPUs: that grows with the batch; what the allocator keeps depends on what was before."""
 
-    meaning = "peak in use, by PyTorch's allocator"
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = devices
-
-    def reset(self) -> None:
-        """Count from here on; what earlier sizes left unused is given back."""
+    def reset() -> None:
         torch.cuda.empty_cache()
-        for device in self._devices:
+        for device in devices:
             torch.cuda.reset_peak_memory_stats(device)
 
-    def read(self) -> tuple[int, ...]:
-        """The most bytes since then."""
-        return tuple(int(torch.cuda.max_memory_allocated(device)) for device in self._devices)
+    def read() -> tuple[int, ...]:
+        return tuple(int(torch.cuda.max_memory_allocated(device)) for device in devices)
+
+    return GpuMemory("peak in use, by PyTorch's allocator", reset, read)
 
 
 def check_place(place: Place, placed: bool = False) -> None:
