@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evener.errors import RequestError
 from evener.torch_split.gradient_weights import GradientWeights
+from evener.torch_split.model_checks import check_normalization
 from evener.torch_split.model_digest import model_digest
 from evener.torch_split.parts import in_turn, make_parts
 from evener.torch_split.process import fetching_threads
@@ -75,6 +76,8 @@ class TorchWorkload:
         """Hold batches for this rank's share; a rank whose share is 0 is left out of the group until it has one."""
         own = own_share(self.place, shares)
         self._micro = own_share(self.place, micro or shares)
+        if micro:
+            check_normalization(self.recipe.module, "gradients", self.place.world, max(micro))
         batches = self._open_batches()
         batches.drop()
         self._memory.reset()
