@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from evener.keras_split.compatibility import NO_PASSES, check_assigned, check_mask, warn_added_losses
-from evener.keras_split.engines.keras_step import call_model
+from evener.keras_split.compatibility import NO_PASSES, check_mask
+from evener.keras_split.engines.keras_step import call_on_copies, loss_with
 from evener.keras_split.engines.layer_state import StateUpdate, StepStates
 from evener.keras_split.nested_rows import Tensors, cut_rows, take_rows
 
@@ -83,40 +83,24 @@ class DevicePasses:
         with tf.device(self.device), tf.GradientTape(watch_accessed_variables=False) as tape:
             copies = [tf.identity(copy) for copy in self._copies]
             tape.watch(copies)
-            outputs, losses, values = self._call(copies, x, values)
-            outputs = take_rows(outputs, count)
+            states = [(state, value) for (state, _), value in zip(self._starts, values, strict=True)]
+            outputs, added, regularizers, scope = call_on_copies(model, x, True, copies, states)
+            outputs, y, weight = take_rows(outputs, count), take_rows(y, count), take_rows(weight, count)
             check_mask(outputs, "A plan with passes", NO_PASSES)
-            loss = self._loss(x, take_rows(y, count), outputs, take_rows(weight, count), losses)
+            loss = loss_with(model, [*added, *regularizers], x, y, outputs, weight, True)
             loss *= tf.cast(count, loss.dtype) / tf.cast(self._rows, loss.dtype)
             scaled = model.optimizer.scale_loss(loss)
         with tf.device(self.device):
             zero = tf.UnconnectedGradients.ZERO
             gradients = map(tf.convert_to_tensor, tape.gradient(scaled, copies, unconnected_gradients=zero))
-            return outputs, loss, list(gradients), values
+            return outputs, loss, list(gradients), self._note(values, scope)
 
-    def _call(self, copies: list[Any], x: Tensors, values: Sequence[Any]) -> tuple[Any, ...]:
-        """The model on these weights and states: outputs, losses of its own, and the states after it."""
-        model = self.model
-        weights = list(zip(model.trainable_variables, copies, strict=True))
-        states = [(state, value) for (state, _), value in zip(self._starts, values, strict=True)]
-        with keras.StatelessScope(state_mapping=[*weights, *states], collect_losses=True) as scope:
-            outputs = call_model(model, x, True)
-            losses = list(model.losses)
-        regularized = sum(weight.regularizer is not None for weight in model.trainable_weights)
-        warn_added_losses(model, len(losses) - regularized)
-        check_assigned([weight for weight, copy in weights if scope.get_current_value(weight) is not copy])
-        after = [scope.get_current_value(state) for state, _ in states]
-        self._changed |= {id(state) for (state, value), new in zip(states, after, strict=True) if new is not value}
-        return outputs, losses, after
-
-    def _loss(self, x: Tensors, y: Tensors, outputs: Tensors, weight: Any, losses: list[Any]) -> Any:
-        """The model's loss on a pass, with the losses that the model added in it."""
-        model = self.model
-        model._losses_override.extend(losses)  # what `model.losses` is while it isn't empty
-        try:
-            return model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=True)
-        finally:
-            model._losses_override.clear()
+    def _note(self, values: Sequence[Any], scope: Any) -> list[Any]:
+        """The states after a pass that began with these values."""
+        after = [scope.get_current_value(state) for state, _ in self._starts]
+        pairs = zip(self._starts, values, after, strict=True)
+        self._changed |= {id(state) for (state, _), value, new in pairs if new is not value}
+        return after
 
     def _updates(self, values: Sequence[Any]) -> list[StateUpdate]:
         pairs = zip(self._starts, values, strict=True)

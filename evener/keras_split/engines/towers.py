@@ -16,8 +16,7 @@ import keras
 import tensorflow as tf
 
 from evener.keras_split.batch_bounds import Cut
-from evener.keras_split.compatibility import check_assigned, warn_added_losses
-from evener.keras_split.engines.keras_step import call_model, update_metrics
+from evener.keras_split.engines.keras_step import call_on_copies, loss_with, update_metrics
 from evener.keras_split.engines.layer_state import StateUpdate, StepStates, assign_updates
 from evener.keras_split.engines.passes import DevicePasses, PassSums
 from evener.keras_split.nested_rows import Tensors, count_rows, cut_rows, join_rows, take_rows
@@ -129,38 +128,18 @@ class Towers:
         copies = [tf.identity(variable) for variable in model.trainable_variables]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(copies)
-            outputs, losses, scope = self._call(copies, part, training, states)
-            warn_added_losses(model, len(losses))
+            # regularizers count once, not once for each device
+            outputs, losses, _, scope = call_on_copies(model, part, training, copies, states.chained)
             outputs = take_rows(outputs, size)
         share = tf.cast(size, tf.float64) / tf.cast(rows, tf.float64)
         return Tower(outputs, losses, states.collect_updates(scope, size), copies, tape, share)
-
-    def _call(self, copies: list[Any], part: Tensors, training: bool, states: StepStates) -> tuple[Any, ...]:
-        """The model on these weights: outputs, losses of its own, and the scope with the states that it updated."""
-        weights = list(zip(self.model.trainable_variables, copies, strict=True))
-        with keras.StatelessScope(state_mapping=[*weights, *states.chained], collect_losses=True) as scope:
-            outputs = call_model(self.model, part, training)
-            losses = self._own_losses()
-        check_assigned([weight for weight, copy in weights if scope.get_current_value(weight) is not copy])
-        return outputs, losses, scope
-
-    def _own_losses(self) -> list[Any]:
-        """The model's losses without the weights' regularizers, which come last and count once, not once per device."""
-        losses = list(self.model.losses)
-        regularizers = [getattr(weight, "regularizer", None) for weight in self.model.trainable_weights]
-        return losses[: len(losses) - sum(each is not None for each in regularizers)]
 
     def _loss(self, x: Any, y: Any, outputs: Any, weight: Any, towers: list[Tower], training: bool) -> Any:
         """The model's loss on the whole batch, with the losses from inside the model averaged by rows."""
         model = self.model
         each = zip(*(tower.losses for tower in towers), strict=True)
         added = [tf.add_n([tf.cast(t.part, o.dtype) * o for t, o in zip(towers, own, strict=True)]) for own in each]
-        if added:
-            model._losses_override.extend([*added, *model.losses])  # what `model.losses` is while it isn't empty
-        try:
-            return model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=training)
-        finally:
-            model._losses_override.clear()
+        return loss_with(model, [*added, *model.losses] if added else [], x, y, outputs, weight, training)
 
     def _gradients(self, tape: Any, scaled: Any, towers: list[Tower]) -> list[Any]:
         weights = self.model.trainable_weights
