@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -109,3 +110,22 @@ def test_every_field_of_a_request_has_one_option() -> None:
     names = {fields.get(name, name) for name in Request.__struct_fields__} - {"compare"}
     assert {*TRAINING, *SEARCH} == names == REQUEST_HELP.keys()
     assert make_request() == Request()
+
+
+@pytest.mark.parametrize(
+    ("text", "framework"),
+    [
+        ("import torch.nn as nn", "torch"),
+        ("def build():\n    from torch import nn", "torch"),
+        ("import keras", "tensorflow"),
+        ("import torch, keras", "tensorflow"),
+        ("import numpy", "tensorflow"),
+    ],
+)
+def test_the_framework_of_a_file_is_what_it_imports(text: str, framework: str, tmp_path: Path) -> None:
+    """Unless both or neither are there; an option says more than a guess."""
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    assert make_request(workload=f"{path}:build").framework == framework
+    assert make_request(workload=f"{path}:build", framework="torch").framework == "torch"
+    assert make_request(workload="package.module:build").framework == "tensorflow"
