@@ -385,7 +385,8 @@ def test_a_batch_that_cannot_be_cut_is_one_sentence_and_only_in_passes() -> None
     assert workload.facts()["batch_statistics"] == "BatchNorm1d"
     workload.prepare((6,))
     workload.step()
-    workload.prepare((6,), (3,))
+    with pytest.warns(UserWarning, match="one pass of 3 rows"):
+        workload.prepare((6,), (3,))
     with pytest.raises(RequestError, match="A Graph in the batch can't be cut into passes"):
         workload.step()
 
