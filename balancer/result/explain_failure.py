@@ -7,7 +7,7 @@ from pathlib import Path
 
 from evener.balancer.events import ProbeProgress
 from evener.balancer.result.explain_measurements import GIB, find_taken_bytes
-from evener.balancer.result.number_format import join_words
+from evener.balancer.result.number_format import join_words, write_share
 from evener.balancer.search.search import Stop
 from evener.balancer.store.journal import Header
 from evener.balancer.types import Belief, Failed, Observation, OutOfMemory, Timed
@@ -29,9 +29,11 @@ def explain_no_plan(
     """The fault, by what was seen, what the search believes of the devices, why it ended, and what was `unfinished`."""
     ran = any(isinstance(one, Timed) for one in seen)
     largest = [curve.largest_batch or 0 for curve in belief.curves]
-    if ran and sum(largest) < (header.request.global_batch or 0):
+    too_large = ran and sum(largest) < (header.request.global_batch or 0)
+    if too_large and header.request.micro == "off":
         return NoLayoutError(*_too_large(header, largest, seen))
-    failed = list_failures(seen, header.devices)
+    late = why_stopped in (Stop.BUDGET.value, Stop.LATE.value)
+    failed = "" if too_large and late else list_failures(seen, header.devices)
     if failed and all(isinstance(one, Failed) and one.cause == "device" for one in seen):
         return DeviceError(f"No device could be measured: {failed}.", "Look at nvidia-smi and dmesg.")
     if failed:
@@ -41,7 +43,7 @@ def explain_no_plan(
         message = " ".join([f"The search was stopped before {what} was measured.", *unfinished])
         return NoLayoutError(message, f"Go on with evener balance --resume {header.run}.")
     budget = header.request.budget_seconds
-    if budget is None or why_stopped not in (Stop.BUDGET.value, Stop.LATE.value):
+    if budget is None or not late:
         return NoLayoutError(f"No layout could be measured: {why_stopped.rstrip('.')}.", REMEDY)
     more = f"as in --budget {2 * budget:g}s"
     if unfinished and ":" in header.workload:
@@ -75,7 +77,7 @@ def list_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> str
         if isinstance(one, Timed):
             continue
         for i in one.devices or one.probe.layout.active:
-            if i not in smallest or one.probe.layout.shares[i] < smallest[i].probe.layout.shares[i]:
+            if i not in smallest or one.probe.layout.pass_rows[i] < smallest[i].probe.layout.pass_rows[i]:
                 smallest[i] = one
     details = {_detail(one, devices[i]) for i, one in smallest.items() if isinstance(one, Failed)}
     if len(smallest) > 1 and len(details) == 1 and all(isinstance(one, Failed) for one in smallest.values()):
@@ -84,7 +86,7 @@ def list_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> str
 
 
 def _failure(position: int, seen: Failed | OutOfMemory, device: Device) -> str:
-    batch = seen.probe.layout.shares[position]
+    batch = write_share(seen.probe.layout.shares[position], seen.probe.layout.pass_rows[position])
     if isinstance(seen, OutOfMemory):
         return f"{device.label} ran out of memory with {batch} samples"
     return f"{device.label} failed with {batch} samples, {_detail(seen, device)}"
@@ -104,5 +106,5 @@ def _too_large(header: Header, largest: Sequence[int], seen: Sequence[Observatio
     together = f", which is {sum(largest)} together" if len(fits) > 1 else ""
     return (
         f"A global batch of {header.request.global_batch} samples doesn't fit: {join_words(fits)}{together}.",
-        f"Take at most {sum(largest)}, or other devices.",
+        f"Take at most {sum(largest)}, other devices, or passes: leave out --micro off.",
     )

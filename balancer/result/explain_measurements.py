@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from evener.balancer.probes.block_timing import NOISY
 from evener.balancer.result.number_format import join_words, percent
-from evener.balancer.types import Failed, Layout, Observation, Timed, Warned
+from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Timed, Warned
 from evener.devices.types import Device
 
 GIB = 1 << 30
@@ -140,7 +140,7 @@ def explain_left_out(seen: Sequence[Observation], devices: Sequence[Device], cho
             continue
         for i in one.devices or one.probe.layout.active:
             if i not in ran:
-                words[i] = f"was left out, as nothing ran on it: {one.detail}."
+                words[i] = f"was left out, as {_why_nothing_ran(one, i)}: {one.detail}."
             elif isinstance(one, Failed) and one.devices == (i,):
                 if not chosen.shares[i]:
                     words[i] = f"worked at first and then failed every time, so it was left out: {one.detail}."
@@ -157,3 +157,10 @@ def explain_few_rows(chosen: Layout, rows: int) -> tuple[str, ...]:
         f"A step takes {chosen.global_batch} samples, and the data have {rows}: an epoch is less than one step."
         f" Search with --max-global-batch {rows} or less.",
     )
+
+
+def _why_nothing_ran(seen: Failed | OutOfMemory, position: int) -> str:
+    if isinstance(seen, Failed):
+        return "nothing ran on it"
+    rows = seen.probe.layout.pass_rows[position]
+    return f"not even {rows} sample{'s fit' if rows > 1 else ' fits'} in its memory"

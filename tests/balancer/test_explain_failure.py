@@ -57,11 +57,20 @@ def test_a_failure_that_all_devices_share_is_said_once() -> None:
 @pytest.mark.parametrize("batch", [1800, 1_000_000])
 def test_a_global_batch_that_does_not_fit_is_said_with_one_that_does(batch: int) -> None:
     """And the largest that is named can be balanced."""
-    fault = faulted(global_batch=batch)
+    fault = faulted(global_batch=batch, micro="off")
     assert f"A global batch of {batch} samples doesn't fit" in fault.message
     assert "SIM:0 holds" in fault.message
     most = int(fault.remedy.split()[3].rstrip(","))
-    assert isinstance(driven(global_batch=most)[-1], Finished)
+    assert isinstance(driven(global_batch=most, micro="off")[-1], Finished)
+
+
+def test_four_times_what_fits_is_a_plan_in_passes() -> None:
+    """As is a batch that only the largest card's memory would hold."""
+    for batch in (1800, 4 * 1500):
+        end = driven(global_batch=batch)[-1]
+        assert isinstance(end, Finished)
+        assert sum(share.batch for share in end.plan.layout.share) == batch
+        assert all(0 < share.micro < share.batch for share in end.plan.layout.share)
 
 
 def test_a_split_that_fails_is_said_though_each_device_ran_alone() -> None:
