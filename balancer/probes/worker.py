@@ -23,7 +23,6 @@ from typing import BinaryIO
 
 from evener.balancer.probes import protocol
 from evener.devices.child_environment import cap_address_space
-from evener.errors import EvenerError
 from evener.live import Reporter
 from evener.live_files import start_ticks
 from evener.workloads import user_code
@@ -89,11 +88,8 @@ class Worker:
         """The error's class names, text and traceback, and the user's own line where it passed through one."""
         trace = _encodable("".join(traceback.format_exception(error))[-protocol.LONGEST_TRACEBACK :])
         print(trace, file=sys.stderr)
-        where = ""
-        if self._build is not None and ":" in self._build.workload:
-            cause = error.__cause__ if isinstance(error, EvenerError) and error.__cause__ else error
-            where = user_code.find_line(cause, self._build.workload)
-            error = cause if where else error
+        name = "" if self._build is None else self._build.workload
+        where = user_code.find_line(error, name) if ":" in name else ""
         types = tuple(kind.__name__ for kind in type(error).__mro__ if kind not in (object, BaseException, Exception))
         text = _encodable(str(error) or type(error).__name__)
         return protocol.ChildError(types, text[: protocol.LONGEST_TEXT], where, trace)
