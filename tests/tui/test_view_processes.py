@@ -96,9 +96,9 @@ def test_a_filter_takes_every_word_anywhere(script: Any) -> None:
 
 def test_eighty_columns_hold_every_figure(script: Any) -> None:
     head, row = _shown(script, [script.process(4242)])
-    for title in ("pid", "user", "device", "memory", "SM %", "CPU %", "samples/s", "time", "command"):
+    for title in ("pid", "user", "device", "memory", "SM %", "CPU %", "smp/s", "time", "command"):
         assert title in head
-    for figure in ("4242", "ada", "GPU:0", "60G", "87", "103", "115 000", "1h00", "python"):
+    for figure in ("4242", "ada", "GPU:0", "60G", "87", "103", "115k", "1h00", "python train.py"):
         assert figure in row
     assert len(head) == len(row) == 80
 

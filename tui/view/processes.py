@@ -85,7 +85,7 @@ PROCESS_COLUMNS: tuple[Column[ProcessRow], ...] = (
     ),
     _text("command", 10, lambda sample: sample.command)._replace(draw=_command),
 )
-PROCESS_GROWTH = (("speed", 9), ("time", 8), ("user", 12))
+PROCESS_GROWTH = (("command", 16), ("speed", 9), ("time", 8), ("user", 12))
 
 
 def process_words(sample: ProcessSample) -> str:
