@@ -31,7 +31,8 @@ def _listed(capsys: pytest.CaptureFixture[str], *options: str) -> list[Any]:
 def three_runs(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str, str]:
     """The ids of one that finished, one that failed, and one that was cut off."""
     finished = str(_ask(capsys, "balance", "-d", PAIR)["run"])
-    assert run(["balance", "-d", PAIR, "--global-batch", "1000000", "--workload", "torch_maxer"]) == 1
+    too_large = ["--global-batch", "1000000", "--micro", "off"]
+    assert run(["balance", "-d", PAIR, "--workload", "torch_maxer", *too_large]) == 1
     failed = str(_listed(capsys)[0]["run"])
     cut_off = str(_ask(capsys, "balance", "-d", "sim:gtx1080", "--budget", "2s")["run"])
     journal = journal_path(cut_off)

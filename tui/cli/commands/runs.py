@@ -111,13 +111,8 @@ def run_show(name: str, as_json: bool) -> int:
     labels = tuple(device.label for device in run.header.devices)
     print(plain(f"run {run.header.run}: {run.header.workload} on {', '.join(labels)}, {run.header.created}"))
     print(plain(f"{run.state}: {run.trouble}", 1000) if run.trouble else f"{run.state}, {duration(run.seconds)}")
-    errors = runs.errors_path(run.header.run)
-    for line in (
-        " ".join(f"#{tag}" for tag in run.note.tags),
-        run.note.note,
-        f"tracebacks: {errors}" if errors.exists() else "",
-    ):
-        print(plain(line, 1000), end="\n" if line else "")
+    about = (" ".join(f"#{tag}" for tag in run.note.tags), run.note.note)
+    print("".join(f"{plain(line, 1000)}\n" for line in about if line), end="")
     for seen in run.observations:
         print(f"  {observation_words(seen, labels)}")
     if run.plan is None:
