@@ -1,18 +1,30 @@
-"""The form: its tasks and fields, and a start that fails."""
+"""The form: its tasks and fields, and a start that fails; the help page, which has every key."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+from textual.binding import Binding
 from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
 from evener.balancer.search.layouts import FAMILIES
 from evener.devices.discover import discover
 from evener.errors import DeviceError, RequestError
-from evener.tui.screens.setup import form_words
-from evener.tui.widgets.choices import OneOf
+from evener.tui.app.app import EvenerApp
+from evener.tui.screens.balance import BalanceScreen
+from evener.tui.screens.base import SortedScreen
+from evener.tui.screens.monitor import MonitorScreen
+from evener.tui.screens.replay import ReplayScreen
+from evener.tui.screens.runs import RunPanel, RunsScreen
+from evener.tui.screens.setup import Setup, form_words
+from evener.tui.view.help import help_lines
+from evener.tui.view.marks import UNICODE
+from evener.tui.widgets.choices import OneOf, Ticks
+from evener.tui.widgets.lists import ListPanel, SortedPanel
+from evener.tui.widgets.processes import ProcessPanel
 from tests.support.pilots import text, until
 
 LOCKED = DeviceError("GPU:0 is being measured by another evener (process 12).", "Wait for it, or use --share.")
@@ -128,3 +140,20 @@ async def test_batches_of_one_s_own_are_timed_in_the_app(app_of: Any) -> None:
         await until(pilot, lambda: app.balance.ended, "the end")
         assert (app.balance.probes, app.balance.fault) == (3, "")
         await until(pilot, lambda: text(app, "#search").count("SIM:0[820] SIM:1[568]: 2 1") == 3, "the three runs")
+
+
+def test_every_key_is_in_the_footer_or_on_the_help_page() -> None:
+    """Nobody has to read the code to find one."""
+    names = {
+        "question_mark": "?", "slash": "/", "plus": "+", "minus": "-", "space": "Space", "escape": "Esc",
+        "enter": "Enter", "up": "↑", "down": "↓", "pageup": "Page Up", "pagedown": "Page Down", "home": "Home",
+        "end": "End", "ctrl+c": "Ctrl-C", "ctrl+s": "Ctrl-S", "delete": "Delete",
+    }  # fmt: skip
+    page = "\n".join(row.text for row in help_lines((), UNICODE, 100))
+    widgets = (SortedPanel, ProcessPanel, ListPanel, RunPanel, Ticks, Setup)
+    for kind in (EvenerApp, MonitorScreen, BalanceScreen, RunsScreen, SortedScreen, ReplayScreen, *widgets):
+        for binding in kind.BINDINGS:
+            assert isinstance(binding, Binding)
+            for key in binding.key.split(","):
+                name = names.get(key, key.upper() if key[1:].isdigit() else key)
+                assert binding.show or re.search(rf"(^|[ ,]){re.escape(name)}($|[ ,;])", page, re.MULTILINE), key
