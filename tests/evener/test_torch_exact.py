@@ -1,56 +1,79 @@
-"""Real ranks, on gloo and where there are GPUs on NCCL, end with the weights of one process, to float64's rounding."""
+"""Real ranks end with the weights of one process, to float64's rounding, or with a sentence that names what to change.
+
+Loops of every kind, and programs as users write them: the rows of the tables in docs/training_torch.md. The programs'
+data sets have 41 and 45 rows, whose last batches of 8 have 1 and 5. Ranks are on gloo; on NCCL where there are GPUs.
+"""
 
 from __future__ import annotations
 
+import gc
+import weakref
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from evener.torch_split import Split
+from tests.support import torch_programs as programs
 from tests.support import torch_ranks as RANKS  # noqa: N812 - its cases are constants
 from tests.support.torch_start import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
-SCRIPT = Path(RANKS.__file__)
+Ended = dict[tuple[str, int], Any]
+Trained = dict[str, Any]
 
 
-def run(batches: tuple[int, ...], folder: Path, gpus: bool = False) -> list[Any]:
-    """Train every case under a plan with these shares, a rank for each device."""
-    RANKS.example_plan(batches).save(folder / "plan.json")
-    world = sum(1 for batch in batches if batch)
-    run_ranks(SCRIPT, world, lambda rank: [str(folder / "plan.json"), str(folder / f"rank{rank}.pt")], folder, gpus)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]
+def run(script: str, batches: tuple[int, ...], folder: Path, gpus: bool = False) -> list[Any]:
+    """What each rank of a script saved: a process for each share of a plan."""
+    plan = folder / "plan.json"
+    RANKS.example_plan(batches).save(plan)
+    world = sum(map(bool, batches))
+    results = [folder / f"rank{rank}.pt" for rank in range(world)]
+    run_ranks(Path(script), world, lambda rank: [str(results[rank]), str(plan)], folder, gpus)
+    return [torch.load(result) for result in results]
 
 
-def check(ended: list[dict[str, Any]], name: str, case: Any, global_batch: int) -> None:
+@pytest.fixture(scope="module", params=[(6, 0, 2), (5, 2, 1)], ids=str)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What the ranks of a plan saved: 3:1 with a device left out, and 5:2:1. A rank runs every program and case."""
+    return run(programs.__file__, request.param, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture
+def ended(saved: list[Any]) -> list[Ended]:
+    """What every program returned or was refused with, rank by rank."""
+    return [programs for programs, _ in saved]
+
+
+@pytest.fixture
+def trained(saved: list[Any]) -> list[Trained]:
+    """What every case learned, rank by rank."""
+    return [cases for _, cases in saved]
+
+
+def check(trained: list[Trained], name: str, case: Any) -> None:
     """Every rank has the weights and the losses of the plain loop."""
-    weights, losses = RANKS.reference(case, case.global_batch(global_batch))
-    for rank in ended:
+    weights, losses = RANKS.reference(case, case.global_batch(8))
+    for rank in trained:
         for mine, expected in zip(rank[name][0], weights, strict=True):
             torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
         assert rank[name][1] == pytest.approx(losses, abs=1e-12)
 
 
-@pytest.fixture(scope="module", params=[(6, 2), (5, 2, 1), (5, 0, 1)], ids=str)
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The global batch, and every case trained under one plan, rank by rank: 3:1, 5:2:1, and the middle left out."""
-    return sum(request.param), run(request.param, tmp_path_factory.mktemp("ranks"))
-
-
 @pytest.mark.parametrize("name", RANKS.CASES)
-def test_the_weights_are_those_of_one_process(trained: Any, name: str) -> None:
-    global_batch, ended = trained
-    check(ended, name, RANKS.CASES[name], global_batch)
+def test_the_weights_are_those_of_one_process(trained: list[Trained], name: str) -> None:
+    check(trained, name, RANKS.CASES[name])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_two_gpus_too(tmp_path: Path) -> None:
     """NCCL, and batch normalization over the global batch."""
-    ended = run((6, 2), tmp_path, gpus=True)
+    trained = run(RANKS.__file__, (6, 2), tmp_path, gpus=True)
     for name, case in {**RANKS.CASES, **RANKS.GPU_CASES}.items():
-        check(ended, name, case, 8)
+        check(trained, name, case)
 
 
 def test_the_trainings_moved_the_weights() -> None:
@@ -59,3 +82,83 @@ def test_the_trainings_moved_the_weights() -> None:
         start = [weights.detach() for weights in RANKS.model(case).parameters()]
         weights, _ = RANKS.reference(case, case.global_batch(8))
         assert max(float((now - then).abs().max()) for now, then in zip(weights, start, strict=True)) > 1e-3
+
+
+@cache
+def one_process(name: str, rows: int) -> list[torch.Tensor]:
+    result = programs.run(programs.EXACT[name], (8,), rows)
+    assert not isinstance(result, str), result
+    return result
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("rows", programs.ROWS)
+@pytest.mark.parametrize("name", programs.EXACT)
+def test_it_learns_what_one_process_learns(ended: list[Ended], name: str, rows: int) -> None:
+    expected = one_process(name, rows)
+    for rank in ended:
+        assert not isinstance(rank[name, rows], str), rank[name, rows]
+        for mine, tensor in zip(rank[name, rows], expected, strict=True):
+            torch.testing.assert_close(mine, tensor, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("rows", programs.ROWS)
+@pytest.mark.parametrize("name", programs.REFUSED)
+def test_it_is_refused_on_every_rank(ended: list[Ended], name: str, rows: int) -> None:
+    words, _ = programs.REFUSED[name]
+    for rank in ended:
+        assert isinstance(rank[name, rows], str)
+        assert words in rank[name, rows]
+
+
+@pytest.mark.parametrize("rows", programs.ROWS)
+def test_a_mean_over_tokens_inside_the_model_is_not_noticed(ended: list[Ended], rows: int) -> None:
+    """As docs say: it trains, the ranks agree, and it isn't what one process learns."""
+    result = programs.run(programs.mean_inside, (8,), rows)
+    first = ended[0]["mean_inside", rows]
+    assert all(map(torch.equal, first, ended[1]["mean_inside", rows]))
+    assert max(float((mine - its).abs().max()) for mine, its in zip(first, result, strict=True)) > 1e-2
+
+
+def test_the_programs_move_the_weights() -> None:
+    """What is compared isn't the start."""
+    start = programs.weights(programs.network())
+    for mine, before in zip(one_process("plain", 45), start, strict=True):
+        assert float((mine - before).abs().max()) > 1e-3
+
+
+@pytest.fixture
+def one_rank_of_two(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A process group of one rank that takes itself for the first of two, so that models are wrapped."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+    split = Split(ratios=[3, 1], global_batch=8)
+    monkeypatch.undo()
+    yield split
+    torch.distributed.destroy_process_group()
+
+
+def test_a_tail_without_rows_for_all_ranks_is_said_where_metrics_would_count_it(one_rank_of_two: Split) -> None:
+    with pytest.warns(UserWarning, match=r"last batch has 1 rows for 2 ranks.*split\.rows"):
+        one_rank_of_two.loader(programs.data(41))
+    for loader in (
+        one_rank_of_two.loader(programs.data(45)),
+        one_rank_of_two.loader(programs.data(41), training=False),
+    ):
+        assert len(loader) == 6 - (len(loader.dataset) == 41)
+
+
+def test_models_that_are_dropped_are_not_kept(one_rank_of_two: Split) -> None:
+    """A hundred models wrapped, trained for a short step and dropped leave nothing behind."""
+    split = one_rank_of_two
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    for _ in range(100):
+        model = split.wrap(programs.network())
+        for sizes in ((6, 2), (1, 0)):
+            split.begin(sizes)
+            model(programs.data(5).tensors[0]).sum().backward()
+        alive.add(model)
+    del model
+    gc.collect()
+    assert len(alive) == 0

@@ -1,6 +1,6 @@
 """Trainings that one process and several ranks must end with the same weights; run as a script, it is one rank.
 
-    RANK=0 WORLD_SIZE=2 ... python torch_ranks.py plan.toml result.pt
+    RANK=0 WORLD_SIZE=2 ... python torch_ranks.py result.pt plan.json
 
 The script trains every case by the adapter; `reference` trains it in a plain loop, with nothing of the adapter but the
 order of rows.
@@ -242,5 +242,4 @@ def train(case: TrainingCase, path: str) -> tuple[list[torch.Tensor], list[float
 if __name__ == "__main__":
     torch.set_num_threads(1)
     cases = {**CASES, **GPU_CASES} if torch.cuda.is_available() else CASES
-    ended = {name: train(case, sys.argv[1]) for name, case in cases.items()}
-    torch.save(ended, sys.argv[2])
+    torch.save({name: train(case, sys.argv[2]) for name, case in cases.items()}, sys.argv[1])
