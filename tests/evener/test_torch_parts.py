@@ -122,11 +122,9 @@ def test_one_device_learns_by_parts_what_it_learns_at_once(split: Split) -> None
     one, many = torch.nn.Linear(3, 1).double(), torch.nn.Linear(3, 1).double()
     many.load_state_dict(one.state_dict())
     model = split.wrap(many)
-    optimizers = [torch.optim.Adam(each.parameters()) for each in (one, many)]
+    weights = [*one.parameters(), *many.parameters()]
     sizes = []
     for inputs, labels in split.loader(ROWS):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
         loss = mse_loss(one(inputs)[:, 0], labels)
         loss.backward()
         found = 0.0
@@ -135,8 +133,9 @@ def test_one_device_learns_by_parts_what_it_learns_at_once(split: Split) -> None
             x, y = part.batch
             found += part.backward(mse_loss(model(x)[:, 0], y))
         assert split.mean(found) == pytest.approx(float(loss.detach()), abs=1e-12)
-        for optimizer in optimizers:
-            optimizer.step()
+        for weight in weights:  # an optimizer would load 3 s of PyTorch
+            weight.data -= 0.1 * weight.grad
+            weight.grad = None
     assert sizes == [2, 3, 3, 2, 3, 3, 2, 2]
     torch.testing.assert_close(many.weight, one.weight, rtol=0, atol=1e-12)
 
