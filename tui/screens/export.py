@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import glob
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -102,24 +104,11 @@ def complete_path(typed: str) -> str | None:
 
     A folder ends in a slash; hidden names match only if their dot is typed.
     """
-    folder, _, start = typed.rpartition("/")
-    place = os.path.expanduser(f"{folder}/" if folder or typed.startswith("/") else ".")
-    try:
-        with os.scandir(place) as entries:
-            names = []
-            for _, entry in zip(range(MOST_ENTRIES), entries, strict=False):
-                if entry.name.startswith(start) and (start.startswith(".") or not entry.name.startswith(".")):
-                    names.append(entry.name + ("/" if entry.is_dir() else ""))
-    except OSError:
-        return None
+    folder, slash, start = typed.rpartition("/")
+    begin = os.path.expanduser(folder + slash) + start
+    found = itertools.islice(glob.iglob(f"{glob.escape(begin)}*"), MOST_ENTRIES)
+    names = [os.path.basename(path) + ("/" if os.path.isdir(path) else "") for path in found]
     if not names:
         return None
-    head = typed[: len(typed) - len(start)]
-    common = _shared_start(names)
-    return head + (common if len(common) > len(start) else min(names))
-
-
-def _shared_start(names: Sequence[str]) -> str:
-    first, last = min(names), max(names)
-    same = next((place for place, sign in enumerate(first) if last[place : place + 1] != sign), len(first))
-    return first[:same]
+    common = os.path.commonprefix(names)  # noqa: RUF071 - by characters, as a shell does
+    return folder + slash + (common if len(common) > len(start) else min(names))
