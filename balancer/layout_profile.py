@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 
 from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.protocol import Profiled
 from evener.balancer.request import ResolvedRequest
 from evener.balancer.resolve import make_prober
-from evener.balancer.types import Layout
+from evener.balancer.result.explain import name_candidate
+from evener.balancer.search.search import Search
 
 STEPS = 20  # profiled of each layout
 LayoutProfile = tuple[str, Profiled | str]  # a layout's name, and its profile or why there is none
 
 
-def profile_layouts(
-    resolved: ResolvedRequest, layouts: Iterable[tuple[str, Layout]], stop: threading.Event
-) -> list[LayoutProfile]:
-    """Profile these layouts, by name, until `stop` is set."""
+def profile_ranking(resolved: ResolvedRequest, search: Search, stop: threading.Event) -> list[LayoutProfile]:
+    """Profile the best single device and the layouts of the ranking that use several, until `stop` is set."""
     if resolved.machine is not None:
         return [("simulated devices", "they run no framework that could be profiled")]
+    ranked = [one.candidate for one in search.ranking()]
     prober = make_prober(resolved)
     profiles: list[LayoutProfile] = []
     try:
-        for name, layout in layouts:
+        for one in ranked:
             if stop.is_set() or not isinstance(prober, ChildProber):
                 break
-            profiles.append((name, prober.profile(layout, STEPS, stop)))
+            if one.family == "solo" or len(one.layout.active) > 1:
+                name = name_candidate(one, len(resolved.devices))
+                profiles.append((name, prober.profile(one.layout, STEPS, stop)))
     finally:
         prober.close()
     return profiles

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import msgspec
 
-from evener.balancer.layout_profile import LayoutProfile, profile_layouts
+from evener.balancer.layout_profile import LayoutProfile
 from evener.balancer.probes.protocol import Profiled
-from evener.balancer.request import ResolvedRequest
-from evener.balancer.result.explain import name_candidate
-from evener.balancer.search.search import Search
 from evener.tui.text.formatting import percent, plain, size
 from evener.tui.text.tables import Table
 from evener.workloads.profiling import Transfer
 
 MOST_ROWS = 8  # of each table, the slowest first
-
-
-def profile_ranking(
-    resolved: ResolvedRequest, found: Search, devices: int, stop: threading.Event
-) -> list[LayoutProfile]:
-    """Profile the layouts of the ranking that use several devices, and the best single one; by name."""
-    ranked = [one.candidate for one in found.ranking()]
-    wanted = [one for one in ranked if one.family == "solo" or len(one.layout.active) > 1]
-    return profile_layouts(resolved, [(name_candidate(one, devices), one.layout) for one in wanted], stop)
 
 
 def transfer_tables(profiles: Sequence[LayoutProfile]) -> list[Table]:

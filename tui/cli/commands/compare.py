@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evener.balancer.events import Finished
-from evener.balancer.layout_profile import LayoutProfile
+from evener.balancer.layout_profile import LayoutProfile, profile_ranking
 from evener.balancer.request import Request, ResolvedRequest
 from evener.balancer.resolve_layouts import resolve_comparison
 from evener.balancer.search.search import Search
@@ -17,7 +17,7 @@ from evener.tui.cli.session_runner import result_json, run_session, stopped_by_s
 from evener.tui.cli.streams import terminal_columns
 from evener.tui.text.formatting import folded, plain
 from evener.tui.text.parsing import check_one_form, parse_words
-from evener.tui.text.profile_tables import profile_ranking, transfer_json, transfer_tables
+from evener.tui.text.profile_tables import transfer_json, transfer_tables
 from evener.tui.text.ranking_tables import packing_tables, ranking_json, ranking_table, scaling_table
 from evener.tui.text.safe_documents import json_text
 from evener.tui.text.tables import Form, csv_text
@@ -40,7 +40,7 @@ def run_compare(
 
     def show(session: Session, finished: Finished, labels: Sequence[str]) -> None:
         found = session.search
-        profiles = _profiled(resolved, found, len(labels)) if profile and not finished.interrupted else []
+        profiles = _profiled(resolved, found) if profile and not finished.interrupted else []
         if as_json:
             more = {"profile": transfer_json(profiles)} if profile else {}
             print(json_text({**result_json(finished, **ranking_json(found, labels)), **more}), flush=True)
@@ -59,11 +59,11 @@ def run_compare(
     return run_session(lambda: Session(resolved), show, export, as_json)
 
 
-def _profiled(resolved: ResolvedRequest, found: Search, devices: int) -> list[LayoutProfile]:
+def _profiled(resolved: ResolvedRequest, found: Search) -> list[LayoutProfile]:
     """Profile the ranking; a signal ends it early and keeps what was profiled."""
     stop = threading.Event()
     with stopped_by_signals(stop.set, "stopping the profile"):
-        return profile_ranking(resolved, found, devices, stop)
+        return profile_ranking(resolved, found, stop)
 
 
 def _words(finished: Finished, form: Form) -> list[str]:
