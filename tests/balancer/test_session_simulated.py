@@ -344,7 +344,8 @@ def test_a_run_s_state_says_whether_it_runs_and_why_it_failed(tmp_path: Path) ->
     events = session.events()
     next(event for event in events if isinstance(event, Observed))
     (running,) = runs.list_runs()
-    assert (running.state, running.probes) == ("running", 1)
+    assert running.state == "running"
+    assert running.probes >= 1
     session.stop()
     list(events)
     session.close()
