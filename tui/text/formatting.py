@@ -9,6 +9,7 @@ import unicodedata
 from evener.balancer.result.number_format import half_width as half_width
 from evener.balancer.result.number_format import percent as percent
 from evener.balancer.result.number_format import rate as rate
+from evener.balancer.result.number_format import relative_error as relative_error
 from evener.balancer.result.number_format import write_share as write_share
 
 NO_BREAK = "\u00a0"

@@ -8,7 +8,7 @@ from evener.balancer.result.explain import list_samples
 from evener.balancer.session_state import SUM, RivalRate, SessionState, chosen_layout, rivals, seconds_left
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 from evener.shares import apportion
-from evener.tui.text.formatting import duration, percent, rate
+from evener.tui.text.formatting import duration, percent, rate, relative_error
 from evener.tui.text.progress import layout_words, outcome_words, share_words
 from evener.tui.view.cells import Line, Span, Tone, clean, cut, device_tone, line, pad, span_cells, text_lines, wrap
 from evener.tui.view.charts import bar
@@ -109,7 +109,7 @@ _BRIEF_CELLS = 21  # such a row without its name
 
 def _rival_line(each: RivalRate, best: RivalRate, width: int, marks: Marks, drawn: tuple[Span, ...]) -> Line:
     first = each is best
-    half = (each.high - each.low) / 2 / each.samples_per_second if each.samples_per_second else 0.0
+    half = relative_error(each.samples_per_second, each.low, each.high)
     error = f"{marks.plus_minus}{percent(half, 1 if half < 0.1 else 0)}"
     versus = "" if first else _versus(best.samples_per_second, each)
     room = max(1, min(18, width - _BRIEF_CELLS))
