@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
-
-BoxName = Literal["round", "ascii"]
 
 
 class Marks(msgspec.Struct, frozen=True, kw_only=True):
     """One set of characters, Unicode by default; each takes one cell."""
 
-    box: BoxName = "round"  # the CSS border of a panel
     full: str = "━"  # the filled part of a bar
     half: str = "╸"  # half a cell of it; "" if there is none
     track: str = "─"  # the empty part
@@ -47,7 +42,6 @@ class Marks(msgspec.Struct, frozen=True, kw_only=True):
 
 UNICODE = Marks()
 ASCII = Marks(
-    box="ascii",
     full="=",
     half="",
     track=".",
