@@ -17,7 +17,7 @@ import msgspec
 import psutil
 
 import evener
-from evener.cpu_topology import physical_cores
+from evener.cpu_topology import core_groups
 from evener.devices.types import Device
 from evener.errors import DeviceError
 
@@ -86,7 +86,7 @@ def mps_runs() -> bool:
 
 def _on_cores(devices: Sequence[Device], framework: str) -> ChildEnvironment:
     cores = tuple(sorted(core for device in devices for core in device.cores))
-    threads = max(1, physical_cores(cores))
+    threads = max(1, len(core_groups(cores)))
     variables = {**QUIET, **STEADY_MALLOC, "CUDA_VISIBLE_DEVICES": ""}
     variables |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
     sizes = [device.usable_memory_bytes for device in devices]

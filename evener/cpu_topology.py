@@ -83,8 +83,3 @@ def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
     if not 0 <= position < count <= sum(len(group) for group in groups):
         return ()
     return cut(groups, count)[position]
-
-
-def physical_cores(cpus: Iterable[int]) -> int:
-    """The number of physical cores of these logical CPUs."""
-    return len(core_groups(cpus))

@@ -12,7 +12,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from evener.cpu_topology import allowed_cpus, physical_cores, slice_cores
+from evener.cpu_topology import allowed_cpus, core_groups, slice_cores
 from evener.errors import DeviceError, PlanError
 from evener.plan import Share
 
@@ -100,7 +100,7 @@ def settle(device: Any, share: Share | None) -> None:
             torch.set_num_threads(fetching_threads(_number("LOCAL_WORLD_SIZE", 1)))
     elif share is not None and (cores := slice_cores(share.device, _ALLOWED)):
         os.sched_setaffinity(0, cores)
-        torch.set_num_threads(physical_cores(cores))
+        torch.set_num_threads(len(core_groups(cores)))
         _keep_memory()
 
 
