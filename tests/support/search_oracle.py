@@ -35,7 +35,7 @@ def step_times(device: SimulatedDevice, wall: int, most: int, micro: bool = True
     best number is the least that fits, or one whose passes end at a point. Without `micro` it is one pass.
     """
     batch = np.arange(1, most + 1)
-    sizes = [wall, *(b for b, _ in device.curve if b <= wall)]
+    sizes = [wall, 1, *(b for b, _ in device.curve if b <= wall)]
     counts = [-(-batch // size) + more for size in sizes for more in (-1, 0, 1)]
     fits = [np.clip(count, -(-batch // wall), batch if micro else 1) for count in counts]
     milliseconds = np.min([_in_passes(device, batch, count) for count in fits], axis=0)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.balancer.search.model.step_time import LEAST_ERROR, Curve, Point
+from evener.balancer.search.model.step_time import LEAST_ERROR, ROUNDING, Curve, Point
 
 MOST_SHOWN = 64  # passes up to which finish times are listed
 LEAST_REPEATED = 0.05  # of a pass: the least that a further one costs
@@ -47,7 +47,7 @@ class PassCurve(msgspec.Struct, frozen=True):
             return ceiling // quantum * quantum
         if most >= ceiling or most < self.wall == self.rows:
             return most
-        full = int((seconds + self.extra) / (self.curve.seconds(self.rows) + self.extra))
+        full = int((seconds + self.extra) / (self.curve.seconds(self.rows) + self.extra) * (1 + ROUNDING))
         for passes in {max(2, full), max(2, full + 1)}:
             each = self.curve.most_rows((seconds + self.extra) / passes - self.extra)
             most = max(most, int(min(passes * min(each, self.rows), ceiling)) // quantum * quantum)

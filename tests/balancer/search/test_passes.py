@@ -1,0 +1,270 @@
+"""Shares in passes: the wall limits the pass, not the share."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evener.balancer.search import waterfill
+from evener.balancer.search.layouts import Candidate, divide, shrink
+from evener.balancer.search.model.pass_curve import PassCurve, fit_extra
+from evener.balancer.search.model.step_time import Curve, Point
+from evener.balancer.search.ranking import choose_winner
+from evener.balancer.search.search import Search
+from evener.balancer.search.waterfill import DeviceCurve
+from evener.balancer.types import (
+    Failed,
+    Layout,
+    Observation,
+    OutOfMemory,
+    Probe,
+    Problem,
+    Result,
+    Timed,
+    layout_of,
+    solo,
+)
+from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync
+from tests.support import machine_families as families
+from tests.support import search_oracle as oracle
+from tests.support.recording_prober import RecordingProber
+from tests.support.search_machines import Bench, benches, searched
+
+PAIR = Bench(((10.0, 0.1, 0, 2000), (10.0, 0.1, 0, 500)), 0.002)
+
+
+def card(
+    rows: int, overhead_ms: float | None = None, curve: Sequence[tuple[int, float]] = ((1, 1.1), (8192, 820.2))
+) -> SimulatedDevice:
+    """A card on which so many rows fit at once; a step takes 1 ms + 0.1 ms a row."""
+    return SimulatedDevice(
+        name="card",
+        memory_mib=1000 + rows + 0.5,
+        memory_base_mib=1000.0,
+        memory_per_sample_mib=1.0,
+        noise=0.005,
+        curve=tuple(curve),
+        pass_overhead_ms=overhead_ms,
+    )
+
+
+def plan(machine: Machine, batch: int | None, micro: bool = True) -> tuple[Result | None, list[Observation]]:
+    """What a search ends with, and what it saw."""
+    memory = tuple(machine.usable_memory_bytes(i) for i in range(len(machine.devices)))
+    prober = RecordingProber(machine, 1)
+    search = Search(Problem(len(memory), memory, global_batch=batch, micro=micro)).run(prober.measure)
+    return search.best(), prober.seen
+
+
+def rate(machine: Machine, found: Result | None) -> float:
+    assert found is not None
+    return machine.samples_per_second(found.layout.shares, found.layout.micro)
+
+
+@st.composite
+def curves(draw: st.DrawFn) -> Curve:
+    """Straight, or level up to 50 rows; a row never takes less time in a smaller batch."""
+    fixed, slope = draw(st.floats(0.5, 20.0)), draw(st.floats(0.01, 1.0))
+    if draw(st.booleans()):
+        return Curve((0.0, 1.0), (fixed, fixed + slope), slope)
+    return Curve((0.0, 50.0), (fixed, fixed), slope * fixed / 50)
+
+
+@st.composite
+def pass_curves(draw: st.DrawFn) -> PassCurve:
+    curve, wall = draw(curves()), 4 * draw(st.integers(5, 100))
+    begins = curve.times[-1] - curve.slope * curve.batches[-1]
+    return PassCurve(curve, wall, wall, -draw(st.floats(-0.5, 1.0)) * begins)
+
+
+@settings(max_examples=40, deadline=None)
+@given(pass_curves(), st.sampled_from([1, 2, 4]), st.floats(0.1, 300.0))
+def test_the_most_rows_by_a_time_are_what_trying_every_share_finds(
+    curve: PassCurve, quantum: int, seconds: float
+) -> None:
+    """A wall is a whole number of quanta."""
+    times = [curve.seconds(share) for share in range(quantum, 401, quantum)]
+    found = sum(1 for time in times if time <= seconds * (1 + 1e-9)) * quantum
+    assert abs(curve.largest(seconds, 400, quantum) - found) <= quantum
+
+
+@given(pass_curves())
+def test_a_share_that_fits_at_once_is_one_pass_and_others_are_as_few_as_fit(curve: PassCurve) -> None:
+    assert curve.seconds(curve.wall) == curve.curve.seconds(curve.wall)
+    assert [curve.passes(share) for share in (1, curve.wall, curve.wall + 1, 3 * curve.rows)] == [1, 1, 2, 3]
+
+
+@settings(max_examples=20, deadline=None)
+@given(pass_curves(), curves(), st.integers(2, 600))
+def test_a_fixed_batch_over_passes_is_solved_as_trying_every_share_does(one: PassCurve, two: Curve, batch: int) -> None:
+    devices = (DeviceCurve(0, one, batch), DeviceCurve(1, two, batch))
+    found = waterfill.split_fixed(devices, (0.0, 0.0, 0.0), batch)
+    least = min(max(one.seconds(share), two.seconds(batch - share)) for share in range(1, batch))
+    assert found is not None
+    assert found.seconds == pytest.approx(least, rel=0.02)
+
+
+def test_what_a_further_pass_costs_is_fitted() -> None:
+    curve = Curve((0.0, 1.0), (1.0, 1.1), 0.1)
+    steps = [Point(share, n * curve.seconds(share / n) - (n - 1) * 0.7, 0.001, n) for share, n in ((200, 2), (900, 3))]
+    assert fit_extra(steps, curve, 300) == pytest.approx(-0.7)
+    assert fit_extra([Point(200, 21.0, 0.001)], curve, 300) is None
+
+
+def test_a_card_with_a_quarter_of_the_memory_trains_nearly_as_fast() -> None:
+    """Each pass costs 2 % of a full one more."""
+    full, small = card(1024), card(256, 0.02 * (1 + 25.6))
+    whole = Machine((full, full), Sync(0.5))
+    found, seen = plan(Machine((full, small), Sync(0.5)), 2048)
+    assert found is not None
+    assert found.layout.passes(1) >= 3
+    assert not any(isinstance(one, OutOfMemory) for one in seen if one.probe.stage == "race")
+    assert rate(Machine((full, small), Sync(0.5)), found) >= 0.95 * whole.samples_per_second((1024, 1024))
+    held, _ = plan(Machine((full, small), Sync(0.5)), 2048, micro=False)
+    assert held is None
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_four_times_what_fits_is_a_plan(devices: int) -> None:
+    machine = Machine(tuple(card(200 * (i + 1), 0.3) for i in range(devices)), Sync(0.5, 0.2))
+    batch = 4 * sum(200 * (i + 1) for i in range(devices))
+    found, _ = plan(machine, batch)
+    assert found is not None
+    assert found.layout.global_batch == batch
+    assert all(rows <= 200 * (i + 1) for i, rows in enumerate(found.layout.pass_rows))
+    assert rate(machine, found) >= 0.98 * oracle.fixed(machine, batch).samples_per_second
+
+
+def test_small_cards_are_used_as_the_best_of_all_pass_sizes() -> None:
+    """A smaller run of `python -m benchmarks.search`, of the fixed batches that don't fit."""
+    regrets = []
+    for seed in range(8):
+        for devices in (2, 4):
+            machine = families.machine("small card", devices, 0.01, seed)
+            batch = families.batch_beyond(machine, seed)
+            found, _ = plan(machine, batch)
+            regrets.append(1 - rate(machine, found) / oracle.fixed(machine, batch).samples_per_second)
+    assert statistics.median(regrets) <= 0.01
+    assert max(regrets) <= 0.03
+
+
+@settings(max_examples=25, deadline=None)
+@given(benches(fewest=1, most=3), st.data())
+def test_where_everything_fits_passes_are_never_asked_for(bench: Bench, data: st.DataObject) -> None:
+    """The very same probes, for a fixed batch that any of the devices could hold."""
+    batch = data.draw(st.integers(len(bench.devices), max(len(bench.devices), min(m for *_, m in bench.devices) // 2)))
+    _, seen = searched(bench, bench.problem(global_batch=batch))
+    _, before = searched(bench, bench.problem(global_batch=batch, micro=False))
+    assert seen == before
+
+
+@settings(max_examples=25, deadline=None)
+@given(benches(fewest=2, most=3), st.booleans())
+def test_of_a_free_batch_a_device_takes_its_share_in_one_pass(bench: Bench, known: bool) -> None:
+    """Else it would grow without end. And without passes none is asked for."""
+    search, seen = searched(bench, bench.problem(known))
+    best = search.best()
+    assert best is not None
+    assert any(best.layout.passes(i) == 1 for i in best.layout.active)
+    assert all(
+        min(map(one.probe.layout.passes, one.probe.layout.active)) == 1 for one in seen if one.probe.stage != "solo"
+    )
+    _, plain = searched(bench, bench.problem(known, micro=False))
+    assert not any(one.probe.layout.in_passes for one in plain)
+
+
+class Keeping(Bench, frozen=True):
+    """Devices that keep gradients between passes, as large as 40 rows."""
+
+    def _one(self, probe: Probe, scale: float) -> Observation:
+        seen, layout = super()._one(probe, scale), probe.layout
+        kept = tuple(40 if layout.passes(i) > 1 else 0 for i in range(len(self.devices)))
+        rows = tuple(a + b for a, b in zip(layout.pass_rows, kept, strict=True))
+        full = tuple(i for i, (size, (*_, most)) in enumerate(zip(rows, self.devices, strict=True)) if size > most)
+        if full:
+            return OutOfMemory(probe, full, "full", 1.0)
+        if not isinstance(seen, Timed):
+            return seen
+        memory = tuple(1000 + 10 * size if share else None for size, share in zip(rows, layout.shares, strict=True))
+        return msgspec.structs.replace(seen, memory_bytes=memory)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_gradients_that_are_kept_between_passes_make_them_smaller(known: bool) -> None:
+    """Exploration may run out of memory, the race doesn't; the plan is near what such passes allow."""
+    bench = Keeping(PAIR.devices, PAIR.sync_seconds)
+    search, seen = searched(bench, bench.problem(known, global_batch=8000))
+    best = search.best()
+    assert best is not None
+    assert best.layout.pass_rows[1] <= 460
+    assert best.layout.pass_rows[1] >= 230
+    assert not any(isinstance(one, OutOfMemory) for one in seen if one.probe.stage == "race")
+    assert bench.rate(best.layout) >= 0.93 * bench.rate(layout_of((4000, 4000), (1960, 460)))
+
+
+def test_a_workload_that_can_not_be_cut_keeps_its_devices() -> None:
+    """It raises in passes: the plan is what fits at once."""
+    search = Search(PAIR.problem(global_batch=2200))
+    while probes := search.ask():
+        for probe in probes:
+            (seen,) = PAIR.measure([probe])
+            search.tell(Failed(probe, "raised", "can't be cut", (), 1.0) if probe.layout.in_passes else seen)
+    best = search.best()
+    assert best is not None
+    assert best.layout == layout_of((1700, 500)) or best.layout.shares[1] >= 450
+    assert not best.layout.in_passes
+
+
+def test_a_card_that_holds_no_row_is_left_out() -> None:
+    bench = Bench((*PAIR.devices, (1.0, 0.01, 0, 0)), 0.002)
+    search, _ = searched(bench, bench.problem(False, global_batch=6000))
+    best = search.best()
+    assert best is not None
+    assert best.layout.shares[2] == 0
+    assert best.layout.global_batch == 6000
+
+
+def test_out_of_memory_means_more_passes_or_a_smaller_batch() -> None:
+    """Of a fixed batch the device that ran out takes more; a free one keeps its passes and shrinks."""
+    layout = layout_of((820, 400), (410, 400))
+    assert divide(layout, (0,)) == layout_of((820, 400), (287, 400))
+    assert divide(layout, ()) == layout_of((820, 400), (287, 280))
+    assert divide(layout_of((2, 9), (1, 9)), (0,)) is None
+    smaller = shrink(layout)
+    assert smaller is not None
+    assert [smaller.passes(i) for i in (0, 1)] == [2, 1]
+
+
+def test_one_pass_wins_a_tie() -> None:
+    whole, cut = layout_of((500, 500)), layout_of((600, 400), (300, 400))
+    ran = {layout: {0: timed(layout, step)} for layout, step in ((whole, 1.0), (cut, 0.995))}
+    found = choose_winner([Candidate("split", one) for one in ran], ran, Problem(2, (None, None), global_batch=1000))
+    assert found.layout == whole
+
+
+def timed(layout: Layout, step: float) -> Timed:
+    return Timed(Probe(layout, "race", 1.0), step, step, step, 20, (1, 1), (step, step), step, 1.0)
+
+
+def test_layouts_of_the_same_passes_are_equal() -> None:
+    assert layout_of((820, 400), (300, 400)) == layout_of((820, 400), (274, 400))
+    assert layout_of((820, 400), (820, 999)) == layout_of((820, 400))
+    assert solo(2, 1, 820, 410) == layout_of((0, 820), (1, 410))
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.floats(0.1, 30.0)), min_size=2, max_size=4, unique_by=lambda p: p[0]),
+    st.integers(1, 40), st.none() | st.floats(0.0, 5.0),
+)  # fmt: skip
+def test_the_oracle_tries_every_pass_size(points: list[tuple[int, float]], wall: int, overhead: float | None) -> None:
+    device = card(wall, overhead, list(zip(*map(sorted, zip(*points, strict=True)), strict=True)))
+    every = [min(device.seconds(b, k) for k in range(-(-b // wall), b + 1)) for b in range(1, 49)]
+    assert np.all(oracle.step_times(device, wall, 48) >= np.array(every) * (1 - 1e-9) - 1e-12)
+    assert oracle.step_times(device, wall, 48) == pytest.approx(every, rel=0.05)
