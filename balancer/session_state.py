@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 from evener.balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
 from evener.balancer.search.search import is_even
 from evener.balancer.types import Belief, Layout, Observation, OutOfMemory, Probe, Result, Timed, layout_of
+from evener.devices.types import Device
 from evener.plan import BEST_SINGLE, EVEN_SPLIT, LARGER_BATCH, SOLO_PREFIX, Plan, Throughput
 
 KEPT_OBSERVATIONS = 2000
@@ -61,6 +63,12 @@ class SessionState(msgspec.Struct, frozen=True):
     def active(self) -> bool:
         """Whether a session is running."""
         return bool(self.run or self.devices or self.stopping) and not self.ended
+
+
+def first_state(devices: Sequence[Device], workload: str, run: str = "") -> SessionState:
+    """Before anything was reported."""
+    labels, names = zip(*((device.label, device.name) for device in devices), strict=True)
+    return SessionState(run=run, devices=labels, names=names, workload=workload)
 
 
 def advance(state: SessionState, event: Event) -> SessionState:

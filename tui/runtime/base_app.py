@@ -14,7 +14,7 @@ from textual.message_pump import MessagePump
 from textual.reactive import var
 
 from evener.balancer.request import Request
-from evener.balancer.session_state import SessionState, advance, own_speed
+from evener.balancer.session_state import SessionState, advance, first_state, own_speed
 from evener.devices.types import Device, DeviceSample, Snapshot
 from evener.tui.runtime.messages import Sampled, SessionEnded, SessionReported
 from evener.tui.runtime.probe_session import ProbeSession
@@ -93,9 +93,7 @@ class BaseApp(App[int]):
             return
         self._before, self._session_devices = self.balance, devices
         self._session = SessionThread(make, self.post_message)
-        names = tuple(device.name for device in devices)
-        labels = tuple(device.label for device in devices)
-        self.balance = SessionState(devices=labels, names=names, workload=workload)
+        self.balance = first_state(devices, workload)
         self._session.start()
 
     def pause_session(self, paused: bool) -> None:

@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
 from evener.balancer.events import Event
-from evener.balancer.session_state import SessionState, advance
+from evener.balancer.session_state import advance, first_state
 from evener.balancer.store.journal import Header
 from evener.tui.runtime.messages import SessionEnded, SessionReported
 from evener.tui.runtime.run_replay import RunReplay
@@ -32,12 +32,7 @@ class ReplayScreen(PanelScreen):
 
     def __init__(self, name: str, header: Header, events: Iterable[Event]) -> None:
         super().__init__()
-        self.state = SessionState(
-            run=name,
-            devices=tuple(device.label for device in header.devices),
-            names=tuple(device.name for device in header.devices),
-            workload=header.workload,
-        )
+        self.state = first_state(header.devices, header.workload, name)
         self._thread = SessionThread(lambda: RunReplay(events), self.post_message)
 
     def panels(self) -> Iterable[Widget]:

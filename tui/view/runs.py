@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from evener.balancer.events import Finished
-from evener.balancer.session_state import SessionState
+from evener.balancer.session_state import SessionState, first_state
 from evener.balancer.store.runs import Run, RunSummary
 from evener.tui.text.formatting import duration, rate
 from evener.tui.view.balance_lines import rival_lines, share_lines, warning_lines
@@ -154,14 +156,8 @@ def _end_state(run: Run) -> SessionState:
     finished = None
     if run.plan is not None:
         finished = Finished(run.header.run, run.plan, (), run.verdict, run.interrupted, run.plan.search.seconds)
-    return SessionState(
-        run=run.header.run,
-        devices=tuple(device.label for device in run.header.devices),
-        names=tuple(device.name for device in run.header.devices),
-        workload=run.header.workload,
-        finished=finished,
-        ended=True,
-    )
+    state = first_state(run.header.devices, run.header.workload, run.header.run)
+    return msgspec.structs.replace(state, finished=finished, ended=True)
 
 
 def _state_words(run: Run) -> str:
