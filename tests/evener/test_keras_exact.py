@@ -5,86 +5,37 @@ Each engine has processes of its own, all started at once; a test reads what its
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.keras_start import Answers, start, start_group
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]  # one wait for all processes, on a machine that may be busy
 
 SCRIPT = Path(__file__).parents[1] / "support" / "keras_proofs.py"
 SECONDS = 550
-COMMON = ["dataset", "sgd 3:1 class weights", "momentum 5:2:1 one row", "adam L2 5:0:1", "adamw 5:2:1 weights"]
+COMMON = ["dataset", "momentum 3:1 class weights one row", "adamw L2 5:0:1 weights"]
 TOWERS = [
-    "clipnorm",
-    "accumulation",
-    "steps per execution",
-    "activity",
-    "sum",
-    "weighted mean",
-    "mask",
-    "two heads",
-    "embedding",
+    *("clipped accumulation", "activity, three steps per execution", "sum", "weighted mean"),
+    *("mask", "two heads", "embedding"),
+    *("passes 5:1:2", "passes 2:5"),
 ]
 
 
-def start(engine: str, folder: Path, config: dict[str, Any] | None = None) -> subprocess.Popen[str]:
-    """One process of the proofs."""
-    environment = {**os.environ, "TF_CONFIG": json.dumps(config)} if config else dict(os.environ)
-    command = [sys.executable, str(SCRIPT), engine, str(folder)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-
-
-def start_group(size: int, folder: Path) -> list[subprocess.Popen[str]]:
-    """The processes of a group on loopback."""
-    doors = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
-    peers = [f"127.0.0.1:{door.getsockname()[1]}" for door in doors]
-    for door in doors:
-        door.close()
-    task = {"type": "worker"}
-    return [
-        start("multiworker", folder, {"cluster": {"worker": peers}, "task": {**task, "index": rank}})
-        for rank in range(size)
-    ]
-
-
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[subprocess.Popen[str]]]]:
-    """Every engine's processes."""
-    folder = tmp_path_factory.mktemp("keras")
-    processes = {
-        "towers": [start("towers", folder)],
-        "mirrored": [start("mirrored", folder)],
-        "group of 2": start_group(2, folder),
-        "group of 3": start_group(3, folder),
+def proofs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
+    """What each engine's processes printed."""
+    folder = str(tmp_path_factory.mktemp("keras"))
+    engines = {engine: [start(SCRIPT, engine, folder)] for engine in ("towers", "mirrored")}
+    groups = {
+        f"group of {size}": start_group(SCRIPT, "multiworker", folder, roles=["worker"] * size) for size in (2, 3)
     }
-    yield processes
-    for process in (each for group in processes.values() for each in group):
-        process.kill()
-        process.communicate()
-
-
-@pytest.fixture(scope="module")
-def proofs(running: dict[str, list[subprocess.Popen[str]]]) -> Any:
-    """What an engine's processes printed, in rank order; waits for them at the first call."""
-    known: dict[str, list[dict[str, Any]]] = {}
-
-    def read(name: str) -> list[dict[str, Any]]:
-        if name not in known:
-            known[name] = []
-            for process in running[name]:
-                output, errors = process.communicate(timeout=SECONDS)
-                assert process.returncode == 0, errors[-3000:]
-                known[name].append(json.loads(output))
-        return known[name]
-
-    return read
+    answers = Answers(engines | groups, SECONDS)
+    yield answers
+    answers.close()
 
 
 @pytest.mark.parametrize("case", COMMON + TOWERS)
@@ -104,10 +55,12 @@ def test_mirrored_learns_what_one_device_learns(proofs: Any, case: str) -> None:
     assert found["logs"] <= 1e-12
 
 
-GROUP = ["adam L2", "clipnorm", "momentum one row", "accumulation", "two heads", "class weights", "dataset"]
+CLIPPED = "clipped momentum L2 weights one row"
 
 
-@pytest.mark.parametrize("case", [*GROUP, "activity", "activity one row"])
+@pytest.mark.parametrize(
+    "case", [CLIPPED, "accumulation weights", "activity one row", "dataset", "two heads", "passes"]
+)
 def test_two_processes_learn_what_one_device_learns(proofs: Any, case: str) -> None:
     """Weights and logs within 1e-12, in both processes, clipping and accumulation included."""
     for found in proofs("group of 2"):
@@ -123,7 +76,7 @@ def test_a_group_sums_each_tensor_whatever_was_summed_before(proofs: Any, size: 
         assert found["sums"]["found"] == found["sums"]["right"]
 
 
-@pytest.mark.parametrize("case", ["adam L2", "clipnorm"])
+@pytest.mark.parametrize("case", [CLIPPED, "passes"])
 def test_three_processes_learn_what_one_device_learns(proofs: Any, case: str) -> None:
     """Shares 15, 6, 3 of a plan that leaves a fourth device out; the last batch is one row."""
     for found in proofs("group of 3"):
@@ -197,9 +150,10 @@ def test_limits_that_a_training_does_not_have_are_said_once(proofs: Any) -> None
 
 
 def test_batches_that_are_not_the_plans_are_noted_once(proofs: Any) -> None:
-    """For each model, whether arrays or a dataset's own batches; the plan's own aren't noted."""
-    first, arrays, dataset, second = proofs("towers")[0]["noted"]
+    """For each model, whether arrays or a dataset's own batches; the plan's own aren't noted, unless data are fewer."""
+    first, arrays, dataset, second, small = proofs("towers")[0]["noted"]
     assert first == second == "turn"
+    assert "The data have 20 rows, fewer than the plan's global batch of 24" in small
     assert "Batches of 20 samples are trained, not the plan's 24" in arrays
     assert arrays == dataset
 
@@ -226,9 +180,30 @@ def test_ratios_mean_what_they_meant(proofs: Any) -> None:
     assert found["weights"] <= 1e-12
 
 
-@pytest.mark.parametrize(
-    ("engine", "trained"), [("towers", {"xla"}), ("mirrored", {"synchronized"}), ("group of 2", set())]
-)
+def test_devices_draw_their_own_numbers_in_passes(proofs: Any) -> None:
+    """No two start from the same seed."""
+    seeds = proofs("towers")[0]["seeds"]
+    assert len({tuple(seed) for seed in seeds}) == 3
+
+
+def test_what_passes_cannot_put_together_is_refused(proofs: Any) -> None:
+    """Losses that aren't means over rows, steps outside a graph, and a strategy that takes whole shares."""
+    found = proofs("towers")[0]["refused in passes"]
+    assert len(found) == 5
+    for words in found.values():
+        assert "passes" in words.lower()
+        assert "--micro off" in words
+
+
+def test_statistics_over_a_pass_are_said(proofs: Any) -> None:
+    """Beside what is said of every split; one device in passes is one, as Keras' own step takes the whole share."""
+    assert proofs("towers")[0]["engine of one in passes"] == "towers"
+    said = proofs("towers")[0]["said of passes"]
+    assert "Batch normalization sees one pass of 7 rows, not the whole share." in said
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize(("engine", "trained"), [("towers", {"xla"}), ("mirrored", set()), ("group of 2", set())])
 def test_what_an_engine_cannot_do_is_refused(proofs: Any, engine: str, trained: set[str]) -> None:
     """Before the first step, in a sentence with a remedy; everything else that was tried runs."""
     for process in proofs(engine):

@@ -24,6 +24,7 @@ from keras import layers, losses, optimizers
 
 from evener.errors import EvenerError
 from evener.keras_split import Report, Split, SplitWarning, make_logical_cpus
+from evener.keras_split.engines.layer_state import StepStates
 from evener.live import read_trainings
 from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
 
@@ -39,8 +40,8 @@ WORDS = np.where(np.arange(6) < RANDOM.integers(1, 7, (ROWS, 1)), RANDOM.integer
 Make = Callable[[], Any]
 
 
-def make_plan(*batches: int) -> Plan:
-    """A plan for CPU slices of these shares."""
+def make_plan(*batches: int, micros: tuple[int, ...] | None = None) -> Plan:
+    """A plan for CPU slices of these shares, in passes of up to `micros` rows."""
     names = [Share(f"cpu-{i}-of-{len(batches)}", i, "a slice", 0, 0.0) for i in range(len(batches))]
     return Plan(
         created="2026-01-01T00:00:00Z",
@@ -48,7 +49,7 @@ def make_plan(*batches: int) -> Plan:
         framework="tensorflow",
         precision="float64",
         xla=False,
-        layout=make_layout("split", tuple(names), batches),
+        layout=make_layout("split" if sum(map(bool, batches)) > 1 else "solo", tuple(names), batches, micros=micros),
         throughput=Throughput(1.0, 1.0, 1.0),
         evidence=(),
         search=SearchSummary(0, 0, 0.0, 0, ""),
@@ -129,11 +130,20 @@ def compare_totals(split: Split) -> dict[str, float]:
     return apart(one, many, *histories)
 
 
+def with_variables(make: Make, x: Any, y: Any) -> Any:
+    """A model whose optimizer and metrics have their variables: fit traces it once, otherwise twice."""
+    model = make()
+    x, y = tf.nest.map_structure(lambda rows: rows[:2], (x, y))
+    model.optimizer.build(model.trainable_variables)
+    model.compute_metrics(x, y, model(x))
+    return model
+
+
 def compare(split: Split, make: Make, x: Any, y: Any, **fitted: Any) -> dict[str, float]:
     """Fit the same data twice: by Keras alone on one device, and by the split."""
-    one = make()
+    one = with_variables(make, x, y)
     first = one.fit(x, y, batch_size=BATCH, epochs=3, shuffle=False, verbose=0, **fitted)
-    many = split.build(make)
+    many = split.build(lambda: with_variables(make, x, y))
     second = many.fit(x, y, batch_size=BATCH, epochs=3, shuffle=False, verbose=0, **fitted)
     return apart(one, many, first, second)
 
@@ -154,21 +164,19 @@ def rules() -> dict[str, Make]:
         "sgd": lambda: network(optimizers.SGD(0.1)),
         "momentum": lambda: network(optimizers.SGD(0.05, momentum=0.9)),
         "adam": lambda: network(optimizers.Adam(0.01), regularizer="l2"),
-        "adamw": lambda: network(optimizers.AdamW(0.01, weight_decay=0.1)),
+        "adamw": lambda: network(optimizers.AdamW(0.01, weight_decay=0.1), regularizer="l2"),
     }
 
 
 def common(by: dict[str, Split]) -> dict[str, Callable[[], dict[str, float]]]:
     """Cases that every engine does exactly."""
     make = rules()
-    held = (X[:40], Y[:40])
+    classes, held = {0: 1.0, 1: 3.0, 2: 0.5, 3: 1, 4: 2}, (X[:40], Y[:40])
     return {
-        "momentum 5:2:1 one row": lambda: compare(by["5:2:1"], make["momentum"], X[:ONE_OVER], Y[:ONE_OVER]),
-        "adam L2 5:0:1": lambda: compare(by["5:0:1"], make["adam"], X, Y),
-        "adamw 5:2:1 weights": lambda: compare(by["5:2:1"], make["adamw"], X, Y, sample_weight=WEIGHTS),
-        "sgd 3:1 class weights": lambda: compare(
-            by["3:1"], make["sgd"], X, Y, class_weight={0: 1.0, 1: 3.0, 2: 0.5, 3: 1, 4: 2}, validation_data=held
+        "momentum 3:1 class weights one row": lambda: compare(
+            by["3:1"], make["momentum"], X[:ONE_OVER], Y[:ONE_OVER], class_weight=classes, validation_data=held
         ),
+        "adamw L2 5:0:1 weights": lambda: compare(by["5:0:1"], make["adamw"], X, Y, sample_weight=WEIGHTS),
     }
 
 
@@ -179,16 +187,50 @@ def towers_only(by: dict[str, Split]) -> dict[str, Callable[[], dict[str, float]
     weighted = losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
     three = by["5:2:1"]
     pair = {"kind": Y, "size": X.mean((1, 2))}
+    active = lambda: network(sgd(), activity=keras.regularizers.L2(0.1), steps_per_execution=3)  # noqa: E731
+    clipped = lambda: network(sgd(global_clipnorm=0.1, gradient_accumulation_steps=2))  # noqa: E731
     return {
-        "clipnorm": lambda: compare(three, lambda: network(sgd(global_clipnorm=0.1)), X, Y),
-        "accumulation": lambda: compare(three, lambda: network(sgd(gradient_accumulation_steps=2)), X, Y),
-        "steps per execution": lambda: compare(three, lambda: network(sgd(), steps_per_execution=3), X, Y),
-        "activity": lambda: compare(three, lambda: network(sgd(), activity=keras.regularizers.L2(0.1)), X, Y),
+        "clipped accumulation": lambda: compare(three, clipped, X, Y),
+        "activity, three steps per execution": lambda: compare(three, active, X, Y),
         "sum": lambda: compare(three, lambda: network(optimizers.SGD(0.01), loss=total), X, Y),
         "weighted mean": lambda: compare(three, lambda: network(sgd(), loss=weighted), X, Y, sample_weight=WEIGHTS),
         "mask": lambda: compare(three, masked_network, WORDS[:ONE_OVER], np.cos(WORDS[:ONE_OVER])[..., None]),
         "embedding": lambda: compare(three, embedding_network, WORDS, np.cos(WORDS.sum(1))),
         "two heads": lambda: compare(three, two_headed_network, {"image": X}, pair),
+    }
+
+
+def in_passes() -> dict[str, Any]:
+    """What towers learn in passes, and what they refuse and say."""
+    plans = {
+        "5:1:2": make_plan(15, 6, 3, micros=(3, 6, 2)),
+        "2:5": make_plan(14, 10, 0, micros=(7, 2, 0)),
+        "5": make_plan(24, 0, 0, micros=(5, 0, 0)),
+    }
+    by = {name: Split(plan) for name, plan in plans.items()}
+    clipped = lambda: network(optimizers.Adam(0.01, global_clipnorm=0.1), regularizer="l2")  # noqa: E731
+    accumulated = lambda: network(  # noqa: E731
+        optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=2), activity=keras.regularizers.L2(0.1)
+    )
+    rows, held = slice(ONE_OVER), (X[:40], Y[:40])
+    dropping = network("sgd", extra=[layers.Dropout(0.5)])
+    starts = [StepStates(dropping).pass_starts(device) for device in range(3)]
+    seeds = [value.numpy().tolist() for start in starts for state, value in start if "seed" in state.path]
+    two = by["2:5"]
+    tried = {
+        "sum": fit_once(two, lambda: network("sgd", loss=losses.SparseCategoricalCrossentropy(reduction="sum"))),
+        "own loss": fit_once(two, own_loss),
+        "mask": lambda: two.build(masked_network).fit(WORDS[:BATCH], WORDS[:BATCH, :, None], verbose=0),
+        "eager": fit_once(two, lambda: network("sgd", run_eagerly=True)),
+        "mirrored": lambda: Split(plans["2:5"], engine="mirrored"),
+    }
+    return {
+        "passes 5:1:2": compare(by["5:1:2"], clipped, X[rows], Y[rows], sample_weight=WEIGHTS[rows]),
+        "passes 2:5": compare(two, accumulated, X, Y, validation_data=held),
+        "engine of one in passes": by["5"].engine,
+        "seeds": seeds,
+        "refused in passes": {name: said(action) for name, action in tried.items()},
+        "said of passes": said_before(two, lambda: network("sgd", extra=[layers.BatchNormalization()])),
     }
 
 
@@ -361,11 +403,11 @@ def stateful() -> Any:
     return model
 
 
-ALWAYS_TRIED = ("own step", "uncompiled", "small batch", "stateful", "synchronized")
+ALWAYS_TRIED = ("own step", "uncompiled", "small batch", "stateful")
 PARTIAL_LOSS = ("sum", "executions", "mask", "own loss", "validation split", "generator")  # what towers train
 TRIED = {
-    "towers": (*ALWAYS_TRIED, "xla"),
-    "multiworker": (*ALWAYS_TRIED, *PARTIAL_LOSS, "eager"),
+    "towers": (*ALWAYS_TRIED, "synchronized", "xla"),
+    "multiworker": (*ALWAYS_TRIED, *PARTIAL_LOSS, "synchronized", "eager"),
     "mirrored": (
         *(*ALWAYS_TRIED, *PARTIAL_LOSS),
         *("clip", "accumulation", "scaled", "xla", "outside", "unknown length", "dataset's classes"),
@@ -414,11 +456,16 @@ def warned(split: Split) -> dict[str, Any]:
         "two heads": two_headed_network,
         "plain": rules()["adam"],
     }.items():
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            split.build(make).make_train_function()
-        found[name] = [str(each.message) for each in seen if each.category is SplitWarning]
+        found[name] = said_before(split, make)
     return found
+
+
+def said_before(split: Split, make: Make) -> list[str]:
+    """What is said before the first step of a model."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        split.build(make).make_train_function()
+    return [str(each.message) for each in seen if each.category is SplitWarning]
 
 
 def rounding(split: Split) -> float:
@@ -492,7 +539,7 @@ def main(engine: str, folder: str) -> dict[str, Any]:
     cases["warned"] = lambda: warned(by["3:1"])
     cases["rounding"] = lambda: rounding(by["3:1"])
     found: dict[str, Any] = {name: case() for name, case in cases.items()}
-    return found | {"refusals": refusals(by["3:1"]), "requests": requests()}
+    return found | {"refusals": refusals(by["3:1"]), "requests": requests()} | in_passes()
 
 
 def gpu_cases(engine: str) -> dict[str, Any]:
@@ -587,6 +634,7 @@ def noted(split: Split) -> list[str]:
             warnings.warn("turn", stacklevel=1)
             first.fit(X, Y, batch_size=20, verbose=0)
             second.fit(singles.batch(20).prefetch(1), verbose=0)
+        split.build(rules()["sgd"]).fit(X[:20], Y[:20], verbose=0)
     return [str(each.message) for each in seen if each.category is SplitWarning or str(each.message) == "turn"]
 
 
@@ -624,24 +672,24 @@ def group_cases() -> dict[str, Any]:
     """This process' part of a group of two or three."""
     config = json.loads(os.environ["TF_CONFIG"])
     size = len(config["cluster"]["worker"])
-    split = Split(make_plan(18, 6) if size == 2 else make_plan(15, 6, 0, 3))
-    clipped = lambda: network(optimizers.SGD(0.1, global_clipnorm=0.1))  # noqa: E731
-    make = rules()
-    rows = ROWS if size == 2 else ONE_OVER
+    shares, micros = ((18, 6), (6, 2)) if size == 2 else ((15, 6, 0, 3), (3, 6, 0, 2))
+    split, passes = Split(make_plan(*shares)), Split(make_plan(*shares, micros=micros))
+    clipped = lambda: network(  # noqa: E731
+        optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.1), regularizer="l2"
+    )
+    x, y, held = X[:ONE_OVER], Y[:ONE_OVER], (X[:40], Y[:40])
+    weights = {"class_weight": {0: 0.5, 1: 2.0, 3: 1.5}} if size == 2 else {"sample_weight": WEIGHTS[:ONE_OVER]}
     cases: dict[str, Callable[[], Any]] = {
-        "adam L2": lambda: compare(split, make["adam"], X[:rows], Y[:rows], validation_data=(X[:40], Y[:40])),
-        "clipnorm": lambda: compare(split, clipped, X[:rows], Y[:rows], sample_weight=WEIGHTS[:rows]),
+        "clipped momentum L2 weights one row": lambda: compare(split, clipped, x, y, validation_data=held, **weights),
+        "passes": lambda: compare(passes, clipped, x, y, sample_weight=WEIGHTS[:ONE_OVER]),
     }
     if size == 2:
         accumulated = lambda: network(optimizers.SGD(0.1, gradient_accumulation_steps=2))  # noqa: E731
         cases |= {
-            "momentum one row": lambda: compare(split, make["momentum"], X[:ONE_OVER], Y[:ONE_OVER]),
-            "accumulation": lambda: compare(split, accumulated, X, Y),
+            "accumulation weights": lambda: compare(split, accumulated, X, Y, sample_weight=WEIGHTS),
+            "activity one row": lambda: compare(split, active, x, y),
             "shuffled": lambda: shuffled(split),
-            "activity": lambda: compare(split, active, X, Y),
-            "activity one row": lambda: compare(split, active, X[:ONE_OVER], Y[:ONE_OVER]),
-            "class weights": lambda: compare(split, make["sgd"], X, Y, class_weight={0: 0.5, 1: 2.0, 3: 1.5}),
-            "dataset": lambda: compare_dataset(split, make["adam"]),
+            "dataset": lambda: compare_dataset(split, rules()["adam"]),
             "evaluate": lambda: evaluated(split),
             "two heads": lambda: compare_totals(split),
             "warned": lambda: warned(split),
