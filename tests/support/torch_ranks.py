@@ -72,7 +72,7 @@ CASES = {
     "the same, by loss": TrainingCase("momentum", validate=True, weigh="loss"),
     "loss, accumulate, penalty": TrainingCase("adamw", accumulate=3, weigh="loss", penalty=1e-2),
     "passes 3:1:2": TrainingCase("momentum", rows=97, passes=(3, 1, 2)),
-    "passes 2:5:1, clip, less rows than ranks": TrainingCase("adamw", rows=82, passes=(2, 5, 1), clip=0.05),
+    "passes 2:5:1, clip, fewer rows than ranks": TrainingCase("adamw", rows=82, passes=(2, 5, 1), clip=0.05),
     "passes 1:1:1, validation": TrainingCase("adam", rows=97, passes=(1, 1, 1), validate=True),
     "passes, counted, accumulated": TrainingCase("adam", rows=91, passes=(3, 1, 2), ignore=True, accumulate=2),
     "passes, by loss": TrainingCase("momentum", rows=97, passes=(2, 5, 1), weigh="loss", penalty=1e-2, ignore=True),
