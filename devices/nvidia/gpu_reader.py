@@ -78,7 +78,7 @@ class GpuReader:
 
     def sample(self, now: float) -> DeviceSample:
         """Every metric at `now` (monotonic seconds)."""
-        read = {name: metric.read(now) for name, metric in self._metrics.items() if name not in _FALLBACKS}
+        read = {name: metric.read_one(now) for name, metric in self._metrics.items() if name not in _FALLBACKS}
         activity = self._activity.read(now)
         slow = self._slow_fields.read(now)
         energy = self._energy_fields.read(now)[ENERGY]
@@ -136,7 +136,7 @@ class GpuReader:
 
     def _current(self, field: Reading, fallback: str, now: float) -> Reading:
         """The field's value; else that of the plain call."""
-        return field if field.current is not None else first_value(self._metrics[fallback].read(now), field)
+        return field if field.current is not None else first_value(self._metrics[fallback].read_one(now), field)
 
     def _energy(self, millijoules: Reading) -> Reading:
         joules = millijoules.scaled(1e-3)
@@ -158,7 +158,7 @@ class GpuReader:
         rate = first_value(*rates.values())
         if rate.state is not State.UNSUPPORTED:
             return rate, ()
-        mask = int(self._metrics["reasons"].read(now).current or 0)
+        mask = int(self._metrics["reasons"].read_one(now).current or 0)
         return UNSUPPORTED, tuple(words for bit, words in EVENT_REASONS.items() if mask & bit)
 
     def _traffic(self, activity: Mapping[int, Reading], now: float) -> dict[str, Any]:

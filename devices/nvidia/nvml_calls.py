@@ -9,6 +9,7 @@ from evener.devices.nvidia.nvml_library import (
     DRIVER_GONE,
     FUNCTION_NOT_FOUND,
     GPU_GONE,
+    SUCCESS,
     Handle,
     Library,
     error_code,
@@ -18,6 +19,7 @@ from evener.devices.types import PENDING, UNSUPPORTED, Reading, State, value
 
 RETRY_SECONDS = {State.UNSUPPORTED: 60.0, State.DENIED: 10.0}  # no answer is final: a driver may be updated
 FAILED_RETRY_SECONDS = 5.0  # at most, for what failed in passing
+Outcome = tuple[int, float]  # NVML's return code, and the number if it is 0
 
 
 class GpuGoneError(Exception):
@@ -59,53 +61,22 @@ class Schedule:
         """The last answer, with its age."""
         return self._last if now <= self._at else self._last.aged(now - self._at)
 
-    def record(self, now: float, number: float) -> Reading:
-        """The call answered."""
-        if not math.isfinite(number):
-            return self.record_passing_failure(now)
-        self._last, self._at, self._due = value(number), now, now + self._period
-        return self._last
+    def record(self, now: float, code: int, number: float) -> Reading:
+        """The outcome of a call; GpuGoneError or DriverGoneError if there is nothing left to ask.
 
-    def record_failure(self, now: float, code: int) -> Reading:
-        """The call failed with NVML's `code`; GpuGoneError or DriverGoneError if there is nothing left to ask."""
+        What failed for a passing reason keeps its last value, marked stale.
+        """
+        if code == SUCCESS and math.isfinite(number):
+            self._last, self._at, self._due = value(number), now, now + self._period
+            return self._last
         raise_if_gone(code)
         reading = failed_reading(code)
-        if reading.state not in RETRY_SECONDS:
-            return self.record_passing_failure(now)
-        self._last, self._due = reading, now + RETRY_SECONDS[reading.state]
-        return reading
-
-    def record_passing_failure(self, now: float) -> Reading:
-        """The call failed for a passing reason: the last value stays, marked stale."""
+        if reading.state in RETRY_SECONDS:
+            self._last, self._due = reading, now + RETRY_SECONDS[reading.state]
+            return reading
         last = self.kept(now)
         self._due = now + min(self._period, FAILED_RETRY_SECONDS)
         return PENDING if last.value is None else last.aged(last.age_seconds, State.STALE)
-
-
-class Metric:
-    """One number of one device by one call."""
-
-    __slots__ = ("_call", "_error", "_schedule")
-
-    def __init__(self, nvml: Library, call: Callable[[], float], period_seconds: float = 0.0) -> None:
-        self._call = call
-        self._error = nvml.NVMLError
-        self._schedule = Schedule(period_seconds)
-
-    def read(self, now: float) -> Reading:
-        """The number at `now`, or why there is none."""
-        schedule = self._schedule
-        if not schedule.is_due(now):
-            return schedule.kept(now)
-        try:
-            return schedule.record(now, self._call())
-        except self._error as error:
-            return schedule.record_failure(now, error_code(error))
-        except AttributeError:  # a binding older than the function
-            return schedule.record_failure(now, FUNCTION_NOT_FOUND)
-
-
-Outcome = tuple[int, float]  # NVML's return code, and the number if it is 0
 
 
 class Batch:
@@ -123,9 +94,8 @@ class Batch:
         schedules = self._schedules
         due = [each for each, schedule in schedules.items() if schedule.is_due(now)]
         readings = {each: schedule.kept(now) for each, schedule in schedules.items()}
-        for each, (code, number) in (self._try(due, now) if due else {}).items():
-            schedule = schedules[each]
-            readings[each] = schedule.record_failure(now, code) if code else schedule.record(now, number)
+        for each, outcome in (self._try(due, now) if due else {}).items():
+            readings[each] = schedules[each].record(now, *outcome)
         return readings
 
     def _try(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
@@ -140,6 +110,21 @@ class Batch:
     def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
         """Call NVML; what has no outcome yet is left out."""
         raise NotImplementedError
+
+
+class Metric(Batch):
+    """One number of one device by one call."""
+
+    def __init__(self, nvml: Library, call: Callable[[], float], period: float = 0.0) -> None:
+        super().__init__(nvml, (0,), period)
+        self._call = call
+
+    def read_one(self, now: float) -> Reading:
+        """The number at `now`, or why there is none."""
+        return self.read(now)[0]
+
+    def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
+        return {0: (SUCCESS, self._call())}
 
 
 class Fields(Batch):

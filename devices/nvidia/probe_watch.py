@@ -168,7 +168,7 @@ class _Reader:
             return (max(held) if held else None), counts.get(POWER_CAP)
         if any(reading.state is not State.UNSUPPORTED for reading in found.values()):
             return None, None  # it has the counters, but doesn't answer just now
-        reasons = self._reasons.read(now).current
+        reasons = self._reasons.read_one(now).current
         if reasons is None:
             return None, None
         mask, elapsed = int(reasons), now - self._mask_at
