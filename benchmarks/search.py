@@ -41,7 +41,7 @@ def jobs(seeds: int, sizes: Sequence[int], noises: Sequence[float], quick: bool)
 
 def _rivals(devices: int, noise: float, mode: str, turn: int, quick: bool) -> tuple[str, ...]:
     """Optuna takes up to minutes a machine: TPE joins on one seed to 8 devices, its Gaussian process on 2, fixed."""
-    if mode == "tolerant" or turn >= RIVAL_SEEDS:
+    if mode in ("tolerant", "beyond") or turn >= RIVAL_SEEDS:
         return ()
     if quick or noise != 0.01 or turn or devices > 8:
         return PLAIN
