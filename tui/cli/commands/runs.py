@@ -68,7 +68,7 @@ def run_list(wanted: Wanted, as_json: bool) -> int:
         print(json_text({"runs": listed}))
         return 0
     if not listed:
-        words = "no run is like that; evener runs lists all" if found else "no runs yet; make one with evener balance"
+        words = "no run matches; evener runs lists all" if found else "no runs yet; make one with evener balance"
         print(f"evener: {words}", file=sys.stderr)
         return 0
     _print_table(listed)
@@ -142,7 +142,7 @@ def run_note(name: str, note: str | None, add_tags: Sequence[str], remove_tags: 
     """Change the note or the tags of a run, and print them."""
     found = runs.annotate_run(name, note, add_tags, remove_tags)
     words = " ".join((*(f"#{tag}" for tag in found.tags), found.note)) or "no tags, no note"
-    print(f"evener: {runs.find(name)}: {plain(words, 1200)}", file=sys.stderr)
+    print(f"evener: {runs.find(name)}: {plain(words.strip(), 1200)}", file=sys.stderr)
     return 0
 
 
@@ -159,7 +159,7 @@ def run_prune(older: str | None, keep: int | None, states: str | None, only_prin
     seconds = None if older is None else parse_duration(older, "--older-than")
     found = runs.choose_prunable(runs.list_runs(), older_seconds=seconds, keep=keep, states=parse_states(states) or ())
     if not found:
-        print("evener: no run is like that; those with a note or a tag are kept", file=sys.stderr)
+        print("evener: no run matches; those with a note or a tag are kept", file=sys.stderr)
     elif only_print:
         _print_table(found)
     else:
