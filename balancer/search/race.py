@@ -39,19 +39,19 @@ class Race:
         probe = probe or self._next_turn(self._candidates.running, "race")
         return probe or self._next_turn(self._knob_rivals, "knobs")
 
-    def repeat_best(self) -> Probe | None:
-        """Another turn of the best two layouts, if the whole budget is to be spent."""
+    def repeat_best(self, chosen: Layout) -> Probe | None:
+        """Another turn of the chosen layout and of the best other one, if the whole budget is to be spent."""
         if not self._problem.spend_all or self._problem.budget_seconds is None:
             return None
-        best = [one.candidate.layout for one in self._without_knobs[:2]]
-        if not best:
+        stage: Stage = "knobs" if chosen.knobs else "race"
+        others = [one.candidate.layout for one in self._without_knobs if one.candidate.layout != chosen]
+        turns = {one: self._seen.turns(one, stage) for one in [chosen, *others[: not chosen.knobs]]}
+        last = max((turn for taken in turns.values() for turn in taken), default=FIRST_TURN)
+        due = [layout for layout, taken in turns.items() if last not in taken]
+        turn, layout = (last, due[0]) if due else (last + 1, chosen)
+        if not self._budget.affords(layout, stage, turn=turn):
             return None
-        last = max(max(self.turns[layout]) for layout in best)
-        due = [layout for layout in best if last not in self.turns[layout]]
-        turn, layout = (last, due[0]) if due else (last + 1, best[0])
-        if not self._budget.affords(layout, "race", turn=turn):
-            return None
-        return Probe(layout, "race", self._budget.probe_seconds(layout, "race", 1), turn)
+        return Probe(layout, stage, self._budget.probe_seconds(layout, stage, 1), turn)
 
     @cached_property
     def turns(self) -> dict[Layout, Turns]:

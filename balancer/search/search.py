@@ -16,9 +16,10 @@ from evener.balancer.search.observations import Observations
 from evener.balancer.search.predictions import Predictions
 from evener.balancer.search.problem import check_problem
 from evener.balancer.search.race import Race
-from evener.balancer.search.ranking import Standing, choose_winner, throughput
+from evener.balancer.search.ranking import ROUGH, Standing, choose_winner, throughput
 from evener.balancer.search.solo_stage import SoloStage
 from evener.balancer.search.split_stage import SplitStage
+from evener.balancer.search.statistics import relative_half_width
 from evener.balancer.types import (
     Belief,
     CurveSketch,
@@ -293,14 +294,22 @@ class Search:
             return Decision((), "Nothing more can be measured.", self._nobody(model))
         if self._explores(model) and (decision := self._explore(self._budget)):
             return decision
+        if decision := self._repeat(ROUGH):
+            return decision
         if probe := self._race.next_probe():
             return Decision((probe,), self._explain_race(probe))
         rest = Budget(self.problem, self.options, self._seen, race_is_over=True)
         if rest.seconds is not None and (decision := self._explore(rest)):
             return decision
-        if probe := self._race.repeat_best():
-            return Decision((probe,), "Measures the best layouts again, in the time that was added.")
-        return Decision((), "Done.", self._why_over(model))
+        return self._repeat() or Decision((), "Done.", self._why_over(model))
+
+    def _repeat(self, rougher_than: float = 0.0) -> Decision | None:
+        """Another turn of the best layouts in time that was added, if the figure is rougher than that."""
+        chosen = self.best() if self.problem.spend_all else None
+        if chosen is None or relative_half_width(chosen.throughput) <= rougher_than:
+            return None
+        probe = self._race.repeat_best(chosen.layout)
+        return Decision((probe,), "Measures the best layouts again, in the time that was added.") if probe else None
 
     def _explore(self, budget: Budget) -> Decision | None:
         """The next batch of every device alone, else the next split; None when nothing is wanted or affordable."""
