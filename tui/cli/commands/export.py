@@ -7,7 +7,7 @@ from pathlib import Path
 
 from evener.balancer.store import runs
 from evener.errors import RequestError
-from evener.plan import Format, Plan, to_json, to_toml
+from evener.plan import Format, to_json, to_toml
 from evener.tui.cli.output_files import check_new, check_plan_file
 from evener.tui.report.save import save_report
 from evener.tui.text.formatting import plain
@@ -25,16 +25,12 @@ def run_export(name: str, form: Format | None, output: Path | None, schema: int,
         check_new(output, force)
     plan = runs.load_run(name).require_plan()
     if output is None:
-        _print_plan(plan, form or "toml", schema)
+        text = harmless_json(to_json(plan, schema)) if form == "json" else toml_text(to_toml(plan, schema))
+        print(text, end="", flush=True)
         return 0
     plan.save(output, schema=schema)
     print(f"evener: plan written to {plain(str(output))}", file=sys.stderr)
     return 0
-
-
-def _print_plan(plan: Plan, form: str, schema: int) -> None:
-    text = toml_text(to_toml(plan, schema)) if form == "toml" else harmless_json(to_json(plan, schema))
-    print(text, end="", flush=True)
 
 
 def run_report(name: str, output: Path, force: bool) -> int:

@@ -58,7 +58,7 @@ def run_monitor(
         recorder = stack.enter_context(Recorder(record, os.uname().nodename)) if record is not None else None
         for number, snapshot in enumerate(_snapshots(source, pause, loops=loops)):
             kept = _keep(snapshot, only)
-            text = _json(kept) if json else _csv(kept, headed=not number) if csv else _text(kept, out, ascii)
+            text = f"{json_text(kept)}\n" if json else _csv(kept, headed=not number) if csv else _text(kept, out, ascii)
             _write(out, text)
             if recorder is not None and not recorder.write(kept):
                 print(
@@ -118,10 +118,6 @@ def _keep(snapshot: Snapshot, only: tuple[int, ...] | None) -> Snapshot:
     ids = {sample.device.id for sample in kept}
     processes = tuple(row for row in snapshot.processes if row.device_id in ids)
     return msgspec.structs.replace(snapshot, devices=kept, processes=processes)
-
-
-def _json(snapshot: Snapshot) -> str:
-    return json_text(snapshot) + "\n"
 
 
 def _csv(snapshot: Snapshot, *, headed: bool) -> str:
