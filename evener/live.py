@@ -194,6 +194,16 @@ def _whole(samples: object) -> int:
     return number
 
 
-# A forked child reports as itself, from zero, and leaves its parent's file alone.
-os.register_at_fork(after_in_child=lambda: [reporter._reset() for reporter in list(_reporters)])
-atexit.register(lambda: [reporter.close() for reporter in list(_reporters)])
+def _reset_all() -> None:
+    """A forked child reports as itself, from zero, and leaves its parent's file alone."""
+    for reporter in list(_reporters):
+        reporter._reset()
+
+
+def _close_all() -> None:
+    for reporter in list(_reporters):
+        reporter.close()
+
+
+os.register_at_fork(after_in_child=_reset_all)
+atexit.register(_close_all)
