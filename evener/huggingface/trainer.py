@@ -21,6 +21,7 @@ from transformers.trainer_utils import seed_worker
 
 from evener.errors import RequestError
 from evener.huggingface.checks import check_loss, check_setup, check_trainer_class, needs_equal_passes
+from evener.torch_split.pass_loader import PassLoader
 from evener.torch_split.pass_sampler import PassSampler
 from evener.huggingface.shares import RankShares, find_rank_shares
 from evener.live import Reporter
@@ -86,9 +87,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         dataset, collate = self._train_rows()
         self._sampler = PassSampler(self._row_sampler(dataset), self._shares.passes[self._shares.rank])
         args = self.args
-        return _Loader(
+        return PassLoader(
             dataset,
-            batch_sampler=self._sampler,
+            self._sampler,
             collate_fn=collate,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
@@ -216,14 +217,6 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial
         )
         return found
-
-
-class _Loader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
-    """A DataLoader that hands an epoch's number on to its batch sampler, as the Trainer expects of prepared ones."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next pass over the data."""
-        self.batch_sampler.set_epoch(epoch)
 
 
 def _check_checkpoint(path: Path, rows: int, step_rows: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from evener.shares import even
 from evener.torch_split.sampler import UnevenBatchSampler
@@ -18,12 +19,16 @@ class PassSampler:
         self.sampler, self.passes = sampler, passes
         self.batch_size = -(-sampler.shares[sampler.rank] // passes)
         self.drop_last = sampler.drop_last
+        self.first_pass = 0  # of the next iteration: those before it are left out
 
     def __len__(self) -> int:
         """Passes of an epoch."""
         return len(self.sampler) * self.passes
 
     def __iter__(self) -> Iterator[list[int]]:
+        return islice(self._passes(), self.first_pass, None)
+
+    def _passes(self) -> Iterator[list[int]]:
         for step, rows in enumerate(self.sampler):
             first = 0
             for size in self.pass_sizes(step):

@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -25,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evener.errors import RequestError
 from evener.live import Reporter
-from evener.passes import largest_pass
+from evener.passes import count_passes, largest_pass
 from evener.plan import Plan, load_plan
 from evener.plan_check import check_fit
 from evener.torch_split.batch_tracker import Epoch
@@ -86,6 +87,7 @@ class Split:
             atexit.register(_leave_group)
         self.micros = self.shares if self.plan is None else plan_micros(self.plan, global_batch)  # most rows of a pass
         self._weights = BatchWeights(self.shares, self.rank, weigh == "loss", self.micros)
+        self._strategy: Any = None  # of Lightning, once it was asked for
         self._reporter = Reporter()
         weakref.finalize(self, self._reporter.close)  # a split that is dropped reports no more
         self._live = (share or unplanned_share(self.device, gpus),)
@@ -148,7 +150,20 @@ class Split:
         )
         if self.rank == 0:
             warn_of_short_batches(sampler, self.global_batch if self.plan and training else 0)
+        if training and self._strategy is not None:
+            passes: Loader = self._strategy.make_loader(dataset, sampler, options)
+            return passes
         return Loader(dataset, sampler, _Steps(self, training), options, self.device, prefetch, training)
+
+    def strategy(self, **options: Any) -> Any:
+        """For `lightning.Trainer(strategy=...)`: DistributedDataParallel with these shares; options as DDPStrategy has.
+
+        Make the training's `split.loader` after it: its batches are then the passes that Lightning accumulates.
+        """
+        strategies = import_module("evener.lightning")  # which builds on this module
+        passes = max(count_passes(share, micro) for share, micro in zip(self.shares, self.micros, strict=True))
+        self._strategy = strategies.PlanStrategy(self, passes, **options)
+        return self._strategy
 
     def wrap(self, model: Model, **options: Any) -> Model | DistributedDataParallel:
         """The model on this process's device, in DistributedDataParallel (`options` are its own), gradients weighted.
