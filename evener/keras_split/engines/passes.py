@@ -18,6 +18,8 @@ from evener.keras_split.engines.keras_step import call_on_copies, loss_with
 from evener.keras_split.engines.layer_state import StateUpdate, StepStates
 from evener.keras_split.nested_rows import Tensors, cut_rows, take_rows
 
+HOST = "CPU:0"  # counts and cuts: a device that counted would be waited for in each pass
+
 
 class PassSums(NamedTuple):
     """The result of one device's rows."""
@@ -47,38 +49,44 @@ class DevicePasses:
 
     def run(self, passes: Any) -> PassSums:
         """Run so many passes of nearly one size, one after another; one if the device has no row that counts."""
-        passes = tf.maximum(passes, 1)
+        with tf.device(HOST):
+            passes, first = tf.maximum(passes, 1), tf.zeros([], tf.int64)
+            slots = tf.cast(passes, tf.int32)
         values = [value for _, value in self._starts]
         edge = tf.TensorSpec([], tf.int64)
         specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
         one_pass = tf.function(self._run_one, autograph=False).get_concrete_function(edge, edge, specs)
         outputs, loss, _, _ = one_pass.structured_outputs
         arrays = [
-            tf.TensorArray(leaf.dtype, tf.cast(passes, tf.int32), infer_shape=False, element_shape=leaf.shape)
+            tf.TensorArray(leaf.dtype, slots, infer_shape=False, element_shape=leaf.shape)
             for leaf in keras.tree.flatten(outputs)
         ]
 
+        def is_left(number: Any, *_: Any) -> Any:
+            with tf.device(HOST):
+                return number < passes
+
         def body(number: Any, total: Any, sums: Any, values: Any, arrays: Any) -> tuple[Any, ...]:
-            start, stop = self._size * number // passes, self._size * (number + 1) // passes
+            with tf.device(HOST):
+                after, slot = number + 1, tf.cast(number, tf.int32)
+                start, stop = self._size * number // passes, self._size * after // passes
             outputs, loss, gradients, values = one_pass(start, stop, values)
             with tf.device(self.device):
-                place = tf.cast(number, tf.int32)
                 leaves = keras.tree.flatten(outputs)
-                arrays = [array.write(place, leaf) for array, leaf in zip(arrays, leaves, strict=True)]
+                arrays = [array.write(slot, leaf) for array, leaf in zip(arrays, leaves, strict=True)]
                 sums = [one + other for one, other in zip(sums, gradients, strict=True)]
-                return number + 1, total + loss, sums, values, arrays
+                return after, total + loss, sums, values, arrays
 
-        begin = (tf.zeros([], tf.int64), tf.zeros([], loss.dtype), list(map(tf.zeros_like, self._copies)))
-        _, total, sums, values, arrays = tf.while_loop(
-            lambda number, *_: number < passes, body, (*begin, values, arrays), parallel_iterations=1
-        )
+        begin = (first, tf.zeros([], loss.dtype), list(map(tf.zeros_like, self._copies)), values, arrays)
+        _, total, sums, values, arrays = tf.while_loop(is_left, body, begin, parallel_iterations=1)
         joined = keras.tree.pack_sequence_as(outputs, [array.concat() for array in arrays])
         return PassSums(joined, total, list(sums), self._updates(values))
 
     def _run_one(self, start: Any, stop: Any, values: Sequence[Any]) -> tuple[Any, ...]:
         """Outputs, part of the loss, gradients and states of the pass on rows `start` to `stop`."""
-        model, count = self.model, stop - start
-        with tf.device("CPU:0"):
+        model = self.model
+        with tf.device(HOST):
+            count = stop - start
             x, y, weight = cut_rows(self._data, start, stop)
         with tf.device(self.device), tf.GradientTape(watch_accessed_variables=False) as tape:
             copies = [tf.identity(copy) for copy in self._copies]
