@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from evener.tui.cli.main import run
 from tests.support.fuzz_targets import ODD, TARGETS, call, mutations, seeds
 
-EXAMPLES = {"machine": 60, "journal": 120, "recording": 100, "plan": 250}
+EXAMPLES = {"machine": 40, "journal": 60, "recording": 60}  # more by benchmarks.fuzz, for as long as asked
 LONGEST_SECONDS = 5.0  # for one text, on a machine that is busy
 
 
@@ -21,7 +21,7 @@ def test_a_mutated_text_is_a_value_or_one_sentence(name: str) -> None:
     """Cut, spliced, reordered, with huge numbers, deep nesting, and bytes that are no text."""
     mutated = mutations(seeds(name))
 
-    @settings(max_examples=EXAMPLES.get(name, 300), deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES.get(name, 150), deadline=None, suppress_health_check=list(HealthCheck))
     @given(mutated)
     def law(data: bytes) -> None:
         started = time.monotonic()

@@ -161,8 +161,7 @@ def test_real_children_are_packed_and_split(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupt_leaves_no_child(number: signal.Signals, code: int) -> None:
+def test_an_interrupt_leaves_no_child() -> None:
     """While packing; the plan so far is still printed."""
     command = [sys.executable, "-m", "evener", "compare", "-d", "cpu/2", *QUICK, "--layouts", "solo,pack", "--json"]
     process = subprocess.Popen(
@@ -173,9 +172,9 @@ def test_an_interrupt_leaves_no_child(number: signal.Signals, code: int) -> None
         if "  pack " in line:
             break
     children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == code
+    assert process.returncode == 130
     assert json.loads(out)["interrupted"]
     time.sleep(0.5)
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
