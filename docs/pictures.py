@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import msgspec
@@ -113,7 +114,8 @@ def _app(spec: str, theme: str) -> EvenerApp:
     found = discover(spec)
     assert found.machine is not None
     speeds = [(1240.0, 820) if "Ti" in device.name else (866.0, 568) for device in found.devices]
-    return EvenerApp(PicturePublisher(found.machine, speeds), devices=spec, trainable=found.devices, theme=theme)
+    publisher: Any = PicturePublisher(found.machine, speeds)  # in the place of a SnapshotPublisher
+    return EvenerApp(publisher, devices=spec, trainable=found.devices, theme=theme)
 
 
 async def _settle(pilot: Pilot[int], seconds: float = 0.6) -> None:

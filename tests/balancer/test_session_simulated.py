@@ -368,6 +368,7 @@ def test_notes_and_tags_stay_with_a_run_and_keep_it_from_being_pruned() -> None:
     with pytest.raises(RequestError, match="can't be a tag"):
         runs.annotate_run(names[0], add_tags=["two words"])
     found = runs.list_runs()
+    failed: tuple[runs.State, ...] = ("failed",)
     assert (found[2].note, found[2].tags) == ("before the new driver [31m", ("base", "keep"))
     assert runs.load_run(names[0]).note.tags == ("base", "keep")
     day, now = 86400.0, time.time() + 90000
@@ -375,7 +376,7 @@ def test_notes_and_tags_stay_with_a_run_and_keep_it_from_being_pruned() -> None:
     assert {one.run for one in runs.choose_prunable(found, older_seconds=day, now=now)} == set(names[1:])
     assert runs.choose_prunable(found, older_seconds=day) == ()
     assert [one.run for one in runs.choose_prunable(found, keep=1)] == [found[1].run]
-    assert runs.choose_prunable(found, keep=1, states=("failed",)) == ()
+    assert runs.choose_prunable(found, keep=1, states=failed) == ()
     (runs.run_folder(names[0]) / "note.json").write_text('{"note": 3}')
     assert runs.list_runs()[2].note == ""
 

@@ -255,7 +255,7 @@ def alone(folder: str) -> dict[str, Any]:
     }
 
 
-class WithoutShapes(keras.Model):  # type: ignore[name-defined]
+class WithoutShapes(keras.Model):
     """A model that doesn't say what its layers give."""
 
     def __init__(self) -> None:
