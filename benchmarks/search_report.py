@@ -45,8 +45,8 @@ def report(outcomes: Sequence[SearchOutcome], seeds: int, command: str) -> str:
         "number of devices (2, 4, 8, 16), step noise (0.2, 1, 3 %) and kind of batch. The search wasn't tuned on these "
         "seeds. The best layout is known exactly from the physics of each machine (`tests/support/search_oracle.py`). "
         "Regret, in per cent, is what the chosen layout's true throughput lacks of the best; at tolerance 2 % it is "
-        "about 2 by design. Best and search may take shares in passes of any size; of a free batch these end by the time "
-        "of the slowest device, which takes one. `SimulatedProber` measures, with the timing rules of real probes.\n",
+        "about 2 by design. Best and search may take shares in passes; of a free batch these end by the time of the "
+        "slowest device, which takes one. `SimulatedProber` measures, with the timing rules of real probes.\n",
         "## Targets\n",
         targets(outcomes),
         "\n## By family\n",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evener.balancer.events import ProbeProgress
+from evener.balancer.request import allows_passes
 from evener.balancer.result.explain_measurements import GIB, find_taken_bytes
 from evener.balancer.result.number_format import join_words, write_share
 from evener.balancer.search.search import Stop
@@ -30,7 +31,7 @@ def explain_no_plan(
     ran = any(isinstance(one, Timed) for one in seen)
     largest = [curve.largest_batch or 0 for curve in belief.curves]
     too_large = ran and sum(largest) < (header.request.global_batch or 0)
-    if too_large and header.request.micro == "off":
+    if too_large and not allows_passes(header.request, header.framework):
         return NoLayoutError(*_too_large(header, largest, seen))
     late = why_stopped in (Stop.BUDGET.value, Stop.LATE.value)
     failed = "" if too_large and late else list_failures(seen, header.devices)
@@ -103,8 +104,9 @@ def _too_large(header: Header, largest: Sequence[int], seen: Sequence[Observatio
     for i, (device, size) in enumerate(zip(header.devices, largest, strict=True)):
         others = f" (others hold {taken[i] / GIB:.1f} GiB of its memory)" if taken.get(i) else ""
         fits.append(f"{device.label} holds {size}{others}")
+    more = ", or leave out --micro off" if header.request.micro == "off" else ""
     together = f", which is {sum(largest)} together" if len(fits) > 1 else ""
     return (
         f"A global batch of {header.request.global_batch} samples doesn't fit: {join_words(fits)}{together}.",
-        f"Take at most {sum(largest)}, other devices, or passes: leave out --micro off.",
+        f"Take at most {sum(largest)}, or other devices{more}.",
     )

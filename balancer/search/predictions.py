@@ -51,8 +51,14 @@ class Predictions:
 
     @cached_property
     def fastest_split(self) -> Allocation | None:
-        """The split of most samples/s that is predicted to fit; in passes only where that gains."""
-        one, several = self.one_pass_split, self._in_passes[0]
+        """The split of most samples/s that is predicted to fit; in passes only where that gains.
+
+        Where one pass is enough that is measured first: it shows what exchange costs, and is what passes must beat.
+        """
+        one = self.one_pass_split
+        if one is not None and not self.model.splits:
+            return one
+        several = self._in_passes[0]
         return several if several is not None and self._gains(several, one) else one
 
     @cached_property
@@ -82,11 +88,16 @@ class Predictions:
     def unsure_of_passes(self) -> dict[int, int]:
         """Devices whose passes were never measured and may be wanted: position and largest share."""
         batch, live = self._problem.global_batch, self.model.live
-        hoped = self._try_passes(hopeful=True)[0]
-        wanted = [self.fastest_split, hoped if hoped and self._gains(hoped, self.fastest_split) else None]
-        if batch is not None and len(live) == 1:
-            wanted.append(self.fastest_single)
-        found = self._unknown(pair for one in wanted if one for pair in one.shares)
+        if len(live) == 1:
+            wanted = self.fastest_single if batch is not None else None
+        elif self.one_pass_split is not None and not self.model.splits:
+            return {}
+        else:
+            wanted = self.fastest_split
+            hoped = self._try_passes(hopeful=True)[0]
+            if hoped and self._gains(hoped, wanted) and hoped.samples_per_second > self.single_rate:
+                wanted = hoped
+        found = self._unknown(wanted.shares if wanted else ())
         if found and batch is not None:  # the even split needs them too, and they are measured at the same time
             return self._unknown((i, max(batch // len(live), found.get(i, 0))) for i in live)
         return found

@@ -65,16 +65,21 @@ class SoloStage:
 
     def _next_in_passes(self) -> tuple[Probe, ...]:
         """A few passes of a size that ran, on each device whose passes may be wanted and were never measured."""
-        model, turn = self._model, max((device.rounds for device in self._model.devices), default=0)
-        probes = []
-        for i, share in self._predictions.unsure_of_passes.items():
-            rows = min(model.pass_rows[i], model.devices[i].memory.ran)
-            if rows:
-                probe = self._probe(i, rows, turn, passes=min(MOST_PASSES, max(2, share // rows)))
-                curve = model.alone[i]
-                step = probe.layout.passes(i) * curve.seconds(rows) if curve else 0.0
-                probes += [probe] if self._budget.affords(probe.layout, "solo", step) else []
+        turn = max((device.rounds for device in self._model.devices), default=0)
+        wanted = self._predictions.unsure_of_passes.items()
+        probes = [probe for i, share in wanted if (probe := self._probe_in_passes(i, share, turn))]
         return tuple(probes)
+
+    def _probe_in_passes(self, position: int, share: int, turn: int) -> Probe | None:
+        model, quantum = self._model, self._quantum
+        ran = min(model.pass_rows[position], model.devices[position].memory.ran)
+        passes = min(MOST_PASSES, max(2, share // ran)) if ran else 2
+        rows = min(ran, model.largest_share // passes // quantum * quantum)
+        curve = model.alone[position]
+        if not rows or curve is None:
+            return None
+        probe = self._probe(position, rows, turn, passes)
+        return probe if self._budget.affords(probe.layout, "solo", passes * curve.seconds(rows)) else None
 
     def _worth_a_round(self, turn: int, batches: dict[int, int], everyone: bool) -> bool:
         """Whether the round says something new and is affordable."""

@@ -114,7 +114,8 @@ class SplitStage:
         """Whether one of several devices may beat all splits when the others are at rest."""
         best = max((self._model.predicted_rate(s.probe.layout) for s in self._model.fitting_splits), default=0.0)
         best = max([best, *(seen.samples_per_second for seen in self._model.at_rest.values())])
-        if wanted.samples_per_second * HIDDEN > best:
+        hidden = 1.0 if self._predictions.layout(wanted).in_passes else HIDDEN
+        if wanted.samples_per_second * hidden > best:
             return True
         unseen = self._problem.global_batch is not None and not self._model.at_rest
         return unseen and not self._safely_fits(wanted)  # the best single device is always compared

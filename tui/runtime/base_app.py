@@ -144,7 +144,7 @@ class BaseApp(App[int]):
         for running in self.balance.running:
             for position in running.probe.layout.active:
                 if running.samples_per_second is not None and position < len(self._session_devices):
-                    share = running.probe.layout.shares[position]
+                    share = running.probe.layout.pass_rows[position]
                     loads[self._session_devices[position].id] = ProbeLoad(own_speed(running, position), share)
         self.publisher.set_loads(loads)
 

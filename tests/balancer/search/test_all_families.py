@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from evener.balancer.probes.simulated import SimulatedProber
-from evener.balancer.search.layouts import LayoutOptions, Placement
+from evener.balancer.search.layouts import BALANCE, LayoutOptions, Placement
 from evener.balancer.search.search import Search, Stop
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
 from evener.devices.simulated.machine import Machine, SimulatedDevice, SimulatedPlacement, Sync
@@ -61,6 +61,25 @@ def test_the_verdict_names_the_true_winner_on_seeded_machines() -> None:
     scores = [comparison_cases.score(comparison_cases.make_case(seed)) for seed in range(24)]
     wrong = [f"{one.case.seed}: {one.truth}, named {one.named}" for one in scores if not one.right]
     assert len(wrong) <= 1, wrong
+
+
+def test_packs_grow_under_a_budget_too() -> None:
+    """Two trainings gain little, three twice as much as one: the second is not the end."""
+    of = machine(device("A", 40.0, pack_gain=((1, 1.0), (2, 1.05), (3, 2.0))), device("B", 40.0), sync_ms=60.0)
+    best = run(of, budget=400.0).best()
+    assert best is not None
+    assert best.layout.kind == "pack"
+    assert best.layout.processes >= 3
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_one_device_that_may_win_is_measured_while_the_others_rest(devices: int) -> None:
+    """Where a split costs more than it brings, whatever devices hold each other up in."""
+    search = run(machine(*(device(name, 40.0) for name in "ABC"[:devices]), sync_ms=200.0), BALANCE)
+    assert search._seen.in_stage("rest")
+    best = search.best()
+    assert best is not None
+    assert best.layout.kind == "solo"
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ def budget(
 
 @pytest.mark.parametrize(
     ("stage", "step", "seconds"),
-    [("solo", 0.01, 4.0), ("split", 0.01, 6.0), ("pack", 0.01, 2.0), ("race", 0.01, 4.0), ("solo", 1.0, 12.0),
-     ("solo", 30.0, 60.0)],
+    [("solo", 0.01, 4.0), ("rest", 0.01, 4.0), ("split", 0.01, 6.0), ("pack", 0.01, 2.0), ("race", 0.01, 4.0),
+     ("knobs", 0.01, 4.0), ("solo", 1.0, 12.0), ("solo", 30.0, 60.0)],
 )  # fmt: skip
 def test_without_a_budget_a_probe_lasts_for_its_stage_or_for_twelve_steps(
     stage: Stage, step: float, seconds: float
