@@ -200,7 +200,5 @@ def _bend_factor(bends: Sequence[tuple[int, float]], batch: float) -> float:
     i = bisect_left(bends, batch, key=lambda bend: bend[0])
     if i == 0:
         return bends[0][1]
-    if i == len(bends):
-        return bends[-1][1]
     (b0, f0), (b1, f1) = bends[i - 1], bends[i]
     return f0 + (f1 - f0) * (batch - b0) / (b1 - b0)

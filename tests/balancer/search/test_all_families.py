@@ -63,19 +63,18 @@ def test_the_verdict_names_the_true_winner_on_seeded_machines() -> None:
     assert len(wrong) <= 1, wrong
 
 
-def test_packs_grow_under_a_budget_too() -> None:
-    """Two trainings gain little, three twice as much as one: the second is not the end."""
-    of = machine(device("A", 40.0, pack_gain=((1, 1.0), (2, 1.05), (3, 2.0))), device("B", 40.0), sync_ms=60.0)
-    best = run(of, budget=400.0).best()
-    assert best is not None
-    assert best.layout.kind == "pack"
-    assert best.layout.processes >= 3
+def test_an_even_split_of_a_free_batch_is_what_the_slower_grower_does_best() -> None:
+    """Where no other split is asked for: one device is fastest at about 256 samples, the other at all that fit."""
+    early = device("B", 40.0, curve=((16, 6.0), (256, 40.0), (512, 400.0), (1024, 3000.0)))
+    search = run(machine(device("A", 40.0), early), LayoutOptions(("even",), scaling=False), batch=None)
+    (even,) = search.candidates()
+    assert 100 <= even.layout.shares[0] == even.layout.shares[1] <= 600
 
 
 @pytest.mark.parametrize("devices", [2, 3])
 def test_one_device_that_may_win_is_measured_while_the_others_rest(devices: int) -> None:
-    """Where a split costs more than it brings, whatever devices hold each other up in."""
-    search = run(machine(*(device(name, 40.0) for name in "ABC"[:devices]), sync_ms=200.0), BALANCE)
+    """Also at a batch that it has had beside the others, as they may hold each other up."""
+    search = run(machine(*(device(name, 40.0) for name in "ABC"[:devices]), sync_ms=200.0), BALANCE, batch=64)
     assert search._seen.in_stage("rest")
     best = search.best()
     assert best is not None
