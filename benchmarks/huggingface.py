@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +47,6 @@ class Texts(torch.utils.data.Dataset[dict[str, Any]]):
         return {"input_ids": text, "labels": text}
 
 
-class Logits(torch.nn.Module):
-    """The model as a probe calls it: tokens in, logits out."""
-
-    def __init__(self, model: LlamaForCausalLM) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model(input_ids=tokens).logits
-        return logits
-
-
 def network(size: str) -> LlamaForCausalLM:
     """A Llama; `large` has about 100 million parameters."""
     hidden, layers, length = SIZES[size]
@@ -72,16 +61,27 @@ def network(size: str) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def build(size: str = "small") -> tuple[Any, Any, Any, Any]:
+def make_trainer(kind: Any, options: Mapping[str, Any], folder: str, **arguments: Any) -> Any:
+    """A trainer of `kind` for a Llama of this size."""
+    torch.manual_seed(0)
+    common = TrainingArguments(
+        folder,
+        bf16=options["bf16"],
+        use_cpu=not torch.cuda.is_available(),
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        ddp_find_unused_parameters=False,
+        **arguments,
+    )
+    return kind(model=network(options["size"]), args=common, train_dataset=Texts(SIZES[options["size"]][2]))
+
+
+def build(size: str = "small", bf16: bool = False) -> Any:
     """For `--workload benchmarks/huggingface.py:build`."""
-    model = Logits(network(size))
-    texts = Texts(SIZES[size][2]).texts
-    return model, torch.optim.AdamW(model.parameters(), 1e-4), token_loss, torch.utils.data.TensorDataset(texts, texts)
-
-
-def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Each word is predicted from those before it."""
-    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+    return make_trainer(Trainer, {"size": size, "bf16": bf16}, tempfile.mkdtemp())
 
 
 class Watch(TrainerCallback):
@@ -110,24 +110,11 @@ def train(options: argparse.Namespace) -> None:
     kind = with_plan(Trainer, options.plan) if options.variant == "plan" else Trainer
     batch = load_plan(options.plan).layout.global_batch
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder,
-            per_device_train_batch_size=batch // world,
-            max_steps=options.steps,
-            bf16=options.bf16,
-            use_cpu=not torch.cuda.is_available(),
-            logging_strategy="no",
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            max_grad_norm=0.0,
-            dataloader_pin_memory=torch.cuda.is_available(),
-            ddp_find_unused_parameters=False,
+        trainer = make_trainer(
+            kind, vars(options), folder, per_device_train_batch_size=batch // world, max_steps=options.steps
         )
-        torch.manual_seed(0)
         watch = Watch()
-        length = SIZES[options.size][2]
-        trainer = kind(model=network(options.size), args=arguments, train_dataset=Texts(length), callbacks=[watch])
+        trainer.add_callback(watch)
         trainer.train()
     if trainer.is_world_process_zero():
         print(json.dumps({"samples_per_second": watch.rate() * batch // world * world}))

@@ -19,6 +19,7 @@ from evener.huggingface import with_plan  # 1
 
 WORDS = 1_000
 LENGTH = 64
+ROWS = 4096
 
 
 class Texts(torch.utils.data.Dataset[dict[str, Any]]):
@@ -41,49 +42,35 @@ def network() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, max_position_embeddings=LENGTH, **sizes))
 
 
-def build() -> tuple[Any, Any, Any, Any]:
-    """For `--workload examples/hf_train.py:build`: the same model, its optimizer, and data."""
-    model = Logits(network())
-    rows = torch.utils.data.TensorDataset(*[Texts(4096).texts] * 2)
-    return model, torch.optim.AdamW(model.parameters(), 1e-3), token_loss, rows
-
-
-class Logits(torch.nn.Module):
-    """The model as a probe calls it: tokens in, logits out."""
-
-    def __init__(self, model: LlamaForCausalLM) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model(input_ids=tokens).logits
-        return logits
-
-
-def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Each word is predicted from those before it."""
-    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
-def main() -> None:
-    """Train, by a plan if one is given."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", help="a file written by evener balance --export")
-    parser.add_argument("--rows", type=int, default=4096)
-    parser.add_argument("--epochs", type=float, default=1.0)
-    options = parser.parse_args()
-    kind = with_plan(Trainer, options.plan) if options.plan else Trainer  # 2
+def make_trainer(kind: Any, rows: int, epochs: float) -> Any:
+    """The model, its data and how it is trained; `kind` is Trainer or a planned one."""
     torch.manual_seed(0)
     arguments = TrainingArguments(
         "hf_train_output",
-        num_train_epochs=options.epochs,
+        num_train_epochs=epochs,
         learning_rate=1e-3,
         logging_steps=10,
         save_strategy="no",
         report_to=[],
         use_cpu=not torch.cuda.is_available(),
     )
-    trainer = kind(model=network(), args=arguments, train_dataset=Texts(options.rows))
+    return kind(model=network(), args=arguments, train_dataset=Texts(rows))
+
+
+def build() -> Any:
+    """For `--workload examples/hf_train.py:build`: a probe runs this trainer's own steps."""
+    return make_trainer(Trainer, ROWS, 1.0)
+
+
+def main() -> None:
+    """Train, by a plan if one is given."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", help="a file written by evener balance --export")
+    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--epochs", type=float, default=1.0)
+    options = parser.parse_args()
+    kind = with_plan(Trainer, options.plan) if options.plan else Trainer  # 2
+    trainer = make_trainer(kind, options.rows, options.epochs)
     result = trainer.train()
     if trainer.is_world_process_zero():
         print(f"{result.metrics['train_samples_per_second']:,.0f} samples/s, loss {result.training_loss:.4f}")

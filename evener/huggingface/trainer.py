@@ -21,13 +21,13 @@ from transformers.trainer_utils import seed_worker
 
 from evener.errors import RequestError
 from evener.huggingface.checks import check_loss, check_setup, check_trainer_class, needs_equal_passes
-from evener.torch_split.pass_loader import PassLoader
-from evener.torch_split.pass_sampler import PassSampler
 from evener.huggingface.shares import RankShares, find_rank_shares
 from evener.live import Reporter
 from evener.plan import Plan
 from evener.torch_split.loader import count_rows
 from evener.torch_split.model_checks import check_normalization
+from evener.torch_split.pass_loader import PassLoader
+from evener.torch_split.pass_sampler import PassSampler
 from evener.torch_split.row_order import RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
 
@@ -84,7 +84,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         """This rank's rows; not through `accelerator.prepare`, which would share them out again."""
         shares = self._shares
         check_normalization(self.model, "loss", shares.world, shares.pass_rows)
-        dataset, collate = self._train_rows()
+        dataset, collate = training_rows(self)
         self._sampler = PassSampler(self._row_sampler(dataset), self._shares.passes[self._shares.rank])
         args = self.args
         return PassLoader(
@@ -97,14 +97,6 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             prefetch_factor=args.dataloader_prefetch_factor,
             worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
         )
-
-    def _train_rows(self) -> tuple[Any, Any]:
-        """The data set without columns that the model doesn't take, and its collator."""
-        if self.train_dataset is None:
-            raise RequestError("The trainer has no train_dataset.", "Give one.")
-        if hasattr(self.train_dataset, "column_names"):  # of the library datasets
-            return self._remove_unused_columns(self.train_dataset, description="training"), self.data_collator
-        return self.train_dataset, self._get_collator_with_removed_columns(self.data_collator, description="training")
 
     def _row_sampler(self, dataset: Any) -> UnevenBatchSampler:
         """The trainer's own order of rows, drawn alike on every rank."""
@@ -217,6 +209,16 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial
         )
         return found
+
+
+def training_rows(trainer: Any) -> tuple[Any, Any]:
+    """The training data without columns that the model doesn't take, and their collator."""
+    dataset = trainer.train_dataset
+    if dataset is None:
+        raise RequestError("The trainer has no train_dataset.", "Give one.")
+    if hasattr(dataset, "column_names"):  # of the library datasets
+        return trainer._remove_unused_columns(dataset, description="training"), trainer.data_collator
+    return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, description="training")
 
 
 def _check_checkpoint(path: Path, rows: int, step_rows: int) -> None:

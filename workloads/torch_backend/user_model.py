@@ -9,6 +9,8 @@ def training_data():                  # fourth in what `build` returns, or besid
 
 def sample_batch(n):                  # where there is no data set, fourth or beside it too
     return inputs, targets            # n rows each, on the host
+
+A transformers Trainer, and a LightningModule with its data, are taken as they are: see trainer_model.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from evener.torch_split.loader import Loader
 from evener.workloads import user_code
 from evener.workloads.protocol import Place, Workload
 from evener.workloads.torch_backend.batches import Data
+from evener.workloads.torch_backend.trainer_model import find_recipe
 from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
 
 _FORM = "Return (module, optimizer, loss), with the training data or sample_batch fourth, or a dict with these keys."
@@ -48,6 +51,9 @@ class UserRecipe:
     def build_recipe(self) -> Recipe:
         """What the user's function gives; RequestError if that is no recipe."""
         own = user_code.load(self._name, self._settings)
+        recipe = find_recipe(self._name, own.result)
+        if recipe is not None:
+            return recipe
         recipe, sample = from_user(self._name, own.result)
         if recipe.data is None and sample is None and own.training_data is not None:
             recipe = msgspec.structs.replace(recipe, data=to_data(self._name, own.training_data()))
