@@ -102,9 +102,9 @@ async def test_the_list_is_sorted_filtered_marked_and_annotated(app_of: Any) -> 
     app = app_of()
     async with app.run_test(size=(80, 24)) as pilot:
         panel = await _listed(pilot, 2)
-        newest, oldest = [row.summary.run for row in panel.rows]
+        newest, oldest = [row.run for row in panel.rows]
         await pilot.press("S")
-        assert [row.summary.run for row in panel.rows] == [oldest, newest]
+        assert [row.run for row in panel.rows] == [oldest, newest]
         assert panel.chosen_run == newest, "the cursor stays on its run"
         await pilot.press("n")
         await _dialog(pilot, NoteDialog)
@@ -112,7 +112,7 @@ async def test_the_list_is_sorted_filtered_marked_and_annotated(app_of: Any) -> 
         await pilot.press("enter")
         await until(pilot, lambda: "#baseline one card" in text(app, "#left"), "the note")
         await pilot.press("slash", *"baseline", "enter")
-        assert [row.summary.run for row in panel.rows] == [newest]
+        assert [row.run for row in panel.rows] == [newest]
         assert " 1 of 2: baseline" in text(app, "#runs").splitlines()[0]
         await pilot.press("escape", "home", "space", "space", "d")
         await pilot.pause()
@@ -140,7 +140,7 @@ async def test_a_failed_run_says_why_and_shows_its_traceback_whole(app_of: Any, 
         assert "ValueError: the last line" in shown
         assert shown.replace("\n", "").count("word ") == 60, "long lines are broken, not cut"
         await pilot.press("escape", "f")
-        await until(pilot, lambda: [row.summary.run for row in panel.rows] == [kept], "without the failed one")
+        await until(pilot, lambda: [row.run for row in panel.rows] == [kept], "without the failed one")
         assert "1 failed hidden" in text(app, "#runs")
         assert not app.screen.check_action("traceback", ())
 

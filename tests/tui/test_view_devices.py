@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from evener.devices.types import DENIED, LOST, UNSUPPORTED, Device, DeviceSample, Reading, State, value
 from evener.tui.view.cells import span_cells
 from evener.tui.view.details import device_details
-from evener.tui.view.devices import DEVICE_COLUMNS, DeviceRow, device_lines, device_widths, reason_letters, short_name
+from evener.tui.view.devices import DEVICE_COLUMNS, DEVICES, DeviceRow, device_lines, reason_letters, short_name
 from evener.tui.view.marks import ASCII, UNICODE, Marks
 from evener.tui.view.monitor import arrange, graph_lines, host_line, note_line
 from evener.tui.view.plain import snapshot_text
@@ -52,7 +52,7 @@ def test_no_metric_is_missing_in_eighty_columns(script: Any) -> None:
 
 @pytest.mark.parametrize("width", [80, 100, 120, 160, 200])
 def test_sixteen_devices_keep_every_column(script: Any, width: int) -> None:
-    widths = device_widths(width)
+    widths = DEVICES.widths(width)
     assert set(widths) == {column.key for column in DEVICE_COLUMNS}
     assert sum(widths.values()) + len(widths) <= width
     rows = [DeviceRow(script.sample(index)) for index in range(16)]

@@ -14,20 +14,20 @@ from evener.tui.view.figures import run_time
 from evener.tui.view.marks import UNICODE
 from evener.tui.view.processes import (
     PROCESS_COLUMNS,
+    PROCESSES,
     identity,
     nothing_there,
-    process_lines,
     process_rows,
     process_words,
 )
-from evener.tui.view.table import Order, Position, chosen_order, matches, sort_keys
+from evener.tui.view.table import Order, Position, chosen_order, matches, sort_keys, table_lines
 
 ACTION = Order(action="screen.sort('{}')")
 
 
 def _shown(script: Any, samples: list[ProcessSample], width: int = 80, **how: Any) -> list[str]:
     rows = process_rows(script.snapshot(processes=tuple(samples)), ACTION, **how)
-    lines, _ = process_lines(rows, width, 20, UNICODE, Position(), ACTION)
+    lines, _ = table_lines(PROCESSES, rows, width, 20, UNICODE, Position(), ACTION)
     return [line.text for line in lines]
 
 
@@ -73,7 +73,7 @@ def test_a_deep_tree_of_a_hostile_recording_is_drawn(script: Any) -> None:
     random.Random(1).shuffle(chain)
     rows = process_rows(script.snapshot(processes=tuple(chain)), Order(), tree=True)
     assert len(rows) == 2999
-    lines, _ = process_lines(rows[-5:], 80, 20, UNICODE)
+    lines, _ = table_lines(PROCESSES, rows[-5:], 80, 20, UNICODE)
     assert all(span_cells(line.spans) == 80 for line in lines)
 
 
@@ -105,7 +105,7 @@ def test_eighty_columns_hold_every_figure(script: Any) -> None:
 
 def test_titles_can_be_clicked(script: Any) -> None:
     rows = process_rows(script.snapshot(), ACTION)
-    lines, _ = process_lines(rows, 80, 5, UNICODE, Position(), ACTION)
+    lines, _ = table_lines(PROCESSES, rows, 80, 5, UNICODE, Position(), ACTION)
     actions = {span.action for span in lines[0].spans if span.action}
     assert actions == {f"screen.sort('{key}')" for key in sort_keys(PROCESS_COLUMNS)}
 
@@ -123,7 +123,7 @@ def test_no_process_is_said(script: Any) -> None:
     slice_ = script.sample(0, device=script.device(0, "AMD EPYC", "cpu"))
     for devices, said in (((gpu,), "No process is on these"), ((slice_,), "reports itself"), ((gpu, slice_), "is on")):
         nothing = nothing_there(devices)
-        lines, _ = process_lines([], 79, 5, UNICODE, Position(), Order("pid"), nothing=nothing)
+        lines, _ = table_lines(PROCESSES, [], 79, 5, UNICODE, Position(), Order("pid"), nothing=nothing)
         assert said in lines[1].text
         assert all(span_cells(line.spans) <= 79 for line in lines)
 

@@ -13,8 +13,8 @@ from evener.balancer.store.notes import RunNote
 from evener.balancer.store.runs import Run, RunSummary
 from evener.tui.view.cells import span_cells
 from evener.tui.view.marks import UNICODE
-from evener.tui.view.runs import RunRow, brief_devices, plan_lines, run_lines, run_rows
-from evener.tui.view.table import Order, Position
+from evener.tui.view.runs import brief_devices, plan_lines, run_grid, run_rows
+from evener.tui.view.table import Order, Position, table_lines
 
 RUN = RunSummary(
     "20261121-145431-fb1d",
@@ -31,7 +31,7 @@ RUN = RunSummary(
 @pytest.mark.parametrize("width", [80, 100, 118, 200])
 def test_a_run_is_shown_whole(width: int) -> None:
     """Its id, which is what other commands want, its devices, throughput and ratios."""
-    lines, _ = run_lines((RunRow(RUN),), width, 5, UNICODE, Position())
+    lines, _ = table_lines(run_grid(width), (RUN,), width, 5, UNICODE, Position())
     row = lines[1].text
     assert len(row) <= width
     for text in ("20261121-145431-fb1d", "keras_maxer", "finished", "158 012"):
@@ -48,14 +48,14 @@ def test_runs_are_sorted_filtered_and_failures_hidden() -> None:
     found = (failed, RUN, slow)
 
     def shown(order: Order, words: str = "", **how: bool) -> list[str]:
-        return [row.summary.run for row in run_rows(found, order, words, **how)]
+        return [row.run for row in run_rows(found, order, words, **how)]
 
     assert shown(Order("run")) == [failed.run, RUN.run, slow.run]
     assert shown(Order("speed")) == [RUN.run, slow.run, failed.run]
     assert shown(Order("run"), "DRIVER #baseline") == [slow.run]
     assert shown(Order("run"), "failed") == [failed.run]
     assert shown(Order("run"), hide_failed=True) == [RUN.run, slow.run]
-    head, *rows = [line.text for line in run_lines(run_rows(found, Order("run")), 170, 9, UNICODE)[0]]
+    head, *rows = [line.text for line in table_lines(run_grid(170), run_rows(found, Order("run")), 170, 9, UNICODE)[0]]
     assert "note" in head
     assert "#baseline before the new driver" in rows[2]
 

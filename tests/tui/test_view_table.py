@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from evener.tui.view.cells import span_cells
 from evener.tui.view.marks import ASCII, UNICODE
-from evener.tui.view.table import Column, Position, column_widths, table_lines, text_cell
+from evener.tui.view.table import Column, Grid, Position, table_lines, text_cell
 
 COLUMNS: tuple[Column[int], ...] = (
     Column("number", ("number",), 6, text_cell(str)),
     Column("word", ("a long title", "title"), 8, text_cell(lambda row: f"row {row}"), "left"),
 )
+
+GRID = Grid(COLUMNS, (), {"word": 100})
 
 
 @given(st.integers(0, 40), st.integers(1, 30), st.integers(0, 39), st.integers(0, 60), st.integers(20, 60))
@@ -23,9 +25,8 @@ def test_a_scrolled_table_is_full_and_counts_what_it_hides(
 ) -> None:
     """Whatever it was scrolled for before: the cursor is visible, and no row is empty while others are hidden."""
     rows = range(count)
-    widths = column_widths(COLUMNS, (), {"word": 100}, width - 1)
     position = Position(min(cursor, max(0, count - 1)), top)
-    (head, *shown), first = table_lines(COLUMNS, widths, rows, height, UNICODE, position)
+    (head, *shown), first = table_lines(GRID, rows, width, height, UNICODE, position)
     assert len(shown) == min(count, height - 1)
     assert not shown or any(line.cursor for line in shown)
     above = sum(map(int, re.findall(r"▲(\d+)", head.text)))
@@ -35,6 +36,5 @@ def test_a_scrolled_table_is_full_and_counts_what_it_hides(
 
 
 def test_a_filter_and_hidden_rows_stand_over_the_last_titles() -> None:
-    widths = column_widths(COLUMNS, (), {"word": 100}, 39)
-    (head, *_), _ = table_lines(COLUMNS, widths, range(9), 5, ASCII, Position(8, 0), note="9 of 20: ada")
+    (head, *_), _ = table_lines(GRID, range(9), 40, 5, ASCII, Position(8, 0), note="9 of 20: ada")
     assert head.text == " number a long title     9 of 20: ada ^5"

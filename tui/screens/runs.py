@@ -21,13 +21,13 @@ from evener.tui.screens.export import plan_dialog, report_dialog
 from evener.tui.screens.replay import ReplayScreen
 from evener.tui.screens.run_dialogs import NoteDialog, ask_to_continue, errors_dialog, errors_file
 from evener.tui.view.cells import Line, text_lines
-from evener.tui.view.runs import RUN_COLUMNS, RunRow, has_failed, plan_lines, run_lines, run_rows
+from evener.tui.view.runs import RUN_COLUMNS, has_failed, plan_lines, run_grid, run_rows
 from evener.tui.view.table import Order
 from evener.tui.widgets.lines import Lines
 from evener.tui.widgets.lists import SortedPanel
 
 
-class RunPanel(SortedPanel[RunRow]):
+class RunPanel(SortedPanel[RunSummary]):
     """One row per run."""
 
     COLUMNS = RUN_COLUMNS
@@ -38,14 +38,14 @@ class RunPanel(SortedPanel[RunRow]):
         self.found: tuple[RunSummary, ...] = ()
         self.hide_failed = False
 
-    def identity(self, row: RunRow) -> str:
+    def identity(self, row: RunSummary) -> str:
         """Its id."""
-        return row.summary.run
+        return row.run
 
     @property
     def chosen_run(self) -> str:
         """The run under the cursor; empty without one."""
-        return self.chosen.summary.run if self.chosen is not None else ""
+        return self.chosen.run if self.chosen is not None else ""
 
     def take(self, found: tuple[RunSummary, ...]) -> None:
         """Show these."""
@@ -56,13 +56,10 @@ class RunPanel(SortedPanel[RunRow]):
     def redraw(self) -> None:
         """Sort, filter, and rebuild the rows."""
         rows = run_rows(self.found, self.order, self.words, hide_failed=self.hide_failed)
-        self.place(tuple(row._replace(tagged=self.identity(row) in self.tagged) for row in rows))
-        hidden = sum(map(has_failed, self.found)) if self.hide_failed else 0
-        notes = (self.filter_note(len(self.found)), f"{hidden} failed hidden" if hidden else "")
-        note = ", ".join(filter(None, notes))
-        lines, self.top = run_lines(self.rows, *self.size, self.evener.marks, self.position, self.order, note=note)
-        self.entitle(subtitle=str(len(self.found)))
-        self.show(lines)
+        failed = sum(map(has_failed, self.found)) if self.hide_failed else 0
+        nothing = "No run matches." if self.words or failed else "No runs yet: make one on the Balance screen, key 2."
+        hidden = f"{failed} failed hidden" if failed else ""
+        self.show_rows(run_grid(self.size.width), rows, len(self.found), nothing, hidden)
 
 
 class RunsScreen(SortedScreen):
@@ -185,13 +182,13 @@ class RunsScreen(SortedScreen):
         chosen = panel.chosen if panel is not None else None
         if chosen is None:
             return False
-        state, planned = chosen.summary.state, chosen.summary.probes > 0 and not has_failed(chosen.summary)
+        state, planned = chosen.state, chosen.probes > 0 and not has_failed(chosen)
         return {
             "go_on": state in ("finished", "stopped", "failed") and not self.evener.balance.active,
             "export": planned,
             "report": planned,
             "delete": state != "running",
-            "traceback": errors_file(chosen.summary.run) is not None,
+            "traceback": errors_file(chosen.run) is not None,
         }.get(action, state != "unreadable")
 
     def action_hide_failed(self) -> None:
@@ -245,7 +242,7 @@ class RunsScreen(SortedScreen):
 
     def action_delete(self) -> None:
         """Delete the marked runs, or the one under the cursor, after asking."""
-        names = [row.summary.run for row in self.query_one(RunPanel).chosen_rows]
+        names = [row.run for row in self.query_one(RunPanel).chosen_rows]
         what = f"the run {names[0]} and its journal" if len(names) == 1 else f"{len(names)} runs and their journals"
         question = f"Delete {what}? This can't be undone."
         self.app.push_screen(ConfirmDialog("Delete", question, "Delete"), lambda yes: self._delete(names, yes))

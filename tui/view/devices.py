@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from types import MappingProxyType
 
 import msgspec
 
 from evener.devices.types import DeviceSample, Reading, State
 from evener.tui.text.formatting import rate
-from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, pad
+from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, pad, span_cells
 from evener.tui.view.charts import bar, nice_ceiling, spark
 from evener.tui.view.figures import (
     figure,
@@ -26,7 +24,7 @@ from evener.tui.view.figures import (
     whole,
 )
 from evener.tui.view.marks import Marks
-from evener.tui.view.table import NO_CURSOR, Column, Position, column_widths, table_lines, table_row
+from evener.tui.view.table import NO_CURSOR, Column, Grid, Position, table_lines, table_row
 
 _MAKERS = re.compile(r"^(NVIDIA|AMD|Intel)\s+|\b(GeForce|Tesla|Corporation)\s+")
 
@@ -198,56 +196,49 @@ DEVICE_COLUMNS: tuple[Column[DeviceRow], ...] = (
     Column("speed", ("samples/s", "smp/s"), 5, _speed),
     Column("history", ("history", "hist"), 4, _history, "left"),
 )
-DEVICE_GROWTH = (
-    ("history", 6),
-    ("id", 6),
-    ("name", 8),
-    ("temperature", 5),
-    ("speed", 9),
-    ("util", 6),
-    ("name", 11),
-    ("tensor", 6),
-    ("util", 14),
-    ("memory", 11),
-    ("power", 9),
-    ("sm", 5),
-    ("dram", 5),
-    ("throttled", 14),
-    ("links", 12),
-    ("history", 12),
-    ("clock", 8),
-    ("memory", 20),
-    ("power", 17),
-    ("name", 16),
-    ("throttled", 20),
+DEVICES = Grid(
+    DEVICE_COLUMNS,
+    (
+        ("history", 6),
+        ("id", 6),
+        ("name", 8),
+        ("temperature", 5),
+        ("speed", 9),
+        ("util", 6),
+        ("name", 11),
+        ("tensor", 6),
+        ("util", 14),
+        ("memory", 11),
+        ("power", 9),
+        ("sm", 5),
+        ("dram", 5),
+        ("throttled", 14),
+        ("links", 12),
+        ("history", 12),
+        ("clock", 8),
+        ("memory", 20),
+        ("power", 17),
+        ("name", 16),
+        ("throttled", 20),
+    ),
+    {"history": 32, "util": 30, "memory": 30, "name": 24, "power": 26},
 )
-DEVICE_FLEXIBLE = {"history": 32, "util": 30, "memory": 30, "name": 24, "power": 26}
-
-
-@lru_cache(maxsize=16)
-def device_widths(width: int) -> Mapping[str, int]:
-    """Cells for each column of the device table in `width` cells, without the cursor's sign in front."""
-    return MappingProxyType(column_widths(DEVICE_COLUMNS, DEVICE_GROWTH, DEVICE_FLEXIBLE, width - 1))
-
-
-def device_line(row: DeviceRow, width: int, marks: Marks, *, cursor: bool = False) -> Line:
-    """One device; a lost one shows what happened instead of its figures."""
-    widths = device_widths(width)
-    sample = row.sample
-    if sample.note and sample.utilization_percent.state is State.LOST:
-        head = table_row(DEVICE_COLUMNS[:2], widths, row, marks, cursor=cursor)
-        room = width - sum(cells(span.text) for span in head.spans) - 1
-        note = cut(clean(sample.note, 300), max(0, room), marks.ellipsis)
-        return Line((*pad((*head.spans, Span(" "), Span(note, "bad")), width),), cursor)
-    return table_row(DEVICE_COLUMNS, widths, row, marks, cursor=cursor)
 
 
 def device_lines(
     rows: Sequence[DeviceRow], width: int, height: int, marks: Marks, position: Position = NO_CURSOR
 ) -> tuple[tuple[Line, ...], int]:
-    """The heading and as many rows as fit in `height`, and the first row shown."""
+    """The heading and as many rows as fit in `height`, and the first row shown.
 
-    def draw(row: DeviceRow, here: bool) -> Line:
-        return device_line(row, width, marks, cursor=here)
+    A lost device shows what happened instead of its figures.
+    """
 
-    return table_lines(DEVICE_COLUMNS, device_widths(width), rows, height, marks, position, draw=draw)
+    def draw(row: DeviceRow, widths: Mapping[str, int], here: bool) -> Line:
+        sample = row.sample
+        if not sample.note or sample.utilization_percent.state is not State.LOST:
+            return table_row(DEVICE_COLUMNS, widths, row, marks, cursor=here)
+        head = table_row(DEVICE_COLUMNS[:2], widths, row, marks, cursor=here).spans
+        note = cut(clean(sample.note, 300), max(0, width - span_cells(head) - 1), marks.ellipsis)
+        return Line(pad((*head, Span(" "), Span(note, "bad")), width), here)
+
+    return table_lines(DEVICES, rows, width, height, marks, position, draw=draw)

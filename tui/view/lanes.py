@@ -18,7 +18,7 @@ from evener.tui.text.progress import share_words
 from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, device_tone, span_cells
 from evener.tui.view.devices import DEVICE_COLUMNS, DeviceRow
 from evener.tui.view.marks import Marks
-from evener.tui.view.table import NO_CURSOR, Column, Position, column_widths, table_lines
+from evener.tui.view.table import NO_CURSOR, Column, Grid, Position, table_lines
 
 LONG_SECONDS = 2.0  # of a phase, from which it is said how long it has lasted
 WIDE = 100  # columns, from which used memory has a column too
@@ -186,9 +186,7 @@ def lane_lines(
 
     `samples`: the newest of each device, in the devices' order; none in a replay.
     """
-    columns = lane_columns(width, sampled=bool(samples))
-    growth = [step for step in _GROWTH if any(column.key == step[0] for column in columns)]
-    widths = column_widths(columns, growth, {"device": 34}, width - 1)
+    grid = Grid(lane_columns(width, sampled=bool(samples)), _GROWTH, {"device": 34})
     newest = [*samples, *[None] * len(state.devices)]
     lanes = [_Lane(state, device, newest[device]) for device in range(len(state.devices))]
-    return table_lines(columns, widths, lanes, height, marks, position)
+    return table_lines(grid, lanes, width, height, marks, position)

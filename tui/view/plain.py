@@ -7,8 +7,8 @@ from evener.tui.view.cells import Line, Tone, clean
 from evener.tui.view.devices import DeviceRow, device_lines
 from evener.tui.view.marks import Marks, to_ascii
 from evener.tui.view.monitor import host_line
-from evener.tui.view.processes import nothing_there, process_lines, process_rows
-from evener.tui.view.table import Order
+from evener.tui.view.processes import PROCESSES, nothing_there, process_rows
+from evener.tui.view.table import Order, table_lines
 
 _CODES: dict[Tone, str] = {
     "dim": "2",
@@ -31,7 +31,7 @@ def snapshot_text(snapshot: Snapshot, width: int, marks: Marks, *, colour: bool)
     shown = process_rows(snapshot, Order("memory"))
     devices, _ = device_lines(rows, width, len(rows) + 1, marks)
     nothing = nothing_there(snapshot.devices)
-    processes, _ = process_lines(shown, width, len(shown) + 1, marks, nothing=nothing)
+    processes, _ = table_lines(PROCESSES, shown, width, len(shown) + 1, marks, nothing=nothing)
     notes = [f"{marks.alarm} {clean(note)}" for note in snapshot.notes]
     if snapshot.driver:
         notes.insert(0, f"{clean(snapshot.host.hostname)}, NVIDIA driver {clean(snapshot.driver)}")

@@ -7,34 +7,20 @@ from typing import NamedTuple
 
 from evener.devices.types import DeviceSample, ProcessSample, Reading, Snapshot
 from evener.tui.text.formatting import rate
-from evener.tui.view.cells import Line, Span, Tone, clean, cut, line
+from evener.tui.view.cells import Span, Tone, clean, cut
 from evener.tui.view.figures import figure, run_time, short, short_bytes, whole
 from evener.tui.view.marks import Marks
-from evener.tui.view.table import (
-    NO_CURSOR,
-    UNSORTED,
-    Column,
-    Order,
-    Position,
-    column_widths,
-    heading,
-    matches,
-    sort_rows,
-    table_lines,
-    tag_cell,
-    text_cell,
-)
+from evener.tui.view.table import TAG, Column, Grid, Order, matches, sort_rows, text_cell
 
 Identity = tuple[int, float, str]  # pid, start, device: a pid may be reused, with another start
 
 
 class ProcessRow(NamedTuple):
-    """One row: the process, for how long it has run, the lines of the tree before its command, whether it is marked."""
+    """One row: the process, for how long it has run, the lines of the tree before its command."""
 
     sample: ProcessSample
     seconds: float | None = None
     branch: str = ""
-    tagged: bool = False
 
 
 def _figure(
@@ -68,7 +54,7 @@ def _command(row: ProcessRow, width: int, marks: Marks) -> tuple[Span, ...]:
 
 
 PROCESS_COLUMNS: tuple[Column[ProcessRow], ...] = (
-    Column("tagged", ("",), 1, tag_cell(lambda row: row.tagged), "left"),
+    TAG,
     Column("pid", ("pid",), 7, text_cell(lambda row: str(row.sample.pid), "strong"), value=lambda row: row.sample.pid),
     _text("user", 8, lambda sample: sample.user),
     _text("device", 6, lambda sample: sample.device_label),
@@ -85,7 +71,7 @@ PROCESS_COLUMNS: tuple[Column[ProcessRow], ...] = (
     ),
     _text("command", 10, lambda sample: sample.command)._replace(draw=_command),
 )
-PROCESS_GROWTH = (("command", 16), ("speed", 9), ("time", 8), ("user", 12))
+PROCESSES = Grid(PROCESS_COLUMNS, (("command", 16), ("speed", 9), ("time", 8), ("user", 12)), {"command": 1000})
 
 
 def process_words(sample: ProcessSample) -> str:
@@ -131,24 +117,3 @@ def nothing_there(devices: Sequence[DeviceSample]) -> str:
     if devices and all(sample.device.kind == "cpu" for sample in devices):
         return "No training reports itself here (evener.report; in Keras Report(split))."
     return "No process is on these devices."
-
-
-def process_lines(
-    rows: Sequence[ProcessRow],
-    width: int,
-    height: int,
-    marks: Marks,
-    position: Position = NO_CURSOR,
-    order: Order = UNSORTED,
-    *,
-    nothing: str = "",
-    note: str = "",
-) -> tuple[tuple[Line, ...], int]:
-    """The heading, which ends with `note`, and as many rows as fit in `height`, and the first row shown.
-
-    `nothing` replaces missing rows.
-    """
-    widths = column_widths(PROCESS_COLUMNS, PROCESS_GROWTH, {"command": 1000}, width - 1)
-    if not rows:
-        return (heading(PROCESS_COLUMNS, widths, marks, order, note), line(Span(f" {nothing}", "dim"))), 0
-    return table_lines(PROCESS_COLUMNS, widths, rows, height, marks, position, order=order, note=note)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -14,20 +13,7 @@ from evener.tui.text.formatting import duration, rate
 from evener.tui.view.balance_lines import rival_lines, share_lines, warning_lines
 from evener.tui.view.cells import Line, Span, Tone, clean, cut, line, text_lines
 from evener.tui.view.marks import Marks
-from evener.tui.view.table import (
-    NO_CURSOR,
-    UNSORTED,
-    Column,
-    Order,
-    Position,
-    column_widths,
-    heading,
-    matches,
-    sort_rows,
-    table_lines,
-    tag_cell,
-    text_cell,
-)
+from evener.tui.view.table import TAG, Column, Grid, Order, matches, sort_rows, text_cell
 
 _STATE_TONES: dict[str, Tone] = {
     "running": "speed",
@@ -38,20 +24,13 @@ _STATE_TONES: dict[str, Tone] = {
 }
 
 
-class RunRow(NamedTuple):
-    """A run in the list, and whether it is marked."""
-
-    summary: RunSummary
-    tagged: bool = False
+def _created(row: RunSummary) -> str:
+    return row.created.replace("T", " ").removesuffix("Z")
 
 
-def _created(row: RunRow) -> str:
-    return row.summary.created.replace("T", " ").removesuffix("Z")
-
-
-def _devices(row: RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
-    listed = clean(", ".join(row.summary.devices))
-    return (Span(listed if len(listed) <= width else cut(brief_devices(row.summary.devices), width, marks.ellipsis)),)
+def _devices(row: RunSummary, width: int, marks: Marks) -> tuple[Span, ...]:
+    listed = clean(", ".join(row.devices))
+    return (Span(listed if len(listed) <= width else cut(brief_devices(row.devices), width, marks.ellipsis)),)
 
 
 def brief_devices(labels: Sequence[str]) -> str:
@@ -62,24 +41,24 @@ def brief_devices(labels: Sequence[str]) -> str:
     return clean(f"{kinds.pop()}:{','.join(label.partition(':')[2] for label in labels)}")
 
 
-def _workload(row: RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
-    text = row.summary.workload.rpartition("/")[2] or row.summary.trouble  # of a file, its name
-    return (Span(cut(clean(text), width, marks.ellipsis), "text" if row.summary.workload else "bad"),)
+def _workload(row: RunSummary, width: int, marks: Marks) -> tuple[Span, ...]:
+    text = row.workload.rpartition("/")[2] or row.trouble  # of a file, its name
+    return (Span(cut(clean(text), width, marks.ellipsis), "text" if row.workload else "bad"),)
 
 
-def _state(row: RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
-    return (Span(cut(row.summary.state, width, marks.ellipsis), _STATE_TONES[row.summary.state]),)
+def _state(row: RunSummary, width: int, marks: Marks) -> tuple[Span, ...]:
+    return (Span(cut(row.state, width, marks.ellipsis), _STATE_TONES[row.state]),)
 
 
-def _speed(row: RunRow, _width: int, marks: Marks) -> tuple[Span, ...]:
-    speed = row.summary.samples_per_second
+def _speed(row: RunSummary, _width: int, marks: Marks) -> tuple[Span, ...]:
+    speed = row.samples_per_second
     return (Span(marks.none, "dim"),) if speed is None else (Span(rate(speed), "speed"),)
 
 
-def _ratios(row: RunRow, width: int, marks: Marks) -> tuple[Span, ...]:
-    text = " : ".join(f"{ratio:.3f}" for ratio in row.summary.ratios)
+def _ratios(row: RunSummary, width: int, marks: Marks) -> tuple[Span, ...]:
+    text = " : ".join(f"{ratio:.3f}" for ratio in row.ratios)
     if len(text) > width:
-        text = ":".join(f"{ratio:.2f}" for ratio in row.summary.ratios)
+        text = ":".join(f"{ratio:.2f}" for ratio in row.ratios)
     return (Span(cut(text, width, marks.ellipsis)),)
 
 
@@ -87,30 +66,24 @@ def _note_words(note: str, tags: Sequence[str]) -> str:
     return " ".join((*(f"#{tag}" for tag in tags), note)).strip()
 
 
-def _note(row: RunRow) -> str:
-    return _note_words(row.summary.note, row.summary.tags)
+def _note(row: RunSummary) -> str:
+    return _note_words(row.note, row.tags)
 
 
 def run_words(summary: RunSummary) -> str:
     """What a filter looks at."""
-    return " ".join((summary.run, *summary.devices, summary.workload, summary.state, _note(RunRow(summary))))
+    return " ".join((summary.run, *summary.devices, summary.workload, summary.state, _note(summary)))
 
 
-RUN_COLUMNS: tuple[Column[RunRow], ...] = (
-    Column("tagged", ("",), 1, tag_cell(lambda row: row.tagged), "left"),
-    Column("run", ("run",), 20, text_cell(lambda row: row.summary.run, "strong"), "left", lambda row: row.summary.run),
+RUN_COLUMNS: tuple[Column[RunSummary], ...] = (
+    TAG,
+    Column("run", ("run",), 20, text_cell(lambda row: row.run, "strong"), "left", lambda row: row.run),
     Column("created", ("created, UTC",), 19, text_cell(_created, "dim"), "left"),
-    Column("devices", ("devices",), 8, _devices, "left", lambda row: ", ".join(row.summary.devices)),
-    Column("workload", ("workload",), 11, _workload, "left", lambda row: row.summary.workload),
-    Column("state", ("state",), 10, _state, "left", lambda row: row.summary.state),
-    Column(
-        "probes",
-        ("probes", "n"),
-        3,
-        text_cell(lambda row: str(row.summary.probes)),
-        value=lambda row: row.summary.probes,
-    ),
-    Column("speed", ("samples/s", "smp/s"), 7, _speed, value=lambda row: row.summary.samples_per_second or 0),
+    Column("devices", ("devices",), 8, _devices, "left", lambda row: ", ".join(row.devices)),
+    Column("workload", ("workload",), 11, _workload, "left", lambda row: row.workload),
+    Column("state", ("state",), 10, _state, "left", lambda row: row.state),
+    Column("probes", ("probes", "n"), 3, text_cell(lambda row: str(row.probes)), value=lambda row: row.probes),
+    Column("speed", ("samples/s", "smp/s"), 7, _speed, value=lambda row: row.samples_per_second or 0),
     Column("ratios", ("ratios",), 9, _ratios, "left"),
     Column("note", ("note",), 12, text_cell(_note), "left", _note),
 )
@@ -120,10 +93,10 @@ _WIDE = 110  # columns, from which notes and dates have their own column; a run'
 
 def run_rows(
     found: Sequence[RunSummary], order: Order, words: str = "", *, hide_failed: bool = False
-) -> tuple[RunRow, ...]:
+) -> tuple[RunSummary, ...]:
     """The runs that match `words`, sorted; `found` begins with the newest."""
-    rows = [RunRow(each) for each in found if matches(run_words(each), words)]
-    return sort_rows(RUN_COLUMNS, [row for row in rows if not (hide_failed and has_failed(row.summary))], order)
+    rows = [row for row in found if matches(run_words(row), words) and not (hide_failed and has_failed(row))]
+    return sort_rows(RUN_COLUMNS, rows, order)
 
 
 def has_failed(summary: RunSummary) -> bool:
@@ -131,24 +104,10 @@ def has_failed(summary: RunSummary) -> bool:
     return summary.state in ("failed", "unreadable")
 
 
-def run_lines(
-    rows: Sequence[RunRow],
-    width: int,
-    height: int,
-    marks: Marks,
-    position: Position = NO_CURSOR,
-    order: Order = UNSORTED,
-    *,
-    note: str = "",
-) -> tuple[tuple[Line, ...], int]:
-    """The heading, which ends with `note`, and as many runs as fit in `height`, and the first one shown."""
+def run_grid(width: int) -> Grid[RunSummary]:
+    """The list in `width` cells."""
     columns = tuple(column for column in RUN_COLUMNS if width >= _WIDE or column.key not in ("created", "note"))
-    flexible = ({"note": 40} if width >= _WIDE else {}) | {"devices": 40, "ratios": 40, "workload": 60}
-    widths = column_widths(columns, _GROWTH, flexible, width - 1)
-    if not rows:
-        text = "No run matches." if note else "No runs yet: make one on the Balance screen, key 2."
-        return (heading(columns, widths, marks, order, note), line(Span(f" {text}", "dim"))), 0
-    return table_lines(columns, widths, rows, height, marks, position, order=order, note=note)
+    return Grid(columns, _GROWTH, {"note": 40, "devices": 40, "ratios": 40, "workload": 60})
 
 
 def _end_state(run: Run) -> SessionState:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, fit, pad, span_cells
 from evener.tui.view.marks import Marks
@@ -20,6 +20,21 @@ class Column(NamedTuple, Generic[RowT]):
     draw: Callable[[RowT, int, Marks], tuple[Span, ...]]
     align: Literal["left", "right"] = "right"
     value: Callable[[RowT], float | str] | None = None  # what the rows are sorted by; None: not by this column
+
+
+TAG: Column[Any] = Column("tagged", ("",), 1, lambda *_: (), "left")  # the panel that marks rows draws the sign
+
+
+class Grid(NamedTuple, Generic[RowT]):
+    """The columns of a table, the steps in which they grow, and those that share the rest, up to their limits."""
+
+    columns: tuple[Column[RowT], ...]
+    growth: tuple[tuple[str, int], ...]
+    flexible: Mapping[str, int]
+
+    def widths(self, width: int) -> dict[str, int]:
+        """Cells for each column in `width` cells, without the cursor's sign in front."""
+        return column_widths(self.columns, self.growth, self.flexible, width - 1)
 
 
 class Order(NamedTuple):
@@ -60,11 +75,6 @@ def text_cell(text: Callable[[RowT], str], tone: Tone = "text") -> Callable[[Row
     return lambda row, width, marks: (Span(cut(clean(text(row)), width, marks.ellipsis), tone),)
 
 
-def tag_cell(tagged: Callable[[RowT], bool]) -> Callable[[RowT, int, Marks], tuple[Span, ...]]:
-    """A column's `draw` for the sign of a marked row."""
-    return lambda row, _width, marks: (Span(marks.tagged if tagged(row) else "", "speed"),)
-
-
 def column_widths(
     columns: Sequence[Column[RowT]],
     growth: Sequence[tuple[str, int]],
@@ -74,17 +84,17 @@ def column_widths(
     """Cells for each column in `total`, one blank between two.
 
     Columns start at their least widths. Each step of `growth` (a column, its next width) is taken in order where it
-    fits; then the flexible columns share the rest, up to their limits.
+    fits; then the flexible columns share the rest, up to their limits. Both may name columns that aren't there.
     """
     widths = {column.key: column.least for column in columns}
     left = total - sum(widths.values()) - (len(widths) - 1)
     for key, width in growth:
-        more = width - widths[key]
+        more = width - widths.get(key, width)
         if 0 < more <= left:
             widths[key] = width
             left -= more
-    for key, limit in flexible.items():
-        more = max(0, min(left, limit - widths[key]))
+    for key in filter(widths.__contains__, flexible):
+        more = max(0, min(left, flexible[key] - widths[key]))
         widths[key] += more
         left -= more
     return widths
@@ -146,30 +156,34 @@ NO_CURSOR = Position(active=False)
 
 
 def table_lines(
-    columns: Sequence[Column[RowT]],
-    widths: Mapping[str, int],
+    grid: Grid[RowT],
     rows: Sequence[RowT],
+    width: int,
     height: int,
     marks: Marks,
     position: Position = NO_CURSOR,
-    *,
     order: Order = UNSORTED,
+    *,
     note: str = "",
-    draw: Callable[[RowT, bool], Line] | None = None,
+    nothing: str = "",
+    draw: Callable[[RowT, Mapping[str, int], bool], Line] | None = None,
 ) -> tuple[tuple[Line, ...], int]:
     """The heading and the rows that fit below it in `height`, scrolled to the cursor, and the first row shown.
 
-    The heading ends with `note` and the number of rows above and below those shown. `draw` replaces the usual row; it
-    gets the row, and whether the cursor is on it.
+    The heading ends with `note` and the number of rows above and below those shown; `nothing` replaces missing rows.
+    `draw` replaces the usual row; it gets the row, the columns' widths, and whether the cursor is on it.
     """
+    widths = grid.widths(width)
     room = max(0, height - 1)
     first = window(len(rows), position.cursor, room, position.top)
     shown = rows[first : first + room]
     below = len(rows) - first - len(shown)
     hidden = [f"{mark}{count}" for mark, count in ((marks.ascending, first), (marks.descending, below)) if count]
-    head = heading(columns, widths, marks, order, "".join(f" {sign}" for sign in (note, *hidden) if sign))
+    head = heading(grid.columns, widths, marks, order, "".join(f" {sign}" for sign in (note, *hidden) if sign))
     lines = [head]
     for place, row in enumerate(shown, first):
         here = position.active and place == position.cursor
-        lines.append(draw(row, here) if draw else table_row(columns, widths, row, marks, cursor=here))
+        lines.append(draw(row, widths, here) if draw else table_row(grid.columns, widths, row, marks, cursor=here))
+    if nothing and not rows:
+        lines.append(Line((Span(f" {nothing}", "dim"),)))
     return tuple(lines), first

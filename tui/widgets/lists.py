@@ -8,7 +8,9 @@ from typing import Any, ClassVar, Generic
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
-from evener.tui.view.table import Column, Order, Position, RowT, chosen_order, sort_keys
+from evener.tui.view.cells import Span
+from evener.tui.view.marks import Marks
+from evener.tui.view.table import TAG, Column, Grid, Order, Position, RowT, chosen_order, sort_keys, table_lines
 from evener.tui.widgets.lines import Lines
 
 
@@ -140,8 +142,30 @@ class SortedPanel(ListPanel, Generic[RowT]):
         marked = tuple(row for row in self.rows if self.identity(row) in self.tagged)
         return marked or ((self.chosen,) if self.chosen is not None else ())
 
-    def place(self, rows: tuple[RowT, ...]) -> None:
-        """Show these rows, with the cursor on the one that it was on."""
+    def show_rows(self, grid: Grid[RowT], rows: tuple[RowT, ...], total: int, nothing: str, hidden: str = "") -> None:
+        """Show these of `total` rows, with the cursor on the one that it was on; `nothing` is said if there are none.
+
+        The heading says what the filter leaves, and what else is `hidden`.
+        """
+        self._place(rows)
+        filtered = f"{self.count} of {total}: {self.words}" if self.words else ""
+        lines, self.top = table_lines(
+            grid._replace(columns=(TAG._replace(draw=self._tag_cell), *grid.columns[1:])),
+            rows,
+            *self.size,
+            self.evener.marks,
+            self.position,
+            self.order,
+            note=", ".join(filter(None, (filtered, hidden))),
+            nothing=nothing,
+        )
+        self.entitle(subtitle=str(total))
+        self.show(lines)
+
+    def _tag_cell(self, row: RowT, _width: int, marks: Marks) -> tuple[Span, ...]:
+        return (Span(marks.tagged if self.identity(row) in self.tagged else "", "speed"),)
+
+    def _place(self, rows: tuple[RowT, ...]) -> None:
         self.rows = rows
         keys = [self.identity(row) for row in rows]
         if self._under_cursor in keys:
@@ -149,10 +173,6 @@ class SortedPanel(ListPanel, Generic[RowT]):
         else:
             self.cursor = max(0, min(self.cursor, len(keys) - 1))
             self.cursor_moved()
-
-    def filter_note(self, total: int) -> str:
-        """How many of all rows the filter leaves; empty without one."""
-        return f"{self.count} of {total}: {self.words}" if self.words else ""
 
     def cursor_moved(self) -> None:
         """Remember the row, not its place."""

@@ -9,11 +9,11 @@ from textual.binding import Binding, BindingType
 from evener.devices.types import Snapshot
 from evener.tui.view.processes import (
     PROCESS_COLUMNS,
+    PROCESSES,
     Identity,
     ProcessRow,
     identity,
     nothing_there,
-    process_lines,
     process_rows,
 )
 from evener.tui.view.table import Order
@@ -49,20 +49,8 @@ class ProcessPanel(SortedPanel[ProcessRow]):
         if self.snapshot is None:
             return
         rows = process_rows(self.snapshot, self.order, self.words, tree=self.as_tree)
-        self.place(tuple(row._replace(tagged=self.identity(row) in self.tagged) for row in rows))
         nothing = "No process matches the filter." if self.words else nothing_there(self.snapshot.devices)
-        total = len(self.snapshot.processes)
-        lines, self.top = process_lines(
-            self.rows,
-            *self.size,
-            self.evener.marks,
-            self.position,
-            self.order,
-            nothing=nothing,
-            note=self.filter_note(total),
-        )
-        self.entitle(subtitle=str(total))
-        self.show(lines)
+        self.show_rows(PROCESSES, rows, len(self.snapshot.processes), nothing)
 
     def action_tree(self) -> None:
         """Show processes under what started them, or in one list."""
