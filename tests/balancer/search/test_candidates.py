@@ -102,6 +102,17 @@ def test_a_plan_needs_the_best_single_the_even_split_and_the_best_split() -> Non
     assert {layout.global_batch for layouts in plan.values() for layout in layouts} == {800}
 
 
+def test_a_family_s_further_candidates_are_extra() -> None:
+    """The preferred split and the best single device come before those that may only be a little better."""
+    three = Bench(((3.0, 0.1, 0, 400), (12.0, 0.3, 0, 2000), (30.0, 0.8, 0, 1000)), 0.003)
+    search = Search(three.problem(), LayoutOptions(("solo", "split"))).run(three.measure)
+    for family, most in (("split", 4), ("solo", 1)):
+        extra = [one.extra for one in search.candidates() if one.family == family]
+        assert extra == [False, True, True, True][: len(extra)]
+        assert len(extra) <= most
+    assert len([one for one in search.candidates() if one.family == "split"]) > 1
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_what_is_asked_for_races(family: str) -> None:
     options = LayoutOptions((family,), placements=(Placement("towers"),))  # type: ignore[arg-type]
