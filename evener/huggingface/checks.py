@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.nn.parallel import DistributedDataParallel
+
 from evener.errors import RequestError
 
 TOKEN_MEANS = (
@@ -34,6 +36,11 @@ def check_setup(trainer: Any) -> None:
         raise RequestError(
             f"One process has {args.n_gpu} GPUs, and DataParallel shares rows out evenly.",
             f"Start one process for each: torchrun --nproc-per-node {args.n_gpu} train.py.",
+        )
+    if isinstance(trainer.model, DistributedDataParallel):
+        raise RequestError(
+            "The model is in DistributedDataParallel already, and gradients would be exchanged and weighted twice.",
+            "Give the trainer the bare model, without split.wrap.",
         )
     if args.auto_find_batch_size:
         raise RequestError("auto_find_batch_size=True changes the plan's batches.", "Leave it out.")
