@@ -18,6 +18,7 @@ from evener.balancer.session import Request, Session
 from evener.balancer.types import Observation, OutOfMemory, Probe, Timed, layout_of
 from evener.devices.cpu.slices import slices
 from evener.devices.types import Device, Limit
+from tests.support.frameworks import skip_without
 from tests.support.probers import child_prober
 
 MIB = 1 << 20
@@ -154,7 +155,7 @@ def test_a_real_batch_fits_its_slice_in_passes_and_runs_out_of_it_in_one(
     framework: str, workload: str, cap_mib: int, batch: int, micro: int
 ) -> None:
     """A failed allocation of the framework's own under its cap, in a child that has just taken the whole batch."""
-    pytest.importorskip(framework)
+    skip_without(framework)
     prober = child_prober((one_slice(cap_mib * MIB),), workload, framework)
     fits = observe(prober, batch, micro)
     seen = observe(prober, batch)

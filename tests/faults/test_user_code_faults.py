@@ -15,6 +15,7 @@ from evener.balancer.events import Event, ProbeProgress
 from evener.balancer.session import Request, Session
 from evener.balancer.store import runs
 from evener.errors import EvenerError, NoLayoutError, RequestError
+from tests.support.frameworks import skip_without
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +43,7 @@ def sample_batch(n):
 )
 def test_the_line_that_raised_is_named_in_one_sentence(tmp_path: Path, extra: str, batch: str, words: str) -> None:
     """While the model is built, and while a batch is made."""
-    pytest.importorskip("tensorflow")
+    skip_without("tensorflow")
     source = tmp_path / "train.py"
     source.write_text(BUILD.format(extra=extra, batch=batch))
     session = Session(Request(devices="cpu/2:0", workload=f"{source}:build", budget_seconds=30.0))
@@ -77,7 +78,7 @@ class Broken(torch.nn.Module):
 
 def test_an_error_in_a_step_names_the_user_s_line_and_the_file_with_the_traceback(tmp_path: Path) -> None:
     """In whichever of their files it is; the traceback is whole, with the lines of the framework."""
-    pytest.importorskip("torch")
+    skip_without("torch")
     (tmp_path / "train.py").write_text(NETWORK)
     (tmp_path / "layers.py").write_text(LAYERS)
     request = Request(devices="cpu/2:0", workload=f"{tmp_path}/train.py:build", framework="torch", budget_seconds=30.0)
@@ -108,7 +109,7 @@ def build():
 @pytest.mark.skipif(0 not in os.sched_getaffinity(0) or len(os.sched_getaffinity(0)) < 2, reason="it needs two cores")
 def test_a_mistake_ends_the_session_once_whatever_the_other_devices_do(tmp_path: Path) -> None:
     """The first device's failure is everybody's: the other one, which still builds, is not waited for."""
-    pytest.importorskip("torch")
+    skip_without("torch")
     (tmp_path / "train.py").write_text(ONE_RAISES)
     request = Request(devices="cpu/2", workload=f"{tmp_path}/train.py:build", framework="torch", budget_seconds=60.0)
     session = Session(request)
@@ -137,7 +138,7 @@ def build():
 
 def test_a_build_that_hangs_is_counted_from_the_start_and_named_at_the_end(tmp_path: Path) -> None:
     """Seconds go up on every device, and the end says which function had not returned, where, and after how long."""
-    pytest.importorskip("torch")
+    skip_without("torch")
     (tmp_path / "train.py").write_text(HANGS)
     request = Request(devices="cpu/2", workload=f"{tmp_path}/train.py:build", framework="torch", budget_seconds=6.0)
     session = Session(request)

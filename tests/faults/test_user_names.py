@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.frameworks import skip_without
+
 pytestmark = pytest.mark.slow
 
 TRAIN = """
@@ -45,7 +47,7 @@ def project(tmp_path: Path) -> Path:
 
 def test_files_named_like_evener_s_packages_are_no_obstacle(project: Path) -> None:
     """By the command, and by `python -m`, which looks for modules in the folder first."""
-    pytest.importorskip("torch")
+    skip_without("torch")
     ways = ([str(Path(sys.executable).with_name("evener"))], [sys.executable, "-m", "evener"])
     options = ["--repeat", "1", "--steps", "20", "--share", "--json"]
     running = [subprocess.Popen([*way, *PROBE, *options], cwd=project, stdout=-1, stderr=-1, text=True) for way in ways]

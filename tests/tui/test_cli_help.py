@@ -13,6 +13,7 @@ import pytest
 from evener.tui.cli.main import run
 from evener.tui.text.workload_help import KERAS_EXAMPLE, TORCH_EXAMPLE, workload_help
 from evener.workloads import registry
+from tests.support.frameworks import skip_without
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -58,7 +59,7 @@ def test_the_readme_has_the_scripts_of_help() -> None:
 @pytest.mark.parametrize(("name", "script"), SCRIPTS, ids=[name for name, _ in SCRIPTS])
 def test_a_pasted_script_is_measured_and_trains(name: str, script: str, capsys: pytest.CaptureFixture[str]) -> None:
     """By its file alone: the framework is the one that it imports. Its plan, for one device, runs in plain Python."""
-    pytest.importorskip({"train_keras.py": "tensorflow", "train_torch.py": "torch"}[name])
+    skip_without({"train_keras.py": "tensorflow", "train_torch.py": "torch"}[name])
     Path(name).write_text(script)
     request = ["-d", "cpu/1", "--workload", f"{name}:build", "--global-batch", "1000", "--budget", "90s"]
     assert run(["balance", *request, "--export", "plan.toml", "--json"]) == 0

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from evener.workloads import registry
+from tests.support.frameworks import skip_without
 from tests.support.keras_start import Answers, start
 
-pytest.importorskip("tensorflow")
+skip_without("tensorflow")
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("keras_placed_proof.py")
 
