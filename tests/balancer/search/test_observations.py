@@ -57,10 +57,11 @@ def alone(batch: int, position: int = 0, turn: int = 0, stage: Stage = "solo") -
 
 def test_of_two_on_one_probe_the_worse_news_counts() -> None:
     at = alone(8)
-    ran, longer = timed(at), timed(at, steps=30)
+    ran, quicker, longer = timed(at), timed(at, 0.09), timed(at, steps=30)
     for order in ((ran, longer, full(at, 0), failed(at, 0)), (full(at, 0), failed(at, 0), longer, ran)):
         assert store(*order).at(at) == full(at, 0)
     assert store(ran, longer).at(at) == store(longer, ran).at(at) == longer
+    assert store(ran, quicker).at(at) == store(quicker, ran).at(at) == quicker
     assert store(failed(at, 0), ran).at(at) == ran
 
 

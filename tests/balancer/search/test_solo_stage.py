@@ -99,6 +99,13 @@ def test_a_knee_is_measured_on_its_slope() -> None:
     assert fourth[0] == pytest.approx(0.55 * third[0], rel=0.01)
 
 
+def test_a_lone_device_has_a_round_more() -> None:
+    """No other device and no split adds points to a curve in doubt."""
+    curve = ((0, 10), (64, 11), (500, 12), (1000, 60), (2000, 70), (4000, 300))
+    lone, pair = (Bench(((0.0, 0.0, 0, 4000),) * count, curves=(curve,) * count) for count in (1, 2))
+    assert len(rounds(lone)) > len(rounds(pair)) == 4
+
+
 def test_devices_that_can_not_be_used_sit_the_next_rounds_out() -> None:
     """The others go on alone."""
     gone = Bench(((10.0, 0.1, 0, 0), (10.0, 0.1, 0, 3000)))
