@@ -4,50 +4,30 @@ from __future__ import annotations
 
 from textual.theme import Theme
 
-_DEVICES_DARK = ("#6cb6ff", "#f0a45d", "#7bd88f", "#d2a8ff", "#f47ba6", "#56d4dd", "#e6d16b", "#a5b4c8")
-_DEVICES_LIGHT = ("#0b62c4", "#b35309", "#15803d", "#7e3fc4", "#c0266b", "#0e7490", "#8a6a00", "#556274")
-
-
-def _meanings(colours: dict[str, str], devices: tuple[str, ...]) -> dict[str, str]:
-    """Theme variables: one for each tone of `evener.tui.view.cells` that Textual's themes lack."""
-    return {f"ev-{name}": colour for name, colour in colours.items()} | {
-        f"ev-device{position}": colour for position, colour in enumerate(devices)
-    }
-
-
-DARK_MEANINGS = _meanings(
-    {
-        "dim": "#76839a",
-        "title": "#93a1b8",
-        "strong": "#f2f6fc",
-        "accent": "#58b4f0",
-        "memory": "#b794f4",
-        "power": "#e5b567",
-        "speed": "#5fd38d",
-        "track": "#2f3a4a",
-        "frame": "#2c3646",
-        "frame-focus": "#4f8cc9",
-        "cursor": "#1f3147",
-        "bar": "#161d28",
-    },
-    _DEVICES_DARK,
-)
-LIGHT_MEANINGS = _meanings(
-    {
-        "dim": "#66717f",
-        "title": "#4d5866",
-        "strong": "#0d1117",
-        "accent": "#0b62c4",
-        "memory": "#7e3fc4",
-        "power": "#9a5b00",
-        "speed": "#15803d",
-        "track": "#ccd3dc",
-        "frame": "#c3cbd6",
-        "frame-focus": "#0b62c4",
-        "cursor": "#d7e8fb",
-        "bar": "#e6ebf2",
-    },
-    _DEVICES_LIGHT,
+_MEANINGS = {  # on dark and on light: one for each tone of `evener.tui.view.cells` that Textual's themes lack
+    "dim": ("#76839a", "#66717f"),
+    "title": ("#93a1b8", "#4d5866"),
+    "strong": ("#f2f6fc", "#0d1117"),
+    "accent": ("#58b4f0", "#0b62c4"),
+    "memory": ("#b794f4", "#7e3fc4"),
+    "power": ("#e5b567", "#9a5b00"),
+    "speed": ("#5fd38d", "#15803d"),
+    "track": ("#2f3a4a", "#ccd3dc"),
+    "frame": ("#2c3646", "#c3cbd6"),
+    "frame-focus": ("#4f8cc9", "#0b62c4"),
+    "cursor": ("#1f3147", "#d7e8fb"),
+    "bar": ("#161d28", "#e6ebf2"),
+    "device0": ("#6cb6ff", "#0b62c4"),
+    "device1": ("#f0a45d", "#b35309"),
+    "device2": ("#7bd88f", "#15803d"),
+    "device3": ("#d2a8ff", "#7e3fc4"),
+    "device4": ("#f47ba6", "#c0266b"),
+    "device5": ("#56d4dd", "#0e7490"),
+    "device6": ("#e6d16b", "#8a6a00"),
+    "device7": ("#a5b4c8", "#556274"),
+}
+DARK_MEANINGS, LIGHT_MEANINGS = (
+    {f"ev-{name}": colours[light] for name, colours in _MEANINGS.items()} for light in (False, True)
 )
 
 

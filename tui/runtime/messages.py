@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from textual.message import Message
 
 from evener.balancer.events import Event, ProbeProgress
 from evener.devices.types import Snapshot
 
 
+@dataclass
 class Sampled(Message):
     """One tick of the sampler."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
-        super().__init__()
-        self.snapshot = snapshot
+    snapshot: Snapshot
 
     def can_replace(self, message: Message) -> bool:
         """A newer tick replaces one that is still waiting."""
         return isinstance(message, Sampled)
 
 
+@dataclass
 class SessionReported(Message):
     """An event of a session, or of the replay of one; `source` is its number."""
 
-    def __init__(self, source: int, event: Event) -> None:
-        super().__init__()
-        self.source = source
-        self.event = event
+    source: int
+    event: Event
 
     def can_replace(self, message: Message) -> bool:
         """Only progress of the same probe is replaced; every other event counts."""
@@ -39,11 +39,10 @@ class SessionReported(Message):
         )
 
 
+@dataclass
 class SessionEnded(Message):
     """A session's thread has ended; `fault` and `remedy` say why if it failed."""
 
-    def __init__(self, source: int, fault: str = "", remedy: str = "") -> None:
-        super().__init__()
-        self.source = source
-        self.fault = fault
-        self.remedy = remedy
+    source: int
+    fault: str = ""
+    remedy: str = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -27,22 +28,18 @@ class Lines(UsesApp, Widget):
     class Resized(Message):
         """The widget has another size; its lines must be rebuilt."""
 
+    @dataclass
     class RowClicked(Message):
         """A row was clicked, outside any span with its own action; `row` counts from the first line."""
 
-        def __init__(self, widget: Lines, row: int, clicks: int) -> None:
-            super().__init__()
-            self.widget = widget
-            self.row = row
-            self.clicks = clicks
+        row: int
+        clicks: int
 
+    @dataclass
     class Scrolled(Message):
         """The wheel moved over the widget, `rows` downwards."""
 
-        def __init__(self, widget: Lines, rows: int) -> None:
-            super().__init__()
-            self.widget = widget
-            self.rows = rows
+        rows: int
 
     def __init__(self, *, id: str | None = None, classes: str | None = None, focusable: bool = False) -> None:  # noqa: A002 - Textual's name
         super().__init__(id=id, classes=classes)
@@ -123,17 +120,17 @@ class Lines(UsesApp, Widget):
             return
         offset = event.get_content_offset(self)
         if offset is not None:
-            self.post_message(self.RowClicked(self, offset.y, event.chain))
+            self.post_message(self.RowClicked(offset.y, event.chain))
 
     def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
         """Move on."""
         event.stop()
-        self.post_message(self.Scrolled(self, 1))
+        self.post_message(self.Scrolled(1))
 
     def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
         """Move back."""
         event.stop()
-        self.post_message(self.Scrolled(self, -1))
+        self.post_message(self.Scrolled(-1))
 
 
 def _at(lines: Sequence[Line], y: int) -> Line:
