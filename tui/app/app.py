@@ -84,13 +84,13 @@ class EvenerApp(BaseApp):
 
     async def action_leave(self) -> None:
         """Quit; ask first while a search is running."""
-        from evener.tui.screens.dialogs import ConfirmDialog
+        from evener.tui.screens.dialogs import confirm
 
         if not self.balance.active:
             self.exit()
             return
         question = "A search is running. Quit? Its measurements are kept, and the run can be resumed."
-        self.push_screen(ConfirmDialog("Quit", question, "Quit"), lambda yes: self.exit() if yes else None)
+        confirm(self, "Quit", question, self.exit)
 
     def action_show(self, name: str) -> None:
         """Open one of the screens, unless a dialog waits for an answer."""

@@ -5,7 +5,8 @@ Screens and widgets import this class and never the full app, which imports them
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import msgspec
@@ -16,6 +17,7 @@ from textual.reactive import var
 from evener.balancer.request import Request
 from evener.balancer.session_state import SessionState, advance, first_state, own_speed
 from evener.devices.types import Device, DeviceSample, Snapshot
+from evener.errors import EvenerError
 from evener.tui.runtime.messages import Sampled, SessionEnded, SessionReported
 from evener.tui.runtime.probe_session import ProbeSession
 from evener.tui.runtime.session_thread import Live, SessionThread
@@ -158,6 +160,14 @@ class BaseApp(App[int]):
         steps = sorted({*INTERVALS_SECONDS, self.publisher.interval_seconds})
         place = steps.index(self.publisher.interval_seconds) + direction
         self.publisher.interval_seconds = steps[max(0, min(place, len(steps) - 1))]
+
+    @contextmanager
+    def saying_faults(self) -> Iterator[None]:
+        """Show an EvenerError as a message; what follows in the block is skipped."""
+        try:
+            yield
+        except EvenerError as fault:
+            self.say(str(fault), severity="error")
 
     def say(self, text: str, *, severity: Literal["information", "warning", "error"] = "information") -> None:
         """Show a message that disappears after a while; markup in the text is not interpreted."""

@@ -10,18 +10,16 @@ from textual.widget import Widget
 from textual.widgets import ContentSwitcher
 
 from evener.balancer.session_state import SessionState
-from evener.balancer.store.runs import load_run
-from evener.errors import EvenerError
 from evener.tui.screens.base import PanelScreen
-from evener.tui.screens.dialogs import ConfirmDialog
-from evener.tui.screens.export import plan_dialog, report_dialog
-from evener.tui.screens.run_dialogs import ask_to_continue, errors_dialog, errors_file
+from evener.tui.screens.dialogs import confirm
+from evener.tui.screens.export import plan_dialog
+from evener.tui.screens.run_dialogs import RunActions, errors_file
 from evener.tui.screens.setup import Setup
 from evener.tui.widgets.balance import BalanceView, LanePanel
 from evener.tui.widgets.choices import Ticks
 
 
-class BalanceScreen(PanelScreen):
+class BalanceScreen(RunActions, PanelScreen):
     """Shows the app's session, which continues when another screen is opened."""
 
     NAME = "balance"
@@ -35,6 +33,11 @@ class BalanceScreen(PanelScreen):
         Binding("t", "traceback", "Traceback"),
         Binding("n", "new", "New search"),
     ]
+
+    @property
+    def chosen_run(self) -> str:
+        """The run of the session; empty without one."""
+        return self.evener.balance.run
 
     def panels(self) -> Iterable[Widget]:
         """The form, and the search."""
@@ -99,32 +102,13 @@ class BalanceScreen(PanelScreen):
     def action_stop(self) -> None:
         """End the search after asking; the best plan so far is kept."""
         question = "Stop the search? The best plan so far is kept."
-        self.app.push_screen(ConfirmDialog("Stop", question, "Stop"), self._stop)
-
-    def _stop(self, confirmed: bool | None) -> None:
-        if confirmed:
-            self.evener.stop_session()
+        confirm(self.evener, "Stop", question, self.evener.stop_session)
 
     def action_export(self) -> None:
         """Write the plan to a file."""
         finished = self.evener.balance.finished
         if finished is not None:
             self.app.push_screen(plan_dialog(finished.plan))
-
-    def action_report(self) -> None:
-        """Write the report to a file."""
-        self.app.push_screen(report_dialog(self.evener.balance.run))
-
-    def action_traceback(self) -> None:
-        """Show what failing children wrote."""
-        self.app.push_screen(errors_dialog(self.evener.balance.run))
-
-    def action_go_on(self) -> None:
-        """Measure more in the run that has ended."""
-        try:
-            ask_to_continue(self.evener, load_run(self.evener.balance.run))
-        except EvenerError as fault:
-            self.evener.say(str(fault), severity="error")
 
     def action_new(self) -> None:
         """Return to the form."""

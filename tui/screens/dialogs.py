@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
-from textual.app import ComposeResult
+from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import ModalScreen
@@ -123,6 +123,11 @@ class ConfirmDialog(Dialog[bool]):
         self.dismiss(yes)
 
 
+def confirm(app: App[int], action: str, question: str, then: Callable[[], Any]) -> None:
+    """Ask, and call `then` if the answer is yes; `action` is the title and the button."""
+    app.push_screen(ConfirmDialog(action, question, action), lambda yes: then() if yes else None)
+
+
 class FieldDialog(Dialog[bool]):
     """Asks for one line; what is wrong with it is said below."""
 
@@ -151,7 +156,7 @@ class FieldDialog(Dialog[bool]):
         try:
             done = await self.take(event.value.strip())
         except EvenerError as fault:
-            self.tell(f"{fault.message} {fault.remedy}", bad=True)
+            self.tell(str(fault), bad=True)
         else:
             if done:
                 self.dismiss(True)

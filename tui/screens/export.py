@@ -14,7 +14,7 @@ from textual.widgets import Input
 
 from evener.errors import EvenerError, RequestError
 from evener.plan import Plan
-from evener.tui.screens.dialogs import ConfirmDialog, FieldDialog
+from evener.tui.screens.dialogs import FieldDialog, confirm
 
 MOST_ENTRIES = 5000  # of a folder that is searched for completions
 
@@ -62,7 +62,7 @@ class SaveDialog(FieldDialog):
         if not os.path.exists(path):  # writing to an unreadable path says what is wrong
             return await self._write(path)
         question = f"{path} already exists. Replace it?"
-        self.app.push_screen(ConfirmDialog("Replace", question, "Replace"), lambda yes: self._answered(path, yes))
+        confirm(self.evener, "Replace", question, lambda: self._replace(path))
         return False
 
     def _check(self, path: Path) -> None:
@@ -72,8 +72,8 @@ class SaveDialog(FieldDialog):
         if os.path.isdir(path):
             raise RequestError(f"{path} is a folder.", "Name a file in it.")
 
-    async def _answered(self, path: Path, yes: bool | None) -> None:
-        if yes and await self._write(path):
+    async def _replace(self, path: Path) -> None:
+        if await self._write(path):
             self.dismiss(True)
 
     async def _write(self, path: Path) -> bool:
@@ -81,7 +81,7 @@ class SaveDialog(FieldDialog):
         try:
             await asyncio.to_thread(self._save, path)
         except EvenerError as fault:
-            self.tell(f"{fault.message} {fault.remedy}", bad=True)
+            self.tell(str(fault), bad=True)
             return False
         self.evener.say(f"The {self._what} was written to {path}.")
         return True

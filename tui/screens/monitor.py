@@ -11,7 +11,6 @@ from textual.widget import Widget
 
 from evener.devices.process_signals import read_environment
 from evener.devices.types import DeviceSample, Snapshot
-from evener.errors import RequestError
 from evener.tui.screens.base import SortedScreen
 from evener.tui.screens.dialogs import DetailsDialog
 from evener.tui.screens.signals import SignalDialog
@@ -139,13 +138,10 @@ class MonitorScreen(SortedScreen):
         chosen = self.query_one(ProcessPanel).chosen
         if chosen is None:
             return
-        try:
-            variables = read_environment(chosen.sample)
-        except RequestError as fault:
-            self.evener.say(str(fault), severity="error")
-            return
         title = f"Environment of process {chosen.sample.pid}"
-        self.app.push_screen(DetailsDialog(title, lambda width: environment_lines(variables, width), wide=True))
+        with self.evener.saying_faults():
+            variables = read_environment(chosen.sample)
+            self.app.push_screen(DetailsDialog(title, lambda width: environment_lines(variables, width), wide=True))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Offer only the keys that have an effect now."""

@@ -1,4 +1,4 @@
-"""What is asked about one run: how much longer to measure, a note; and the errors of its children."""
+"""What is done with one run: it is continued and annotated; its report and its children's errors are shown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from textual.app import App
 from textual.widgets import Input
 
 from evener.balancer.store import runs
@@ -15,8 +14,10 @@ from evener.balancer.store.folders import error_file
 from evener.balancer.store.notes import RunNote
 from evener.balancer.store.runs import Run
 from evener.errors import EvenerError
+from evener.tui.runtime.base_app import UsesApp
 from evener.tui.screens.dialogs import DetailsDialog, FieldDialog
-from evener.tui.text.formatting import duration
+from evener.tui.screens.export import report_dialog
+from evener.tui.text.formatting import duration, note_words
 from evener.tui.text.parsing import parse_duration
 from evener.tui.view.cells import whole_lines
 
@@ -43,23 +44,12 @@ class ContinueDialog(FieldDialog):
         return True
 
 
-def ask_to_continue(app: App[int], run: Run) -> None:
-    """Ask how long to go on with a run, and show its search."""
-
-    def show(done: bool | None) -> None:
-        if done:
-            app.switch_mode("balance")
-
-    app.push_screen(ContinueDialog(run), show)
-
-
 class NoteDialog(FieldDialog):
     """Asks for a note; words with # are tags."""
 
     def __init__(self, name: str, note: RunNote) -> None:
-        text = " ".join((*(f"#{tag}" for tag in note.tags), note.note)).strip()
         hint = "A note on the run; words that begin with # are tags. The filter finds both."
-        super().__init__("Note", Input(text, id="line", compact=True), hint)
+        super().__init__("Note", Input(note_words(note.note, note.tags), id="line", compact=True), hint)
         self._run, self._before = name, note
 
     async def take(self, text: str) -> bool:
@@ -88,3 +78,30 @@ def errors_dialog(run: str) -> DetailsDialog:
             text = stream.read(MOST_ERROR_BYTES).decode(errors="replace")
     text = f"{path}\n\n{text}" if text else "No child of this run has written an error."
     return DetailsDialog("Traceback", functools.cache(lambda width: whole_lines(text, width)), wide=True)
+
+
+class RunActions(UsesApp):
+    """What a screen does with one run: continue it, write its report, show its tracebacks."""
+
+    @property
+    def chosen_run(self) -> str:
+        """The run that keys act on; empty without one."""
+        raise NotImplementedError
+
+    def action_go_on(self) -> None:
+        """Ask how long to go on with the run, and show its search."""
+
+        def show(done: bool | None) -> None:
+            if done:
+                self.app.switch_mode("balance")
+
+        with self.evener.saying_faults():
+            self.app.push_screen(ContinueDialog(runs.load_run(self.chosen_run)), show)
+
+    def action_report(self) -> None:
+        """Write the report of the run."""
+        self.app.push_screen(report_dialog(self.chosen_run))
+
+    def action_traceback(self) -> None:
+        """Show what failing children of the run wrote."""
+        self.app.push_screen(errors_dialog(self.chosen_run))

@@ -16,10 +16,10 @@ from evener.balancer.store.runs import Run, RunSummary
 from evener.errors import EvenerError
 from evener.tui.runtime.run_replay import read_run, recorded_events
 from evener.tui.screens.base import SortedScreen
-from evener.tui.screens.dialogs import ConfirmDialog
-from evener.tui.screens.export import plan_dialog, report_dialog
+from evener.tui.screens.dialogs import confirm
+from evener.tui.screens.export import plan_dialog
 from evener.tui.screens.replay import ReplayScreen
-from evener.tui.screens.run_dialogs import NoteDialog, ask_to_continue, errors_dialog, errors_file
+from evener.tui.screens.run_dialogs import NoteDialog, RunActions, errors_file
 from evener.tui.view.cells import Line, text_lines
 from evener.tui.view.runs import RUN_COLUMNS, has_failed, plan_lines, run_grid, run_rows
 from evener.tui.view.table import Order
@@ -62,7 +62,7 @@ class RunPanel(SortedPanel[RunSummary]):
         self.show_rows(run_grid(self.size.width), rows, len(self.found), nothing, hidden)
 
 
-class RunsScreen(SortedScreen):
+class RunsScreen(RunActions, SortedScreen):
     """Reads the journals when it is opened, and on F5."""
 
     NAME = "runs"
@@ -82,6 +82,11 @@ class RunsScreen(SortedScreen):
     def __init__(self) -> None:
         super().__init__()
         self._plans: dict[str, Run | str] = {}
+
+    @property
+    def chosen_run(self) -> str:
+        """The run under the cursor; empty without one."""
+        return self.query_one(RunPanel).chosen_run
 
     def panels(self) -> Iterable[Widget]:
         """The list, one or two plans, the filter."""
@@ -107,14 +112,11 @@ class RunsScreen(SortedScreen):
 
     async def action_reload(self) -> None:
         """Read the list again."""
-        try:
+        with self.evener.saying_faults():
             found = await asyncio.to_thread(runs.list_runs)
-        except EvenerError as fault:
-            self.evener.say(str(fault), severity="error")
-            return
-        self._plans.clear()
-        self.query_one(RunPanel).take(found)
-        self.redraw()
+            self._plans.clear()
+            self.query_one(RunPanel).take(found)
+            self.redraw()
 
     def redraw(self) -> None:
         """Draw the list and the plans."""
@@ -165,14 +167,6 @@ class RunsScreen(SortedScreen):
                 self._plans[name] = str(fault)
         return self._plans[name]
 
-    def _chosen(self) -> Run | None:
-        """The run under the cursor; one that can't be read says why."""
-        found = self._found(self.query_one(RunPanel).chosen_run)
-        if isinstance(found, str):
-            self.evener.say(found, severity="error")
-            return None
-        return found
-
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Offer only the keys that have an effect now."""
         panels = self.query(RunPanel)
@@ -197,62 +191,33 @@ class RunsScreen(SortedScreen):
         panel.hide_failed = not panel.hide_failed
         self.redraw()
 
-    def action_go_on(self) -> None:
-        """Measure more in the run under the cursor."""
-        found = self._chosen()
-        if found is not None:
-            ask_to_continue(self.evener, found)
-
     def action_note(self) -> None:
         """Write a note and tags on the run under the cursor."""
-        found = self._chosen()
-        if found is not None:
-            self.app.push_screen(NoteDialog(found.header.run, found.note), self._noted)
-
-    async def _noted(self, _changed: bool | None) -> None:
-        await self.action_reload()
+        with self.evener.saying_faults():
+            found = runs.load_run(self.chosen_run)
+            self.app.push_screen(NoteDialog(found.header.run, found.note), lambda _: self.action_reload())
 
     def action_export(self) -> None:
         """Write the plan of the run under the cursor."""
-        found = self._chosen()
-        if found is not None and found.plan is None:
-            self.evener.say("This run has no plan.", severity="warning")
-        elif found is not None and found.plan is not None:
-            self.app.push_screen(plan_dialog(found.plan))
-
-    def action_report(self) -> None:
-        """Write the report of the run under the cursor."""
-        self.app.push_screen(report_dialog(self.query_one(RunPanel).chosen_run))
-
-    def action_traceback(self) -> None:
-        """Show what failing children of the run under the cursor wrote."""
-        self.app.push_screen(errors_dialog(self.query_one(RunPanel).chosen_run))
+        with self.evener.saying_faults():
+            self.app.push_screen(plan_dialog(runs.load_run(self.chosen_run).require_plan()))
 
     def action_replay(self) -> None:
         """Replay the run under the cursor."""
-        name = self.query_one(RunPanel).chosen_run
-        if not name:
-            return
-        try:
-            record = read_run(name)
-        except EvenerError as fault:
-            self.evener.say(str(fault), severity="error")
-            return
-        self.app.push_screen(ReplayScreen(name, record.header, recorded_events(record)))
+        if name := self.chosen_run:
+            with self.evener.saying_faults():
+                record = read_run(name)
+                self.app.push_screen(ReplayScreen(name, record.header, recorded_events(record)))
 
     def action_delete(self) -> None:
         """Delete the marked runs, or the one under the cursor, after asking."""
         names = [row.run for row in self.query_one(RunPanel).chosen_rows]
         what = f"the run {names[0]} and its journal" if len(names) == 1 else f"{len(names)} runs and their journals"
         question = f"Delete {what}? This can't be undone."
-        self.app.push_screen(ConfirmDialog("Delete", question, "Delete"), lambda yes: self._delete(names, yes))
+        confirm(self.evener, "Delete", question, lambda: self._delete(names))
 
-    async def _delete(self, names: Iterable[str], confirmed: bool | None) -> None:
-        if not confirmed:
-            return
+    async def _delete(self, names: Iterable[str]) -> None:
         for name in names:
-            try:
+            with self.evener.saying_faults():
                 runs.delete_run(name)
-            except EvenerError as fault:
-                self.evener.say(str(fault), severity="error")
         await self.action_reload()

@@ -171,7 +171,7 @@ class Setup(UsesApp, VerticalScroll):
         try:
             request, devices, batches = self._read()
         except EvenerError as fault:
-            self.complain(f"{fault.message} {fault.remedy}")
+            self.complain(str(fault))
             return
         self.complain("")
         if batches:

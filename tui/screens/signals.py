@@ -12,7 +12,6 @@ from textual.widgets import Button
 
 from evener.devices.process_signals import send_signal
 from evener.devices.types import ProcessSample
-from evener.errors import RequestError
 from evener.tui.screens.dialogs import ConfirmDialog, Dialog, Text
 from evener.tui.view.cells import Line, Span, clean, cut, line
 
@@ -84,10 +83,7 @@ class SignalDialog(Dialog[None]):
 
     def _send(self, name: str, confirmed: bool | None) -> None:
         for row in self._chosen if confirmed else ():
-            try:
+            with self.evener.saying_faults():
                 send_signal(row, name)
-            except RequestError as fault:
-                self.evener.say(str(fault), severity="error")
-            else:
                 self.evener.say(f"SIG{name} was sent to process {row.pid}.")
         self.dismiss(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 import unicodedata
+from collections.abc import Iterable
 
 from evener.balancer.result.number_format import half_width as half_width
 from evener.balancer.result.number_format import percent as percent
@@ -37,6 +38,11 @@ def size(count: float) -> str:
             break
         count /= 1024
     return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
+
+
+def note_words(note: str, tags: Iterable[str]) -> str:
+    """A run's tags and note on one line."""
+    return " ".join((*(f"#{tag}" for tag in tags), note)).strip()
 
 
 def unbroken(text: str) -> str:

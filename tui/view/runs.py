@@ -9,7 +9,7 @@ import msgspec
 from evener.balancer.events import Finished
 from evener.balancer.session_state import SessionState, first_state
 from evener.balancer.store.runs import Run, RunSummary
-from evener.tui.text.formatting import duration, rate
+from evener.tui.text.formatting import duration, note_words, rate
 from evener.tui.view.balance_lines import rival_lines, share_lines, warning_lines
 from evener.tui.view.cells import Line, Span, Tone, clean, cut, line, text_lines
 from evener.tui.view.marks import Marks
@@ -62,12 +62,8 @@ def _ratios(row: RunSummary, width: int, marks: Marks) -> tuple[Span, ...]:
     return (Span(cut(text, width, marks.ellipsis)),)
 
 
-def _note_words(note: str, tags: Sequence[str]) -> str:
-    return " ".join((*(f"#{tag}" for tag in tags), note)).strip()
-
-
 def _note(row: RunSummary) -> str:
-    return _note_words(row.note, row.tags)
+    return note_words(row.note, row.tags)
 
 
 def run_words(summary: RunSummary) -> str:
@@ -135,7 +131,7 @@ def plan_lines(run: Run, width: int, height: int, marks: Marks) -> tuple[Line, .
     title = line(
         Span(name, "strong"), Span(cut(clean(run.header.workload), width - len(name) - 1, marks.ellipsis), "dim")
     )
-    note = _note_words(run.note.note, run.note.tags)
+    note = note_words(run.note.note, run.note.tags)
     head = (title, *text_lines(note, width, 3, "accent")) if note else (title,)
     if run.state != "finished":
         head = (*head, *text_lines(_state_words(run), width, 8, _STATE_TONES[run.state]))

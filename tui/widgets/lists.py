@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic
 
 from textual.binding import Binding, BindingType
@@ -31,12 +32,11 @@ class ListPanel(Lines):
     class Moved(Message):
         """The cursor is on another row."""
 
+    @dataclass
     class Opened(Message):
         """The user wants to see the row under the cursor in full."""
 
-        def __init__(self, panel: ListPanel) -> None:
-            super().__init__()
-            self.panel = panel
+        panel: ListPanel
 
     def __init__(self, title: str = "", *, id: str) -> None:  # noqa: A002 - Textual's name
         super().__init__(id=id, classes="panel", focusable=True)

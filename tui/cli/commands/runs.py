@@ -12,7 +12,7 @@ from evener.balancer.store import runs
 from evener.balancer.store.runs import Run, RunSummary, State
 from evener.errors import RequestError
 from evener.tui.cli.streams import terminal_columns
-from evener.tui.text.formatting import duration, folded, plain, rate
+from evener.tui.text.formatting import duration, folded, note_words, plain, rate
 from evener.tui.text.parsing import parse_duration, parse_words
 from evener.tui.text.plan_summary import summary_lines
 from evener.tui.text.progress import observation_words
@@ -141,8 +141,8 @@ def _as_json(run: Run) -> dict[str, Any]:
 def run_note(name: str, note: str | None, add_tags: Sequence[str], remove_tags: Sequence[str]) -> int:
     """Change the note or the tags of a run, and print them."""
     found = runs.annotate_run(name, note, add_tags, remove_tags)
-    words = " ".join((*(f"#{tag}" for tag in found.tags), found.note)) or "no tags, no note"
-    print(f"evener: {runs.find(name)}: {plain(words.strip(), 1200)}", file=sys.stderr)
+    words = note_words(found.note, found.tags) or "no tags, no note"
+    print(f"evener: {runs.find(name)}: {plain(words, 1200)}", file=sys.stderr)
     return 0
 
 
