@@ -104,9 +104,9 @@ def _too_large(header: Header, largest: Sequence[int], seen: Sequence[Observatio
     for i, (device, size) in enumerate(zip(header.devices, largest, strict=True)):
         others = f" (others hold {taken[i] / GIB:.1f} GiB of its memory)" if taken.get(i) else ""
         fits.append(f"{device.label} holds {size}{others}")
-    more = ", or leave out --micro off" if header.request.micro == "off" else ""
+    more = ", leave out --micro off," if header.request.micro == "off" else ","
     together = f", which is {sum(largest)} together" if len(fits) > 1 else ""
     return (
         f"A global batch of {header.request.global_batch} samples doesn't fit: {join_words(fits)}{together}.",
-        f"Take at most {sum(largest)}, or other devices{more}.",
+        f"Take at most {sum(largest)}{more} or other devices.",
     )

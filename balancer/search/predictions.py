@@ -88,6 +88,8 @@ class Predictions:
     def unsure_of_passes(self) -> dict[int, int]:
         """Devices whose passes were never measured and may be wanted: position and largest share."""
         batch, live = self._problem.global_batch, self.model.live
+        if not any(self.model.pass_rows[i] and self.model.extra_seconds[i] is None for i in live):
+            return {}
         if len(live) == 1:
             wanted = self.fastest_single if batch is not None else None
         elif self.one_pass_split is not None and not self.model.splits:

@@ -48,10 +48,13 @@ class PassCurve(msgspec.Struct, frozen=True):
         if most >= ceiling or most < self.wall == self.rows:
             return most
         full = int((seconds + self.extra) / (self.curve.seconds(self.rows) + self.extra) * (1 + ROUNDING))
-        for passes in {max(2, full), max(2, full + 1)}:
-            each = self.curve.most_rows((seconds + self.extra) / passes - self.extra)
-            most = max(most, int(min(passes * min(each, self.rows), ceiling)) // quantum * quantum)
-        return most
+        if full > 1:
+            most = max(most, min(full * self.rows, ceiling) // quantum * quantum)
+        if most + quantum > ceiling:
+            return most
+        passes = max(2, full + 1)
+        each = self.curve.most_rows((seconds + self.extra) / passes - self.extra)
+        return max(most, int(min(passes * min(each, self.rows), ceiling)) // quantum * quantum)
 
     def breakpoints(self, ceiling: int) -> list[float]:
         """The finish times at which throughput may be best: one pass's, and where a number of passes begins or ends."""
