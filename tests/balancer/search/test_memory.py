@@ -140,6 +140,7 @@ def test_in_a_split_only_what_ran_is_tried_where_bytes_are_unknown() -> None:
     """Or where memory ran out often; unless the batch has to go somewhere."""
     unknown = Memory(None, (), 64)
     assert unknown.largest_in_split(10**6) == 64
+    assert unknown.largest_in_split(60, 8) == 56
     assert unknown.largest_in_split(10**6, bold=True) == 512
     assert Memory(31_000, LINE, 200, failed=400, failures=2).largest_in_split(10**6) > 290
     assert Memory(31_000, LINE, 200, failed=400, failures=3).largest_in_split(10**6, bold=True) == 200
