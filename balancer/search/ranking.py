@@ -17,7 +17,7 @@ import msgspec
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.observations import Turns, relative_error
 from evener.balancer.search.statistics import normal_cdf, normal_density, relative_half_width, student
-from evener.balancer.types import Interval, Layout, Problem, Timed
+from evener.balancer.types import Interval, Layout, Problem
 
 TIE = 0.01  # relative; a smaller difference is not worth a change
 UNCLEAR = 0.03  # relative; a tie with a measured gap above this is reported as unclear
