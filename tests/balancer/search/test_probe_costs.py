@@ -93,6 +93,16 @@ def test_children_that_stand_start_in_no_time() -> None:
     assert budget().start_seconds(SPLIT) == 0.0
 
 
+def test_packs_start_in_proportion_or_sooner_where_a_second_size_did() -> None:
+    """Two trainings in 6 s, four in 8: each of the next takes a second, not three."""
+    two, four = (
+        timed(Layout("pack", (8, 0), size), "pack", start_seconds=seconds) for size, seconds in ((2, 6.0), (4, 8.0))
+    )
+    six = Layout("pack", (8, 0), 6)
+    assert budget(two).start_seconds(six) == pytest.approx(18.0)
+    assert budget(two, four).start_seconds(six) == pytest.approx(10.0)
+
+
 def test_children_that_make_way_again_and_again_pay_their_least_start_each_time() -> None:
     first, second = timed(SPLIT, "split", start_seconds=6.0), timed(SPLIT, "race", turn=1, start_seconds=5.0)
     assert budget(first).start_seconds(SPLIT) == 0.0
