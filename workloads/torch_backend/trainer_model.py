@@ -60,7 +60,7 @@ def _from_trainer(trainer: Any) -> Recipe:
         optimizer.register_step_pre_hook(clip)
 
     def compute(batch: Any) -> Any:
-        with trainer.compute_loss_context_manager():
+        with trainer.accelerator.autocast(), trainer.compute_loss_context_manager():
             return trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
 
     rows, collate = training_rows(trainer)
