@@ -40,8 +40,7 @@ from evener.devices.sampler import History
 from evener.devices.simulated.source import SimulatedSource
 from evener.live import Reporter
 from evener.tui.app.app import EvenerApp
-from evener.tui.runtime.messages import Sampled
-from evener.tui.runtime.snapshot_publisher import Post, ProbeLoad, SnapshotPublisher
+from evener.tui.runtime.snapshot_publisher import Post, ProbeLoad, Sampled, SnapshotPublisher
 
 HALF_HOUR = 1800  # ticks
 SAMPLE_TICKS = 150  # two rounds of all keys at all sizes, so that every sample finds the app in the same state

@@ -27,8 +27,7 @@ from evener.devices.simulated.machine import Machine
 from evener.devices.simulated.source import SimulatedSource
 from evener.devices.types import HostSample, ProcessSample, Snapshot, value
 from evener.tui.app.app import EvenerApp
-from evener.tui.runtime.messages import Sampled
-from evener.tui.runtime.snapshot_publisher import Post
+from evener.tui.runtime.snapshot_publisher import Post, Sampled
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
 AT_SECONDS = 1_790_070_000.0

@@ -28,8 +28,7 @@ from evener.balancer.types import (
 from evener.devices.sampler import History
 from evener.devices.types import Device, DeviceSample, HostSample, ProcessSample, Snapshot, value
 from evener.tui.app.app import EvenerApp
-from evener.tui.runtime.messages import Sampled
-from evener.tui.runtime.snapshot_publisher import ProbeLoad, SnapshotPublisher
+from evener.tui.runtime.snapshot_publisher import ProbeLoad, Sampled, SnapshotPublisher
 
 GIB = 1024**3
 AT_SECONDS = 1_790_000_000.0  # a fixed moment, so that pictures don't change

@@ -24,7 +24,7 @@ from evener.tui.view.help import help_lines
 from evener.tui.view.marks import UNICODE
 from evener.tui.widgets.choices import OneOf, Ticks
 from evener.tui.widgets.lists import ListPanel, SortedPanel
-from evener.tui.widgets.processes import ProcessPanel
+from evener.tui.widgets.monitor import ProcessPanel
 from tests.support.pilots import text, until
 
 LOCKED = DeviceError("GPU:0 is being measured by another evener (process 12).", "Wait for it, or use --share.")

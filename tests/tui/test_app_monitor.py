@@ -17,7 +17,7 @@ from evener.devices.host.snapshot_builder import OnDevice, SnapshotBuilder
 from evener.devices.host.training_rates import TrainingRates
 from evener.tui.screens.dialogs import ConfirmDialog, DetailsDialog
 from evener.tui.screens.signals import SignalDialog
-from evener.tui.widgets.processes import ProcessPanel
+from evener.tui.widgets.monitor import ProcessPanel
 from tests.support.pilots import text, until
 
 

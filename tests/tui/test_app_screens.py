@@ -14,13 +14,12 @@ from textual.widgets import Input
 
 from evener.devices.types import LOST, value
 from evener.plan import load_plan
-from evener.tui.runtime.messages import Sampled
 from evener.tui.runtime.run_replay import RunReplay
+from evener.tui.runtime.snapshot_publisher import Sampled
 from evener.tui.screens.dialogs import ConfirmDialog, DetailsDialog
 from evener.tui.screens.export import SaveDialog
 from evener.tui.screens.signals import SignalDialog
-from evener.tui.widgets.devices import DevicePanel
-from evener.tui.widgets.processes import ProcessPanel
+from evener.tui.widgets.monitor import DevicePanel, ProcessPanel
 from tests.support.pilots import text, until
 
 

@@ -18,10 +18,9 @@ from evener.balancer.events import ProbeProgress
 from evener.devices.discover import discover, open_source
 from evener.devices.process_signals import send_signal
 from evener.errors import NoLayoutError, RequestError
-from evener.tui.runtime.messages import Sampled, SessionEnded, SessionReported
 from evener.tui.runtime.run_replay import RunReplay
-from evener.tui.runtime.session_thread import SessionThread
-from evener.tui.runtime.snapshot_publisher import ProbeLoad, SnapshotPublisher
+from evener.tui.runtime.session_thread import SessionEnded, SessionReported, SessionThread
+from evener.tui.runtime.snapshot_publisher import ProbeLoad, Sampled, SnapshotPublisher
 
 
 def _wait(condition: Callable[[], object], seconds: float = 10.0) -> None:

@@ -18,10 +18,9 @@ from evener.balancer.request import Request
 from evener.balancer.session_state import SessionState, advance, first_state, own_speed
 from evener.devices.types import Device, DeviceSample, Snapshot
 from evener.errors import EvenerError
-from evener.tui.runtime.messages import Sampled, SessionEnded, SessionReported
 from evener.tui.runtime.probe_session import ProbeSession
-from evener.tui.runtime.session_thread import Live, SessionThread
-from evener.tui.runtime.snapshot_publisher import ProbeLoad, SnapshotPublisher
+from evener.tui.runtime.session_thread import Live, SessionEnded, SessionReported, SessionThread
+from evener.tui.runtime.snapshot_publisher import ProbeLoad, Sampled, SnapshotPublisher
 from evener.tui.text.formatting import plain
 from evener.tui.view.marks import ASCII, UNICODE, Marks
 

@@ -5,18 +5,45 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from textual.message import Message
 
-from evener.balancer.events import Event
+from evener.balancer.events import Event, ProbeProgress
 from evener.errors import EvenerError
 from evener.tui.runtime.crash_log import write_crash_log
-from evener.tui.runtime.messages import SessionEnded, SessionReported
 
 Post = Callable[[Message], object]
 JOIN_SECONDS = 30.0  # a session that hangs must not block the terminal forever
 _SERIALS = itertools.count(1)
+
+
+@dataclass
+class SessionReported(Message):
+    """An event of a session, or of the replay of one; `source` is its number."""
+
+    source: int
+    event: Event
+
+    def can_replace(self, message: Message) -> bool:
+        """Only progress of the same probe is replaced; every other event counts."""
+        return (
+            isinstance(message, SessionReported)
+            and isinstance(message.event, ProbeProgress)
+            and isinstance(self.event, ProbeProgress)
+            and message.source == self.source
+            and message.event.probe == self.event.probe
+        )
+
+
+@dataclass
+class SessionEnded(Message):
+    """A session's thread has ended; `fault` and `remedy` say why if it failed."""
+
+    source: int
+    fault: str = ""
+    remedy: str = ""
 
 
 class Live(Protocol):
@@ -24,23 +51,18 @@ class Live(Protocol):
 
     def events(self) -> Iterable[Event]:
         """Each event as it happens; ends after the last."""
-        ...
 
     def stop(self) -> None:
         """End soon, with the best plan so far; from any thread."""
-        ...
 
     def pause(self) -> None:
         """Start no new probe."""
-        ...
 
     def unpause(self) -> None:
         """Resume."""
-        ...
 
     def close(self) -> None:
         """End every child and release the devices."""
-        ...
 
 
 class StopAndGo:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,9 +17,19 @@ from evener.devices.recording import Recording
 from evener.devices.sampler import Sampler
 from evener.devices.simulated.source import SimulatedSource
 from evener.devices.types import Device, Snapshot, Source
-from evener.tui.runtime.messages import Sampled
 
 Post = Callable[[Message], object]
+
+
+@dataclass
+class Sampled(Message):
+    """One tick of the sampler."""
+
+    snapshot: Snapshot
+
+    def can_replace(self, message: Message) -> bool:
+        """A newer tick replaces one that is still waiting."""
+        return isinstance(message, Sampled)
 
 
 class ProbeLoad(NamedTuple):

@@ -18,10 +18,9 @@ from evener.tui.view.cells import Line, Span, line
 from evener.tui.view.details import device_details, environment_lines, process_details
 from evener.tui.view.monitor import arrange, host_line, note_line
 from evener.tui.view.processes import ProcessRow, identity
-from evener.tui.widgets.devices import DevicePanel, GraphPanel
 from evener.tui.widgets.lines import Lines
 from evener.tui.widgets.lists import ListPanel
-from evener.tui.widgets.processes import ProcessPanel
+from evener.tui.widgets.monitor import DevicePanel, GraphPanel, ProcessPanel
 
 _BARS = 3  # rows of the bar on top, the host and the keys
 

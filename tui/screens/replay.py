@@ -13,9 +13,8 @@ from textual.widget import Widget
 from evener.balancer.events import Event
 from evener.balancer.session_state import advance, first_state
 from evener.balancer.store.journal import Header
-from evener.tui.runtime.messages import SessionEnded, SessionReported
 from evener.tui.runtime.run_replay import RunReplay
-from evener.tui.runtime.session_thread import SessionThread
+from evener.tui.runtime.session_thread import SessionEnded, SessionReported, SessionThread
 from evener.tui.screens.base import PanelScreen
 from evener.tui.widgets.balance import BalanceView
 

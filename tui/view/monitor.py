@@ -12,11 +12,12 @@ from evener.tui.text.formatting import size
 from evener.tui.view.cells import Line, Span, Tone, clean, cut, line, pad, span_cells, spread
 from evener.tui.view.charts import bar, graph, nice_ceiling
 from evener.tui.view.details import reading_words
-from evener.tui.view.devices import DeviceRow, short_name
+from evener.tui.view.devices import DeviceRow
 from evener.tui.view.figures import celsius, gib, percents, samples_rate, short, watts
 from evener.tui.view.marks import Marks
 
 History = Callable[[str, str], tuple[float | None, ...]]  # device id, metric -> a value each tick, oldest first
+NEWEST_TICKS = 32  # of a row's history
 
 
 class Arrangement(msgspec.Struct, frozen=True):
@@ -41,13 +42,13 @@ def arrange(width: int, height: int, devices: int) -> Arrangement:
     return Arrangement(devices_rows, graphs, left - graphs, framed)
 
 
-def device_rows(snapshot: Snapshot, history: History, newest: int = 32) -> tuple[DeviceRow, ...]:
+def device_rows(snapshot: Snapshot, history: History) -> tuple[DeviceRow, ...]:
     """A table row for each device of the snapshot, with its last ticks."""
     return tuple(
         DeviceRow(
             sample,
-            history(sample.device.id, "samples_per_second")[-newest:],
-            history(sample.device.id, "utilization_percent")[-newest:],
+            history(sample.device.id, "samples_per_second")[-NEWEST_TICKS:],
+            history(sample.device.id, "utilization_percent")[-NEWEST_TICKS:],
         )
         for sample in snapshot.devices
     )
@@ -165,8 +166,3 @@ def _graph_column(one: Graph, width: int, height: int, marks: Marks) -> list[tup
         head = (*pad(caption, room), Span(f" {one.axis}", "dim"))
     rows = graph(one.values, width, height - 1, marks, one.highest)
     return [head, *((Span(row, one.tone),) for row in rows)]
-
-
-def device_caption(sample: DeviceSample) -> str:
-    """How a panel's title names a device."""
-    return f"{sample.device.label} {short_name(sample.device.name)}"

@@ -128,11 +128,6 @@ class BalanceView(UsesApp, Widget):
         legend = max(1, -(-len(self.state.devices) // max(1, room // each)))
         return legend + (2 if narrow else 3)
 
-    def on_lines_resized(self, event: Lines.Resized) -> None:
-        """Fill the new size."""
-        event.stop()
-        self.call_after_refresh(self.redraw)
-
     def on_resize(self) -> None:
         """Distribute the rows again."""
         self.redraw()

@@ -26,10 +26,6 @@ class TopBar(Lines):
         """Follow the newest snapshot, which has the clock and the host."""
         self.watch(self.app, "snapshot", self.redraw, init=False)
 
-    def on_resize(self) -> None:
-        """Fill the new width."""
-        self.redraw()
-
     def redraw(self) -> None:
         """Rebuild the line."""
         app, right = self.evener, ""

@@ -48,16 +48,11 @@ class Ticks(ListPanel):
         self.top = window(self.count, self.cursor, height, self.top)
         shown = range(self.top, min(self.count, self.top + height))
         marks = self.evener.marks
-        hidden = (
-            {shown.start: (marks.ascending, self.top), shown.stop - 1: (marks.descending, self.count - shown.stop)}
-            if shown
-            else {}
-        )
-        rows = []
-        for place in shown:
-            sign, more = hidden.get(place, ("", 0))
-            rows.append(self._row(place, width, f" {sign}{more}" if more > 0 else ""))
-        self.show(rows)
+        above, below = self.top, self.count - shown.stop
+        hidden = {shown.start: f" {marks.ascending}{above}" if above else ""}
+        if below:
+            hidden[shown.stop - 1] = f" {marks.descending}{below}"
+        self.show([self._row(place, width, hidden.get(place, "")) for place in shown])
 
     def _row(self, place: int, width: int, more: str) -> Line:
         marks, (name, note) = self.evener.marks, self.entries[place]
@@ -116,15 +111,6 @@ class OneOf(Lines):
         super().__init__(id=id, classes="bar", focusable=True)
         self._words = tuple(words)
         self.value = self._words[0]
-
-    def on_mount(self) -> None:
-        """Show the first word."""
-        self.redraw()
-
-    def watch_has_focus(self, has_focus: bool) -> None:
-        """Highlight the word, or not."""
-        super().watch_has_focus(has_focus)
-        self.redraw()
 
     def redraw(self) -> None:
         """Show the word between arrows."""

@@ -59,6 +59,9 @@ class Lines(UsesApp, Widget):
         """What a terminal without colour would show."""
         return "\n".join(line.text for line in self._lines)
 
+    def redraw(self) -> None:
+        """Rebuild the lines, for a widget that makes its own."""
+
     def show(self, lines: Sequence[Line]) -> None:
         """Draw these lines from now on."""
         before, self._lines = self._lines, tuple(lines)
@@ -111,8 +114,14 @@ class Lines(UsesApp, Widget):
         self._styles_by_tone = {}
 
     def on_resize(self) -> None:
-        """Ask for lines of the new size."""
+        """Fill the new size at once, so that no row stays empty, or ask for lines of that size."""
+        self.redraw()
         self.post_message(self.Resized())
+
+    def watch_has_focus(self, has_focus: bool) -> None:
+        """Show or hide the cursor."""
+        super().watch_has_focus(has_focus)
+        self.redraw()
 
     def on_click(self, event: Click) -> None:
         """Report which row was clicked."""

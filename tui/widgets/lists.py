@@ -54,10 +54,6 @@ class ListPanel(Lines):
         """How many rows there are."""
         raise NotImplementedError
 
-    def redraw(self) -> None:
-        """Rebuild the lines."""
-        raise NotImplementedError
-
     def action_move(self, rows: int) -> None:
         """Move the cursor by so many rows, within the list."""
         moved = max(0, min(self.cursor + rows, self.count - 1))
@@ -79,10 +75,6 @@ class ListPanel(Lines):
         if self.count:
             self.post_message(self.Opened(self))
 
-    def on_resize(self) -> None:
-        """Scroll for the new height at once, so that no row stays empty."""
-        self.redraw()
-
     def on_lines_row_clicked(self, event: Lines.RowClicked) -> None:
         """Go to the row; a double click opens it."""
         event.stop()
@@ -97,11 +89,6 @@ class ListPanel(Lines):
         """Move with the wheel."""
         event.stop()
         self.action_move(event.rows)
-
-    def watch_has_focus(self, has_focus: bool) -> None:
-        """Show or hide the cursor."""
-        super().watch_has_focus(has_focus)
-        self.redraw()
 
 
 class SortedPanel(ListPanel, Generic[RowT]):

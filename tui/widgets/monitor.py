@@ -1,0 +1,102 @@
+"""The Monitor screen's panels: devices, the graphs of the one under the cursor, processes as a list or a tree."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+
+from evener.devices.types import DeviceSample, Snapshot
+from evener.tui.view.devices import device_lines, short_name
+from evener.tui.view.monitor import device_rows, graph_lines
+from evener.tui.view.processes import PROCESSES, Identity, ProcessRow, identity, nothing_there, process_rows
+from evener.tui.view.table import Order, Position
+from evener.tui.widgets.lines import Lines
+from evener.tui.widgets.lists import ListPanel, SortedPanel
+
+
+class DevicePanel(ListPanel):
+    """One row per device."""
+
+    def __init__(self) -> None:
+        super().__init__("Devices", id="devices")
+        self.snapshot: Snapshot | None = None
+
+    @property
+    def count(self) -> int:
+        """How many devices there are."""
+        return len(self.snapshot.devices) if self.snapshot is not None else 0
+
+    @property
+    def chosen(self) -> DeviceSample | None:
+        """The device under the cursor."""
+        return self.snapshot.devices[self.cursor] if self.snapshot is not None and self.count else None
+
+    def take(self, snapshot: Snapshot) -> None:
+        """Show this snapshot."""
+        self.snapshot = snapshot
+        self.cursor = max(0, min(self.cursor, self.count - 1))
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Rebuild the rows."""
+        if self.snapshot is None:
+            return
+        app = self.evener
+        rows = device_rows(self.snapshot, app.publisher.history)
+        lines, self.top = device_lines(rows, *self.size, app.marks, Position(self.cursor, self.top))
+        self.entitle(subtitle=f"every {app.publisher.interval_seconds:g} s")
+        self.show(lines)
+
+
+class GraphPanel(Lines):
+    """The last minutes of one device."""
+
+    def __init__(self) -> None:
+        super().__init__(id="graphs", classes="panel")
+
+    def take(self, sample: DeviceSample | None) -> None:
+        """Show this device."""
+        if sample is None or not self.display:
+            return
+        self.entitle(f"{sample.device.label} {short_name(sample.device.name)}")
+        history, marks = self.evener.publisher.history, self.evener.marks
+        self.show(graph_lines(sample, history, *self.size, marks))
+
+
+class ProcessPanel(SortedPanel[ProcessRow]):
+    """One row per process on a device; as a tree also what started them."""
+
+    COLUMNS = PROCESSES.columns
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("t", "tree", "Tree"),
+        Binding("e", "screen.environment", "Env"),
+        Binding("K,f9", "screen.signal", "Signal"),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__("Processes", id="processes", order=Order("memory"))
+        self.snapshot: Snapshot | None = None
+        self.as_tree = False
+
+    def identity(self, row: ProcessRow) -> Identity:
+        """The process."""
+        return identity(row.sample)
+
+    def take(self, snapshot: Snapshot) -> None:
+        """Show this snapshot."""
+        self.snapshot = snapshot
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Sort, filter, and rebuild the rows."""
+        if self.snapshot is None:
+            return
+        rows = process_rows(self.snapshot, self.order, self.words, tree=self.as_tree)
+        nothing = "No process matches the filter." if self.words else nothing_there(self.snapshot.devices)
+        self.show_rows(PROCESSES, rows, len(self.snapshot.processes), nothing)
+
+    def action_tree(self) -> None:
+        """Show processes under what started them, or in one list."""
+        self.as_tree = not self.as_tree
+        self.redraw()
