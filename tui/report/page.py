@@ -1,12 +1,13 @@
-"""A report as one self-contained page: inline pictures, no script, no network, dark or light."""
+"""A report as one self-contained page (inline pictures, no script, no network, dark or light), or as one picture."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
-from evener.tui.report.contents import RunReport
+from evener.errors import RequestError
+from evener.tui.report.contents import RunReport, read_report
 from evener.tui.report.figures import (
     PICTURES,
     draw_ranking,
@@ -14,10 +15,13 @@ from evener.tui.report.figures import (
     draw_svg,
     draw_throughput,
     draw_timeline,
+    figure_module,
+    save_sheet,
 )
-from evener.tui.text.formatting import duration, rate, write_share
+from evener.tui.text.formatting import duration, rate, unbroken, write_share
+from evener.whole_files import write_atomically
 
-PARTED = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)")  # where no line may break: within a figure, before its %
+REPORT_FORMATS = (".html", ".png", ".svg")
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2128; --paper: #ffffff; --lines: #c4c9cf; --soft: #f2f4f6; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e2e6ea; --paper: #15181c; --lines: #49505a; --soft: #20252b; } }
@@ -33,12 +37,22 @@ td.number, th.number { text-align: right; white-space: nowrap; font-variant-nume
 """
 
 
+def save_report(name: str, output: Path) -> None:
+    """Write the report in the format that the file's ending names; RequestError if that can't be done."""
+    if output.suffix not in REPORT_FORMATS:
+        raise RequestError(f"-o {output} ends neither in .html, .png nor .svg.", "Name it report.html.")
+    figure_module()
+    report = read_report(name)
+    content = html_page(report).encode() if output.suffix == ".html" else save_sheet(report, output.suffix[1:])
+    write_atomically(output, content)
+
+
 def html_page(report: RunReport) -> str:
     """The whole page."""
     title = f"evener run {report.run}"
     parts = [
         f"<h1>{escape(title)}: {escape(report.workload)}</h1>",
-        f'<p class="verdict">{_text(report.verdict)}</p>',
+        f'<p class="verdict">{unbroken(escape(report.verdict))}</p>',
         _shares(report),
         *(_figure(report, number) for number in range(len(PICTURES))),
         _facts(report),
@@ -121,15 +135,11 @@ def _facts(report: RunReport) -> str:
     return f"<h2>How it was measured</h2>{_table(('', ''), rows, numbers_from=9)}"
 
 
-def _text(text: str) -> str:
-    return PARTED.sub("\N{NO-BREAK SPACE}", escape(text))
-
-
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], numbers_from: int) -> str:
     def cells(tag: str, row: tuple[str, ...]) -> str:
         scope = " scope=col" if tag == "th" else ""
         texts = (
-            f"<{tag}{scope}{' class=number' if column >= numbers_from else ''}>{_text(text)}</{tag}>"
+            f"<{tag}{scope}{' class=number' if column >= numbers_from else ''}>{unbroken(escape(text))}</{tag}>"
             for column, text in enumerate(row)
         )
         return f"<tr>{''.join(texts)}</tr>"

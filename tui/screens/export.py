@@ -94,7 +94,7 @@ def plan_dialog(plan: Plan) -> SaveDialog:
 
 def report_dialog(run: str) -> SaveDialog:
     """Writes the report of a run."""
-    from evener.tui.report.save import REPORT_FORMATS, save_report
+    from evener.tui.report.page import REPORT_FORMATS, save_report
 
     return SaveDialog("report", "report.html", REPORT_FORMATS, lambda path: save_report(run, path))
 

@@ -1,26 +1,31 @@
-"""`evener balance`: search for the fastest split, or resume such a search."""
+"""`evener balance`: search for the fastest split, resume such a search, or try what one has ahead of it."""
 
 from __future__ import annotations
 
 import math
+import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from evener.balancer.events import Finished
+from evener.balancer.dry_run import DeviceOutlook, Outlook, dry_run
+from evener.balancer.events import Finished, ProbeProgress
 from evener.balancer.session import Request, Session
 from evener.balancer.store import runs
 from evener.errors import RequestError
-from evener.tui.cli.commands.dry_run import run_dry
-from evener.tui.cli.session_runner import result_json, run_session
+from evener.tui.cli.session_runner import result_json, run_session, stopped_by_signals
 from evener.tui.cli.streams import terminal_columns
+from evener.tui.text.formatting import duration, plain, size
 from evener.tui.text.parsing import parse_budget, parse_duration
 from evener.tui.text.plan_summary import summary_lines
 from evener.tui.text.safe_documents import json_text
+from evener.tui.text.tables import align
 
 _CHANGEABLE = ("budget_seconds", "pace", "share", "compare")  # without effect on earlier measurements
 _OPTIONS = {"settings": "--set"}
+MILLISECONDS_BELOW = 9.95  # seconds, up to which a step is given in milliseconds
 
 
 def run_balance(
@@ -31,7 +36,7 @@ def run_balance(
     if dry_run:
         if resume is not None or export is not None:
             raise RequestError("--dry-run makes no plan and goes on with no run.", "Leave --resume and --export out.")
-        return run_dry(request, as_json)
+        return _run_dry(request, as_json)
 
     def make() -> Session:
         if resume is not None:
@@ -75,3 +80,47 @@ def _check_resumed(request: Request, resume: str) -> None:
                 f"--resume continues the run's own request, and {option} differs from it.",
                 f"Leave {option} out, or start a new run.",
             )
+
+
+def _run_dry(request: Request, as_json: bool) -> int:
+    """Build, step and print what a search would do; returns the exit code."""
+    stop, phases = threading.Event(), set[str]()
+
+    def report(progress: ProbeProgress) -> None:
+        if progress.phase not in phases:
+            phases.add(progress.phase)
+            print(f"evener: {progress.phase}", file=sys.stderr, flush=True)
+
+    with stopped_by_signals(stop.set, "stopping") as caught:
+        outlook = dry_run(request, report, stop)
+    if outlook is None:
+        return caught[0] if caught else 1
+    print(json_text(outlook) if as_json else "\n".join(_outlook_lines(outlook)), flush=True)
+    return 0
+
+
+def _outlook_lines(outlook: Outlook) -> list[str]:
+    """What was tried, a row for each device, and how long a search should take."""
+    steps = ", ".join(f"{batch} samples {_step(seconds)}" for batch, seconds in outlook.steps)
+    built = f"built in {duration(outlook.start_seconds)} and stepped" if outlook.start_seconds else "stepped"
+    framework = "" if outlook.framework == "none" else f" ({outlook.framework})"
+    budget = outlook.budget_seconds
+    limit = "" if budget is None else f" of its budget of {duration(budget)}"
+    return [
+        *(f"note: {plain(note)}" for note in outlook.notes),
+        f"{plain(outlook.workload)}{framework} was {built} on {outlook.devices[0].label}: a step of {steps}.",
+        "",
+        *align([("device", "name", "memory", "fits at once"), *map(_row, outlook.devices)], numbers_from=2),
+        "",
+        f"A search should take about {duration(outlook.search_seconds)}{limit}. Nothing was kept.",
+    ]
+
+
+def _row(device: DeviceOutlook) -> tuple[str, str, str, str]:
+    memory = "unknown" if device.memory_bytes is None else size(device.memory_bytes)
+    most = "unknown" if device.largest_batch is None else f"about {device.largest_batch} samples"
+    return (device.label, plain(device.name, 32), memory, most)
+
+
+def _step(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms" if seconds < MILLISECONDS_BELOW else duration(seconds)

@@ -17,8 +17,14 @@ from evener.tui.cli.session_runner import result_json, run_session, stopped_by_s
 from evener.tui.cli.streams import terminal_columns
 from evener.tui.text.formatting import folded, plain
 from evener.tui.text.parsing import check_one_form, parse_words
-from evener.tui.text.profile_tables import transfer_json, transfer_tables
-from evener.tui.text.ranking_tables import packing_tables, ranking_json, ranking_table, scaling_table
+from evener.tui.text.ranking_tables import (
+    packing_tables,
+    ranking_json,
+    ranking_table,
+    scaling_table,
+    transfer_json,
+    transfer_tables,
+)
 from evener.tui.text.safe_documents import json_text
 from evener.tui.text.tables import Form, csv_text
 

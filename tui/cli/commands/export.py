@@ -9,7 +9,7 @@ from evener.balancer.store import runs
 from evener.errors import RequestError
 from evener.plan import Format, to_json, to_toml
 from evener.tui.cli.output_files import check_new, check_plan_file
-from evener.tui.report.save import save_report
+from evener.tui.report.page import save_report
 from evener.tui.text.formatting import plain
 from evener.tui.text.safe_documents import harmless_json, toml_text
 
