@@ -105,7 +105,7 @@ async def test_the_list_is_sorted_filtered_marked_and_annotated(app_of: Any) -> 
         newest, oldest = [row.run for row in panel.rows]
         await pilot.press("S")
         assert [row.run for row in panel.rows] == [oldest, newest]
-        assert panel.chosen_run == newest, "the cursor stays on its run"
+        assert [row.run for row in panel.chosen_rows] == [newest], "the cursor stays on its run"
         await pilot.press("n")
         await _dialog(pilot, NoteDialog)
         app.screen.query_one("#line", Input).value = "one card #baseline"
@@ -133,7 +133,7 @@ async def test_a_failed_run_says_why_and_shows_its_traceback_whole(app_of: Any, 
     app = app_of()
     async with app.run_test(size=(80, 24)) as pilot:
         panel = await _listed(pilot, 2)
-        assert panel.chosen_run == run
+        assert [row.run for row in panel.chosen_rows] == [run]
         await pilot.press("t")
         await _dialog(pilot, DetailsDialog)
         shown = app.screen.query_one("Text").text

@@ -22,12 +22,10 @@ from evener.tui.view.processes import (
 )
 from evener.tui.view.table import Order, Position, chosen_order, matches, sort_keys, table_lines
 
-ACTION = Order(action="screen.sort('{}')")
-
 
 def _shown(script: Any, samples: list[ProcessSample], width: int = 80, **how: Any) -> list[str]:
-    rows = process_rows(script.snapshot(processes=tuple(samples)), ACTION, **how)
-    lines, _ = table_lines(PROCESSES, rows, width, 20, UNICODE, Position(), ACTION)
+    rows = process_rows(script.snapshot(processes=tuple(samples)), Order(), **how)
+    lines, _ = table_lines(PROCESSES, rows, width, 20, UNICODE, Position())
     return [line.text for line in lines]
 
 
@@ -104,8 +102,8 @@ def test_eighty_columns_hold_every_figure(script: Any) -> None:
 
 
 def test_titles_can_be_clicked(script: Any) -> None:
-    rows = process_rows(script.snapshot(), ACTION)
-    lines, _ = table_lines(PROCESSES, rows, 80, 5, UNICODE, Position(), ACTION)
+    rows = process_rows(script.snapshot(), Order())
+    lines, _ = table_lines(PROCESSES, rows, 80, 5, UNICODE, Position())
     actions = {span.action for span in lines[0].spans if span.action}
     assert actions == {f"screen.sort('{key}')" for key in sort_keys(PROCESS_COLUMNS)}
 

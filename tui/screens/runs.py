@@ -42,11 +42,6 @@ class RunPanel(SortedPanel[RunSummary]):
         """Its id."""
         return row.run
 
-    @property
-    def chosen_run(self) -> str:
-        """The run under the cursor; empty without one."""
-        return self.chosen.run if self.chosen is not None else ""
-
     def take(self, found: tuple[RunSummary, ...]) -> None:
         """Show these."""
         self.found = found
@@ -81,12 +76,13 @@ class RunsScreen(RunActions, SortedScreen):
 
     def __init__(self) -> None:
         super().__init__()
-        self._plans: dict[str, Run | str] = {}
+        self._plans: dict[str, Run] = {}
 
     @property
     def chosen_run(self) -> str:
         """The run under the cursor; empty without one."""
-        return self.query_one(RunPanel).chosen_run
+        chosen = self.query_one(RunPanel).chosen
+        return chosen.run if chosen is not None else ""
 
     def panels(self) -> Iterable[Widget]:
         """The list, one or two plans, the filter."""
@@ -140,7 +136,7 @@ class RunsScreen(RunActions, SortedScreen):
     def _draw_plans(self) -> None:
         """The run under the cursor, beside the first marked one if that is another."""
         panel = self.query_one(RunPanel)
-        chosen = panel.chosen_run
+        chosen = self.chosen_run
         others = [name for row in panel.chosen_rows if (name := panel.identity(row)) != chosen]
         left, right = self.query_one("#left", Lines), self.query_one("#right", Lines)
         right.display = bool(others)
@@ -151,21 +147,15 @@ class RunsScreen(RunActions, SortedScreen):
             right.show(self._plan_lines(chosen, *right.size))
 
     def _plan_lines(self, name: str, width: int, height: int) -> tuple[Line, ...]:
+        """The plan of a run, or why the run can't be read."""
         if not name:
             return ()
-        found = self._found(name)
-        if isinstance(found, str):
-            return text_lines(found, width, 6, "bad")
+        try:
+            found = self._plans.get(name) or runs.load_run(name)
+        except EvenerError as fault:
+            return text_lines(str(fault), width, 6, "bad")
+        self._plans[name] = found
         return plan_lines(found, width, height, self.evener.marks)
-
-    def _found(self, name: str) -> Run | str:
-        """The run, or why it can't be read."""
-        if name not in self._plans:
-            try:
-                self._plans[name] = runs.load_run(name)
-            except EvenerError as fault:
-                self._plans[name] = str(fault)
-        return self._plans[name]
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Offer only the keys that have an effect now."""

@@ -214,7 +214,9 @@ class Setup(UsesApp, VerticalScroll):
 
     def _hint(self, field: Widget | None) -> None:
         """Explain this field or the row under its cursor, unless a complaint is shown."""
-        text = field.note if isinstance(field, Ticks) else _HINTS.get(getattr(field, "id", None) or "", "")
+        text = _HINTS.get(getattr(field, "id", None) or "", "")
+        if isinstance(field, Ticks) and field.chosen is not None:
+            _, text = field.chosen
         problem = self.query_one("#problem", Lines)
         if not self._complaint:
             room = problem.size.width or self.app.size.width - _BUTTON_CELLS  # 0 before the first layout

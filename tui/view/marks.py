@@ -39,6 +39,10 @@ class Marks(msgspec.Struct, frozen=True, kw_only=True):
     wall: str = "▌"  # ran out of memory
     alarm: str = "!"
 
+    def show(self, text: str) -> str:
+        """`text` in the characters of this set."""
+        return to_ascii(text) if self.plain else text
+
 
 UNICODE = Marks()
 ASCII = Marks(

@@ -42,15 +42,15 @@ def arrange(width: int, height: int, devices: int) -> Arrangement:
     return Arrangement(devices_rows, graphs, left - graphs, framed)
 
 
-def device_rows(snapshot: Snapshot, history: History) -> tuple[DeviceRow, ...]:
-    """A table row for each device of the snapshot, with its last ticks."""
+def device_rows(samples: Sequence[DeviceSample], history: History) -> tuple[DeviceRow, ...]:
+    """A table row for each device, with its last ticks."""
     return tuple(
         DeviceRow(
             sample,
             history(sample.device.id, "samples_per_second")[-NEWEST_TICKS:],
             history(sample.device.id, "utilization_percent")[-NEWEST_TICKS:],
         )
-        for sample in snapshot.devices
+        for sample in samples
     )
 
 

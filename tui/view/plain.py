@@ -5,7 +5,7 @@ from __future__ import annotations
 from evener.devices.types import Snapshot
 from evener.tui.view.cells import Line, Tone, clean
 from evener.tui.view.devices import DeviceRow, device_lines
-from evener.tui.view.marks import Marks, to_ascii
+from evener.tui.view.marks import Marks
 from evener.tui.view.monitor import host_line
 from evener.tui.view.processes import PROCESSES, nothing_there, process_rows
 from evener.tui.view.table import Order, table_lines
@@ -36,20 +36,16 @@ def snapshot_text(snapshot: Snapshot, width: int, marks: Marks, *, colour: bool)
     if snapshot.driver:
         notes.insert(0, f"{clean(snapshot.host.hostname)}, NVIDIA driver {clean(snapshot.driver)}")
     parts = [host_line(snapshot, width, marks), *devices, Line(), *processes]
-    lines = (*(_signs(note, marks) for note in notes), *(_drawn(each, marks, colour) for each in parts))
+    lines = (*(marks.show(note) for note in notes), *(_drawn(each, marks, colour) for each in parts))
     return "\n".join(lines) + "\n"
-
-
-def _signs(text: str, marks: Marks) -> str:
-    return to_ascii(text) if marks.plain else text
 
 
 def _drawn(line: Line, marks: Marks, colour: bool) -> str:
     if not colour:
-        return _signs(line.text.rstrip(), marks)
+        return marks.show(line.text.rstrip())
     drawn = []
     for text, tone, _ in line.spans:
-        shown = _signs(text, marks)
+        shown = marks.show(text)
         code = _CODES.get(tone)
         drawn.append(f"\x1b[{code}m{shown}\x1b[0m" if code and shown.strip() else shown)
     return "".join(drawn)

@@ -38,11 +38,10 @@ class Grid(NamedTuple, Generic[RowT]):
 
 
 class Order(NamedTuple):
-    """How rows are sorted; `action`, such as "sort('{}')", makes the titles buttons."""
+    """How rows are sorted; a click on a title sorts by its column."""
 
     key: str = ""
     descending: bool = True
-    action: str = ""
 
 
 UNSORTED = Order()
@@ -56,7 +55,7 @@ def sort_keys(columns: Sequence[Column[RowT]]) -> tuple[str, ...]:
 def chosen_order(columns: Sequence[Column[RowT]], key: str, before: Order) -> Order:
     """The order by a column that was chosen: figures begin with the largest, and the same column again reverses it."""
     figures = any(column.key == key and column.align == "right" for column in columns)
-    return before._replace(key=key, descending=not before.descending if key == before.key else figures)
+    return Order(key, not before.descending if key == before.key else figures)
 
 
 def sort_rows(columns: Sequence[Column[RowT]], rows: Sequence[RowT], order: Order) -> tuple[RowT, ...]:
@@ -116,7 +115,7 @@ def heading(
             mark = marks.descending if order.descending else marks.ascending
         room = max(0, width - len(mark))
         title = next((text for text in column.titles if len(text) <= room), cut(column.titles[-1], room, ""))
-        action = order.action.format(column.key) if column.value is not None else ""
+        action = f"screen.sort('{column.key}')" if column.value is not None else ""
         spans.append(Span(fit(title + mark, width, column.align, ""), "strong" if mark else "title", action))
         spans.append(Span(" ", "title"))
     width = span_cells(spans) - 1

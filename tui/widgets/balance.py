@@ -28,7 +28,7 @@ def _panel(name: str, title: str) -> Lines:
     return panel
 
 
-class LanePanel(ListPanel):
+class LanePanel(ListPanel[str]):
     """One row per device; they scroll where they don't fit."""
 
     def __init__(self) -> None:
@@ -36,14 +36,9 @@ class LanePanel(ListPanel):
         self.state = SessionState()
         self.samples: tuple[DeviceSample | None, ...] = ()
 
-    @property
-    def count(self) -> int:
-        """How many devices there are."""
-        return len(self.state.devices)
-
     def take(self, state: SessionState) -> None:
         """Show this state."""
-        self.state = state
+        self.state, self.rows = state, state.devices
         self.redraw()
 
     def take_samples(self, samples: Sequence[DeviceSample | None]) -> None:

@@ -14,7 +14,7 @@ from evener.tui.widgets.lines import Lines
 from evener.tui.widgets.lists import ListPanel
 
 
-class Ticks(ListPanel):
+class Ticks(ListPanel[tuple[str, str]]):
     """A list in which several entries, or exactly one, are ticked."""
 
     HEADING_ROWS = 0
@@ -23,22 +23,11 @@ class Ticks(ListPanel):
     def __init__(self, *, id: str, title: str, single: bool = False) -> None:  # noqa: A002 - Textual's name
         super().__init__(title, id=id)
         self._single = single
-        self.entries: tuple[tuple[str, str], ...] = ()
         self.ticked: frozenset[int] = frozenset()
-
-    @property
-    def count(self) -> int:
-        """How many entries there are."""
-        return len(self.entries)
-
-    @property
-    def note(self) -> str:
-        """The note of the entry under the cursor."""
-        return self.entries[self.cursor][1] if self.entries else ""
 
     def offer(self, entries: Sequence[tuple[str, str]], ticked: frozenset[int]) -> None:
         """Set the name and note of each entry, and which ones are ticked."""
-        self.entries, self.ticked = tuple(entries), ticked
+        self.rows, self.ticked = entries, ticked
         self.cursor = min(ticked, default=0) if self._single else 0
         self.redraw()
 
@@ -55,7 +44,7 @@ class Ticks(ListPanel):
         self.show([self._row(place, width, hidden.get(place, "")) for place in shown])
 
     def _row(self, place: int, width: int, more: str) -> Line:
-        marks, (name, note) = self.evener.marks, self.entries[place]
+        marks, (name, note) = self.evener.marks, self.rows[place]
         here = self.has_focus and place == self.cursor
         inside = ("o" if self._single else "x") if place in self.ticked else " "
         box = f"({inside})" if self._single else f"[{inside}]"
@@ -70,7 +59,7 @@ class Ticks(ListPanel):
 
     @property
     def _longest(self) -> int:
-        return max((len(name) for name, _ in self.entries), default=0)
+        return max((len(name) for name, _ in self.rows), default=0)
 
     def action_tick(self) -> None:
         """Tick the entry under the cursor, or untick it where several may be ticked."""
@@ -87,12 +76,10 @@ class Ticks(ListPanel):
             self.cursor = place
             self.redraw()
 
-    def on_lines_row_clicked(self, event: Lines.RowClicked) -> None:
+    def click_row(self, row: int, clicks: int) -> None:
         """A click ticks."""
-        event.stop()
-        row = self.top + event.row
-        if row < self.count:
-            self.cursor = row
+        if self.top + row < self.count:
+            self.action_move(self.top + row - self.cursor)
             self.action_tick()
 
 
@@ -123,7 +110,6 @@ class OneOf(Lines):
         self.redraw()
         self.post_message(self.Changed())
 
-    def on_lines_row_clicked(self, event: Lines.RowClicked) -> None:
+    def click_row(self, row: int, clicks: int) -> None:
         """A click goes to the next word."""
-        event.stop()
         self.action_change(1)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
 from textual.content import Content
-from textual.events import Click, MouseScrollDown, MouseScrollUp
+from textual.events import Click
 from textual.geometry import Region
 from textual.message import Message
 from textual.strip import Strip
@@ -17,7 +16,6 @@ from textual.widget import Widget
 
 from evener.tui.runtime.base_app import UsesApp
 from evener.tui.view.cells import BLANK, TONES, Line
-from evener.tui.view.marks import to_ascii
 
 
 class Lines(UsesApp, Widget):
@@ -27,19 +25,6 @@ class Lines(UsesApp, Widget):
 
     class Resized(Message):
         """The widget has another size; its lines must be rebuilt."""
-
-    @dataclass
-    class RowClicked(Message):
-        """A row was clicked, outside any span with its own action; `row` counts from the first line."""
-
-        row: int
-        clicks: int
-
-    @dataclass
-    class Scrolled(Message):
-        """The wheel moved over the widget, `rows` downwards."""
-
-        rows: int
 
     def __init__(self, *, id: str | None = None, classes: str | None = None, focusable: bool = False) -> None:  # noqa: A002 - Textual's name
         super().__init__(id=id, classes=classes)
@@ -75,13 +60,10 @@ class Lines(UsesApp, Widget):
         """Set the frame's texts, as plain text; only changes are redrawn."""
         if title is not None and title != self._title:
             self._title = title
-            self.border_title = Content(self._shown(title))
+            self.border_title = Content(self.evener.marks.show(title))
         if subtitle is not None and subtitle != self._subtitle:
             self._subtitle = subtitle
-            self.border_subtitle = Content(self._shown(subtitle))
-
-    def _shown(self, text: str) -> str:
-        return to_ascii(text) if self.evener.marks.plain else text
+            self.border_subtitle = Content(self.evener.marks.show(subtitle))
 
     def render_line(self, y: int) -> Strip:
         """One row of the content, cut or padded to the width."""
@@ -95,7 +77,7 @@ class Lines(UsesApp, Widget):
             style = self._tone(tone, line.cursor)
             if action:
                 style += Style.from_meta({"@click": action})
-            segments.append(Segment(self._shown(text), style))
+            segments.append(Segment(self.evener.marks.show(text), style))
         return Strip(segments).adjust_cell_length(width, base)
 
     def _tone(self, tone: str, on_cursor: bool) -> Style:
@@ -124,22 +106,15 @@ class Lines(UsesApp, Widget):
         self.redraw()
 
     def on_click(self, event: Click) -> None:
-        """Report which row was clicked."""
+        """Find out which row was clicked."""
         if "@click" in event.style.meta:
             return
         offset = event.get_content_offset(self)
         if offset is not None:
-            self.post_message(self.RowClicked(offset.y, event.chain))
+            self.click_row(offset.y, event.chain)
 
-    def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
-        """Move on."""
-        event.stop()
-        self.post_message(self.Scrolled(1))
-
-    def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
-        """Move back."""
-        event.stop()
-        self.post_message(self.Scrolled(-1))
+    def click_row(self, row: int, clicks: int) -> None:
+        """A row was clicked, outside any span with its own action; `row` counts from the first line."""
 
 
 def _at(lines: Sequence[Line], y: int) -> Line:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic
 
 from textual.binding import Binding, BindingType
+from textual.events import MouseScrollDown, MouseScrollUp
 from textual.message import Message
 
 from evener.tui.view.cells import Span
@@ -15,7 +16,7 @@ from evener.tui.view.table import TAG, Column, Grid, Order, Position, RowT, chos
 from evener.tui.widgets.lines import Lines
 
 
-class ListPanel(Lines):
+class ListPanel(Lines, Generic[RowT]):
     """Rows below a heading line; the cursor is a position among all rows, `top` the first one shown."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -36,11 +37,12 @@ class ListPanel(Lines):
     class Opened(Message):
         """The user wants to see the row under the cursor in full."""
 
-        panel: ListPanel
+        panel: ListPanel[Any]
 
     def __init__(self, title: str = "", *, id: str) -> None:  # noqa: A002 - Textual's name
         super().__init__(id=id, classes="panel", focusable=True)
         self.border_title = title
+        self.rows: Sequence[RowT] = ()
         self.cursor = 0
         self.top = 0
 
@@ -51,8 +53,13 @@ class ListPanel(Lines):
 
     @property
     def count(self) -> int:
-        """How many rows there are."""
-        raise NotImplementedError
+        """How many rows there are; with a filter, how many match it."""
+        return len(self.rows)
+
+    @property
+    def chosen(self) -> RowT | None:
+        """The row under the cursor."""
+        return self.rows[self.cursor] if self.cursor < len(self.rows) else None
 
     def action_move(self, rows: int) -> None:
         """Move the cursor by so many rows, within the list."""
@@ -75,23 +82,26 @@ class ListPanel(Lines):
         if self.count:
             self.post_message(self.Opened(self))
 
-    def on_lines_row_clicked(self, event: Lines.RowClicked) -> None:
+    def click_row(self, row: int, clicks: int) -> None:
         """Go to the row; a double click opens it."""
+        place = self.top + row - self.HEADING_ROWS
+        if self.top <= place < self.count:
+            self.action_move(place - self.cursor)
+            if clicks >= 2:
+                self.action_open()
+
+    def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
+        """Move on."""
         event.stop()
-        row = self.top + event.row - self.HEADING_ROWS
-        if event.row < self.HEADING_ROWS or row >= self.count:
-            return
-        self.action_move(row - self.cursor)
-        if event.clicks >= 2:
-            self.action_open()
+        self.action_move(1)
 
-    def on_lines_scrolled(self, event: Lines.Scrolled) -> None:
-        """Move with the wheel."""
+    def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
+        """Move back."""
         event.stop()
-        self.action_move(event.rows)
+        self.action_move(-1)
 
 
-class SortedPanel(ListPanel, Generic[RowT]):
+class SortedPanel(ListPanel[RowT]):
     """A list that is sorted and filtered, in which rows are marked; the cursor stays on its row as they move."""
 
     COLUMNS: ClassVar[Sequence[Column[Any]]]
@@ -103,8 +113,7 @@ class SortedPanel(ListPanel, Generic[RowT]):
 
     def __init__(self, title: str, *, id: str, order: Order) -> None:  # noqa: A002 - Textual's name
         super().__init__(title, id=id)
-        self.rows: tuple[RowT, ...] = ()
-        self.order = order._replace(action="screen.sort('{}')")
+        self.order = order
         self.words = ""
         self.tagged: frozenset[Hashable] = frozenset()
         self._under_cursor: Hashable = None
@@ -112,16 +121,6 @@ class SortedPanel(ListPanel, Generic[RowT]):
     def identity(self, row: RowT) -> Hashable:
         """What stays the same of a row."""
         raise NotImplementedError
-
-    @property
-    def count(self) -> int:
-        """How many rows match the filter."""
-        return len(self.rows)
-
-    @property
-    def chosen(self) -> RowT | None:
-        """The row under the cursor."""
-        return self.rows[self.cursor] if self.cursor < len(self.rows) else None
 
     @property
     def chosen_rows(self) -> tuple[RowT, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
@@ -15,35 +16,22 @@ from evener.tui.widgets.lines import Lines
 from evener.tui.widgets.lists import ListPanel, SortedPanel
 
 
-class DevicePanel(ListPanel):
+class DevicePanel(ListPanel[DeviceSample]):
     """One row per device."""
 
     def __init__(self) -> None:
         super().__init__("Devices", id="devices")
-        self.snapshot: Snapshot | None = None
 
-    @property
-    def count(self) -> int:
-        """How many devices there are."""
-        return len(self.snapshot.devices) if self.snapshot is not None else 0
-
-    @property
-    def chosen(self) -> DeviceSample | None:
-        """The device under the cursor."""
-        return self.snapshot.devices[self.cursor] if self.snapshot is not None and self.count else None
-
-    def take(self, snapshot: Snapshot) -> None:
-        """Show this snapshot."""
-        self.snapshot = snapshot
+    def take(self, samples: Sequence[DeviceSample]) -> None:
+        """Show these."""
+        self.rows = samples
         self.cursor = max(0, min(self.cursor, self.count - 1))
         self.redraw()
 
     def redraw(self) -> None:
         """Rebuild the rows."""
-        if self.snapshot is None:
-            return
         app = self.evener
-        rows = device_rows(self.snapshot, app.publisher.history)
+        rows = device_rows(self.rows, app.publisher.history)
         lines, self.top = device_lines(rows, *self.size, app.marks, Position(self.cursor, self.top))
         self.entitle(subtitle=f"every {app.publisher.interval_seconds:g} s")
         self.show(lines)
