@@ -180,7 +180,7 @@ def list_devices(devices: DevicesOption = "auto", as_json: JsonOption = False) -
     """List the devices that --devices selects on this machine."""
     from evener.tui.cli.commands.machine import run_devices
 
-    raise typer.Exit(run_devices(devices, as_json))
+    run_devices(devices, as_json)
 
 
 @app.command()

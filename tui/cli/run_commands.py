@@ -31,7 +31,7 @@ def export(
     """Write a past run's plan as TOML or JSON."""
     from evener.tui.cli.commands.export import run_export
 
-    raise typer.Exit(run_export(run_id, form, output, schema, force))
+    run_export(run_id, form, output, schema, force)
 
 
 def report(
@@ -42,7 +42,7 @@ def report(
     """Write a report of a run: a page with pictures (.html), or one picture (.png, .svg)."""
     from evener.tui.cli.commands.export import run_report
 
-    raise typer.Exit(run_report(run_id, output, force))
+    run_report(run_id, output, force)
 
 
 def runs(
@@ -70,7 +70,7 @@ def runs(
     before = context.parent.params if context.parent is not None else {}  # as in `runs --json list`
     own = (states, hide_failed, tag, workload, order, most)
     given: Any = (value or before.get(name) for name, value in zip(Wanted.__struct_fields__, own, strict=True))
-    raise typer.Exit(run_list(Wanted(*given), as_json or _json_before(context)))
+    run_list(Wanted(*given), as_json or _json_before(context))
 
 
 runs_app.callback()(runs)
@@ -82,7 +82,7 @@ def runs_show(context: typer.Context, run_id: RunName, as_json: JsonOption = Fal
     """Show a run: its state, what was measured, and its plan."""
     from evener.tui.cli.commands.runs import run_show
 
-    raise typer.Exit(run_show(run_id, as_json or _json_before(context)))
+    run_show(run_id, as_json or _json_before(context))
 
 
 def _json_before(context: typer.Context) -> bool:
@@ -97,7 +97,7 @@ def runs_note(
     """Write a note on a run; prune keeps it."""
     from evener.tui.cli.commands.runs import run_note
 
-    raise typer.Exit(run_note(run_id, text, (), ()))
+    run_note(run_id, text, (), ())
 
 
 @runs_app.command("tag")
@@ -109,7 +109,7 @@ def runs_tag(
     """Tag a run, to find it by `runs --tag`; prune keeps it."""
     from evener.tui.cli.commands.runs import run_note
 
-    raise typer.Exit(run_note(run_id, None, *(((), tags) if remove else (tags, ()))))
+    run_note(run_id, None, *(((), tags) if remove else (tags, ())))
 
 
 @runs_app.command("delete")
@@ -120,7 +120,7 @@ def runs_delete(
     """Delete runs, after asking."""
     from evener.tui.cli.commands.runs import run_delete
 
-    raise typer.Exit(run_delete(run_ids, yes))
+    run_delete(run_ids, yes)
 
 
 @runs_app.command("prune")
@@ -138,4 +138,4 @@ def runs_prune(
     """Delete runs that meet all conditions given, after asking; never one that is running, tagged or has a note."""
     from evener.tui.cli.commands.runs import run_prune
 
-    raise typer.Exit(run_prune(older, keep, states, only_print, yes))
+    run_prune(older, keep, states, only_print, yes)

@@ -14,7 +14,7 @@ from evener.tui.text.formatting import plain
 from evener.tui.text.safe_documents import harmless_json, toml_text
 
 
-def run_export(name: str, form: Format | None, output: Path | None, schema: int, force: bool) -> int:
+def run_export(name: str, form: Format | None, output: Path | None, schema: int, force: bool) -> None:
     """Write a run's plan to a file, or to standard output."""
     if output is not None:
         check_plan_file(output, "-o")
@@ -27,15 +27,13 @@ def run_export(name: str, form: Format | None, output: Path | None, schema: int,
     if output is None:
         text = harmless_json(to_json(plan, schema)) if form == "json" else toml_text(to_toml(plan, schema))
         print(text, end="", flush=True)
-        return 0
+        return
     plan.save(output, schema=schema)
     print(f"evener: plan written to {plain(str(output))}", file=sys.stderr)
-    return 0
 
 
-def run_report(name: str, output: Path, force: bool) -> int:
+def run_report(name: str, output: Path, force: bool) -> None:
     """Write the report of a run, in the format that the file's ending names."""
     check_new(output, force)
     save_report(name, output)
     print(f"evener: report written to {plain(str(output))}", file=sys.stderr)
-    return 0

@@ -20,7 +20,7 @@ from evener.tui.text.tables import align
 _MARKS: dict[Level, str] = {"ok": "ok  ", "note": "note", "problem": "FAIL"}
 
 
-def run_devices(spec: str, as_json: bool) -> int:
+def run_devices(spec: str, as_json: bool) -> None:
     """List the devices in the order of a plan's shares."""
     found = discover(spec)
     references = _references(found.devices)
@@ -30,7 +30,7 @@ def run_devices(spec: str, as_json: bool) -> int:
             "notes": found.notes,
         }
         print(json_text(listing))
-        return 0
+        return
     for note in found.notes:
         print(f"evener: {plain(note)}", file=sys.stderr)
     rows: list[tuple[str, ...]] = [("device", "name", "memory", "limit", "cores", "id")]
@@ -39,7 +39,6 @@ def run_devices(spec: str, as_json: bool) -> int:
         added = [("RGU", "measured/expected"), *(_reference_row(*pair) for pair in references)]
         rows = [(*row[:-1], *more, row[-1]) for row, more in zip(rows, added, strict=True)]
     print("\n".join(align(rows, numbers_from=len(rows[0]))))
-    return 0
 
 
 def _row(device: Device) -> tuple[str, str, str, str, str, str]:

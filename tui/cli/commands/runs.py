@@ -60,19 +60,18 @@ def parse_states(text: str | None) -> list[State] | None:
     return words  # type: ignore[return-value]  # checked above
 
 
-def run_list(wanted: Wanted, as_json: bool) -> int:
+def run_list(wanted: Wanted, as_json: bool) -> None:
     """List the runs that are wanted."""
     found = runs.list_runs()
     listed = wanted.choose(found)
     if as_json:
         print(json_text({"runs": listed}))
-        return 0
+        return
     if not listed:
         words = "no run matches; evener runs lists all" if found else "no runs yet; make one with evener balance"
         print(f"evener: {words}", file=sys.stderr)
-        return 0
+        return
     _print_table(listed)
-    return 0
 
 
 def _print_table(listed: Sequence[RunSummary]) -> None:
@@ -102,12 +101,12 @@ def _about(summary: RunSummary) -> str:
     return plain("; ".join(word for word in words if word), 1000)
 
 
-def run_show(name: str, as_json: bool) -> int:
+def run_show(name: str, as_json: bool) -> None:
     """Print what a run measured, and its plan if it has one."""
     run = runs.load_run(name)
     if as_json:
         print(json_text(_as_json(run)))
-        return 0
+        return
     labels = tuple(device.label for device in run.header.devices)
     print(plain(f"run {run.header.run}: {run.header.workload} on {', '.join(labels)}, {run.header.created}"))
     print(plain(f"{run.state}: {run.trouble}", 1000) if run.trouble else f"{run.state}, {duration(run.seconds)}")
@@ -117,9 +116,8 @@ def run_show(name: str, as_json: bool) -> int:
         print(f"  {observation_words(seen, labels)}")
     if run.plan is None:
         print("this run has no plan")
-        return 0
+        return
     print("\n".join(["", *summary_lines(run.plan, labels, run.verdict, terminal_columns())]))
-    return 0
 
 
 def _as_json(run: Run) -> dict[str, Any]:
@@ -138,21 +136,19 @@ def _as_json(run: Run) -> dict[str, Any]:
     }
 
 
-def run_note(name: str, note: str | None, add_tags: Sequence[str], remove_tags: Sequence[str]) -> int:
+def run_note(name: str, note: str | None, add_tags: Sequence[str], remove_tags: Sequence[str]) -> None:
     """Change the note or the tags of a run, and print them."""
     found = runs.annotate_run(name, note, add_tags, remove_tags)
     words = note_words(found.note, found.tags) or "no tags, no note"
     print(f"evener: {runs.find(name)}: {plain(words, 1200)}", file=sys.stderr)
-    return 0
 
 
-def run_delete(names: Sequence[str], yes: bool) -> int:
+def run_delete(names: Sequence[str], yes: bool) -> None:
     """Delete runs, after asking."""
     _delete(list(dict.fromkeys(runs.find(name) for name in names)), yes)
-    return 0
 
 
-def run_prune(older: str | None, keep: int | None, states: str | None, only_print: bool, yes: bool) -> int:
+def run_prune(older: str | None, keep: int | None, states: str | None, only_print: bool, yes: bool) -> None:
     """Delete every run that meets all conditions, after asking."""
     if older is None and keep is None and states is None:
         raise RequestError("Nothing says which runs to delete.", "Give --older-than 30d, --keep 20 or --state failed.")
@@ -164,7 +160,6 @@ def run_prune(older: str | None, keep: int | None, states: str | None, only_prin
         _print_table(found)
     else:
         _delete([one.run for one in found], yes)
-    return 0
 
 
 def _delete(found: Sequence[str], yes: bool) -> None:
