@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from textual.events import MouseScrollDown
 from textual.pilot import Pilot
 from textual.widgets import Input
 
@@ -82,7 +83,10 @@ async def test_no_word_of_a_dialog_is_under_its_scroll_bar(app_of: Any, key: str
             await pilot.pause()
             shown = app.screen.query_one("#scroll Lines", Lines)
             assert max(map(cells, shown.text.splitlines())) <= shown.size.width, size
-        assert app.screen.query_one("#scroll").max_scroll_y > 0, "one that has a scroll bar"
+        page = app.screen.query_one("#scroll")
+        assert page.max_scroll_y > 0, "one that has a scroll bar"
+        shown.post_message(MouseScrollDown(shown, 1, 1, 0, 0, 0, False, False, False))
+        await until(pilot, lambda: page.scroll_y > 0, "the wheel to scroll it")
 
 
 async def test_a_run_s_plan_is_exported_however_soon_it_is_asked_for(app_of: Any, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from textual.screen import ModalScreen, Screen
 
 from evener.errors import RequestError
 from evener.tui.app.terminal_watch import HangUpWatch
-from evener.tui.app.theme import DARK, DARK_MEANINGS, LIGHT
+from evener.tui.app.theme import DARK, LIGHT, meanings
 from evener.tui.runtime.base_app import BaseApp
 from evener.tui.runtime.crash_log import write_crash_log
 from evener.tui.runtime.snapshot_publisher import SnapshotPublisher, open_publisher
@@ -59,7 +59,7 @@ class EvenerApp(BaseApp):
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """evener's own colours, for Textual's themes, which don't define them."""
-        return DARK_MEANINGS
+        return meanings(dark=True)
 
     async def on_mount(self) -> None:
         """Open the Monitor, start sampling, and end in good order on SIGTERM and SIGHUP."""

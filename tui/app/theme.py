@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from textual.theme import Theme
 
 _MEANINGS = {  # on dark and on light: one for each tone of `evener.tui.view.cells` that Textual's themes lack
@@ -26,32 +28,30 @@ _MEANINGS = {  # on dark and on light: one for each tone of `evener.tui.view.cel
     "device6": ("#e6d16b", "#8a6a00"),
     "device7": ("#a5b4c8", "#556274"),
 }
-DARK_MEANINGS, LIGHT_MEANINGS = (
-    {f"ev-{name}": colours[light] for name, colours in _MEANINGS.items()} for light in (False, True)
-)
+_BASE = {  # Textual's own
+    "primary": ("#58b4f0", "#0b62c4"),
+    "secondary": ("#b794f4", "#7e3fc4"),
+    "accent": ("#5fd38d", "#15803d"),
+    "success": ("#5fd38d", "#15803d"),
+    "warning": ("#f0b450", "#9a5b00"),
+    "error": ("#ff6b70", "#c4212b"),
+    "foreground": ("#d3dbe7", "#1d2530"),
+    "background": ("#0d1219", "#fbfcfe"),
+    "surface": ("#0d1219", "#fbfcfe"),
+    "panel": ("#161d28", "#e6ebf2"),
+}
 
 
-def _theme(name: str, base: tuple[str, ...], meanings: dict[str, str], *, dark: bool) -> Theme:
-    """A theme of `base` colours: primary, secondary, accent, warning, error, foreground, background, panel."""
-    primary, secondary, accent, warning, error, foreground, background, panel = base
-    return Theme(
-        name=name,
-        primary=primary,
-        secondary=secondary,
-        accent=accent,
-        success=accent,
-        warning=warning,
-        error=error,
-        foreground=foreground,
-        background=background,
-        surface=background,
-        panel=panel,
-        dark=dark,
-        variables=meanings | {"footer-key-foreground": primary, "footer-background": panel},
-    )
+def meanings(*, dark: bool) -> dict[str, str]:
+    """The variables that Textual's themes lack."""
+    return {f"ev-{key}": colours[not dark] for key, colours in _MEANINGS.items()}
 
 
-_BASE_DARK = ("#58b4f0", "#b794f4", "#5fd38d", "#f0b450", "#ff6b70", "#d3dbe7", "#0d1219", "#161d28")
-_BASE_LIGHT = ("#0b62c4", "#7e3fc4", "#15803d", "#9a5b00", "#c4212b", "#1d2530", "#fbfcfe", "#e6ebf2")
-DARK = _theme("evener-dark", _BASE_DARK, DARK_MEANINGS, dark=True)
-LIGHT = _theme("evener-light", _BASE_LIGHT, LIGHT_MEANINGS, dark=False)
+def _theme(name: str, *, dark: bool) -> Theme:
+    base: dict[str, Any] = {key: colours[not dark] for key, colours in _BASE.items()}
+    footer = {"footer-key-foreground": base["primary"], "footer-background": base["panel"]}
+    return Theme(name, dark=dark, variables=meanings(dark=dark) | footer, **base)
+
+
+DARK = _theme("evener-dark", dark=True)
+LIGHT = _theme("evener-light", dark=False)

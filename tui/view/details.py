@@ -61,6 +61,7 @@ def _energy(joules: float) -> str:
 def device_details(sample: DeviceSample, width: int) -> tuple[Line, ...]:
     """Every metric of a device with its unit, or why it is missing."""
     device = sample.device
+    in_memory = memory_tone(fraction(sample.memory_used_bytes, sample.memory_total_bytes))
     facts = [
         _fact("name", clean(device.name)),
         _fact("id", clean(device.id), "dim"),
@@ -69,7 +70,7 @@ def device_details(sample: DeviceSample, width: int) -> tuple[Line, ...]:
         _reading("SM occupancy", sample.occupancy_percent, percents),
         _reading("tensor cores", sample.tensor_percent, percents),
         _reading("DRAM bandwidth", sample.dram_percent, percents),
-        _reading("memory", sample.memory_used_bytes, _limited(size, sample.memory_total_bytes), _memory_tone(sample)),
+        _reading("memory", sample.memory_used_bytes, _limited(size, sample.memory_total_bytes), in_memory),
         _reading("temperature", sample.temperature_celsius, celsius, temperature_tone(sample)),
         _reading("slows down at", sample.temperature_limit_celsius, celsius),
         _reading("power", sample.power_watts, _limited(watts, sample.power_limit_watts), "power"),
@@ -82,19 +83,16 @@ def device_details(sample: DeviceSample, width: int) -> tuple[Line, ...]:
         _reading("NVLink received", sample.link_receive_bytes_per_second, _per_second),
         _reading("NVLink sent", sample.link_send_bytes_per_second, _per_second),
         _reading("fan", sample.fan_percent, percents),
-        _reading("ECC errors", sample.ecc_errors, lambda number: f"{number:.0f} uncorrected", _errors_tone),
+        _reading(
+            "ECC errors",
+            sample.ecc_errors,
+            lambda number: f"{number:.0f} uncorrected",
+            lambda number: "bad" if number else "text",
+        ),
         _reading("throughput", sample.samples_per_second, samples_rate, "speed"),
     ]
     facts += [_fact("event", clean(event), "warn") for event in sample.events[-5:]]
     return (*(text_lines(sample.note, width, 4, "bad") if sample.note else ()), *facts)
-
-
-def _memory_tone(sample: DeviceSample) -> Tone:
-    return memory_tone(fraction(sample.memory_used_bytes, sample.memory_total_bytes))
-
-
-def _errors_tone(number: float) -> Tone:
-    return "bad" if number else "text"
 
 
 def process_details(row: ProcessSample, started: str, width: int) -> tuple[Line, ...]:

@@ -140,7 +140,7 @@ def _graphs(sample: DeviceSample, history: History) -> tuple[Graph, ...]:
     ) -> Graph:
         """A metric's newest value and its history, up to `top` or else to a round number above its maximum."""
         past = history(sample.device.id, name)
-        highest = top or nice_ceiling(_most(past))
+        highest = top or nice_ceiling(max((number for number in past if number is not None), default=1.0))
         return Graph(caption, reading_words(getattr(sample, name), draw), past, highest, label(highest), tone)
 
     limit, total = sample.power_limit_watts.value, sample.memory_total_bytes.value
@@ -152,10 +152,6 @@ def _graphs(sample: DeviceSample, history: History) -> tuple[Graph, ...]:
         metric("power", "power_watts", watts, limit, watts, "power"),
         metric("temperature", "temperature_celsius", celsius, hottest, celsius, "warn"),
     )
-
-
-def _most(values: Sequence[float | None]) -> float:
-    return max((number for number in values if number is not None), default=1.0)
 
 
 def _graph_column(one: Graph, width: int, height: int, marks: Marks) -> list[tuple[Span, ...]]:

@@ -47,19 +47,16 @@ class Ticks(ListPanel[tuple[str, str]]):
         marks, (name, note) = self.evener.marks, self.rows[place]
         here = self.has_focus and place == self.cursor
         inside = ("o" if self._single else "x") if place in self.ticked else " "
+        longest = max(len(name) for name, _ in self.rows)
         box = f"({inside})" if self._single else f"[{inside}]"
         spans = (
             Span(marks.cursor if here else " ", "strong"),
             Span(f"{box} ", "speed" if place in self.ticked else "dim"),
-            Span(f"{clean(name):<{min(self._longest, 28)}}  ", "text"),
+            Span(f"{clean(name):<{min(longest, 28)}}  ", "text"),
         )
         room = max(0, width - span_cells(spans) - len(more))
         rest = cut(clean(note), room, marks.ellipsis)
         return Line((*spans, *pad((Span(rest, "dim"),), room), Span(more, "key")), here)
-
-    @property
-    def _longest(self) -> int:
-        return max((len(name) for name, _ in self.rows), default=0)
 
     def action_tick(self) -> None:
         """Tick the entry under the cursor, or untick it where several may be ticked."""

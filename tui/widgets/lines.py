@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -50,8 +51,8 @@ class Lines(UsesApp, Widget):
     def show(self, lines: Sequence[Line]) -> None:
         """Draw these lines from now on."""
         before, self._lines = self._lines, tuple(lines)
-        longest = max(len(before), len(self._lines))
-        changed = [y for y in range(longest) if _at(before, y) != _at(self._lines, y)]
+        pairs = zip_longest(before, self._lines, fillvalue=BLANK)
+        changed = [y for y, (old, new) in enumerate(pairs) if old != new]
         width = self.size.width
         if width and changed:
             self.refresh(*(Region(0, y, width, 1) for y in changed))
@@ -67,7 +68,7 @@ class Lines(UsesApp, Widget):
 
     def render_line(self, y: int) -> Strip:
         """One row of the content, cut or padded to the width."""
-        line = _at(self._lines, y)
+        line = self._lines[y] if y < len(self._lines) else BLANK
         width = self.size.width
         base = self._tone("text", line.cursor)
         segments = []
@@ -83,8 +84,7 @@ class Lines(UsesApp, Widget):
     def _tone(self, tone: str, on_cursor: bool) -> Style:
         known = self._styles_by_tone.get((tone, on_cursor))
         if known is None:
-            known = self.get_component_rich_style(f"tone--{tone}", partial=True)
-            known = self.rich_style + known
+            known = self.rich_style + self.get_component_rich_style(f"tone--{tone}", partial=True)
             if on_cursor:
                 known += self.get_component_rich_style("tone--cursor", partial=True)
             self._styles_by_tone[tone, on_cursor] = known
@@ -115,7 +115,3 @@ class Lines(UsesApp, Widget):
 
     def click_row(self, row: int, clicks: int) -> None:
         """A row was clicked, outside any span with its own action; `row` counts from the first line."""
-
-
-def _at(lines: Sequence[Line], y: int) -> Line:
-    return lines[y] if y < len(lines) else BLANK
