@@ -59,7 +59,8 @@ def run_monitor(
         for number, snapshot in enumerate(_snapshots(source, pause, loops=loops)):
             kept = _keep(snapshot, only)
             text = f"{json_text(kept)}\n" if json else _csv(kept, headed=not number) if csv else _text(kept, out, ascii)
-            _write(out, text)
+            out.write(text)
+            out.flush()
             if recorder is not None and not recorder.write(kept):
                 print(
                     f"evener: {plain(str(record))} is as large as a recording may get; recording ends.",
@@ -146,8 +147,3 @@ def _marks(out: TextIO, ascii_only: bool) -> Marks:
     except (UnicodeEncodeError, LookupError):
         return ASCII
     return ASCII if ascii_only else UNICODE
-
-
-def _write(out: TextIO, text: str) -> None:
-    out.write(text)
-    out.flush()
