@@ -66,7 +66,7 @@ class Session:
         errors = runs.errors_path(self._header.run)
         self._prober: Prober = resolve.make_prober(self._resolved, replay.read_clock(self._record), errors)
         seen = (entry.seen for entry in self._record.seen)
-        self._search: Search = replay.make_search(self._header, seen, opened.spend_all)
+        self._search: Search = replay.make_search(self._header, seen, self._facts.rows, opened.spend_all)
 
     @property
     def run_id(self) -> str:
@@ -188,6 +188,7 @@ class Session:
         if facts not in (self._facts, Facts()):
             self._facts = facts
             self._write(FactsEntry(facts))
+            self._search.limit_batch(facts.rows)
         self._write(ObservationEntry(seen, at))
         self._search.tell(seen)
         self._seen.append(seen)

@@ -86,8 +86,20 @@ class Search:
     def tell(self, seen: Observation) -> None:
         """Take an observation: in any order, asked for or not, more than once."""
         if self._seen.add(seen):
-            for reading in READINGS:
-                self.__dict__.pop(reading, None)
+            self._forget_readings()
+
+    def _forget_readings(self) -> None:
+        for reading in READINGS:
+            self.__dict__.pop(reading, None)
+
+    def limit_batch(self, rows: int) -> None:
+        """The data have so many rows, 0: unknown. A free global batch has no more, unless a largest one is given."""
+        problem, quantum = self.problem, self.problem.multiple_of
+        if rows and problem.global_batch is None and problem.max_global_batch is None:
+            limit = max(quantum, rows // quantum * quantum)
+            self.problem = msgspec.structs.replace(problem, max_global_batch=limit)
+            self._predicted = None
+            self._forget_readings()
 
     def run(self, measure: Callable[[tuple[Probe, ...]], Iterable[Observation]]) -> Search:
         """Ask, measure, tell, until the search has no more questions."""

@@ -30,9 +30,10 @@ def make_problem(header: Header, spend_all: bool = False) -> Problem:
     )
 
 
-def make_search(header: Header, seen: Iterable[Observation], spend_all: bool = False) -> Search:
-    """A search for what was asked, with everything that was seen."""
+def make_search(header: Header, seen: Iterable[Observation], rows: int = 0, spend_all: bool = False) -> Search:
+    """A search for what was asked, with everything that was seen; `rows` of the data, 0: unknown."""
     search = Search(make_problem(header, spend_all), header.request.compare or BALANCE)
+    search.limit_batch(rows)
     for observation in seen:
         search.tell(observation)
     return search
@@ -61,7 +62,7 @@ def read_clock(record: Record) -> float:
 def recover(record: Record) -> Outcome:
     """The plan of a run that was cut off, from what it had measured; NoLayoutError if that is nothing."""
     seen = tuple(entry.seen for entry in record.seen)
-    search = make_search(record.header, seen)
+    search = make_search(record.header, seen, record.facts.rows)
     why = search.why_stopped() or Stop.CUT_OFF.value
     outcome = build_outcome(record.header, search, seen, record.facts, why, read_clock(record))
     if outcome is None:

@@ -12,6 +12,8 @@ import pytest
 
 from evener.balancer import resolve
 from evener.balancer.events import Event, Finished, Observed, Paused, ProbeStarted, Started
+from evener.balancer.probes.prober import Facts
+from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.resolve_layouts import resolve_comparison
 from evener.balancer.session import Request, Session
 from evener.balancer.store import journal, runs
@@ -74,6 +76,15 @@ def test_the_seed_s_pair_of_cards_is_balanced_in_few_probes() -> None:
     assert plan.search.out_of_memory <= 2
     assert {"even split", "best single device", "solo SIM:0", "solo SIM:1"} <= {one.name for one in plan.evidence}
     assert parse_plan(to_toml(plan)) == parse_plan(to_json(plan)) == plan
+
+
+def test_a_search_keeps_to_the_rows_of_the_data_and_so_does_its_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as a child has reported them."""
+    monkeypatch.setattr(SimulatedProber, "facts", lambda _self: Facts(engine="simulated", rows=700))
+    events = drive(PAIR)
+    assert max(probe.layout.global_batch for probe in observed(events)) <= 700
+    assert not any("samples" in warning for warning in ended(events).plan.warnings)
+    assert not observed(drive(Request(), resume="last"))
 
 
 def test_events_come_in_order_and_every_observation_is_journalled_first() -> None:

@@ -241,3 +241,30 @@ def test_bad_requests_are_named(options: dict[str, object]) -> None:
     with pytest.raises(RequestError) as caught:
         Search(problem)
     assert caught.value.remedy
+
+
+@settings(max_examples=60, deadline=None)
+@given(benches(), st.integers(1, 400), st.sampled_from([1, 4]))
+def test_a_free_batch_has_no_more_samples_than_the_data_once_their_rows_are_reported(
+    bench: Bench, rows: int, quantum: int
+) -> None:
+    """The first child reports them before its first observation."""
+    search = Search(bench.problem(multiple_of=quantum))
+    first, most = search.ask(), max(quantum, rows)
+    search.limit_batch(rows)
+    probes, seen = first, 0
+    while probes:
+        for one in bench.measure(probes):
+            search.tell(one)
+            seen += 1
+        assert seen < 200, "the search does not end"
+        probes = search.ask()
+        assert all(one.layout.global_batch <= most for one in probes)
+
+
+@pytest.mark.parametrize("asked", [{"max_global_batch": 500}, {"global_batch": 500}])
+def test_a_batch_that_was_asked_for_may_be_larger_than_the_data(asked: dict[str, int]) -> None:
+    """The plan warns of it."""
+    search = Search(Problem(2, (None, None), **asked))
+    search.limit_batch(100)
+    assert search.problem == Problem(2, (None, None), **asked)
