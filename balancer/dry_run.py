@@ -52,6 +52,7 @@ class Outlook(msgspec.Struct, frozen=True):
     search_seconds: float  # that a search should take, about
     budget_seconds: float | None
     notes: tuple[str, ...] = ()
+    simulated: bool = False  # the workload itself was not run
 
 
 def dry_run(request: Request, report: Report, stop: threading.Event) -> Outlook | None:
@@ -146,6 +147,7 @@ def _foresee(resolved: ResolvedRequest, problem: Problem, timed: Sequence[Timed]
         search_seconds=_imagine_search(resolved, problem, machine, start),
         budget_seconds=problem.budget_seconds,
         notes=resolved.notes,
+        simulated=resolved.machine is not None,
     )
 
 

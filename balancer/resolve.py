@@ -23,6 +23,7 @@ from evener.errors import DeviceError, RequestError
 from evener.workloads import registry
 
 SIMULATED = "Measured on simulated devices, whose speeds are written down, not on hardware."
+NOT_RUN = "simulated devices have the speeds of a model of their own."
 
 
 def resolve_request(request: Request) -> ResolvedRequest:
@@ -36,7 +37,8 @@ def resolve_request(request: Request) -> ResolvedRequest:
     _check_engine(request.engine, entry.framework, found.devices)
     _check_json(registry.resolve_settings(entry, request.settings))
     if found.machine is not None:
-        notes = (*found.notes, SIMULATED)
+        own = (f"{name} was not run: {NOT_RUN}",) if ":" in name else ()
+        notes = (*own, *found.notes, SIMULATED)
         return ResolvedRequest(request, found.devices, name, entry.framework, None, notes, found.machine)
     _check_installed(entry.framework)
     for device in found.devices:

@@ -96,3 +96,19 @@ def test_the_command_prints_a_row_for_each_device_and_makes_no_plan(
     assert run(["balance", "-d", "sim:gtx1080ti", "--dry-run", "--export", "plan.toml"]) == 2
     assert "--dry-run makes no plan" in capsys.readouterr().err
     assert not runs.list_runs()
+
+
+def test_a_model_that_simulated_devices_do_not_run_is_not_named_as_if_they_had(
+    capsys: pytest.CaptureFixture[str], own_folder: Path, tmp_path: Path
+) -> None:
+    """A model of the user's own that would never return gets a plan there, whose first warning says why."""
+    (tmp_path / "hangs.py").write_text("def build():\n    while True:\n        pass\n")
+    own = ["-d", "sim:gtx1080ti,gtx1080", "-w", f"{tmp_path}/hangs.py:build"]
+    assert run(["balance", *own, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "hangs.py:build was not run: simulated devices have" in out
+    assert "A simulated model was stepped on SIM:0" in out
+    assert run(["balance", *own]) == 0
+    captured = capsys.readouterr()
+    assert "hangs.py:build was not run" in captured.out
+    assert runs.load_run("last").header.notes[0].endswith("a model of their own.")

@@ -104,11 +104,12 @@ def _outlook_lines(outlook: Outlook) -> list[str]:
     steps = ", ".join(f"{batch} samples {_step(seconds)}" for batch, seconds in outlook.steps)
     built = f"built in {duration(outlook.start_seconds)} and stepped" if outlook.start_seconds else "stepped"
     framework = "" if outlook.framework == "none" else f" ({outlook.framework})"
+    what = "A simulated model" if outlook.simulated else f"{plain(outlook.workload)}{framework}"
     budget = outlook.budget_seconds
     limit = "" if budget is None else f" of its budget of {duration(budget)}"
     return [
         *(f"note: {plain(note)}" for note in outlook.notes),
-        f"{plain(outlook.workload)}{framework} was {built} on {outlook.devices[0].label}: a step of {steps}.",
+        f"{what} was {built} on {outlook.devices[0].label}: a step of {steps}.",
         "",
         *align([("device", "name", "memory", "fits at once"), *map(_row, outlook.devices)], numbers_from=2),
         "",
