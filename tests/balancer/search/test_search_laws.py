@@ -262,9 +262,9 @@ def test_a_free_batch_has_no_more_samples_than_the_data_once_their_rows_are_repo
         assert all(one.layout.global_batch <= most for one in probes)
 
 
-@pytest.mark.parametrize("asked", [{"max_global_batch": 500}, {"global_batch": 500}])
-def test_a_batch_that_was_asked_for_may_be_larger_than_the_data(asked: dict[str, int]) -> None:
+@pytest.mark.parametrize("asked", [Problem(1, (None,), max_global_batch=500), Problem(1, (None,), global_batch=500)])
+def test_a_batch_that_was_asked_for_may_be_larger_than_the_data(asked: Problem) -> None:
     """The plan warns of it."""
-    search = Search(Problem(2, (None, None), **asked))
+    search = Search(asked)
     search.limit_batch(100)
-    assert search.problem == Problem(2, (None, None), **asked)
+    assert search.problem == asked
