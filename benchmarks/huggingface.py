@@ -92,8 +92,6 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """After each optimizer step."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
         now = time.monotonic()
         if now - self.began > WARM_UP_SECONDS:
             self.first = self.first or now

@@ -65,6 +65,7 @@ class Loader:
         device: torch.device | None = None,
         prefetch: int | None = None,
         training: bool = True,
+        on_host: bool = False,
     ) -> None:
         for name, default in _OPTIONS.items():
             given = options.get(name)
@@ -78,6 +79,7 @@ class Loader:
         self.prefetch = check_prefetch(prefetch, self.device)
         on_gpu = self.device.type == "cuda"
         pinned = bool(self.prefetch or self.pin_memory) and on_gpu
+        self._sent_to = torch.device("cpu") if on_host else self.device  # by what fetches ahead
         self._fetch = Fetch(dataset, sampler, options, pinned)
         self._listener = listener
         self._training = training
@@ -107,7 +109,7 @@ class Loader:
         if sampler.order is not None:
             listener.compare(sampler.order.digest(sampler.epoch))
         batches = iter(self._fetch)
-        ahead = Prefetcher(batches, self.device, self.prefetch) if self.prefetch else None
+        ahead = Prefetcher(batches, self._sent_to, self.prefetch) if self.prefetch else None
         self._ahead = ahead
         try:
             for step, batch in enumerate(ahead or batches):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from evener.errors import RequestError
 from evener.passes import split_passes
 from evener.shares import bounds, gradient_weight
-from evener.torch_split.nested_batch import cut_rows
+from evener.torch_split.nested_batch import cut_rows, each_tensor
 
 
 class Part:
@@ -76,12 +76,15 @@ def weigh_by_count(
         part.weight = weight
 
 
-def in_turn(parts: Sequence[Part], models: Sequence[Any]) -> Iterator[Part]:
-    """Each part; the models exchange gradients in the last one only."""
+def in_turn(parts: Sequence[Part], models: Sequence[Any], device: torch.device) -> Iterator[Part]:
+    """Each part, on the device for its turn; the models exchange gradients in the last one only."""
     for part in parts:
+        batch = part.batch
+        part.batch = each_tensor(lambda tensor: tensor.to(device, non_blocking=True), batch)
         with ExitStack() as stack:
             for model in models if part is not parts[-1] else ():
                 if hasattr(model, "no_sync"):
                     stack.enter_context(model.no_sync())
             yield part
+        part.batch = batch
         part.check_computed()

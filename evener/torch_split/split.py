@@ -131,9 +131,10 @@ class Split:
         """Batches of this rank's rows of `dataset`, each row once per epoch over all ranks; `options` are DataLoader's.
 
         `order` is a sampler of rows, a list of them or a function of the epoch that returns one, instead of `shuffle`.
-        On a GPU, batches are fetched `prefetch` ahead (2 unless said) and come on the device. With `training=False`
-        (validation) steps are not reported to the monitor, and a last batch too short to give each rank a row joins the
-        one before. RequestError for a data set without a length, and for options that the plan decides.
+        On a GPU, batches are fetched `prefetch` ahead (2 unless said) and come on the device; under a plan with passes
+        they stay in pinned memory, and `parts` sends each part. With `training=False` (validation) steps aren't
+        reported to the monitor, and a last batch too short to give each rank a row joins the one before. RequestError for a data
+        set without a length, and for options that the plan decides.
         """
         check_options(options)
         rows = count_rows(dataset)
@@ -153,7 +154,8 @@ class Split:
         if training and self._strategy is not None:
             passes: Loader = self._strategy.make_loader(dataset, sampler, options)
             return passes
-        return Loader(dataset, sampler, _Steps(self, training), options, self.device, prefetch, training)
+        on_host = training and self._weights.in_passes  # a part is sent as its turn comes
+        return Loader(dataset, sampler, _Steps(self, training), options, self.device, prefetch, training, on_host)
 
     def strategy(self, **options: Any) -> Any:
         """For `lightning.Trainer(strategy=...)`: DistributedDataParallel with these shares; options as DDPStrategy has.
@@ -229,7 +231,7 @@ class Split:
             parts = make_parts(batch, sizes[self.rank], self.micros[self.rank], self._weights.scale_part)
             if count is not None:
                 weigh_by_count(parts, count, sizes, self.rank, self.device)
-            yield from in_turn(parts, self._weights.list_models(models))
+            yield from in_turn(parts, self._weights.list_models(models), self.device)
         finally:
             self._weights.close_parts()
 

@@ -7,24 +7,34 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+if not all(map(find_spec, ("torch", "transformers", "accelerate"))):
+    pytest.skip("a trainer isn't installed", allow_module_level=True)
 
 import torch
-from transformers import Trainer
 
 from evener.errors import EvenerError
-from evener.huggingface import with_plan
 from evener.torch_split.pass_sampler import PassSampler
 from evener.torch_split.sampler import UnevenBatchSampler
-from tests.support import huggingface_programs as programs
+from tests.support.frameworks import LazyModule, skip_without
 from tests.support.torch_start import run_ranks
 
+programs: Any = LazyModule("tests.support.huggingface_programs")
+NAMES = (
+    "tokens",
+    "tokens, 45 rows, cosine",
+    "tokens, accumulated",
+    "tokens by length",
+    "rows",
+    "rows, accumulated, drop last",
+    "rows by a compute_loss",
+    "resumed",
+)
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread"), pytest.mark.filterwarnings("ignore")]
 
 Ended = list[dict[str, dict[str, Any]]]
@@ -32,7 +42,7 @@ Ended = list[dict[str, dict[str, Any]]]
 
 def run(script: str, given: tuple[str, ...], folder: Path) -> Ended:
     """What every program ended with, on each rank."""
-    path = Path(programs.__file__).with_name(script)
+    path = Path(__file__).parents[1] / "support" / script
     run_ranks(path, len(given), lambda rank: [str(folder / f"rank{rank}.pt"), *given], folder)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(len(given))]
 
@@ -48,8 +58,9 @@ def one_process(name: str) -> dict[str, Any]:
     return programs.reference(programs.PROGRAMS[name])
 
 
-@pytest.mark.parametrize("name", programs.PROGRAMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_it_learns_what_one_process_learns(ended: Ended, name: str) -> None:
+    assert set(programs.PROGRAMS) == set(NAMES)
     expected, resumed = one_process(name), programs.PROGRAMS[name].resume_after
     for rank in ended:
         for mine, its in zip(rank[name]["weights"], expected["weights"], strict=True):
@@ -64,9 +75,8 @@ def test_it_learns_what_one_process_learns(ended: Ended, name: str) -> None:
 
 def test_trl_learns_what_one_process_learns(tmp_path: Path) -> None:
     """Its losses are float32 inside, and so is the bound."""
-    pytest.importorskip("trl")
-    from tests.support import trl_programs
-
+    skip_without("trl", "peft", "datasets")
+    trl_programs: Any = LazyModule("tests.support.trl_programs")
     for rank in run("trl_programs.py", ("6:2", "2:2"), tmp_path):
         for kind in trl_programs.KINDS:
             expected = trl_programs.reference(kind)
@@ -90,52 +100,59 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     return str(tmp_path / "trainer")
 
 
-def refused(folder: str, kind: Any = Trainer, program: programs.Program | None = None, **arguments: Any) -> str:
+def planned(*shares: Any, **options: Any) -> Any:
+    """A Trainer by a plan of these batches, and rows of a pass."""
+    return programs.with_plan(programs.Trainer, programs.make_plan(*shares), **options)
+
+
+def refused(folder: str, kind: Any = None, **arguments: Any) -> str:
     """The sentence that ends a training before its first step."""
-    chosen = program or programs.Program(rows=12)
+    chosen = programs.Program(rows=12)
     parts = {"args": programs.make_arguments(chosen, folder, **arguments), **programs.make_parts(chosen)}
     start = [tensor.clone() for tensor in parts["model"].parameters()]
     with pytest.raises(EvenerError) as caught:
-        with_plan(kind, programs.make_plan((8,)))(**parts).train()
+        programs.with_plan(kind or programs.Trainer, programs.make_plan((8,)))(**parts).train()
     assert all(map(torch.equal, start, parts["model"].parameters()))
     return str(caught.value)
-
-
-class Unmarked(programs.OwnLoss):
-    loss_is_scaled_for_ga: Any = None
-
-
-class Generates(Trainer):
-    def _generate_and_score_completions(self) -> None: ...
 
 
 def test_what_would_not_be_exact_is_refused(alone: str) -> None:
     assert "auto_find_batch_size" in refused(alone, auto_find_batch_size=True)
     assert "average_tokens_across_devices" in refused(alone, average_tokens_across_devices=False)
     assert "batch_rebalance" in refused(alone, train_sampling_strategy="batch_rebalance")
-    assert "OwnLoss.compute_loss may be" in refused(alone, Unmarked)
-    assert "generates the rows" in refused(alone, Generates)
+    assert "OwnLoss.compute_loss may be" in refused(
+        alone, type("Unmarked", (programs.OwnLoss,), {"loss_is_scaled_for_ga": None})
+    )
+    assert "generates the rows" in refused(
+        alone, type("Generates", (programs.Trainer,), {"_generate_and_score_completions": None})
+    )
     assert "no Trainer class" in refused(alone, object)
 
 
 def test_a_checkpoint_of_another_global_batch_is_refused(alone: str) -> None:
     program = programs.Program(rows=16)
     arguments = programs.make_arguments(program, alone, save_strategy="epoch", num_train_epochs=1)
-    with_plan(Trainer, programs.make_plan((8,)))(args=arguments, **programs.make_parts(program)).train()
+    programs.with_plan(programs.Trainer, programs.make_plan((8,)))(
+        args=arguments, **programs.make_parts(program)
+    ).train()
     checkpoint = Path(alone) / "checkpoint-2"
     assert json.loads((checkpoint / "evener.json").read_text()) == {"rows": 16, "step_rows": 8}
     again = programs.make_arguments(program, alone)
-    smaller = with_plan(Trainer, programs.make_plan((4,)))(args=again, **programs.make_parts(program))
+    smaller = planned((4,))(args=again, **programs.make_parts(program))
     with pytest.raises(EvenerError, match="8 of 16 rows in each optimizer step"):
         smaller.train(resume_from_checkpoint=str(checkpoint))
-    same = with_plan(Trainer, programs.make_plan((4,)), global_batch=8)(args=again, **programs.make_parts(program))
+    same = programs.with_plan(programs.Trainer, programs.make_plan((4,)), global_batch=8)(
+        args=again, **programs.make_parts(program)
+    )
     assert same.train(resume_from_checkpoint=str(checkpoint)).global_step == 6
 
 
 def test_the_users_arguments_stay_as_they_are(alone: str) -> None:
     program = programs.Program(rows=12)
     arguments = programs.make_arguments(program, alone)
-    trainer = with_plan(Trainer, programs.make_plan((8,), (3,)))(args=arguments, **programs.make_parts(program))
+    trainer = programs.with_plan(programs.Trainer, programs.make_plan((8,), (3,)))(
+        args=arguments, **programs.make_parts(program)
+    )
     assert (arguments.gradient_accumulation_steps, arguments.per_device_train_batch_size) == (1, 8)
     assert (trainer.args.gradient_accumulation_steps, trainer.args.per_device_train_batch_size) == (3, 3)
 

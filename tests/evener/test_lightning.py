@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import logging
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("lightning")
-pytest.importorskip("accelerate")
+if not all(map(find_spec, ("torch", "lightning", "accelerate"))):
+    pytest.skip("a trainer isn't installed", allow_module_level=True)
 
-import lightning.pytorch as pl
 import torch
 
 from evener.errors import RequestError
@@ -23,17 +23,19 @@ from evener.torch_split import Split
 from evener.torch_split.pass_loader import PassLoader
 from evener.torch_split.pass_sampler import PassSampler
 from evener.torch_split.sampler import UnevenBatchSampler
-from tests.support import accelerate_programs, lightning_programs
-from tests.support.huggingface_programs import make_plan
+from tests.support.frameworks import LazyModule
 from tests.support.torch_start import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread"), pytest.mark.filterwarnings("ignore")]
+accelerate_programs: Any = LazyModule("tests.support.accelerate_programs")
+lightning_programs: Any = LazyModule("tests.support.lightning_programs")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 GIVEN = {"shares": ("6", "2"), "passes": ("5:3", "2:2", "1:1")}
 CASES = [
-    *((kind, name) for kind in GIVEN for name in lightning_programs.PROGRAMS if (kind, name) != ("passes", "manual")),
-    *(("shares", f"accelerate, {name}") for name in accelerate_programs.LOOPS),
+    *((kind, name) for kind in GIVEN for name in ("plain", "accumulated", "validated", "resumed")),
+    ("shares", "manual"),
+    *(("shares", f"accelerate, {name}") for name in ("plain", "prepared", "accumulated", "in passes")),
     ("passes", "accelerate, in passes"),
 ]
 
@@ -41,7 +43,7 @@ CASES = [
 @cache
 def ended(kind: str, folder: Path) -> list[dict[str, Any]]:
     """What every program ended with, on each rank."""
-    script, given = Path(lightning_programs.__file__), GIVEN[kind]
+    script, given = Path(__file__).parents[1] / "support" / "lightning_programs.py", GIVEN[kind]
     run_ranks(script, len(given), lambda rank: [str(folder / f"rank{rank}.pt"), *given], folder)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(len(given))]
 
@@ -86,7 +88,7 @@ def split(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Split:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("EVENER_LIVE_DIR", str(tmp_path / "live"))
     monkeypatch.setattr("evener.torch_split.split.settle", lambda *_: None)
-    return Split(make_plan((8,), (4,)))
+    return Split(lightning_programs.make_plan((8,), (4,)))
 
 
 def fit(split: Split, folder: Path, manual: bool = False, with_loader: bool = True, **options: Any) -> Any:
@@ -103,7 +105,7 @@ def test_what_would_not_be_exact_is_refused(split: Split, tmp_path: Path) -> Non
         fit(split, tmp_path, manual=True)
     with pytest.raises(RequestError, match=r"don't come from split\.loader"):
         fit(split, tmp_path, with_loader=False)
-    trainer = pl.Trainer(
+    trainer = lightning_programs.pl.Trainer(
         accelerator="cpu", devices=1, strategy=split.strategy(), logger=False, enable_checkpointing=False
     )
     with pytest.raises(RequestError, match="use_distributed_sampler=False"):

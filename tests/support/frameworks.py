@@ -1,8 +1,10 @@
-"""Skips tests of frameworks that aren't installed, without importing them: TensorFlow takes 5 s."""
+"""Frameworks are imported neither to skip tests nor to collect them: TensorFlow takes 5 s, transformers 4."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -12,3 +14,13 @@ def skip_without(*names: str) -> None:
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         pytest.skip(f"{' and '.join(missing)} not installed", allow_module_level=True)
+
+
+class LazyModule:
+    """A module that is imported when something of it is asked for: not while tests are collected."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self._name), name)

@@ -27,7 +27,7 @@ def run_ranks(
         "MASTER_PORT": free_port(),
         "OMP_NUM_THREADS": 1,
         "EVENER_LIVE_DIR": folder / "live",
-        "PYTHONPATH": Path(__file__).parents[2],
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
     }
     if not gpus:
         common["CUDA_VISIBLE_DEVICES"] = ""

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("lightning")
+if not all(map(find_spec, ("torch", "transformers", "lightning", "accelerate"))):
+    pytest.skip("a trainer isn't installed", allow_module_level=True)
 
 import torch
-from transformers import Trainer
 
 from evener.errors import RequestError
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend import user_model
 from evener.workloads.torch_backend.trainer_model import find_recipe
-from tests.support import huggingface_programs as programs
-from tests.support import lightning_programs
+from tests.support.frameworks import LazyModule
 
+programs: Any = LazyModule("tests.support.huggingface_programs")
+lightning_programs: Any = LazyModule("tests.support.lightning_programs")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread"), pytest.mark.filterwarnings("ignore")]
 CPU = Place(devices=("CPU:0",))
 
 
 def a_trainer() -> Any:
     program = programs.Program(rows=32, arguments={"max_grad_norm": 0.01, "learning_rate": 1.0, "optim": "sgd"})
-    return Trainer(args=programs.make_arguments(program, tempfile.mkdtemp()), **programs.make_parts(program))
+    return programs.Trainer(args=programs.make_arguments(program, tempfile.mkdtemp()), **programs.make_parts(program))
 
 
 def a_module() -> Any:

@@ -106,7 +106,7 @@ class Batches:
         self, data: Data, device: torch.device, on_device: bool, begin: Callable[[Sequence[int]], None]
     ) -> None:
         self._data = data
-        self._device = device
+        self._device = self._sent_to = device
         self._on_device = on_device
         self._listener = _Begins(begin)
         self._loader: Loader | None = None
@@ -119,12 +119,17 @@ class Batches:
             self._steps.close()
         self._loader, self._steps, self.rows = None, iter(()), 0
 
-    def make(self, sizes: Sequence[int], rank: int = 0) -> None:
-        """Feed so many rows a step to each rank, this one among them; RequestError if the data give something else."""
+    def make(self, sizes: Sequence[int], rank: int = 0, on_host: bool = False) -> None:
+        """Feed so many rows a step to each rank, this one among them; RequestError if the data give something else.
+
+        `on_host`: the batches stay there, for parts of them to be sent.
+        """
         prefetch = 0 if self._on_device else self._data.prefetch
         sampler = self._data.sampler(sizes, rank)
-        loader = Loader(self._data.dataset, sampler, self._listener, self._data.options, self._device, prefetch)
+        options = self._data.options
+        loader = Loader(self._data.dataset, sampler, self._listener, options, self._device, prefetch, on_host=on_host)
         self.rows = sizes[rank]
+        self._sent_to = torch.device("cpu") if on_host and not self._on_device else self._device
         if self._on_device:
             self._steps = repeat(self._checked(next(iter(loader))))
         else:
@@ -143,10 +148,10 @@ class Batches:
         batches = chain.from_iterable(loader for _ in count())
         yield self._checked(next(batches))
         for batch in batches:
-            yield as_pair(send(batch, self._device))
+            yield as_pair(send(batch, self._sent_to))
 
     def _checked(self, batch: Any) -> tuple[Any, Any]:
-        pair = as_pair(send(batch, self._device))
+        pair = as_pair(send(batch, self._sent_to))
         check_rows(pair, self.rows)
         return pair
 

@@ -53,15 +53,23 @@ def _from_trainer(trainer: Any) -> Recipe:
     optimizer = trainer.create_optimizer()
     parameters, most = list(trainer.model.parameters()), trainer.args.max_grad_norm
 
-    def clip(*_: Any) -> None:
-        torch.nn.utils.clip_grad_norm_(parameters, most)
+    losses: list[Any] = []
 
-    if most:
-        optimizer.register_step_pre_hook(clip)
+    def finish(*_: Any) -> None:
+        """What the trainer does between a backward pass and the optimizer's step."""
+        if trainer.args.logging_nan_inf_filter:
+            torch.isfinite(losses.pop()).item()  # this waits for the GPU, as there
+        losses.clear()
+        if most:
+            torch.nn.utils.clip_grad_norm_(parameters, most)
+
+    optimizer.register_step_pre_hook(finish)
 
     def compute(batch: Any) -> Any:
         with trainer.accelerator.autocast(), trainer.compute_loss_context_manager():
-            return trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
+            loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
+        losses.append(loss.detach())
+        return loss
 
     rows, collate = training_rows(trainer)
     data = _to_data(rows, collate, {"num_workers": trainer.args.dataloader_num_workers})

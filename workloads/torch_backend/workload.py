@@ -84,9 +84,10 @@ class TorchWorkload:
         if self._group:
             self._regroup(tuple(shares))
         if own and self._group:
-            batches.make([shares[rank] for rank in self._members], self._members.index(self.place.rank))
+            sizes = [shares[rank] for rank in self._members]
+            batches.make(sizes, self._members.index(self.place.rank), on_host=self._micro < own)
         elif own:
-            batches.make([own])
+            batches.make([own], on_host=self._micro < own)
 
     def step(self) -> None:
         """One optimizer step on the next batch, in step with the other ranks."""
@@ -99,7 +100,7 @@ class TorchWorkload:
         if self._micro >= rows:
             self._scaled_loss(*batch).backward()
         else:
-            for part in in_turn(make_parts(batch, rows, self._micro, lambda loss: loss), [self._model]):
+            for part in in_turn(make_parts(batch, rows, self._micro, lambda loss: loss), [self._model], self.device):
                 part.backward(self._scaled_loss(*part.batch))
         self._scaler.step(optimizer)
         self._scaler.update()
