@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from textual.events import MouseScrollDown
 from textual.pilot import Pilot
-from textual.widgets import Input
+from textual.widgets import Input, Static
 
 from evener.plan import load_plan
 from evener.tui.screens.dialogs import ConfirmDialog
@@ -133,8 +133,12 @@ async def test_an_own_workload_needs_a_name(app_of: Any) -> None:
         assert not app.balance.active
 
 
-async def test_a_typed_workload_runs_in_its_framework(app_of: Any, events: Any, session_of: Any) -> None:
-    """Its name ticks it, and it may be PyTorch's."""
+@pytest.mark.parametrize(("imported", "presses", "framework"), [("torch", 0, "torch"), ("keras", 2, "torch")])
+async def test_a_typed_workload_runs_in_its_framework(
+    app_of: Any, events: Any, session_of: Any, own_folder: Path, imported: str, presses: int, framework: str
+) -> None:
+    """Its name ticks it; the framework is the one that its file imports, or the one that the form says."""
+    (own_folder / "train.py").write_text(f"import {imported}\ndef build(): ...\n")
     requests: list[Any] = []
 
     def make(request: Any) -> Any:
@@ -148,9 +152,9 @@ async def test_a_typed_workload_runs_in_its_framework(app_of: Any, events: Any, 
         workloads = app.screen.query_one("#pick-workload", Ticks)
         await until(pilot, lambda: workloads.ticked == {workloads.count - 1}, "the tick")
         app.screen.query_one("#framework", OneOf).focus()
-        await pilot.press("right", "ctrl+s")
+        await pilot.press(*["right"] * presses, "ctrl+s")
         await until(pilot, lambda: requests, "the search")
-        assert (requests[0].workload, requests[0].framework) == ("train.py:build", "torch")
+        assert (requests[0].workload, requests[0].framework) == ("train.py:build", framework)
         await until(pilot, lambda: app.balance.ended, "its end")
 
 
@@ -161,6 +165,9 @@ async def test_a_wrong_number_is_named_as_its_field_is(app_of: Any) -> None:
         app.screen.query_one("#max_global_batch", Input).value = "many"
         await pilot.press("ctrl+s")
         assert "max global batch 'many' is not a whole number" in text(app, "#problem")
+        label = app.screen.query_one("#row-max_global_batch .label", Static)
+        assert str(label.content) == "!max global batch"
+        await until(pilot, lambda: app.screen.focused.id == "max_global_batch", "the focus")
 
 
 async def test_the_palette_s_quit_asks_while_a_search_goes_on(app_of: Any, events: Any, session_of: Any) -> None:

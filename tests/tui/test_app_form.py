@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from textual.binding import Binding
+from textual.events import Key
 from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
@@ -100,6 +101,26 @@ async def test_enter_in_a_field_goes_on_to_the_next(app_of: Any) -> None:
         await pilot.press("enter")
         await until(pilot, lambda: app.screen.focused.id == "global_batch", "the next field")
         assert not app.balance.active
+
+
+async def test_keys_are_taken_in_the_order_in_which_they_were_pressed(app_of: Any) -> None:
+    """However fast: text after Ctrl-U stays, text after three Tabs is in the third field."""
+    app = app_of()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _form(pilot)
+        app.screen.query_one("#own", Input).focus()
+        await until(pilot, lambda: app.screen.focused.id == "own", "the focus")
+        tabs = [Key("tab", "\t")]
+        budget = [*map(_key, "9h"), Key("ctrl+u", "\x15"), *map(_key, "45s")]
+        for key in (*tabs * 2, *budget, *tabs * 3, *map(_key, "0.05"), *tabs, *map(_key, "a=1")):
+            app.post_message(key)
+        await until(pilot, lambda: app.screen.query_one("#settings", Input).value, "the last field")
+        fields = {each.id: each.value for each in app.screen.query(Input) if each.value}
+        assert fields == {"budget": "45s", "tolerance": "0.020.05", "settings": "a=1"}
+
+
+def _key(sign: str) -> Key:
+    return Key(sign, sign)
 
 
 async def test_a_comparison_and_sharing_are_asked_for_in_the_form(app_of: Any, events: Any, session_of: Any) -> None:

@@ -14,7 +14,9 @@ from typing import Any, ClassVar
 
 from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
+from textual.events import Event, Key
 from textual.screen import ModalScreen, Screen
+from textual.widgets import Input
 
 from evener.errors import RequestError
 from evener.tui.app.terminal_watch import HangUpWatch
@@ -72,6 +74,22 @@ class EvenerApp(BaseApp):
             except (ValueError, RuntimeError, NotImplementedError):
                 break  # not in the main thread: the caller handles signals
         self.publisher.start(self.post_message)
+
+    async def on_event(self, event: Event) -> None:
+        """Finish each key before the next one.
+
+        Textual passes a key through the widgets first, and runs what Tab or Ctrl-U is bound to when it comes back from
+        them: text typed at once after it has by then gone to the field before, or is deleted.
+        """
+        if not isinstance(event, Key) or event.is_forwarded:
+            await super().on_event(event)
+            return
+        self.app_focus = True
+        field = self.focused
+        if isinstance(field, Input) and event.is_printable:
+            field.replace(event.character or "", *field.selection)
+        elif not (await self._check_bindings(event.key, priority=True) or await self._check_bindings(event.key)):
+            await super().on_event(event)
 
     def hang_up(self) -> None:
         """The terminal is gone: end as after SIGHUP; called from any thread."""

@@ -41,7 +41,7 @@ _TASKS = {  # the fields of each task; the others are for all of them
     COMPARE: frozenset({*_SEARCH_FIELDS, "layouts"}),
     PROBE: frozenset({"batches"}),
 }
-_FRAMEWORKS = tuple(name for name in registry.FRAMEWORKS if name != "none")
+_FRAMEWORKS = ("auto", *(name for name in registry.FRAMEWORKS if name != "none"))
 _HINTS = REQUEST_HELP | {
     "task": "What to do; left and right choose.",
     "layouts": f"Some of {', '.join(FAMILIES)}; empty: all that are possible.",
@@ -49,7 +49,7 @@ _HINTS = REQUEST_HELP | {
     "engine": f"{REQUEST_HELP['engine'][:-1]}; auto: one process for idle GPUs, else one per device.",
     "global_batch": f"{REQUEST_HELP['global_batch'][:-1]}; empty: free.",
     "own": "Your own workload, file.py:build; typing here ticks the last entry of the list.",
-    "framework": "The framework of your own workload.",
+    "framework": "The framework of your own workload; auto: the one that its file imports.",
     "settings": "Parameters of the workload: key=value key=value.",
 }
 _LABELS = {"own": f"{_OWN} workload", "inputs": "input", "share": "share devices"}
@@ -240,7 +240,8 @@ class Setup(UsesApp, VerticalScroll):
         if task == COMPARE:
             words = tuple(parse_words(layouts) or ()) if layouts.strip() else FAMILIES
             fields["compare"] = LayoutOptions(families=cast(tuple[Family, ...], words))
-        request = make_request(devices=spec, workload=own, framework=framework, **fields)
+        named = None if framework == "auto" else framework
+        request = make_request(devices=spec, workload=own, framework=named, **fields)
         shares = tuple(parse_samples(text, "--batches") for text in re.split(r"[ ,]+", batches.strip()) if text)
         if task == PROBE and not shares:
             raise RequestError("--batches is empty.", "Give samples per step for each device, like 820 568.")

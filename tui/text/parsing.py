@@ -193,5 +193,6 @@ def request_fields(typed: Mapping[str, str]) -> dict[str, Any]:
     }
     filled = {name: text.strip() for name, text in typed.items() if text.strip()}
     return {
-        name: readers[name](text, name.replace("_", " ")) if name in readers else text for name, text in filled.items()
+        name: readers[name](text, f"--{name.replace('_', '-')}") if name in readers else text
+        for name, text in filled.items()
     }
