@@ -31,11 +31,12 @@ class ProbeProgress(msgspec.Struct, frozen=True, tag=True):
     """How a running measurement is doing, at least once a second. A later report replaces it."""
 
     probe: Probe
-    phase: str  # starting | building | warming up | measuring
+    phase: str  # starting | building | warming up | measuring; stopped while building: importing | loading | preparing
     samples_per_second: float | None
     relative_interval: float | None  # half-width of the 95 % interval / the figure
     at_seconds: float
     phase_seconds: float = 0.0  # how long it has been in this phase
+    where: str = ""  # "file.py:12": the user's own line at which it was stopped
 
 
 class Observed(msgspec.Struct, frozen=True, tag=True):

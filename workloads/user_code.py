@@ -101,11 +101,12 @@ def find_line(error: BaseException, name: str = "") -> str:
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     places = [*_PLACE_IN_TEXT.findall(str(error)), *frames]
     module = sys.modules.get(name.rpartition(":")[0])
-    own = [f"{file}:{line}" for file, line in places if file == getattr(module, "__file__", "") or _is_user_file(file)]
+    own = [f"{file}:{line}" for file, line in places if file == getattr(module, "__file__", "") or is_user_file(file)]
     return own[-1] if own else ""
 
 
-def _is_user_file(file: str) -> bool:
+def is_user_file(file: str) -> bool:
+    """Whether it is a Python file outside of evener, the standard library and installed packages."""
     folders = [Path(evener.__file__).parent, *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))]
     try:
         paths = {Path(file), Path(file).resolve()}

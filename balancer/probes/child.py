@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
@@ -21,11 +22,13 @@ import psutil
 
 from evener.balancer.probes import protocol
 from evener.balancer.probes.protocol import Begin, Command, Reply
+from evener.balancer.probes.stack_dump import SIGNAL, Stack, read_stack
 from evener.devices.child_environment import ChildEnvironment, import_path
 from evener.live_files import start_ticks
 
 STDERR_BYTES = 64 << 10  # how much of the end of standard error is kept
 WAIT_SECONDS = 2.0
+STACK_SECONDS, POLL_SECONDS = 0.5, 0.01  # for the answer to a signal
 _READ_BYTES = 64 << 10
 
 
@@ -100,6 +103,14 @@ class Child:
     def stderr_tail(self) -> str:
         """The end of what it wrote to standard error and standard output."""
         return b"".join(self._stderr).decode(errors="replace")
+
+    def find_stack(self) -> Stack | None:
+        """Where it is now, once it has said that it is ready; None if it doesn't answer."""
+        self._process.send_signal(SIGNAL)
+        deadline = time.monotonic() + STACK_SECONDS
+        while (stack := read_stack(self.stderr_tail)) is None and self.alive and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        return stack
 
     def end(self) -> None:
         """Kill it and its process group now; safe to call twice."""

@@ -15,7 +15,8 @@ import msgspec
 
 from evener.balancer.probes import exit_causes
 from evener.balancer.probes.child import Child, Exited, Inbox, InvalidReply, Message
-from evener.balancer.probes.protocol import ChildError, Command, Reply
+from evener.balancer.probes.protocol import Built, ChildError, Command, Prepared, Reply
+from evener.balancer.probes.stack_dump import Stack
 from evener.balancer.types import Cause
 
 TICK_SECONDS = 0.05
@@ -27,7 +28,11 @@ _OWN_WORDS = ("UserCodeError", "RequestError", "EvenerError")  # their text says
 
 
 class StoppedError(Exception):
-    """The session stops: what was running has no outcome."""
+    """The session stops: what was running has no outcome. `stack`: where a child was that had not begun to measure."""
+
+    def __init__(self, stack: Stack | None = None) -> None:
+        super().__init__(stack)
+        self.stack = stack
 
 
 class RankFailure(msgspec.Struct, frozen=True):
@@ -104,7 +109,8 @@ class ChildGroup:
         failures: dict[int, RankFailure] = {}
         while len(replies) + len(failures) < len(self.children) and time.monotonic() <= deadline:
             if stop.is_set():
-                raise StoppedError
+                late = [child for child in self.children if child.rank not in replies]
+                raise StoppedError(late[0].find_stack() if expected in (Built, Prepared) else None)
             received = self._next_message()
             if received is None:
                 continue
@@ -117,8 +123,7 @@ class ChildGroup:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         ranks = range(len(self.children))
         if not failures:
-            words = f"no answer within {seconds:.0f} s"
-            failures = {rank: RankFailure(rank, "timeout", words) for rank in ranks if rank not in replies}
+            failures = {rank: self._silence(rank, seconds) for rank in ranks if rank not in replies}
         if failures:
             raise GroupError(*failures.values())
         return [replies[rank] for rank in ranks]
@@ -140,6 +145,11 @@ class ChildGroup:
             for child in self.children:
                 child.sample_memory()
             return None
+
+    def _silence(self, rank: int, seconds: float) -> RankFailure:
+        stack = self.children[rank].find_stack()
+        at, text = (f", at {stack.where}" if stack.where else "", stack.text) if stack is not None else ("", "")
+        return RankFailure(rank, "timeout", f"no answer within {seconds:.0f} s{at}", output=text)
 
     def _failure(self, rank: int, message: Message) -> RankFailure:
         match message:

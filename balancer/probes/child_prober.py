@@ -33,6 +33,7 @@ from evener.balancer.probes.measurement import Measurement, ProgressReporter, Ti
 from evener.balancer.probes.memory_budget import MemoryBudget
 from evener.balancer.probes.prober import Facts, Report
 from evener.balancer.probes.protocol import Built, Prepared, Profile, Profiled, Ready
+from evener.balancer.probes.stack_dump import Stack
 from evener.balancer.request import ResolvedRequest
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed
 from evener.devices.child_environment import ChildEnvironment, child_environment
@@ -150,7 +151,9 @@ class ChildProber:
         for left in reversed(range(PORT_TRIES)):
             try:
                 return self._attempt(probe, progress, stop, started)
-            except StoppedError:
+            except StoppedError as stopped:
+                if stopped.stack is not None and not self._closed.is_set():
+                    self._explain_stop(probe, progress, stopped.stack)
                 return None
             except GroupError as error:
                 if self._closed.is_set():
@@ -302,9 +305,15 @@ class ChildProber:
         devices = devices or key.positions
         detail = f"{', '.join(self._devices[i].label for i in devices)}, {phase}: {failure.detail}"
         if failure.output.strip() and self._save_output(detail, failure.output):
-            what = "traceback" if failure.cause == "raised" else "output"
+            what = {"raised": "traceback", "timeout": "stack"}.get(failure.cause, "output")
             detail += f" ({what} in {self._error_file})"
         return Failed(probe, failure.cause, detail, devices, elapsed_seconds, failure.user_code)
+
+    def _explain_stop(self, probe: Probe, progress: ProgressReporter, stack: Stack) -> None:
+        """Report where a probe was stopped that had not begun to measure; a stack with a line of the user's is kept."""
+        labels = ", ".join(self._devices[i].label for i in probe.layout.active)
+        saved = stack.where and self._save_output(f"{labels}, {progress.phase}: stopped at {stack.where}", stack.text)
+        progress.stop(stack, f" (stack in {self._error_file})" if saved else "")
 
     def _save_output(self, title: str, output: str) -> bool:
         """Append what a failing child wrote to the run's error file; False if it can't be kept."""

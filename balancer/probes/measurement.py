@@ -15,6 +15,7 @@ from evener.balancer.probes.child_group import ChildGroup, GroupError, RankFailu
 from evener.balancer.probes.interference import InterferenceMonitor, ProbeInterference
 from evener.balancer.probes.prober import Report
 from evener.balancer.probes.protocol import Prepare, Prepared, Ran, RunSteps
+from evener.balancer.probes.stack_dump import Stack
 from evener.balancer.search.statistics import relative_half_width
 from evener.balancer.types import Layout, Probe, Timed, Warned
 
@@ -61,6 +62,13 @@ class ProgressReporter:
         """The figures so far."""
         self._figures = rate, relative
         self.repeat()
+
+    def stop(self, stack: Stack, note: str) -> None:
+        """Where it was when it was stopped; `note` says more."""
+        at = time.monotonic()
+        phase = stack.step if self.phase == "building" else self.phase
+        seconds, where = at - self._entered, f"{stack.where}{note}" if stack.where else ""
+        self._report(ProbeProgress(self._probe, phase, *self._figures, self._now(), seconds, where))
 
     def repeat(self) -> None:
         """The last figures again, with the time that has passed."""

@@ -7,6 +7,7 @@ error, so a workload can neither read commands nor write replies. The child ends
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import os
 import select
@@ -21,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import BinaryIO
 
-from evener.balancer.probes import protocol
+from evener.balancer.probes import protocol, stack_dump
 from evener.devices.child_environment import cap_address_space
 from evener.live import Reporter
 from evener.live_files import start_ticks
@@ -37,6 +38,7 @@ def main() -> int:
     """Carry out the commands on standard input until it ends or one fails."""
     commands, replies = _private_streams()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(stack_dump.SIGNAL)
     worker = Worker()
     for text in _read_lines(commands, worker.rest):
         command = protocol.command_decoder.decode(text)

@@ -16,6 +16,7 @@ from evener.devices.types import Device
 from evener.errors import DeviceError, NoLayoutError
 
 HANGS = "Look for an endless loop there; input() gets none. Or"
+IMPORTING = "Importing had not ended"
 REMEDY = "Fix what failed, free memory, or choose another workload or other devices."
 
 
@@ -47,19 +48,23 @@ def explain_no_plan(
     if budget is None or not late:
         return NoLayoutError(f"No layout could be measured: {why_stopped.rstrip('.')}.", REMEDY)
     more = f"as in --budget {2 * budget:g}s"
-    if unfinished and ":" in header.workload:
+    slow = all(sentence.startswith(IMPORTING) for sentence in unfinished)
+    if not slow and ":" in header.workload:
         return NoLayoutError(" ".join(unfinished), f"{HANGS} give it more time, {more}.")
     message = " ".join([f"The budget of {budget:g} s was over before {what} was measured.", *unfinished])
     return NoLayoutError(message, f"Give more, {more}.")
 
 
 def explain_unfinished(workload: str, devices: Sequence[Device], running: Sequence[ProbeProgress]) -> tuple[str, ...]:
-    """A sentence for each phase before measuring in which probes still are: on which devices, and for how long."""
+    """A sentence for each phase before measuring in which probes still are: on which devices, how long, and where."""
     home, _, attribute = workload.rpartition(":")
-    name = f"{Path(home).name}'s {attribute}()" if home else workload
+    name = Path(home).name or workload
     words = {
-        "building": f"{name} had not {'returned' if home else 'been built'}",
-        "warming up": f"The first steps of {Path(home).name or name} had not ended",
+        "importing": IMPORTING,
+        "loading": f"The import of {name} had not ended",
+        "building": f"{name}'s {attribute}() had not returned" if home else f"{name} had not been built",
+        "preparing": f"{name} had not been built",
+        "warming up": f"The first steps of {name} had not ended",
     }
     found = []
     for phase, what in words.items():
@@ -67,7 +72,8 @@ def explain_unfinished(workload: str, devices: Sequence[Device], running: Sequen
         if late:
             positions = sorted({i for one in late for i in one.probe.layout.active})
             where = join_words([devices[i].label for i in positions])
-            found.append(f"{what} after {max(one.phase_seconds for one in late):.0f} s on {where}.")
+            at = next((f", at {one.where}" for one in late if one.where), "")
+            found.append(f"{what} after {max(one.phase_seconds for one in late):.0f} s on {where}{at}.")
     return tuple(found)
 
 

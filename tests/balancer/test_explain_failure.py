@@ -115,6 +115,24 @@ def test_what_had_not_ended_is_named_with_its_devices_and_the_longest_time(workl
     assert step.endswith("had not ended after 9 s on GPU:1.")
 
 
+def test_a_slow_import_is_not_blamed_on_the_user_s_function() -> None:
+    """Stopped within an import statement, within the file's own lines, within the function."""
+    header = Header("run", "2026-01-01T00:00:00Z", Request(), DEVICES, "/home/me/train.py:build", "tensorflow", "0")
+    belief = Belief((), None, None, None, "Done.")
+    faults = {}
+    for phase in ("importing", "loading", "building"):
+        stopped = msgspec.structs.replace(building(0, 25.0, phase), where="/home/me/train.py:3")
+        said = explain_unfinished(header.workload, DEVICES, [stopped])
+        faults[phase] = explain_no_plan(header, [], belief, Stop.LATE.value, False, said)
+    assert "Importing had not ended after 25 s on GPU:0, at /home/me/train.py:3." in faults["importing"].message
+    assert "endless loop" not in faults["importing"].remedy
+    assert faults["loading"].message.startswith("The import of train.py had not ended after 25 s")
+    assert (
+        faults["building"].message == "train.py's build() had not returned after 25 s on GPU:0, at /home/me/train.py:3."
+    )
+    assert "endless loop" in faults["building"].remedy
+
+
 def test_the_end_names_what_had_not_ended_of_the_user_s_own_instead_of_the_budget() -> None:
     """Of a built-in workload, or if the user stopped it, in addition to that."""
     header = Header("run", "2026-01-01T00:00:00Z", Request(), DEVICES, "train.py:build", "tensorflow", "0")

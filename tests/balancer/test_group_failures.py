@@ -13,6 +13,7 @@ import pytest
 from evener.balancer.probes.child import Child, Exited, Inbox
 from evener.balancer.probes.child_group import ChildGroup, GroupError, RankFailure, RankMap
 from evener.balancer.probes.protocol import Built, ChildError
+from evener.balancer.probes.stack_dump import Stack
 
 
 def receive(*messages: tuple[int, Any], seconds: float = 600.0) -> GroupError:
@@ -21,7 +22,11 @@ def receive(*messages: tuple[int, Any], seconds: float = 600.0) -> GroupError:
     for message in messages:
         inbox.put(message)
     child = SimpleNamespace(
-        sample_memory=lambda: None, cap_share=0.0, kernel_killed=False, stderr_tail="its last words"
+        sample_memory=lambda: None,
+        cap_share=0.0,
+        kernel_killed=False,
+        stderr_tail="its last words",
+        find_stack=lambda: Stack("building", "train.py:6", "its stack"),
     )
     group = ChildGroup([cast(Child, child)] * 2, inbox, RankMap((0, 1)))
     with pytest.raises(GroupError) as caught:
@@ -43,7 +48,9 @@ def test_no_answer_is_said_of_ranks_that_had_the_time() -> None:
     """Both of them, if neither said anything."""
     error = receive(seconds=0.2)
     assert {(failure.rank, failure.cause) for failure in error.failures} == {(0, "timeout"), (1, "timeout")}
-    assert [failure.rank for failure in receive((0, Built({})), seconds=0.2).failures] == [1]
+    silent = receive((0, Built({})), seconds=0.2)
+    assert [failure.rank for failure in silent.failures] == [1]
+    assert silent.root.detail.endswith(", at train.py:6")
 
 
 def test_a_rank_that_only_lost_its_peer_is_not_the_culprit() -> None:

@@ -147,9 +147,12 @@ def test_a_build_that_hangs_is_counted_from_the_start_and_named_at_the_end(tmp_p
         reports.extend(session.events())
     session.close()
     found = re.fullmatch(
-        r"train\.py's build\(\) had not returned after (\d+) s on CPU:0 and CPU:1\.", fault.value.message
+        r"train\.py's build\(\) had not returned after (\d+) s on CPU:0 and CPU:1, at (.*)", fault.value.message
     )
     assert found
+    errors = runs.errors_path(session.run_id)
+    assert found[2] == f"{tmp_path}/train.py:6 (stack in {errors})."
+    assert f'File "{tmp_path}/train.py", line 6 in build' in errors.read_text()
     assert 4 <= int(found[1]) <= 20
     assert "--budget 12s" in fault.value.remedy
     building = [one for one in reports if isinstance(one, ProbeProgress) and one.phase == "building"]
