@@ -11,7 +11,7 @@ from evener.balancer.events import Event, Finished, Observed, Paused, ProbeProgr
 from evener.balancer.search.search import is_even
 from evener.balancer.types import Belief, Layout, Observation, OutOfMemory, Probe, Result, Timed, layout_of
 from evener.devices.types import Device
-from evener.plan import BEST_SINGLE, EVEN_SPLIT, LARGER_BATCH, SOLO_PREFIX, Plan, Throughput
+from evener.plan import BEST_SINGLE, BEST_SPLIT, EVEN_SPLIT, LARGER_BATCH, SOLO_PREFIX, Plan, Throughput
 
 KEPT_OBSERVATIONS = 2000
 SUM = "sum of solos"
@@ -168,6 +168,7 @@ class RivalRate(NamedTuple):
     high: float
     batches: tuple[int, ...] = ()
     device: str = ""
+    tie: bool = False  # with the plan
 
     @property
     def where(self) -> str:
@@ -204,11 +205,21 @@ def rivals(state: SessionState) -> tuple[RivalRate, ...]:
 
 
 def plan_rivals(plan: Plan, labels: tuple[str, ...]) -> tuple[RivalRate, ...]:
-    """What a plan is compared with: even split, best single device, a larger batch, the sum of solos."""
-    found: list[RivalRate] = []
-    for name in (EVEN_SPLIT, BEST_SINGLE, LARGER_BATCH):
-        named = [each for each in plan.evidence if each.name == name]
-        found += [_rival(name, each.throughput, each.layout.batches, labels) for each in named[:1]]
+    """What a plan is compared with: even split, best single device, a larger batch, the sum of solos.
+
+    One device is compared with the faster of the even and the best split, and not with itself at another batch.
+    """
+    named = {each.name: each for each in reversed(plan.evidence)}
+    shown = [named.get(name) for name in (EVEN_SPLIT, BEST_SINGLE, LARGER_BATCH)]
+    if plan.layout.kind == "solo":
+        splits = [each for name in (EVEN_SPLIT, BEST_SPLIT) if (each := named.get(name))]
+        shown[0] = max(splits, key=lambda each: each.throughput.samples_per_second, default=None)
+        single = shown[1]
+        if single and list(map(bool, single.layout.batches)) == list(map(bool, plan.layout.batches)):
+            shown[1] = None
+    found = (
+        _rival(each.name, each.throughput, each.layout.batches, labels)._replace(tie=each.tie) for each in shown if each
+    )
     return (*found, *_sum([each.throughput for each in plan.evidence if each.name.startswith(SOLO_PREFIX)]))
 
 

@@ -20,6 +20,7 @@ from evener.whole_files import read_whole, write_atomically
 SCHEMA = 2
 RATIO_TOLERANCE = 1e-6
 EVEN_SPLIT = "even split"  # names in a plan's evidence
+BEST_SPLIT = "best split"
 BEST_SINGLE = "best single device"
 LARGER_BATCH = "larger global batch"
 SOLO_PREFIX = "solo "  # and the device's label
@@ -74,12 +75,13 @@ class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     high: float
 
 
-class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A layout that was measured for comparison."""
 
     name: str  # "even split", "best single device", "solo GPU:0", ...
     layout: PlanLayout
     throughput: Throughput
+    tie: bool = False  # the plan is neither surely faster nor surely slower; written only if true
 
 
 class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -221,6 +223,8 @@ def _take_out_passes(data: dict[str, Any]) -> None:
     """Make it a plan of schema 1, which has no passes; rivals that need them are left out."""
     data["schema"] = 1
     data["evidence"] = [rival for rival in data["evidence"] if not any(map(_needs_passes, rival["layout"]["share"]))]
+    for rival in data["evidence"]:
+        rival.pop("tie", None)
     for layout in (data["layout"], *(rival["layout"] for rival in data["evidence"])):
         for share in layout["share"]:
             if _needs_passes(share):

@@ -8,7 +8,7 @@ import msgspec
 
 from evener.balancer.result.number_format import half_width, join_words, percent, rate, write_share
 from evener.balancer.search.layouts import Candidate
-from evener.balancer.search.ranking import Standing
+from evener.balancer.search.ranking import Standing, overlap
 from evener.balancer.search.search import is_even
 from evener.balancer.types import Interval, Layout, Result, Timed
 
@@ -39,19 +39,39 @@ class Costs(msgspec.Struct, frozen=True):
     apart_seconds: Callable[[Layout], float | None] = lambda _: None  # the longest that a device takes for its share
 
 
-def list_rivals(chosen: Result, ranking: Sequence[Standing]) -> tuple[Rival, ...]:
-    """Everything in the ranking but the chosen layout: compared turn by turn with the winner, else by throughput."""
-    found = []
+def list_rivals(chosen: Result, ranking: Sequence[Standing], results: Sequence[Result] = ()) -> tuple[Rival, ...]:
+    """Everything in the ranking but the chosen layout: compared turn by turn with the winner, else by throughput.
+
+    Against one device or a pack, the fastest split of the `results` comes first, though it may not have been raced.
+    """
+    found = _fastest_split(chosen, ranking, results)
     for one in ranking:
         if one.candidate.layout == chosen.layout:
             continue
         if ranking[0].candidate.layout == chosen.layout and one.against is not None:
-            gain, tie, unclear = 1 / (1 + one.against.value) - 1, one.tie, one.unclear
+            gain = 1 / (1 + one.against.value) - 1
+            found.append(Rival(one.candidate, one.throughput, gain, one.tie, one.unclear))
         else:
-            gain = chosen.throughput.value / one.throughput.value - 1
-            tie, unclear = _overlap(chosen.throughput, one.throughput), False
-        found.append(Rival(one.candidate, one.throughput, gain, tie, unclear))
+            found.append(compare_throughput(chosen, one.candidate, one.throughput))
     return tuple(found)
+
+
+def _fastest_split(chosen: Result, ranking: Sequence[Standing], results: Sequence[Result]) -> list[Rival]:
+    fastest = max((one for one in results if one.layout.kind == "split"), key=_value, default=None)
+    raced = (one.candidate.layout for one in ranking)
+    if fastest is None or chosen.layout.kind == "split" or fastest.layout in raced:
+        return []
+    return [compare_throughput(chosen, Candidate("split", fastest.layout), fastest.throughput)]
+
+
+def _value(one: Result) -> float:
+    return one.throughput.value
+
+
+def compare_throughput(chosen: Result, rival: Candidate, throughput: Interval) -> Rival:
+    """A rival without turns in common with the chosen layout: overlapping intervals are a tie."""
+    gain = chosen.throughput.value / throughput.value - 1
+    return Rival(rival, throughput, gain, overlap(chosen.throughput, throughput), False)
 
 
 def explain(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str], costs: Costs | None = None) -> str:
@@ -261,11 +281,6 @@ def _ties(chosen: Result, rivals: Sequence[Rival], devices: int) -> list[str]:
 def _first(rivals: Sequence[Rival], family: str, devices: int | None = None) -> Rival | None:
     found = (one for one in rivals if one.family == family)
     return next((one for one in found if devices is None or len(one.candidate.layout.active) == devices), None)
-
-
-def _overlap(a: Interval, b: Interval) -> bool:
-    """Whether two 95 % intervals overlap, so that neither is surely faster."""
-    return a.low <= b.high and b.low <= a.high
 
 
 def _error(figure: Interval) -> str:

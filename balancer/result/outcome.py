@@ -13,6 +13,7 @@ from evener.balancer.result import explain_measurements as measurements
 from evener.balancer.result.explain import (
     Costs,
     Rival,
+    compare_throughput,
     explain,
     find_larger,
     list_rivals,
@@ -21,6 +22,7 @@ from evener.balancer.result.explain import (
     name_rivals,
 )
 from evener.balancer.result.number_format import join_words, relative_error
+from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.search import Search, Stop
 from evener.balancer.store.journal import Header
 from evener.balancer.types import Failed, Interval, Layout, Observation, OutOfMemory, Result
@@ -70,7 +72,7 @@ def build_outcome(
         return None
     devices = header.devices
     labels = [device.label for device in devices]
-    rivals = list_rivals(chosen, search.ranking())
+    rivals = list_rivals(chosen, search.ranking(), search.results())
     doubts = measurements.find_doubts(seen, chosen.layout, relative_error(*msgspec.structs.astuple(chosen.throughput)))
     sentence = explain(chosen, rivals, labels, Costs(search.sync_seconds(), search.apart_seconds))
     warnings = (
@@ -137,17 +139,19 @@ def _write_evidence(
     """Every rival by its name, the best single device even if it is chosen, and each device alone at its fastest."""
     names = name_rivals(chosen, rivals, len(devices))
     larger = find_larger(chosen, rivals)
-    found = [(name, one.candidate.layout, one.throughput) for name, one in zip(names, rivals, strict=True)]
+    found = list(zip(names, rivals, strict=True))
     single = search.best_single()
     if single is not None and BEST_SINGLE not in names:
-        found.append((BEST_SINGLE, single.layout, single.throughput))
+        found.append((BEST_SINGLE, compare_throughput(chosen, Candidate("solo", single.layout), single.throughput)))
     if larger is not None:
-        found.append((LARGER_BATCH, larger.candidate.layout, larger.throughput))
+        found.append((LARGER_BATCH, larger))
     for device, result in zip(devices, search.solos(), strict=True):
         if result is not None:
-            found.append((f"{SOLO_PREFIX}{device.label}", result.layout, result.throughput))
+            rival = compare_throughput(chosen, Candidate("solo", result.layout), result.throughput)
+            found.append((f"{SOLO_PREFIX}{device.label}", rival))
     return tuple(
-        Evidence(name, _write_layout(one, devices, engine), _write_throughput(rate)) for name, one, rate in found
+        Evidence(name, _write_layout(one.candidate.layout, devices, engine), _write_throughput(one.throughput), one.tie)
+        for name, one in found
     )
 
 

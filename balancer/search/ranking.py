@@ -54,7 +54,10 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """A layout's place in the ranking. `against`: its samples/s over the winner's, less 1; None for the winner."""
+    """A layout's place in the ranking. `against`: its samples/s over the winner's, less 1; None for the winner.
+
+    `tie`: the difference is below 1 %, or may be 0 while the samples/s of the two overlap.
+    """
 
     candidate: Candidate
     throughput: Interval  # samples/s, over all its turns
@@ -167,9 +170,9 @@ def throughput(turns: Turns) -> Interval:
     return Interval(value, max(0.0, value - half), value + half)
 
 
-def is_tie(against: Interval) -> bool:
-    """Whether the difference may be 0, or is below 1 %."""
-    return against.low <= 0 <= against.high or abs(against.value) < TIE
+def overlap(one: Interval, other: Interval) -> bool:
+    """Whether two 95 % intervals overlap, so that neither is surely faster."""
+    return one.low <= other.high and other.low <= one.high
 
 
 def _standing(one: Candidate, winner: Candidate | None, turns: TurnsByLayout) -> Standing:
@@ -177,5 +180,8 @@ def _standing(one: Candidate, winner: Candidate | None, turns: TurnsByLayout) ->
     figure = throughput(own)
     samples = one.layout.global_batch * one.layout.processes
     step = Interval(samples / figure.value, samples / figure.high, samples / figure.low if figure.low else math.inf)
-    against = None if winner is None else compare_turns(own, turns[winner.layout]).interval()
-    return Standing(one, figure, step, against, against is not None and is_tie(against), len(own))
+    if winner is None:
+        return Standing(one, figure, step, None, False, len(own))
+    against = compare_turns(own, turns[winner.layout]).interval()
+    uncertain = against.low <= 0 <= against.high and overlap(figure, throughput(turns[winner.layout]))
+    return Standing(one, figure, step, against, uncertain or abs(against.value) < TIE, len(own))

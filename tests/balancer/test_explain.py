@@ -194,6 +194,17 @@ def test_rivals_of_a_layout_that_did_not_win_the_race_are_compared_by_throughput
     assert not any(one.unclear for one in found.values())
 
 
+def test_one_device_is_compared_with_the_fastest_split_that_was_measured_whether_raced_or_not() -> None:
+    """The race had only the even split of a small batch."""
+    ranking = [standing(SOLO, 1000.0), standing(EVEN, 360.0, -0.64)]
+    results = [result(SOLO, 1000), result(SPLIT, 730), result(EVEN, 360)]
+    found = list_rivals(result(SOLO, 1000), ranking, results)
+    assert [one.candidate for one in found] == [SPLIT, EVEN]
+    assert "a split over GPU:0 and GPU:1 loses 27 %" in explain(result(SOLO, 1000), found, LABELS)
+    assert list_rivals(result(SOLO, 1000), [*ranking, standing(SPLIT, 730.0, -0.27)], results)[0].candidate == EVEN
+    assert list_rivals(result(SPLIT, 1000), [standing(SPLIT, 1000.0)], results) == ()
+
+
 # ---------------------------------------------------------------------- names
 
 

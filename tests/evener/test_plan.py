@@ -73,9 +73,9 @@ PLANS = st.builds(
     xla=st.booleans(),
     layout=layouts(),
     throughput=throughputs(),
-    evidence=st.lists(st.builds(Evidence, name=TEXT, layout=layouts(), throughput=throughputs()), max_size=3).map(
-        tuple
-    ),
+    evidence=st.lists(
+        st.builds(Evidence, name=TEXT, layout=layouts(), throughput=throughputs(), tie=st.booleans()), max_size=3
+    ).map(tuple),
     search=st.builds(
         SearchSummary, probes=COUNT, out_of_memory=COUNT, seconds=SECONDS, seed=st.integers(), why_stopped=TEXT
     ),
@@ -163,6 +163,8 @@ def test_a_plan_with_passes_has_no_schema_1() -> None:
     with pytest.raises(PlanError, match="GPU-0 computes 60 rows in passes of 30"):
         to_toml(plan, schema=1)
     rivals = (Evidence("a", in_passes(60, 0, 10), throughput), Evidence("b", example().layout, throughput))
+    tied = msgspec.structs.replace(rivals[1], tie=True)
+    assert b"tie" not in to_toml(msgspec.structs.replace(example(), evidence=(tied,)), schema=1)
     plan = msgspec.structs.replace(example(), evidence=rivals)
     assert parse_plan(to_json(plan, schema=1)).evidence == rivals[1:]
     assert parse_plan(to_json(plan)) == plan

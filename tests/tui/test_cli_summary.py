@@ -60,6 +60,27 @@ def test_the_rivals_are_compared() -> None:
     assert "warning: readings drifted" in text
 
 
+def test_a_rival_within_the_error_is_no_gain() -> None:
+    """As the verdict has it."""
+    tied = [msgspec.structs.replace(rival, tie=rival.name == "even split") for rival in PLAN.evidence]
+    lines = summary_lines(msgspec.structs.replace(PLAN, evidence=tuple(tied)), LABELS)
+    assert "even split: 1 810 samples/s at 512+512; the plan is as fast within the error" in lines
+    assert "best single device: 1 345 samples/s on GPU:0 at 1024; the plan gains 57.8 %" in lines
+
+
+def test_one_device_is_compared_with_the_best_split_and_not_with_itself() -> None:
+    """At a batch that the tolerance chose; another device stays a rival."""
+    alone = make_layout("solo", SHARES, (512, 0))
+    better = evidence("best split", (700, 300), 1900.0)
+    plan = msgspec.structs.replace(PLAN, layout=alone, evidence=(*PLAN.evidence, better))
+    text = "\n".join(summary_lines(plan, LABELS))
+    assert "best split: 1 900 samples/s at 700+300; the plan gains 11.7 %" in text
+    assert "even split" not in text
+    assert "best single device" not in text
+    other = msgspec.structs.replace(plan, layout=make_layout("solo", SHARES, (0, 512)))
+    assert "best single device" in "\n".join(summary_lines(other, LABELS))
+
+
 def test_a_device_that_is_left_out_is_said_to_be() -> None:
     """A share of 0 is a decision, not a gap."""
     alone = msgspec.structs.replace(PLAN, layout=make_layout("solo", SHARES, (1024, 0)))

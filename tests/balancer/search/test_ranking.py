@@ -92,6 +92,15 @@ def test_what_can_not_be_told_apart_is_a_tie() -> None:
     assert not second.unclear
 
 
+def test_figures_that_do_not_overlap_are_no_tie_however_rough_they_are() -> None:
+    """The difference is not known to less than itself, but one is six times the other."""
+    rough = turns({SOLO: [23305.0], EVEN: [3542.0]}, spread=0.43)
+    _, second = rank((SOLO, EVEN), rough, FIXED)
+    assert second.against is not None
+    assert second.against.high > 0
+    assert not second.tie
+
+
 def test_a_tie_that_may_be_a_large_difference_is_called_unclear() -> None:
     first, second = ranked({SOLO: [1000.0, 700.0, 1100.0], EVEN: [800.0, 850.0, 700.0]})
     assert second.tie
