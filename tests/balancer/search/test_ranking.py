@@ -94,7 +94,7 @@ def test_what_can_not_be_told_apart_is_a_tie() -> None:
 
 def test_figures_that_do_not_overlap_are_no_tie_however_rough_they_are() -> None:
     """The difference is not known to less than itself, but one is six times the other."""
-    rough = turns({SOLO: [23305.0], EVEN: [3542.0]}, spread=0.43)
+    rough = turns({SOLO: [23305.0], EVEN: [3542.0]}, spread=0.6)
     _, second = rank((SOLO, EVEN), rough, FIXED)
     assert second.against is not None
     assert second.against.high > 0
