@@ -78,12 +78,12 @@ def reading_text(reading: Reading, draw: Callable[[float], str], marks: Marks, w
 
     A stale value keeps its mark; where both don't fit, the mark stands alone.
     """
-    if reading.state is State.UNSUPPORTED:
-        return marks.none, False
     if reading.state is State.DENIED:
         return ("denied" if width >= 6 else marks.denied), False
-    if reading.state is State.LOST or reading.value is None:
+    if reading.state is State.LOST:
         return ("lost" if width >= 4 else marks.lost), False
+    if reading.value is None:
+        return marks.none, False
     text = draw(reading.value)
     if reading.state is State.STALE:
         marked = marks.stale + text

@@ -55,7 +55,7 @@ ASCII = Marks(
     curve=".",
     predicted="~",
     plain=True,
-    fills="#=+-%o*~",
+    fills="#@$&/;:s",
     ellipsis="~",
     none="-",
     denied="x",
@@ -80,7 +80,7 @@ ASCII = Marks(
 
 _SIMILAR = str.maketrans(
     "…–—·×±°→≤≥─│┤├┬┴┌┐└┘┼\u202f\u00a0",
-    "~--|x+ ><>-|+++++++++  ",
+    "~--|x~ ><>-|+++++++++  ",
 )
 
 
@@ -88,4 +88,5 @@ def to_ascii(text: str) -> str:
     """`text` with every other character replaced by a similar ASCII one, cell for cell."""
     if text.isascii():
         return text
+    text = text.replace("± ", "+-").replace("±\u00a0", "+-")  # two cells in both
     return text.translate(_SIMILAR).encode("ascii", "replace").decode("ascii")
