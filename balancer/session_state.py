@@ -65,10 +65,19 @@ class SessionState(msgspec.Struct, frozen=True):
         return bool(self.run or self.devices or self.stopping) and not self.ended
 
 
-def first_state(devices: Sequence[Device], workload: str, run: str = "") -> SessionState:
-    """Before anything was reported."""
+def first_state(devices: Sequence[Device], workload: str, run: str = "", kept: Sequence[Seen] = ()) -> SessionState:
+    """Before anything was reported; `kept` is what a run that goes on has measured."""
     labels, names = zip(*((device.label, device.name) for device in devices), strict=True)
-    return SessionState(run=run, devices=labels, names=names, workload=workload)
+    return SessionState(
+        run=run,
+        devices=labels,
+        names=names,
+        workload=workload,
+        seen=tuple(kept[-KEPT_OBSERVATIONS:]),
+        probes=len(kept),
+        out_of_memory=sum(isinstance(each.observation, OutOfMemory) for each in kept),
+        at_seconds=kept[-1].at_seconds if kept else 0.0,
+    )
 
 
 def advance(state: SessionState, event: Event) -> SessionState:

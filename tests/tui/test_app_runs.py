@@ -9,6 +9,7 @@ from typing import Any
 from textual.pilot import Pilot
 from textual.widgets import Input
 
+import evener
 from evener.balancer.session import Request, Session
 from evener.balancer.store import runs
 from evener.errors import DeviceError, NoLayoutError
@@ -66,6 +67,8 @@ async def test_a_run_that_ended_is_continued_for_as_long_as_is_asked(app_of: Any
         field.value = "30s"
         await pilot.press("enter")
         await until(pilot, lambda: app.current_mode == "balance", "the search")
+        assert app.balance.probes >= before.probes, "what is kept is counted from the first"
+        assert "Nothing has been measured" not in text(app, "#rivals")
         await until(pilot, lambda: app.balance.finished is not None and app.balance.ended, "its end")
         assert (app.balance.run, app.balance.fault) == (before.run, "")
         assert app.balance.probes > before.probes
@@ -143,6 +146,30 @@ async def test_a_failed_run_says_why_and_shows_its_traceback_whole(app_of: Any, 
         await until(pilot, lambda: [row.run for row in panel.rows] == [kept], "without the failed one")
         assert "1 failed hidden" in text(app, "#runs")
         assert not app.screen.check_action("traceback", ())
+
+
+async def test_a_failed_run_is_replayed_as_one_that_failed(app_of: Any) -> None:
+    """Its traceback is a key away there too, and begins with the user's own code."""
+    await asyncio.to_thread(_search, devices="sim:gtx1080")
+    journal = runs.journal_path(runs.list_runs()[0].run)
+    *entries, _ended = journal.read_text().splitlines()
+    failed = '{"entry":"failed","message":"Nothing could be measured.","at_seconds":9.0}'
+    journal.write_text("\n".join([*entries, failed, ""]))
+    frames = (evener.__file__, "import_module"), ("/home/ada/train.py", "build"), (asyncio.__file__, "run")
+    text_of_all = "".join(f'  File "{file}", line 7, in {name}\n    {name}()\n' for file, name in frames)
+    journal.with_name("errors.txt").write_text(f"Traceback:\n{text_of_all}KeyError: 3\n")
+    app = app_of()
+    async with app.run_test(size=(120, 36)) as pilot:
+        await _listed(pilot, 1)
+        await pilot.press("r")
+        await until(pilot, lambda: app.screen.query("#lanes") and app.screen.state.ended, "its end")
+        await until(pilot, lambda: "✗ failed" in text(app, "#lanes"), "how it ended")
+        assert "Nothing could be measured." in text(app, "#search")
+        await pilot.press("t")
+        await _dialog(pilot, DetailsDialog)
+        own = '  File "/home/ada/train.py", line 7, in build\n    build()\n'
+        shown = "\n".join(map(str.rstrip, app.screen.query_one("Text").text.splitlines()))
+        assert f"Your own code:\n{own}\nTraceback:" in shown
 
 
 async def test_a_report_is_written_from_the_list(app_of: Any, tmp_path: Path) -> None:

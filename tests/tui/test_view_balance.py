@@ -318,4 +318,4 @@ def test_a_search_that_failed_has_done_nothing(events: Any) -> None:
     state = msgspec.structs.replace(_after(events, 1), ended=True, fault="No layout could be measured.")
     shown = _text(lane_lines(state, 120, 4, UNICODE)[0])
     assert "done" not in shown
-    assert shown.count("✗ stopped") == 2
+    assert shown.count("✗ failed") == 2

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evener.devices.types import Reading, State
 from evener.tui.text.formatting import folded, plain
 from evener.tui.view.cells import Span, cells, clean, cut, fit, pad, span_cells, spread, whole_lines, wrap
 from evener.tui.view.charts import axis_ticks, bar, graph, nice_ceiling, spark
-from evener.tui.view.figures import short, short_bytes
+from evener.tui.view.figures import reading_text, short, short_bytes, whole
 from evener.tui.view.marks import ASCII, UNICODE, to_ascii
 from evener.tui.view.table import Column, column_widths, window
 
@@ -143,6 +144,25 @@ def test_ascii_text_is_ascii_and_of_the_same_length() -> None:
     assert len(to_ascii(text)) == len(text)
 
 
+def test_an_error_in_ascii_is_no_sum() -> None:
+    """2165 ± 0.5 % isn't 2165 + 0.5 %."""
+    assert to_ascii("2165 ± 0.5 %") == "2165 +-0.5 %"
+    assert "+ 0.5" not in to_ascii("±\u00a00.5 %")
+
+
+def test_no_ascii_filling_is_a_sign_of_arithmetic_or_another_mark() -> None:
+    others = {ASCII.running, ASCII.waiting, ASCII.done, ASCII.failed, ASCII.ellipsis, ASCII.none}
+    assert not set(ASCII.fills) & set("+-=*x%")
+    assert not set(ASCII.fills) & others
+    assert len(set(ASCII.fills)) == len(UNICODE.fills)
+
+
+def test_a_reading_without_a_value_yet_is_not_lost() -> None:
+    """As the CPU % of a process at its first reading."""
+    assert reading_text(Reading(State.STALE), whole, UNICODE, 6) == (UNICODE.none, False)
+    assert reading_text(Reading(State.LOST), whole, UNICODE, 6) == ("lost", False)
+
+
 def _columns() -> tuple[Column[int], ...]:
     def draw(row: int, _width: int, _marks: object) -> tuple[Span, ...]:
         return (Span(str(row)),)
@@ -170,3 +190,8 @@ def test_whole_lines_lose_nothing_and_fit(text: str, width: int) -> None:
     rows = [row.text for row in whole_lines(text, width)]
     assert all(cells(row) <= width for row in rows)
     assert "".join(rows) == plain(text.expandtabs(4), 1000)
+
+
+def test_long_words_alone_are_broken() -> None:
+    assert [row.text for row in whole_lines("    raise KeyError", 12)] == ["    raise ", "KeyError"]
+    assert [row.text for row in whole_lines("    abcdefgh", 6)] == ["    ab", "cdefgh"]

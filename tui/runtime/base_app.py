@@ -5,7 +5,7 @@ Screens and widgets import this class and never the full app, which imports them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, cast
 
@@ -15,7 +15,7 @@ from textual.message_pump import MessagePump
 from textual.reactive import var
 
 from evener.balancer.request import Request
-from evener.balancer.session_state import SessionState, advance, first_state, own_speed
+from evener.balancer.session_state import Seen, SessionState, advance, first_state, own_speed
 from evener.devices.types import Device, DeviceSample, Snapshot
 from evener.errors import EvenerError
 from evener.tui.runtime.probe_session import ProbeSession
@@ -81,20 +81,24 @@ class BaseApp(App[int]):
         """Keep the newest snapshot; screens watch it."""
         self.snapshot = message.snapshot
 
-    def start_session(self, request: Request, devices: tuple[Device, ...], **resumed: Any) -> None:
-        """Begin a search, or go on with a run, unless one is running; `resumed` is as for a Session."""
-        self._start(lambda: self._session_maker(request, **resumed), devices, request.workload or "")
+    def start_session(
+        self, request: Request, devices: tuple[Device, ...], kept: Sequence[Seen] = (), **resumed: Any
+    ) -> None:
+        """Begin a search, or go on with a run that has `kept`, unless one is running; `resumed` is as for a Session."""
+        self._start(lambda: self._session_maker(request, **resumed), devices, request.workload or "", kept)
 
     def start_probe(self, request: Request, devices: tuple[Device, ...], batches: tuple[int, ...]) -> None:
         """Time these batches, one for each device, unless a session is running."""
         self._start(lambda: ProbeSession(request, batches), devices, request.workload or "")
 
-    def _start(self, make: Callable[[], Live], devices: tuple[Device, ...], workload: str) -> None:
+    def _start(
+        self, make: Callable[[], Live], devices: tuple[Device, ...], workload: str, kept: Sequence[Seen] = ()
+    ) -> None:
         if self.balance.active:
             return
         self._before, self._session_devices = self.balance, devices
         self._session = SessionThread(make, self.post_message)
-        self.balance = first_state(devices, workload)
+        self.balance = first_state(devices, workload, kept=kept)
         self._session.start()
 
     def pause_session(self, paused: bool) -> None:

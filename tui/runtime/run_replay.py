@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 
 from evener.balancer.events import Event, Finished, Observed, ProbeStarted, Started
 from evener.balancer.store import journal, replay, runs
-from evener.balancer.store.journal import AskedEntry, EndedEntry, ObservationEntry, Record
+from evener.balancer.store.journal import AskedEntry, EndedEntry, FailedEntry, ObservationEntry, Record
 from evener.balancer.types import OutOfMemory
+from evener.errors import NoLayoutError
 from evener.tui.runtime.session_thread import StopAndGo
 
 
@@ -17,7 +18,10 @@ def read_run(name: str) -> Record:
 
 
 def recorded_events(record: Record) -> Iterator[Event]:
-    """The session's events from its journal alone: a new search gets the same observations."""
+    """The session's events from its journal alone: a new search gets the same observations.
+
+    The end of a run that failed is raised, as it was by its session.
+    """
     header = record.header
     request = header.request
     labels = tuple(device.label for device in header.devices)
@@ -35,6 +39,8 @@ def recorded_events(record: Record) -> Iterator[Event]:
             yield Observed(entry.seen, search.belief(), search.best(), probes, out_of_memory, entry.at_seconds)
         elif isinstance(entry, EndedEntry) and entry is record.ended:
             yield Finished(header.run, entry.plan, entry.results, entry.verdict, entry.interrupted, entry.at_seconds)
+    if isinstance(record.last_end, FailedEntry):
+        raise NoLayoutError(record.last_end.message)
 
 
 class RunReplay(StopAndGo):

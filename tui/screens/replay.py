@@ -16,16 +16,18 @@ from evener.balancer.store.journal import Header
 from evener.tui.runtime.run_replay import RunReplay
 from evener.tui.runtime.session_thread import SessionEnded, SessionReported, SessionThread
 from evener.tui.screens.base import PanelScreen
+from evener.tui.screens.run_dialogs import RunActions, errors_file
 from evener.tui.widgets.balance import BalanceView
 
 
-class ReplayScreen(PanelScreen):
+class ReplayScreen(RunActions, PanelScreen):
     """Plays a run's events on a thread of its own, faster than they were; closing the screen ends it."""
 
     NAME = "runs"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("p,space", "pause(True)", "Pause"),
         Binding("p,space", "pause(False)", "Resume"),
+        Binding("t", "traceback", "Traceback"),
         Binding("escape,b", "back", "Back", key_display="esc"),
     ]
 
@@ -33,6 +35,11 @@ class ReplayScreen(PanelScreen):
         super().__init__()
         self.state = first_state(header.devices, header.workload, name)
         self._thread = SessionThread(lambda: RunReplay(events), self.post_message)
+
+    @property
+    def chosen_run(self) -> str:
+        """The run that is replayed."""
+        return self.state.run
 
     def panels(self) -> Iterable[Widget]:
         """The same panels as on the Balance screen."""
@@ -58,9 +65,9 @@ class ReplayScreen(PanelScreen):
         self._follow()
 
     def on_session_ended(self, message: SessionEnded) -> None:
-        """The journal has ended."""
+        """The journal has ended, or its session failed."""
         message.stop()
-        self.state = msgspec.structs.replace(self.state, ended=True, running=())
+        self.state = msgspec.structs.replace(self.state, ended=True, running=(), fault=message.fault)
         self.refresh_bindings()
         self._follow()
 
@@ -70,7 +77,9 @@ class ReplayScreen(PanelScreen):
             self.redraw()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer to pause or to resume, until the end."""
+        """Offer to pause or to resume, until the end, and the tracebacks if there are any."""
+        if action == "traceback":
+            return errors_file(self.chosen_run) is not None
         return action != "pause" or (not self.state.ended and parameters[0] is not self.state.paused)
 
     def action_pause(self, paused: bool) -> None:

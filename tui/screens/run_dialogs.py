@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 
 from textual.widgets import Input
 
+import evener
+from evener.balancer.session_state import Seen
 from evener.balancer.store import runs
 from evener.balancer.store.folders import error_file
 from evener.balancer.store.notes import RunNote
 from evener.balancer.store.runs import Run
 from evener.errors import EvenerError
 from evener.tui.runtime.base_app import UsesApp
+from evener.tui.runtime.run_replay import read_run
 from evener.tui.screens.dialogs import DetailsDialog, FieldDialog
 from evener.tui.screens.export import report_dialog
 from evener.tui.text.formatting import duration, note_words
@@ -23,6 +27,8 @@ from evener.tui.view.cells import whole_lines
 
 MORE_SECONDS = 300.0
 MOST_ERROR_BYTES = 1 << 20  # of what failing children wrote; the newest are shown
+_FRAME = re.compile(r'^  File "([^"\n]+)", line .*\n(?:    .*\n)*', re.MULTILINE)
+_FOREIGN = re.compile(rf"<|{re.escape(str(Path(evener.__file__).parent))}/|.*/lib/python3|.*/(?:site|dist)-packages/")
 
 
 class ContinueDialog(FieldDialog):
@@ -40,7 +46,8 @@ class ContinueDialog(FieldDialog):
         """Start the session."""
         header = self._run.header
         more = parse_duration(text, "The time")
-        self.evener.start_session(header.request, header.devices, resume=header.run, extend_seconds=more)
+        kept = [Seen(entry.seen, entry.at_seconds) for entry in read_run(header.run).seen]
+        self.evener.start_session(header.request, header.devices, kept, resume=header.run, extend_seconds=more)
         return True
 
 
@@ -69,6 +76,12 @@ def errors_file(run: str) -> Path | None:
     return None
 
 
+def own_frames(text: str) -> str:
+    """The frames of tracebacks that are neither in evener nor in Python's or installed packages, each once."""
+    frames = dict.fromkeys(found[0] for found in _FRAME.finditer(text) if not _FOREIGN.match(found[1]))
+    return f"Your own code:\n{''.join(frames)}\n" if frames else ""
+
+
 def errors_dialog(run: str) -> DetailsDialog:
     """The tracebacks of a run, whole."""
     path, text = errors_file(run), ""
@@ -76,7 +89,7 @@ def errors_dialog(run: str) -> DetailsDialog:
         with suppress(OSError), os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - MOST_ERROR_BYTES))
             text = stream.read(MOST_ERROR_BYTES).decode(errors="replace")
-    text = f"{path}\n\n{text}" if text else "No child of this run has written an error."
+    text = f"{path}\n\n{own_frames(text)}{text}" if text else "No child of this run has written an error."
     return DetailsDialog("Traceback", functools.cache(lambda width: whole_lines(text, width)), wide=True)
 
 

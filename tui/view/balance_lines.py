@@ -25,7 +25,7 @@ def share_lines(state: SessionState, width: int, height: int, marks: Marks) -> t
     """
     chosen = chosen_layout(state)
     if chosen is None or not chosen.global_batch or width < 4:
-        return (line(Span(" No layout has been measured yet.", "dim")),)
+        return (line(Span(f" No layout has been {'chosen' if state.seen else 'measured'} yet.", "dim")),)
     legend = _legend(state, chosen, width, marks)
     total = line(Span(f" global batch {chosen.global_batch}", "dim"))
     tried = _tried_layout(state, chosen)

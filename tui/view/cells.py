@@ -161,7 +161,7 @@ def text_lines(text: str, width: int, most: int, tone: Tone = "text", indent: in
 
 
 def whole_lines(text: str, width: int, tone: Tone = "text") -> tuple[Line, ...]:
-    """Text made safe and kept whole: its own lines, each broken where the terminal ends."""
+    """Text made safe and kept whole: its own lines, those that are too long broken between words if they can be."""
     rows: list[str] = []
     for given in text.splitlines():
         taken, start = 0, 0
@@ -169,7 +169,9 @@ def whole_lines(text: str, width: int, tone: Tone = "text") -> tuple[Line, ...]:
         for place, sign in enumerate(shown):
             taken += _sign_cells(sign)
             if taken > max(2, width):
-                rows.append(shown[start:place])
-                taken, start = _sign_cells(sign), place
+                words = shown.rfind(" ", start, place) + 1
+                end = words if shown[start:words].strip() else place
+                rows.append(shown[start:end])
+                taken, start = cells(shown[end : place + 1]), end
         rows.append(shown[start:])
     return tuple(line(Span(row, tone)) for row in rows)

@@ -51,7 +51,7 @@ def _doing(lane: _Lane, width: int, marks: Marks) -> tuple[Span, ...]:
     running = lane.running
     if running is None:
         if lane.state.fault:
-            return (Span(f"{marks.failed} stopped", "dim"),)
+            return (Span(f"{marks.failed} failed", "dim"),)
         done = lane.state.ended or lane.state.finished is not None
         return (Span(f"{marks.done} done" if done else f"{marks.waiting} waits", "dim"),)
     since = f" {duration(running.phase_seconds)}" if running.phase_seconds >= LONG_SECONDS else ""
