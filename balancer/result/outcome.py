@@ -25,7 +25,7 @@ from evener.balancer.result.number_format import join_words, relative_error
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.search import Search, Stop
 from evener.balancer.store.journal import Header
-from evener.balancer.types import Failed, Interval, Layout, Observation, OutOfMemory, Result
+from evener.balancer.types import Failed, Interval, Layout, Observation, OutOfMemory, Result, Timed
 from evener.devices.limits import write_limit
 from evener.devices.types import Device
 from evener.plan import (
@@ -101,7 +101,8 @@ def build_outcome(
         fingerprint=_write_fingerprint(header, facts),
         warnings=warnings,
     )
-    return Outcome(plan, measurements.add_doubt(measurements.add_taken_memory(sentence, seen, devices), doubts))
+    verdict = measurements.add_doubt(measurements.add_taken_memory(sentence, seen, devices), doubts)
+    return Outcome(plan, explain_short_budget(search, seen, why_stopped) + verdict)
 
 
 def explain_failures(search: Search, labels: Sequence[str]) -> tuple[str, ...]:
@@ -119,7 +120,7 @@ def explain_unmeasured(search: Search, labels: Sequence[str], interrupted: bool 
     larger = [name_candidate(one, len(labels)) for one in search.ungrown()]
     lines = []
     if search.problem.budget_seconds is not None and not interrupted and (missing or larger):
-        enough = f"--budget {STEP_SECONDS * math.ceil(MARGIN * search.enough_seconds() / STEP_SECONDS)}s should do"
+        enough = _enough(search)
         if missing:
             lines.append(f"The budget left no time to measure {join_words(missing)}; {enough}.")
         if larger:
@@ -131,6 +132,26 @@ def explain_unmeasured(search: Search, labels: Sequence[str], interrupted: bool 
                 f" {list_samples(instead.layout)} was measured instead."
             )
     return tuple(lines)
+
+
+def _enough(search: Search) -> str:
+    return f"--budget {STEP_SECONDS * math.ceil(MARGIN * search.enough_seconds() / STEP_SECONDS)}s should do"
+
+
+def explain_short_budget(search: Search, seen: Sequence[Observation], why_stopped: str) -> str:
+    """A sentence to begin the verdict with, if the budget was over before any split was tried; "" if not."""
+    tried = any(len(one.probe.layout.active) > 1 for one in seen)
+    late = why_stopped in (Stop.BUDGET.value, Stop.LATE.value)
+    budget = search.problem.budget_seconds
+    if tried or not late or budget is None or search.problem.devices < 2 or "split" not in search.options.families:
+        return ""
+    at_once = [one.start_seconds for one in seen if isinstance(one, Timed) and one.probe.stage == "solo"]
+    later = [one.start_seconds for one in seen if isinstance(one, Timed) and one.probe.stage != "solo"]
+    starts = max(at_once, default=0.0) + sum(later)
+    return (
+        f"The budget of {budget:g} s was over before any split was measured: starting processes took {starts:.0f} s of it,"
+        f" and {_enough(search)}. "
+    )
 
 
 def _write_evidence(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.balancer.probes.simulated import SimulatedProber
-from evener.balancer.result.outcome import explain_unmeasured
+from evener.balancer.result.outcome import explain_short_budget, explain_unmeasured
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.layouts import BALANCE, LayoutOptions, PackMode, Placement, shrink
 from evener.balancer.search.observations import Observations
@@ -32,6 +32,7 @@ class SlowStarts:
         self._standing: set[tuple[object, ...]] = set()
         self.full: set[Layout] = set()
         self.asked: list[Probe] = []
+        self.seen: list[Observation] = []
 
     def run(self, search: Search) -> Search:
         """To its end."""
@@ -41,7 +42,8 @@ class SlowStarts:
                 return search
             for probe, seen in zip(probes, self._measured(probes), strict=True):
                 self.asked.append(probe)
-                search.tell(self._late(msgspec.structs.replace(seen, probe=probe)))
+                self.seen.append(self._late(msgspec.structs.replace(seen, probe=probe)))
+                search.tell(self.seen[-1])
         raise AssertionError("a search ends")
 
     def _measured(self, probes: Sequence[Probe]) -> list[Observation]:
@@ -106,6 +108,22 @@ def test_nothing_is_measured_twice_before_everything_was_once() -> None:
     placed = [i for i, probe in enumerate(race) if probe.layout.kind in ("place", "pack") and not probe.turn]
     assert len(placed) >= 3
     assert max(placed) < again
+
+
+def test_a_budget_that_starting_took_before_any_split_was_tried_is_named_first() -> None:
+    """With one in which a split is measured; nothing is said of it where one was, or of an interrupt."""
+    search, prober = split_only(20.0)
+    words = explain_short_budget(search, prober.seen, Stop.BUDGET.value)
+    assert words.startswith("The budget of 20 s was over before any split was measured: starting processes took 12 s")
+    assert explain_short_budget(search, prober.seen, Stop.INTERRUPTED.value) == ""
+    search, prober = split_only(float(words.partition("--budget ")[2].partition("s should")[0]))
+    assert explain_short_budget(search, prober.seen, Stop.BUDGET.value) == ""
+
+
+def split_only(budget: float) -> tuple[Search, SlowStarts]:
+    """A search for the best split alone, of devices whose children take 12 s to start."""
+    prober = SlowStarts(machine(), 12.0)
+    return prober.run(Search(Problem(2, (None, None), budget_seconds=budget))), prober
 
 
 @pytest.mark.parametrize(("budget", "start"), [(70.0, 12.0), (60.0, 9.0), (50.0, 6.0)])
