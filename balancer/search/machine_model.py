@@ -220,8 +220,7 @@ class MachineModel:
         """The same with passes that ran before or surely fit; None where that is not possible."""
         layout = self.lay_out(shares)
         if not self.safely_fits(layout):
-            safe = tuple(self._largest_safe(i) for i in range(len(shares)))
-            layout = self._divide(shares, safe, tuple(map(min, safe, self.pass_rows)))
+            layout = self._divide(shares, self._safe, self._safe_rows)
         return layout if self.safely_fits(layout) else None
 
     def _divide(self, shares: tuple[int, ...], walls: tuple[int, ...], rows: tuple[int, ...]) -> Layout:
@@ -229,8 +228,15 @@ class MachineModel:
         pairs = zip(shares, walls, rows, strict=True)
         return layout_of(shares, tuple(most if most and share > wall else share for share, wall, most in pairs))
 
-    def _largest_safe(self, position: int) -> int:
-        return self.devices[position].memory.largest_safe(self.cap, self.quantum)
+    @cached_property
+    def _safe(self) -> tuple[int, ...]:
+        """The largest share of each device that surely fits at once."""
+        return tuple(device.memory.largest_safe(self.cap, self.quantum) for device in self.devices)
+
+    @cached_property
+    def _safe_rows(self) -> tuple[int, ...]:
+        """The same of each of several passes."""
+        return tuple(map(min, self._safe, self.pass_rows))
 
     # ------------------------------------------------------------------ limits
 
@@ -250,7 +256,7 @@ class MachineModel:
 
     def safely_fits(self, layout: Layout) -> bool:
         """Whether every share ran before, or is far below what the memory line allows."""
-        return all(layout.pass_rows[i] <= self._largest_safe(i) for i in layout.active)
+        return all(layout.pass_rows[i] <= self._safe[i] for i in layout.active)
 
     def fits(self, layout: Layout) -> bool:
         """Whether every pass is predicted to fit."""
