@@ -164,9 +164,9 @@ class MachineModel:
         return tuple(self._pass_rows(i) if self.limits[i] else 0 for i in range(len(self.devices)))
 
     def _pass_rows(self, position: int) -> int:
-        """What fits, or fewer where they were clearly faster."""
+        """What fits, or fewer where they were clearly faster; 0 for a free batch, which would grow without end."""
         device, curve, rows = self.devices[position], self.alone[position], self.limits[position]
-        if not self.problem.micro or device.undivided or curve is None:
+        if not self.problem.micro or self.problem.global_batch is None or device.undivided or curve is None:
             return 0
         fewer = [p for p in device.alone if self.quantum <= p.batch <= rows]
         best = max(fewer, key=lambda p: p.batch / p.seconds, default=None)

@@ -58,7 +58,7 @@ class Predictions:
         one = self.one_pass_split
         if one is not None and not self.model.splits:
             return one
-        several = self._in_passes[0]
+        several = self._try_passes(hopeful=False)
         return several if several is not None and self._gains(several, one) else one
 
     @cached_property
@@ -96,7 +96,7 @@ class Predictions:
             return {}
         else:
             wanted = self.fastest_split
-            hoped = self._try_passes(hopeful=True)[0]
+            hoped = self._try_passes(hopeful=True)
             if hoped and self._gains(hoped, wanted) and hoped.samples_per_second > self.single_rate:
                 wanted = hoped
         found = self._unknown(wanted.shares if wanted else ())
@@ -110,53 +110,20 @@ class Predictions:
             i: b for i, b in shares if b > model.limits[i] and model.pass_rows[i] and model.extra_seconds[i] is None
         }
 
-    @cached_property
-    def _in_passes(self) -> tuple[Allocation | None, Sequence[DeviceCurve]]:
-        return self._try_passes(hopeful=False)
+    def _try_passes(self, hopeful: bool) -> Allocation | None:
+        """The fastest split whose devices may take passes; None if no wall is in its way.
 
-    def _try_passes(self, hopeful: bool) -> tuple[Allocation | None, Sequence[DeviceCurve]]:
-        """The fastest split whose devices may take passes, and these devices; None if no wall is in its way.
-
-        A fixed batch goes where it takes least time. For a free one passes only fill the time in which a device would
-        wait for one that takes its share in one pass; else the batch would grow without end.
+        A free batch has none: it would grow without end.
         """
-        model, problem, one = self.model, self._problem, self.one_pass_split
+        model, one = self.model, self.one_pass_split
         if not any(model.pass_rows):
-            return None, ()
-        if problem.global_batch is None:
-            return self._in_waiting_time(hopeful)
+            return None
         if one is not None and all(
             device.curve.largest(one.seconds, device.limit, self._quantum) < device.limit
             for device in model.split_curves
         ):
-            return None, ()
-        devices = [model.in_passes(device, model.largest_share, hopeful) for device in model.split_curves]
-        return self._split(devices), devices
-
-    def _in_waiting_time(self, hopeful: bool) -> tuple[Allocation | None, Sequence[DeviceCurve]]:
-        devices = list(self._reachable)
-        while len(devices) > 1:
-            ends = {device.position: device.curve.seconds(device.limit) for device in devices}
-            last = max(ends, key=lambda i: ends[i])
-            widened = [d if d.position == last else self._widen(d, ends[last], hopeful) for d in devices]
-            found = self._split(widened)
-            if found is None or last in dict(found.shares):
-                return found, widened
-            devices = [device for device in devices if device.position in dict(found.shares)]
-        return None, ()
-
-    def _widen(self, device: DeviceCurve, seconds: float, hopeful: bool) -> DeviceCurve:
-        """The device with what it can do by then in passes, if memory is what limits it and more is of use."""
-        model, quantum, i = self.model, self._quantum, device.position
-        if device.limit < model.limits[i] or not model.pass_rows[i]:
-            return device
-        useful = model.useful_limit(DeviceCurve(i, device.curve, model.largest_share))
-        wide = model.in_passes(device, model.largest_share, hopeful)
-        return DeviceCurve(i, wide.curve, max(device.limit, wide.curve.largest(seconds, useful, quantum)))
-
-    def _waits(self, found: Allocation) -> bool:
-        """Whether a device takes its share in one pass: what keeps a free batch in passes from growing."""
-        return any(share <= self.model.limits[i] for i, share in found.shares)
+            return None
+        return self._split([model.in_passes(device, model.largest_share, hopeful) for device in model.split_curves])
 
     # ------------------------------------------------------------------ one device
 
@@ -201,11 +168,7 @@ class Predictions:
         if problem.global_batch is not None or not problem.tolerance or not tops:
             return None
         rate, limit = max(tops) * (1 - part * problem.tolerance), problem.max_global_batch
-        costs = self.model.sync_costs
-        found = [waterfill.smallest_reaching(self._reachable, costs, rate, quantum, limit)]
-        if self.fastest_split is not self.one_pass_split:
-            in_passes = waterfill.smallest_reaching(self._in_passes[1], costs, rate, quantum, limit)
-            found += [in_passes] if in_passes and self._waits(in_passes) else []
+        found = [waterfill.smallest_reaching(self._reachable, self.model.sync_costs, rate, quantum, limit)]
         for device in self.model.split_curves:
             alone = self.model.alone[device.position]
             if alone:
