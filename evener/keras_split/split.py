@@ -27,6 +27,7 @@ from evener.plan_check import check_fit, check_global_batch, describe
 from evener.shares import is_ratio
 
 ENGINES = ("auto", "towers", "mirrored", "multiworker")
+ONE_PROCESS = "The plan was measured with a process for each device; this is one process, without TF_CONFIG."
 
 
 class Split:
@@ -82,6 +83,8 @@ class Split:
         self._inputs: Any = None  # of the last model
         if self.plan is not None and (self.group is None or self.group.rank == 0):
             _warn_of_limits(self.plan)
+        if self.why == ONE_PROCESS:
+            warn(f"{self.why} Expect other samples/s, or start one for each as in docs/training.md.")
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -281,7 +284,7 @@ def _choose_engine(engine: str, plan: Plan | None, group: Group | None) -> tuple
     if plan is not None and plan.layout.engine == "mirrored":
         return "mirrored", "The plan was measured with it."
     if plan is not None and plan.layout.engine == "multiworker":
-        return "towers", "The plan was measured with a process for each device; this is one process, without TF_CONFIG."
+        return "towers", ONE_PROCESS
     return "towers", "One process, and exact for all but BatchNormalization."
 
 

@@ -141,9 +141,10 @@ def test_a_training_reports_itself(proofs: Any) -> None:
     assert found["after"] == 0
 
 
-def test_limits_that_a_training_does_not_have_are_said_once(proofs: Any) -> None:
-    """Each limited device that computes with its limit, and what follows from it."""
-    (said,) = proofs("towers")[0]["limits"]
+def test_limits_and_processes_that_a_training_does_not_have_are_said_once(proofs: Any) -> None:
+    """Each limited device that computes with its limit, and what follows from it; not an engine that was asked for."""
+    said, apart = proofs("towers")[0]["limits"]
+    assert "measured with a process for each device; this is one process" in apart
     assert "limits that this training doesn't have" in said
     assert said.count("60%") == 2
 

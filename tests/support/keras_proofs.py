@@ -612,13 +612,16 @@ def compare_dataset(split: Split, make: Make) -> dict[str, float]:
 
 
 def limits() -> list[str]:
-    """What is said of a plan that was measured on slowed devices, by a split and a training with it."""
+    """What is said of plans measured on slowed devices, or with a process for each, by splits and a training."""
     plan = make_plan(18, 0, 6)
+    grouped = msgspec.structs.replace(plan, layout=msgspec.structs.replace(plan.layout, engine="multiworker"))
     shares = tuple(msgspec.structs.replace(share, limit="60%") for share in plan.layout.share)
     slowed = msgspec.structs.replace(plan, layout=msgspec.structs.replace(plan.layout, share=shares))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         Split(slowed).build(rules()["sgd"]).fit(X[:BATCH], Y[:BATCH], epochs=2, verbose=0)
+        Split(grouped)
+        Split(grouped, engine="towers")
     return [str(each.message) for each in seen if each.category is SplitWarning]
 
 
