@@ -70,10 +70,10 @@ def _check_world(plan: Plan, world: int | None) -> None:
         return
     names = ", ".join(describe(share) for share in plan.layout.active)
     left_out = len(plan.layout.share) - expected
-    note = f" ({left_out} of its devices are left out)" if left_out else ""
+    note = f" ({left_out} of its devices {'is' if left_out == 1 else 'are'} left out)" if left_out else ""
     raise PlanError(
         f"The plan trains on {expected}: {names}{note}, but the training has {world}, one for each process.",
-        f"Start {expected} (torchrun --nproc-per-node {expected}), or make a plan for {world} devices.",
+        f"Start {expected} (torchrun --nproc-per-node {expected}), or make a plan for {world}.",
     )
 
 

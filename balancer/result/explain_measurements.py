@@ -65,12 +65,15 @@ def explain_doubts(
 def _explain_doubt(doubt: Warned, devices: Sequence[Device], longer: str) -> str:
     size, whole, fine = doubt.value, percent(doubt.value), percent(abs(doubt.value), 1)
     who = f"{devices[doubt.device].label}: " if 0 <= doubt.device < len(devices) else ""
+    cause = (
+        "other work" if all(device.kind == "cpu" for device in devices) else "heat, power or other work; let it cool"
+    )
     sentences = {
         "not_finite": f"The loss was not finite (NaN or infinite) by step {size:.0f}: nothing is learned like that;"
         " look at the data, the learning rate and the precision.",
         "disturbed": f"Other work took CPU time in {whole} of the blocks; stop it and measure again.",
-        "throttled": f"Some steps were held back (by {whole}), as by heat, power or other work; let it cool,"
-        " look at evener monitor, and measure again.",
+        "throttled": f"Some steps were held back (by {whole}), as by {cause}; look at evener"
+        " monitor, and measure again.",
         "capped": f"A device was at its power limit in {whole} of the time: the figure is that of this limit.",
         "drift": f"Steps became {fine} {'slower' if size > 0 else 'faster'} while they were timed; measure"
         f" again with {longer}.",

@@ -149,8 +149,8 @@ def explain_short_budget(search: Search, seen: Sequence[Observation], why_stoppe
     later = [one.start_seconds for one in seen if isinstance(one, Timed) and one.probe.stage != "solo"]
     starts = max(at_once, default=0.0) + sum(later)
     return (
-        f"The budget of {budget:g} s was over before any split was measured: starting processes took {starts:.0f} s of it,"
-        f" and {_enough(search)}. "
+        f"The budget of {budget:g} s was over before any split was measured: starting processes took"
+        f" {starts:.0f} s of it, and {_enough(search)}. "
     )
 
 

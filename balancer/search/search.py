@@ -370,7 +370,10 @@ class Search:
             return f"Packs {probe.layout.processes} trainings on one device."
         if probe.stage == "knobs":
             return "Measures the winner with other knobs, in turns."
-        return f"Races {len(self._candidates.running)} layouts in turns; this is turn {probe.turn + 1}."
+        layouts = len(self._candidates.running)
+        if layouts == 1:
+            return f"Measures the only layout left, turn {probe.turn + 1}."
+        return f"Races {layouts} layouts in turns; this is turn {probe.turn + 1}."
 
 
 def is_even(layout: Layout, quantum: int = 1) -> bool:

@@ -51,6 +51,14 @@ def test_every_doubt_has_a_sentence_and_the_worst_of_a_kind_is_said_once() -> No
     assert slower == "Steps became 5.0 % slower while they were timed; measure again with more steps."
 
 
+def test_a_busy_cpu_is_not_to_be_cooled() -> None:
+    """A GPU that is held back may be hot."""
+    slices = [Device(f"cpu-{i}-of-2", i, "EPYC", "cpu", None) for i in range(2)]
+    (busy,), (hot,) = (explain_doubts([Warned("throttled", 0.1, 0)], devices) for devices in (slices, DEVICES))
+    assert "as by other work; look at" in busy
+    assert "let it cool" in hot
+
+
 def test_a_doubt_about_another_layout_is_none_about_this_one() -> None:
     """But other work that a rival saw in its turns, for most of its blocks, was there in this one's too."""
     assert not find_doubts([timed(Warned("drift", 0.1))], EVEN)

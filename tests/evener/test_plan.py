@@ -384,6 +384,7 @@ def test_a_wrong_world_is_an_error_that_names_both_numbers(world: int) -> None:
         fit(example(), world=world)
     assert f"has {world}" in caught.value.message
     assert "on 2" in caught.value.message
+    assert "(1 of its devices is left out)" in caught.value.message
     assert "--nproc-per-node 2" in caught.value.remedy
 
 

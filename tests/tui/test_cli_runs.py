@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.store.locks import RunLock
 from evener.balancer.store.runs import journal_path
 from evener.tui.cli.main import run
@@ -100,6 +104,30 @@ def test_pruning_keeps_what_is_running_tagged_or_noted(
     assert [one["run"] for one in _listed(capsys)] == [cut_off, finished]
     assert run(["runs", "prune", "--state", "stopped", "--yes"]) == 0
     assert [one["run"] for one in _listed(capsys)] == [finished]
+
+
+def test_a_search_that_was_interrupted_says_how_to_go_on_and_one_that_had_ended_that_it_had(
+    own_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On standard error, below the plan."""
+    real, calls = SimulatedProber.measure, []
+
+    def interrupted(prober: SimulatedProber, probes: Any, report: Any, stop: threading.Event, finished: Any) -> Any:
+        calls.append(probes)
+        if len(calls) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+            stop.wait(10)
+        return real(prober, probes, report, stop, finished)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SimulatedProber, "measure", interrupted)
+        assert run(["balance", "-d", PAIR]) == 130
+    printed = capsys.readouterr().err
+    assert f"to go on: evener balance --resume {_listed(capsys)[0]['run']}" in printed
+    assert run(["balance", "--resume", "last"]) == 0
+    assert "nothing was measured" not in capsys.readouterr().err
+    assert run(["balance", "--resume", "last"]) == 0
+    assert "the run had ended, and nothing was measured; for more: evener balance --resume" in capsys.readouterr().err
 
 
 def test_a_finished_run_goes_on_with_a_larger_budget(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

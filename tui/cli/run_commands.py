@@ -24,7 +24,8 @@ def export(
         Path | None, typer.Option("-o", "--output", help="A .toml or .json file. Default: standard output.")
     ] = None,
     schema: Annotated[
-        int, typer.Option("--schema", min=1, max=2, help="1 for an evener that doesn't know passes (up to 0.1).")
+        int,
+        typer.Option("--schema", min=1, max=2, help="1: without passes, for an older evener that refuses schema 2."),
     ] = 2,
     force: ForceOption = False,
 ) -> None:

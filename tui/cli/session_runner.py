@@ -68,7 +68,7 @@ def run_session(
                 finished.plan.save(export)
             show(session, finished, progress.devices)
             if not as_json:
-                _print_next_step(finished, export)
+                _print_next_step(finished, export, progress.state.replayed)
         except ReaderGoneError:
             if not caught:
                 raise
@@ -77,9 +77,15 @@ def run_session(
     return caught[0] if caught else 130
 
 
-def _print_next_step(finished: Finished, export: Path | None) -> None:
+def _print_next_step(finished: Finished, export: Path | None, replayed: int) -> None:
+    """Where the plan is, how to go on with what was interrupted, and that nothing was measured if nothing was."""
     written = f"plan written to {plain(str(export))}" if export is not None else ""
     print(f"evener: {written or f'to write the plan: evener export {finished.run} -o plan.toml'}", file=sys.stderr)
+    resume = f"evener balance --resume {finished.run}"
+    if finished.interrupted:
+        print(f"evener: to go on: {resume}", file=sys.stderr)
+    elif replayed == finished.plan.search.probes:
+        print(f"evener: the run had ended, and nothing was measured; for more: {resume} --budget +5m", file=sys.stderr)
 
 
 def result_json(finished: Finished, **more: object) -> dict[str, object]:

@@ -23,7 +23,7 @@ def test_asking_twice_is_asking_once(bench: Bench, known: bool) -> None:
     search = Search(bench.problem(known))
     while probes := search.ask():
         assert search.ask() == probes
-        search.belief()
+        assert "Races 1 layouts" not in search.belief().doing
         assert search.ask() == probes
         for one in bench.measure(probes):
             search.tell(one)
