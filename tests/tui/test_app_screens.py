@@ -269,6 +269,8 @@ async def test_a_wrong_form_says_what_is_wrong_and_starts_nothing(app_of: Any) -
         await pilot.press("ctrl+s")
         assert "is not a whole number" in text(app, "#problem")
         app.screen.query_one("#global_batch", Input).value = ""
+        app.screen.query_one("#pick-devices").focus()
+        await until(pilot, lambda: app.screen.focused.id == "pick-devices", "the list")
         await pilot.press("space", "down", "space", "ctrl+s")
         assert "No device is chosen" in text(app, "#problem")
         assert not app.balance.active
