@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from evener.balancer import manual_run
-from evener.balancer.diagnostics import check_machine
+from evener.balancer.diagnostics import Check, Level, check_machine
 from evener.balancer.store.locks import DeviceLock
 from evener.balancer.store.runs import journal_path
 from evener.devices.discover import discover
@@ -102,6 +102,18 @@ def test_the_doctor_tells_of_a_runs_folder_that_cannot_be(tmp_path: Path, monkey
     assert checks["runs folder"].level == "problem"
     assert "XDG_STATE_HOME" in checks["runs folder"].remedy
     assert checks["python"].level == "ok"
+
+
+@pytest.mark.parametrize(("level", "code"), [("ok", 0), ("note", 0), ("problem", 1)])
+def test_the_doctor_fails_only_if_balance_can_not_run(
+    level: Level, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the exit code for what can't be measured."""
+    checks = (Check("python", "ok", "3.12"), Check("torch", level, "seen", "Do it."))
+    monkeypatch.setattr("evener.tui.cli.commands.machine.check_machine", lambda: checks)
+    assert run(["doctor"]) == code
+    capsys.readouterr()
+    assert run(["doctor", "--json"]) == json.loads(capsys.readouterr().out)["exit_code"] == code
 
 
 def test_a_probe_refuses_devices_of_another_session(capsys: pytest.CaptureFixture[str]) -> None:

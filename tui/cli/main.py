@@ -185,7 +185,7 @@ def list_devices(devices: DevicesOption = "auto", as_json: JsonOption = False) -
 
 @app.command()
 def doctor(as_json: JsonOption = False) -> None:
-    """Check Python, driver, frameworks and folders. Exit code 0: all well, 1: notes, 2: balance can't run."""
+    """Check Python, driver, frameworks and folders. Exit code 0: balance can run, 1: it can't."""
     from evener.tui.cli.commands.machine import run_doctor
 
     raise typer.Exit(run_doctor(as_json))

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from evener.balancer.diagnostics import Check, Level, check_machine
+from evener.balancer.diagnostics import Level, check_machine
 from evener.devices.discover import discover
 from evener.devices.limits import write_limit
 from evener.devices.nvidia.reference_units import over_expected, reference_units
@@ -80,9 +80,9 @@ def _as_json(device: Device, units: float | None, part: float | None) -> dict[st
 
 
 def run_doctor(as_json: bool) -> int:
-    """Print every check; returns 0: all well, 1: notes, 2: balance can't run here."""
+    """Print every check; returns 0, or 1 if balance can't run here. A note is no failure."""
     checks = check_machine()
-    code = exit_code(checks)
+    code = int(any(check.level == "problem" for check in checks))
     if as_json:
         print(json_text({"exit_code": code, "checks": checks}))
         return code
@@ -94,9 +94,3 @@ def run_doctor(as_json: bool) -> int:
                 f"{'':{width + 6}}  → {plain(check.remedy)}" if sys.stdout.isatty() else f"      {plain(check.remedy)}"
             )
     return code
-
-
-def exit_code(checks: tuple[Check, ...]) -> int:
-    """The code of the worst check: 0 ok, 1 note, 2 problem."""
-    order: tuple[Level, ...] = ("ok", "note", "problem")
-    return max(order.index(check.level) for check in checks)
