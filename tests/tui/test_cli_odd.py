@@ -205,16 +205,21 @@ def test_what_simulated_devices_do_not_have_is_refused(option: list[str], capsys
     assert "simulated devices" in printed
 
 
-def test_a_file_that_is_there_is_replaced_only_with_force(capsys: pytest.CaptureFixture[str]) -> None:
-    """A search replaces an earlier plan, and nothing else: that is refused before it begins."""
+def test_a_file_that_is_no_plan_is_replaced_only_with_force(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan replaces a plan; a search refuses anything else before it begins."""
     assert run(["balance", "--devices", PAIR, "--export", "plan.toml"]) == 0
     before = Path("plan.toml").read_bytes()
-    capsys.readouterr()
-    assert run(["export", "last", "-o", "plan.toml"]) == 2
-    assert "plan.toml is there already. Add --force" in capsys.readouterr().err
-    assert run(["export", "last", "-o", "plan.toml", "--force"]) == 0
-    assert Path("plan.toml").read_bytes() == before
     assert run(["balance", "--devices", PAIR, "--export", "plan.toml", "--seed", "1"]) == 0
+    capsys.readouterr()
+    assert run(["runs", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)["runs"][-1]["run"]
+    assert run(["export", first, "-o", "plan.toml"]) == 0
+    assert Path("plan.toml").read_bytes() == before
+    Path("plan.toml").write_text("mine")
+    assert run(["export", first, "-o", "plan.toml"]) == 2
+    assert "plan.toml is there already and is no plan. Add --force" in capsys.readouterr().err
+    assert run(["export", first, "-o", "plan.toml", "--force"]) == 0
+    assert Path("plan.toml").read_bytes() == before
     Path("pyproject.toml").write_text("[project]\n")
     capsys.readouterr()
     assert run(["balance", "--devices", PAIR, "--export", "pyproject.toml"]) == 2

@@ -26,13 +26,13 @@ def check_plan_file(path: Path, option: str) -> None:
         ) from None
 
 
-def check_replaceable(path: Path) -> None:
-    """RequestError if the file is there and no plan: a new search replaces only the plan of an earlier one."""
+def check_replaceable(path: Path, remedy: str = "Name another file.") -> None:
+    """RequestError if the file is there and no plan. A plan replaces a plan: the run of the old one still has it."""
     if path.is_file():
         try:
             load_plan(path)
         except PlanError:
-            raise RequestError(f"{path} is there already and is no plan.", "Name another file.") from None
+            raise RequestError(f"{path} is there already and is no plan.", remedy) from None
 
 
 def check_new(path: Path, force: bool) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from evener.balancer.store import runs
 from evener.errors import RequestError
 from evener.plan import Format, to_json, to_toml
-from evener.tui.cli.output_files import check_new, check_plan_file
+from evener.tui.cli.output_files import check_new, check_plan_file, check_replaceable
 from evener.tui.report.page import save_report
 from evener.tui.text.formatting import plain
 from evener.tui.text.safe_documents import harmless_json, toml_text
@@ -22,7 +22,8 @@ def run_export(name: str, form: Format | None, output: Path | None, schema: int,
             raise RequestError(
                 f"--format {form} and -o {output} differ.", "Give one of them; the file name's ending is enough."
             )
-        check_new(output, force)
+        if not force:
+            check_replaceable(output, "Add --force to replace it, or name another file.")
     plan = runs.load_run(name).require_plan()
     if output is None:
         text = harmless_json(to_json(plan, schema)) if form == "json" else toml_text(to_toml(plan, schema))
