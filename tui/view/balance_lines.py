@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evener.balancer.result.explain import list_samples
-from evener.balancer.session_state import SUM, RivalRate, SessionState, chosen_layout, rivals, seconds_left
+from evener.balancer.session_state import SUM, RivalRate, SessionState, chosen_layout, rivals, seconds_left, timed
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 from evener.shares import apportion
 from evener.tui.text.formatting import duration, percent, rate, relative_error
@@ -25,7 +25,7 @@ def share_lines(state: SessionState, width: int, height: int, marks: Marks) -> t
     """
     chosen = chosen_layout(state)
     if chosen is None or not chosen.global_batch or width < 4:
-        return (line(Span(f" No layout has been {'chosen' if state.seen else 'measured'} yet.", "dim")),)
+        return (line(Span(f" No layout has been {'chosen' if timed(state) else 'measured'} yet.", "dim")),)
     legend = _legend(state, chosen, width, marks)
     total = line(Span(f" global batch {chosen.global_batch}", "dim"))
     tried = _tried_layout(state, chosen)
