@@ -26,7 +26,9 @@ from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Timed
 
 __all__ = ["Request", "Session"]
 
-GRACE_SHARE, GRACE_SECONDS = 0.25, 2.0  # beyond the budget, for probes that still run when it ends
+GRACE_SECONDS = 2.0  # beyond the budget, for probes that still run when it ends;
+GRACE_SHARE = 0.25  # of the budget, if that is more and one of them makes steps
+STEPPING = ("warming up", "measuring")
 CLOSE_SECONDS = 5.0
 POLL_SECONDS = 0.1
 
@@ -161,7 +163,7 @@ class Session:
         self._running.clear()
         for probe in probes:
             self._events.put(ProbeStarted(probe, self._prober.now()))
-        alarm = self._alarm()
+        alarms = self._set_alarms()
         try:
             for seen in self._prober.measure(probes, self._report, self._halt, finished):
                 self._take(seen)
@@ -169,7 +171,7 @@ class Session:
                     self._halt.set()
                     return
         finally:
-            if alarm is not None:
+            for alarm in alarms:
                 alarm.cancel()
 
     def _report(self, progress: ProbeProgress) -> None:
@@ -204,21 +206,27 @@ class Session:
             )
         )
 
-    def _alarm(self) -> threading.Timer | None:
-        """Ends running probes when the budget and its grace are over; in virtual time the search keeps to it."""
+    def _set_alarms(self) -> list[threading.Timer]:
+        """They end running probes when the budget and its grace are over; in virtual time the search keeps to it."""
         budget = self._header.request.budget_seconds
         if budget is None or self._resolved.machine is not None:
-            return None
-        spent = self._prober.now() - self._paused_seconds
-        left = budget + max(GRACE_SECONDS, GRACE_SHARE * budget) - spent
-        alarm = threading.Timer(max(0.0, left), self._ring)
-        alarm.daemon = True
-        alarm.start()
-        return alarm
+            return []
+        left = budget - (self._prober.now() - self._paused_seconds)
+        last = max(GRACE_SECONDS, GRACE_SHARE * budget)
+        alarms = [
+            threading.Timer(max(0.0, left + GRACE_SECONDS), self._ring, (STEPPING,)),
+            threading.Timer(max(0.0, left + last), self._ring),
+        ]
+        for alarm in alarms:
+            alarm.daemon = True
+            alarm.start()
+        return alarms
 
-    def _ring(self) -> None:
-        self._late = True
-        self._halt.set()
+    def _ring(self, spared: tuple[str, ...] = ()) -> None:
+        """The time is over, unless a probe is in one of the `spared` phases."""
+        if not any(one.phase in spared for one in tuple(self._running.values())):
+            self._late = True
+            self._halt.set()
 
     def _wait_while_paused(self) -> None:
         if self._go.is_set():

@@ -28,7 +28,7 @@ from evener.live_files import start_ticks
 
 STDERR_BYTES = 64 << 10  # how much of the end of standard error is kept
 WAIT_SECONDS = 2.0
-STACK_SECONDS, POLL_SECONDS = 0.5, 0.01  # for the answer to a signal
+STACK_SECONDS, POLL_SECONDS = 2.0, 0.01  # for the answer to a signal
 _READ_BYTES = 64 << 10
 
 
