@@ -21,6 +21,7 @@ from evener.balancer.session_state import (
     best_solo,
     chosen_layout,
     curves,
+    first_state,
     largest_run,
     memory_wall,
     own_speed,
@@ -319,3 +320,10 @@ def test_a_search_that_failed_has_done_nothing(events: Any) -> None:
     shown = _text(lane_lines(state, 120, 4, UNICODE)[0])
     assert "done" not in shown
     assert shown.count("✗ failed") == 2
+
+
+def test_a_run_that_goes_on_shows_what_is_kept_before_anything_new(events: Any, script: Any) -> None:
+    before = _after(events, 9)
+    state = first_state([script.device(0), script.device(1)], "keras_maxer", kept=before.seen)
+    assert "6 probes, 1 out of memory" in _text(search_lines(state, 100, 10, UNICODE))
+    assert "best single device" in _text(rival_lines(state, 100, 8, UNICODE))
