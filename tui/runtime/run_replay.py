@@ -40,7 +40,7 @@ def recorded_events(record: Record) -> Iterator[Event]:
         elif isinstance(entry, EndedEntry) and entry is record.ended:
             yield Finished(header.run, entry.plan, entry.results, entry.verdict, entry.interrupted, entry.at_seconds)
     if isinstance(record.last_end, FailedEntry):
-        raise NoLayoutError(record.last_end.message)
+        raise NoLayoutError(record.last_end.message or "The run failed.")
 
 
 class RunReplay(StopAndGo):
