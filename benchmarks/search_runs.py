@@ -60,7 +60,7 @@ def run(job: Job) -> SearchOutcome:
     batches = {"fixed": machines.fixed_batch, "beyond": machines.batch_beyond}
     batch = batches[job.mode](machine, job.seed) if job.mode in batches else None
     tolerance = 0.02 if job.mode == "tolerant" else 0.0
-    best = oracle.free(machine, tolerance, job.micro) if batch is None else oracle.fixed(machine, batch, job.micro)
+    best = oracle.free(machine, tolerance) if batch is None else oracle.fixed(machine, batch, job.micro)
     memory = tuple(machine.usable_memory_bytes(i) for i in range(job.devices))
     problem = Problem(job.devices, memory, global_batch=batch, tolerance=tolerance, micro=job.micro)
     watched = RecordingProber(machine, job.seed)

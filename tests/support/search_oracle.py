@@ -35,7 +35,9 @@ def step_times(device: SimulatedDevice, wall: int, most: int, micro: bool = True
     best number is the least that fits, or one whose passes end at a point. Without `micro` it is one pass.
     """
     batch = np.arange(1, most + 1)
-    sizes = [wall, 1, *(b for b, _ in device.curve if b <= wall)]
+    (left, low), (right, high) = device.curve[:2]
+    free_rows = int(left - low * (right - left) / (high - low)) if high > low else 0  # by the line before the curve
+    sizes = [wall, 1, *(b for b in (free_rows, free_rows + 1, *(b for b, _ in device.curve)) if 0 < b <= wall)]
     counts = [-(-batch // size) + more for size in sizes for more in (-1, 0, 1)]
     fits = [np.clip(count, -(-batch // wall), batch if micro else 1) for count in counts]
     milliseconds = np.min([_in_passes(device, batch, count) for count in fits], axis=0)
@@ -60,13 +62,13 @@ def _along(device: SimulatedDevice, batch: Whole) -> Floats:
     return np.asarray(np.maximum(0.0, times[right - 1] + slope * (batch - known[right - 1])))
 
 
-def free(machine: Machine, tolerance: float, micro: bool = True) -> Best:
-    """The best of every global batch; passes may fill the time of the slowest device, which takes one pass."""
-    alone, finish, totals, costs = _tables(machine, None, micro)
+def free(machine: Machine, tolerance: float) -> Best:
+    """The best of every global batch whose shares fit at once."""
+    alone, finish, totals, costs = _tables(machine, None, micro=False)
     top = max(float(np.max(np.arange(1, len(t) + 1) / t)) for t in alone)
     if len(alone) > 1:
         top = max(top, float(np.max(totals[1:] / (finish + costs[1:, None]))))
-    return Best(top, _smallest(machine, top * (1 - tolerance), micro))
+    return Best(top, _smallest(machine, top * (1 - tolerance)))
 
 
 def fixed(machine: Machine, batch: int, micro: bool = True) -> Best:
@@ -80,9 +82,9 @@ def fixed(machine: Machine, batch: int, micro: bool = True) -> Best:
     return Best(batch / least if math.isfinite(least) else 0.0, batch)
 
 
-def _smallest(machine: Machine, rate: float, micro: bool) -> int:
+def _smallest(machine: Machine, rate: float) -> int:
     """The smallest global batch that reaches a throughput."""
-    alone, finish, totals, costs = _tables(machine, None, micro)
+    alone, finish, totals, costs = _tables(machine, None, micro=False)
     found = [math.inf]
     for times in alone:
         batch = np.arange(1, len(times) + 1)
@@ -100,44 +102,14 @@ def _tables(machine: Machine, batch: int | None, micro: bool) -> tuple[tuple[Flo
     """Alone: seconds by batch. Together: finish times, and [k - 1]: the most samples that k devices do by then."""
     walls = [largest(machine, i) for i in range(len(machine.devices))]
     slower = [1 + device.contention for device in machine.devices]
-    one_pass = [
-        step_times(device, wall, wall, micro=False) for device, wall in zip(machine.devices, walls, strict=True)
-    ]
-    ends = np.array([t[-1] * slow for t, slow in zip(one_pass, slower, strict=True)])
-    most = [
-        _most_samples(t, wall, batch, ends.max() / slow if micro else 0.0, machine.devices[i])
-        for i, (t, wall, slow) in enumerate(zip(one_pass, walls, slower, strict=True))
-    ]
+    most = [wall if batch is None else batch if micro else min(wall, batch) for wall in walls]
     times = [step_times(device, wall, n, micro) for device, wall, n in zip(machine.devices, walls, most, strict=True)]
     together = [t * slow for t, slow in zip(times, slower, strict=True)]
     finish = np.unique(np.concatenate(together))
-    if batch is None:
-        finish = finish[finish <= ends.max()]
     if len(finish) > MOST_TIMES:
         finish = finish[:: -(-len(finish) // MOST_TIMES)]
     done = np.stack([np.searchsorted(t, finish * (1 + 1e-12), side="right") for t in together])
     order = np.argsort(-done, axis=0, kind="stable")
     totals = np.cumsum(np.take_along_axis(done, order, axis=0), axis=0).astype(np.float64)
-    if batch is None and micro:
-        totals = _with_one_pass(done, order, totals, ends[:, None] >= finish * (1 - 1e-12))
     costs = np.array([machine.sync.seconds(k) for k in range(1, len(walls) + 1)])
-    return tuple(one_pass if batch is None else times), finish, totals, costs
-
-
-def _with_one_pass(done: Whole, order: Whole, totals: Floats, one_pass: NDArray[np.bool_]) -> Floats:
-    """The most samples of k devices of which one at least takes a single pass: in place of the last of the k."""
-    has_one = np.cumsum(np.take_along_axis(one_pass, order, axis=0), axis=0) > 0
-    best = np.max(np.where(one_pass, done, 0), axis=0)
-    before = np.concatenate([np.zeros((1, totals.shape[1])), totals[:-1]])
-    return np.where(has_one, totals, before + best)
-
-
-def _most_samples(one_pass: Floats, wall: int, batch: int | None, until: float, device: SimulatedDevice) -> int:
-    """As many as a table has to hold: the fixed batch, or what a device does in passes by the last finish time."""
-    if not until:
-        return wall if batch is None else min(wall, batch)
-    if batch is not None:
-        return batch
-    overhead = device.pass_overhead_ms
-    again = 0.0 if overhead is None else (device.fixed_ms - overhead) / 1000
-    return wall * (2 + int((until - again) / max(1e-9, float(one_pass[-1]) - again)))
+    return tuple(times), finish, totals, costs

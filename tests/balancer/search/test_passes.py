@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from evener.balancer.search import waterfill
@@ -253,6 +253,7 @@ def test_layouts_of_the_same_passes_are_equal() -> None:
 
 
 @settings(max_examples=12, deadline=None)
+@example(points=[(3, 1.0), (4, 2.0)], wall=3, overhead=1.0)
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.floats(0.1, 30.0)), min_size=2, max_size=4, unique_by=lambda p: p[0]),
     st.integers(1, 40), st.none() | st.floats(0.0, 5.0),

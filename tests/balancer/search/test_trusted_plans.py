@@ -118,7 +118,7 @@ def test_a_device_that_crawls_bounds_a_free_batch(budget: float, seed: int) -> N
     rate = true_rate(CRAWLING, best)
     assert rate >= true_rate(CRAWLING, fastest(ran, None)) * (1 - TOLERANCE - SLACK)
     if budget >= 20:
-        assert rate >= 0.95 * search_oracle.free(CRAWLING, 0.0, micro=False).samples_per_second
+        assert rate >= 0.95 * search_oracle.free(CRAWLING, 0.0).samples_per_second
         assert search.why_stopped() == Stop.SETTLED
     else:
         assert search.why_stopped() == Stop.BUDGET
