@@ -207,7 +207,7 @@ def test_gpu_and_auto_keep_to_cuda_visible_devices(
 
 
 def test_indices_of_unequal_gpus_are_said_to_be_in_the_drivers_order(fake_nvml: Callable[..., Any]) -> None:
-    """CUDA counts the fastest first unless told otherwise: `1` may be another card there."""
+    """CUDA counts the fastest first unless said otherwise: `1` may be another card there."""
     nvml = fake_nvml(gpus=2)
     variables = {"CUDA_VISIBLE_DEVICES": "1"}
     assert discover("gpu", environ=variables).notes == ()

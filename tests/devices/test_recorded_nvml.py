@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 def sampled(library: Any, clock: Callable[[], float], times: int, move: Callable[[int], None]) -> list[Snapshot]:
-    """Looks at what a library tells, `move` being told the number of each before it."""
+    """Looks at what a library tells, `move` getting the number of each before it."""
     source = NvmlSource(library=library, builder=SnapshotBuilder(TrainingRates(lambda: ()), clock))
     found = []
     for look in range(times):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from evener.balancer.events import Paused, ProbeStarted
 from evener.balancer.result.number_format import write_share
 from evener.balancer.session_state import (
+    RivalRate,
     Running,
     Seen,
     SessionState,
@@ -40,6 +41,7 @@ from evener.balancer.types import (
     solo,
 )
 from evener.tui.text.progress import layout_words
+from evener.tui.view import balance_lines
 from evener.tui.view.balance_lines import rival_lines, search_lines, share_lines, warning_lines
 from evener.tui.view.cells import span_cells
 from evener.tui.view.lanes import lane_lines
@@ -327,3 +329,10 @@ def test_a_run_that_goes_on_shows_what_is_kept_before_anything_new(events: Any, 
     state = first_state([script.device(0), script.device(1)], "keras_maxer", kept=before.seen)
     assert "6 probes, 1 out of memory" in _text(search_lines(state, 100, 10, UNICODE))
     assert "best single device" in _text(rival_lines(state, 100, 8, UNICODE))
+
+
+def test_a_rival_that_ties_with_the_plan_shows_no_gain() -> None:
+    """Its figure may be far off, where the error is large."""
+    rival = RivalRate("best single", 100.0, 50.0, 150.0, (64,), "CPU:0")
+    assert balance_lines._versus(129.3, rival) == "+29.3 %"
+    assert balance_lines._versus(129.3, rival._replace(tie=True)) == "tie"

@@ -133,6 +133,8 @@ def _rival_line(each: RivalRate, best: RivalRate, width: int, marks: Marks, draw
 def _versus(best: float, each: RivalRate) -> str:
     if each.name == SUM:
         return f"{percent(best / each.samples_per_second)} of it" if each.samples_per_second else ""
+    if each.tie:
+        return "tie"
     gain = best / each.samples_per_second - 1 if each.samples_per_second else 0.0
     return f"{gain * 100:+.{0 if abs(gain) >= 1 else 1}f} %"
 
