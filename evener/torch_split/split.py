@@ -131,10 +131,10 @@ class Split:
         """Batches of this rank's rows of `dataset`, each row once per epoch over all ranks; `options` are DataLoader's.
 
         `order` is a sampler of rows, a list of them or a function of the epoch that returns one, instead of `shuffle`.
-        On a GPU, batches are fetched `prefetch` ahead (2 unless said) and come on the device; under a plan with passes
-        they stay in pinned memory, and `parts` sends each part. With `training=False` (validation) steps aren't
-        reported to the monitor, and a last batch too short to give each rank a row joins the one before. RequestError for a data
-        set without a length, and for options that the plan decides.
+        On a GPU, batches are fetched `prefetch` ahead (2 unless said) and come on the device; under a plan with
+        passes they stay in pinned memory, and `parts` sends each part. With `training=False` (validation) steps
+        aren't reported to the monitor, and a last batch too short to give each rank a row joins the one before.
+        RequestError for a data set without a length, and for options that the plan decides.
         """
         check_options(options)
         rows = count_rows(dataset)

@@ -104,7 +104,7 @@ def test_towers_and_mirrored_step_as_one_device(seen: Any) -> None:
 
 
 def test_passes_step_as_one_pass(seen: Any) -> None:
-    """The same weights after 3 more steps: with passes on one device, with others on three, and with none (mirrored)."""
+    """The same weights after 3 more steps: in passes on one device, in others on three, and in none (mirrored)."""
     found = seen("together")[0]
     assert max(found["passes"]) < 1e-4
     one, towers = found["losses in passes"]
