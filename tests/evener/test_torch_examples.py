@@ -18,12 +18,18 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
+ABORTS = "terminate called without an active exception"  # seldom, on a busy machine, as PyTorch's gloo ranks end
+
+
 def run(folder: Path, *words: str) -> str:
-    """What a Python process prints, on CPUs."""
+    """What a Python process prints, on CPUs; once more if PyTorch aborted at its end."""
     variables = {"CUDA_VISIBLE_DEVICES": "", "EVENER_LIVE_DIR": str(folder / "live"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *words], env={**os.environ, **variables}, capture_output=True, text=True, timeout=550
-    )
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, *words], env={**os.environ, **variables}, capture_output=True, text=True, timeout=270
+        )
+        if ABORTS not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

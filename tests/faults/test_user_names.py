@@ -52,6 +52,6 @@ def test_files_named_like_evener_s_packages_are_no_obstacle(project: Path) -> No
     options = ["--repeat", "1", "--steps", "20", "--share", "--json"]
     running = [subprocess.Popen([*way, *PROBE, *options], cwd=project, stdout=-1, stderr=-1, text=True) for way in ways]
     for process, (answer, errors) in [(process, process.communicate(timeout=200)) for process in running]:
-        assert process.returncode == 0, errors
+        assert process.returncode == 0, answer + errors
         (run,) = json.loads(answer)["runs"]
         assert run["samples_per_second"] > 0
