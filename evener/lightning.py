@@ -31,6 +31,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         super().__init__(**options)
         self._split, self._passes = split, passes
         self._loader: PassLoader | None = None
+        self._accumulated = 0  # global batches of an optimizer step, by the trainer; 0 before the first training
 
     @property
     def root_device(self) -> Any:
@@ -46,7 +47,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         """Refuse what would share rows out again; passes are accumulated beside the trainer's own accumulation."""
         if trainer.state.fn == "fit":
             self._check(trainer)
-            trainer.accumulate_grad_batches *= self._passes
+            self._accumulated = self._accumulated or trainer.accumulate_grad_batches
+            trainer.accumulate_grad_batches = self._accumulated * self._passes
         super().setup(trainer)
 
     def _check(self, trainer: Any) -> None:

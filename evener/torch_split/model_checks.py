@@ -40,8 +40,8 @@ def check_not_inside_ddp() -> None:
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
         raise RequestError(
             "A model from split.wrap is inside another DistributedDataParallel, which exchanges gradients again.",
-            "Wrap it once: after accelerate, model = split.wrap(accelerator.prepare(model)); in Lightning, return"
-            " split.scale(loss) with Split(..., weigh='loss') and leave wrap out.",
+            "Wrap it once: after accelerate, model = split.wrap(accelerator.prepare(model)); in Lightning, give"
+            " the trainer split.strategy() and leave wrap out.",
         )
 
 

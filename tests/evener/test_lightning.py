@@ -100,6 +100,15 @@ def fit(split: Split, folder: Path, manual: bool = False, with_loader: bool = Tr
     return trainer.fit(lightning_programs.Module(manual), loader)
 
 
+def test_a_second_training_accumulates_as_the_first(split: Split, tmp_path: Path) -> None:
+    trainer = lightning_programs.make_trainer(
+        lightning_programs.Program(), str(tmp_path), strategy=split.strategy(), devices=1, accumulate_grad_batches=2
+    )
+    for _ in range(2):
+        trainer.fit(lightning_programs.Module(False), split.loader(lightning_programs.points(16)))
+        assert trainer.accumulate_grad_batches == 4
+
+
 def test_what_would_not_be_exact_is_refused(split: Split, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="manual optimization doesn't know of"):
         fit(split, tmp_path, manual=True)
