@@ -14,7 +14,6 @@ import msgspec
 
 from evener.balancer.search.model.step_time import LEAST_ERROR, ROUNDING, Curve, Point
 
-MOST_SHOWN = 64  # passes up to which finish times are listed
 LEAST_REPEATED = 0.05  # of a pass: the least that a further one costs
 LIKELY_REPEATED = 0.5  # the same where it was never measured
 
@@ -55,15 +54,6 @@ class PassCurve(msgspec.Struct, frozen=True):
         passes = max(2, full + 1)
         each = self.curve.most_rows((seconds + self.extra) / passes - self.extra)
         return max(most, int(min(passes * min(each, self.rows), ceiling)) // quantum * quantum)
-
-    def breakpoints(self, ceiling: int) -> list[float]:
-        """The finish times at which throughput may be best: one pass's, and where a number of passes begins or ends."""
-        times = self.curve.breakpoints(min(ceiling, self.wall))
-        for passes in range(2, min(MOST_SHOWN, math.ceil(ceiling / self.rows)) + 1):
-            most = min(passes * self.rows, ceiling)
-            knots = [passes * batch for batch in self.curve.batches if (passes - 1) * self.rows < passes * batch < most]
-            times += [self._in(passes, share) for share in ((passes - 1) * self.rows + 1, *knots, most)]
-        return times
 
     def _in(self, passes: int, share: float) -> float:
         return step_in_passes(self.curve, share, passes, self.extra)
