@@ -61,6 +61,26 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """Trainers set RANK, MASTER_PORT and the like for themselves; later tests of the worker must not see them."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_left() -> Iterator[None]:
+    """A process group that a test left open would fail later tests of the same worker; the test that left it fails."""
+    yield
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("it left a process group open")
+
+
 @pytest.fixture
 def own_folder(cores_of_one_user: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The test runs in a folder of its own, as commands do that read and write files beside them."""

@@ -6,6 +6,7 @@ The rows of the tables in docs/training_lightning.md.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,13 +83,15 @@ def test_another_loader_is_refused(folders: dict[str, Path]) -> None:
 
 
 @pytest.fixture
-def split(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Split:
-    """One rank of one, whose share takes two passes."""
+def split(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Split]:
+    """One rank of one, whose share takes two passes. The group that its strategy opens is closed at the end."""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("EVENER_LIVE_DIR", str(tmp_path / "live"))
     monkeypatch.setattr("evener.torch_split.split.settle", lambda *_: None)
-    return Split(lightning_programs.make_plan((8,), (4,)))
+    yield Split(lightning_programs.make_plan((8,), (4,)))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def fit(split: Split, folder: Path, manual: bool = False, with_loader: bool = True, **options: Any) -> Any:

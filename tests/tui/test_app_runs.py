@@ -125,7 +125,7 @@ async def test_the_list_is_sorted_filtered_marked_and_annotated(app_of: Any) -> 
 
 async def test_a_failed_run_says_why_and_shows_its_traceback_whole(app_of: Any, tmp_path: Path) -> None:
     """A key shows the file; another one hides failed runs, and says so."""
-    run = "20261122-120000-aaaa"
+    run = "29991231-120000-aaaa"  # the newest
     await asyncio.to_thread(_search, devices="sim:gtx1080")
     kept = runs.list_runs()[0].run
     folder = runs.run_folder(kept).with_name(run)
