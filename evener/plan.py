@@ -14,57 +14,41 @@ from typing import Any, Literal
 import msgspec
 
 from evener.errors import PlanError
+from evener.plan_layout import Kind, PlanLayout, Share, check_layout, make_layout
 from evener.shares import apportion
 from evener.whole_files import read_whole, write_atomically
 
+__all__ = [
+    "BEST_SINGLE",
+    "BEST_SPLIT",
+    "EVEN_SPLIT",
+    "LARGER_BATCH",
+    "SCHEMA",
+    "SOLO_PREFIX",
+    "Evidence",
+    "Fingerprint",
+    "Format",
+    "Kind",
+    "Plan",
+    "PlanLayout",
+    "SearchSummary",
+    "Share",
+    "Throughput",
+    "load_plan",
+    "make_layout",
+    "parse_plan",
+    "to_json",
+    "to_toml",
+]
+
 SCHEMA = 2
-RATIO_TOLERANCE = 1e-6
 EVEN_SPLIT = "even split"  # names in a plan's evidence
 BEST_SPLIT = "best split"
 BEST_SINGLE = "best single device"
 LARGER_BATCH = "larger global batch"
 SOLO_PREFIX = "solo "  # and the device's label
 
-Kind = Literal["solo", "split", "pack", "place"]
 Format = Literal["toml", "json"]
-
-
-class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One device's part of each global batch; `batch` 0 means that the device is left out."""
-
-    device: str  # the GPU's UUID, or the name of a CPU slice or simulated device
-    index: int  # for display, and for frameworks that count devices
-    name: str
-    batch: int  # samples
-    ratio: float  # batch / global batch
-    limit: str = ""  # as given behind `@`: "60%+8GiB"
-    micro: int = 0  # rows of one forward and backward pass: `batch` where one does it
-
-
-class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the workload lies on the devices of the request, in their order."""
-
-    kind: Kind
-    global_batch: int  # samples per optimizer step, over all devices (pack: per process)
-    share: tuple[Share, ...]
-    engine: str = ""  # towers | mirrored | multiworker | ddp; empty where there is no choice
-    processes: int = 1  # pack: trainings that run on the device at the same time
-    placement: str = ""  # place: the workload's name for it
-
-    @property
-    def batches(self) -> tuple[int, ...]:
-        """Samples for each device of the request; 0 for one that is left out."""
-        return tuple(share.batch for share in self.share)
-
-    @property
-    def ratios(self) -> tuple[float, ...]:
-        """Each device's part of the global batch; they sum to 1."""
-        return tuple(share.ratio for share in self.share)
-
-    @property
-    def active(self) -> tuple[Share, ...]:
-        """The shares of the devices that compute."""
-        return tuple(share for share in self.share if share.batch)
 
 
 class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -133,7 +117,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Samples for each device at `global_batch` (the plan's own unless said); sums to it exactly."""
         if global_batch is None or global_batch == self.layout.global_batch:
             return self.batches
-        return apportion(global_batch, self.ratios)
+        return apportion(global_batch, self.batches)
 
     def micros(self, global_batch: int | None = None) -> tuple[int, ...]:
         """Rows of one pass for each device at `global_batch`; where one pass does the plan's share, it does any."""
@@ -152,25 +136,6 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         target = Path(path)
         chosen = format or ("json" if target.suffix == ".json" else "toml")
         write_atomically(target, to_toml(self, schema) if chosen == "toml" else to_json(self, schema))
-
-
-def make_layout(
-    kind: Kind,
-    devices: tuple[Share, ...],
-    batches: tuple[int, ...],
-    *,
-    micros: tuple[int, ...] | None = None,
-    engine: str = "",
-    processes: int = 1,
-    placement: str = "",
-) -> PlanLayout:
-    """A layout from template shares (their figures are replaced), samples per device and, if not all, per pass."""
-    total = sum(batches)
-    shares = tuple(
-        msgspec.structs.replace(device, batch=batch, ratio=batch / total if total else 0.0, micro=micro)
-        for device, batch, micro in zip(devices, batches, micros or batches, strict=True)
-    )
-    return PlanLayout(kind, total, shares, engine, processes, placement)
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
@@ -214,30 +179,42 @@ def to_json(plan: Plan, schema: int | None = None) -> bytes:
 
 def _ordered(plan: Plan, schema: int | None) -> dict[str, Any]:
     data: dict[str, Any] = _as_unicode(msgspec.to_builtins(plan))
+    for share in _all_shares(data):
+        for key in ("cost", "tokens"):
+            if not share[key]:
+                del share[key]
     if (schema or plan.schema) == 1:
-        _take_out_passes(data)
+        _write_as_schema_1(data)
     return {"schema": data.pop("schema"), **data}
 
 
-def _take_out_passes(data: dict[str, Any]) -> None:
-    """Make it a plan of schema 1, which has no passes; rivals that need them are left out."""
+def _all_shares(data: dict[str, Any]) -> list[dict[str, Any]]:
+    layouts = (data["layout"], *(rival["layout"] for rival in data["evidence"]))
+    return [share for layout in layouts for share in layout["share"]]
+
+
+def _write_as_schema_1(data: dict[str, Any]) -> None:
+    """Make it a plan of schema 1, which has no passes and no cost; rivals that need them are left out."""
     data["schema"] = 1
-    data["evidence"] = [rival for rival in data["evidence"] if not any(map(_needs_passes, rival["layout"]["share"]))]
+    data["evidence"] = [rival for rival in data["evidence"] if not any(map(_is_of_schema_2, rival["layout"]["share"]))]
     for rival in data["evidence"]:
         rival.pop("tie", None)
-    for layout in (data["layout"], *(rival["layout"] for rival in data["evidence"])):
-        for share in layout["share"]:
-            if _needs_passes(share):
-                raise PlanError(
-                    f"Schema 1 has no passes, and {share['device']} computes {share['batch']} rows in passes of"
-                    f" {share['micro']}.",
-                    "Export schema 2, or make a plan with evener balance --micro off.",
-                )
-            del share["micro"]
+    for share in _all_shares(data):
+        if "cost" in share:
+            raise PlanError(
+                f"Schema 1 has shares of rows, and {share['device']} has one of cost by length.", "Export schema 2."
+            )
+        if _is_of_schema_2(share):
+            raise PlanError(
+                f"Schema 1 has no passes, and {share['device']} computes {share['batch']} rows in passes of"
+                f" {share['micro']}.",
+                "Export schema 2, or make a plan with evener balance --micro off.",
+            )
+        del share["micro"]
 
 
-def _needs_passes(share: dict[str, Any]) -> bool:
-    return bool(0 < share["micro"] < share["batch"])
+def _is_of_schema_2(share: dict[str, Any]) -> bool:
+    return "cost" in share or 0 < share["micro"] < share["batch"]
 
 
 def _upgrade(layout: PlanLayout) -> PlanLayout:
@@ -278,11 +255,11 @@ def _check_schema(data: dict[Any, Any], source: str) -> None:
 
 
 def _check_numbers(plan: Plan, source: str) -> None:
-    _check_layout(plan.layout, f"{source}: layout")
+    check_layout(plan.layout, f"{source}: layout")
     _check_throughput(plan.throughput, f"{source}: throughput")
     _check_search(plan.search, f"{source}: search")
     for position, rival in enumerate(plan.evidence):
-        _check_layout(rival.layout, f"{source}: evidence[{position}].layout")
+        check_layout(rival.layout, f"{source}: evidence[{position}].layout")
         if len(rival.layout.share) != len(plan.layout.share):
             raise PlanError(
                 f"{source}: evidence[{position}].layout.share names {len(rival.layout.share)} devices, and"
@@ -290,38 +267,6 @@ def _check_numbers(plan: Plan, source: str) -> None:
                 "Each has one for every device of the request.",
             )
         _check_throughput(rival.throughput, f"{source}: evidence[{position}].throughput")
-
-
-def _check_layout(layout: PlanLayout, where: str) -> None:
-    if any(share.batch < 0 for share in layout.share):
-        raise PlanError(f"{where}.share has a batch below 0.", "A device that is left out has batch 0.")
-    if not layout.active:
-        raise PlanError(f"{where}.share gives no device a sample.", "At least one batch is above 0.")
-    if (layout.kind == "solo") > (len(layout.active) == 1) or (layout.kind == "split") > (len(layout.active) > 1):
-        raise PlanError(
-            f"{where}.kind is {layout.kind}, but {len(layout.active)} of its devices have samples.",
-            "One device is solo, several are a split.",
-        )
-    if layout.processes < 1:
-        raise PlanError(f"{where}.processes is {layout.processes}.", "Write 1 or more.")
-    total = sum(layout.batches)
-    if total != layout.global_batch:
-        raise PlanError(
-            f"{where}.global_batch is {layout.global_batch}, but the shares sum to {total}.",
-            "Correct the one that is wrong.",
-        )
-    for position, share in enumerate(layout.share):
-        expected = share.batch / total
-        if not math.isfinite(share.ratio) or abs(share.ratio - expected) > RATIO_TOLERANCE:
-            raise PlanError(
-                f"{where}.share[{position}].ratio is {share.ratio}, but its batch is {share.batch} of {total}.",
-                f"Write ratio = {expected!r}, or change the batch.",
-            )
-        if not min(share.batch, 1) <= share.micro <= share.batch:
-            raise PlanError(
-                f"{where}.share[{position}].micro is {share.micro}, but its batch is {share.batch}.",
-                f"Write the rows of one pass, 1 to {share.batch}." if share.batch else "Write 0, as for the batch.",
-            )
 
 
 def _check_search(search: SearchSummary, where: str) -> None:

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener import Plan, load_plan
+from evener.costs import Cost
 from evener.errors import PlanError, RequestError
 from evener.plan import (
     SCHEMA,
@@ -40,6 +41,7 @@ from evener.whole_files import write_atomically
 TEXT = st.text(max_size=20)  # any character that is one: control signs, quotes, astral planes
 COUNT = st.integers(0, 10**6)
 SECONDS = st.floats(0, 1e9, allow_nan=False)
+COSTS = st.builds(Cost, SECONDS, SECONDS, SECONDS).filter(Cost.is_valid)
 
 
 @st.composite
@@ -49,7 +51,11 @@ def layouts(draw: st.DrawFn) -> PlanLayout:
     kind: Kind = "solo" if sum(map(bool, batches)) == 1 else draw(st.sampled_from(["split", "place"]))
     micros = tuple(draw(st.integers(min(batch, 1), batch)) for batch in batches) if draw(st.booleans()) else None
     engine = draw(st.sampled_from(["", "towers", "ddp"]))
-    return make_layout(kind, shares, tuple(batches), micros=micros, engine=engine)
+    if draw(st.booleans()):
+        return make_layout(kind, shares, tuple(batches), micros=micros, engine=engine)
+    weights = [draw(st.floats(0.01, 100)) * min(batch, 1) for batch in batches]
+    dealt = tuple(msgspec.structs.replace(share, cost=draw(COSTS), tokens=draw(COUNT)) for share in shares)
+    return make_layout(kind, dealt, tuple(batches), ratios=tuple(each / sum(weights) for each in weights))
 
 
 @st.composite
@@ -170,6 +176,52 @@ def test_a_plan_with_passes_has_no_schema_1() -> None:
     assert parse_plan(to_json(plan)) == plan
 
 
+def by_cost() -> Plan:
+    """The example with shares of cost: the last device has less of the cost, as it is slower, than of the rows."""
+    shares = tuple(
+        msgspec.structs.replace(share, cost=Cost(0.002, 1e-6 * (1 + index), 1e-9), tokens=4096 * index)
+        for index, share in enumerate(example().layout.share)
+    )
+    layout = make_layout("split", shares, (60, 0, 20), ratios=(0.8, 0.0, 0.2))
+    return msgspec.structs.replace(example(), layout=layout)
+
+
+def test_shares_of_cost_are_written_only_where_there_are_any() -> None:
+    for form in (to_toml, to_json):
+        assert b"cost" not in form(example())
+        assert b"tokens" not in form(example())
+        assert parse_plan(form(by_cost())) == by_cost()
+        assert form(by_cost()).count(b"tokens") == 2  # the first device has no known limit
+    assert by_cost().shares(40) == (30, 0, 10)
+    with pytest.raises(PlanError, match="GPU-0 has one of cost"):
+        to_toml(by_cost(), schema=1)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("layout.share.0.cost", None, "share[0] has no cost, and others have one"),
+        ("layout.share.2.cost.fixed_s", -1.0, "share[2].cost"),
+        ("layout.share.1.cost.per_token_s", math.nan, "share[1].cost"),
+        ("layout.share.0.cost", {"fixed_s": 0, "per_token_s": 0, "per_token_length_s": 0}, "share[0].cost"),
+        ("layout.share.0.cost", {"fixed_s": 1}, "per_token_s"),
+        ("layout.share.0.ratio", 0.9, "ratios that sum to 1.1"),
+        ("layout.share.0.ratio", 0, "share[0].ratio"),
+        ("layout.share.0.ratio", math.nan, "share[0].ratio"),
+        ("layout.share.1.ratio", 0.2, "share[1].ratio"),
+        ("layout.share.2.tokens", -1, "share[2].tokens is -1"),
+    ],
+)
+def test_a_wrong_cost_is_named(path: str, value: Any, named: str) -> None:
+    data = msgspec.json.decode(to_json(by_cost()))
+    put(data, path, value)
+    if value is None:
+        del data["layout"]["share"][0]["cost"]
+    with pytest.raises(PlanError) as caught:
+        parse_plan(tomli_w.dumps(data).encode())
+    assert named in caught.value.message
+
+
 def put(data: Any, path: str, value: Any) -> None:
     *way, last = path.split(".")
     for key in way:
@@ -217,7 +269,7 @@ def put(data: Any, path: str, value: Any) -> None:
     ],
 )
 def test_a_wrong_value_is_named(path: str, value: Any, named: str) -> None:
-    data = msgspec.to_builtins(example())
+    data = msgspec.json.decode(to_json(example()))
     put(data, path, value)
     texts = [msgspec.json.encode(data)]
     if value is not None:

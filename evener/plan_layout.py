@@ -1,0 +1,146 @@
+"""How a plan's workload lies on its devices: the shares of each global batch, and whether their figures agree."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from evener.costs import Cost
+from evener.errors import PlanError
+
+RATIO_TOLERANCE = 1e-6
+
+Kind = Literal["solo", "split", "pack", "place"]
+
+
+class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One device's part of each global batch; `batch` 0 means that the device is left out."""
+
+    device: str  # the GPU's UUID, or the name of a CPU slice or simulated device
+    index: int  # for display, and for frameworks that count devices
+    name: str
+    batch: int  # samples; with `cost` their mean number
+    ratio: float  # batch / global batch; with `cost` the part of the global batch's cost
+    limit: str = ""  # as given behind `@`: "60%+8GiB"
+    micro: int = 0  # rows of one forward and backward pass: `batch` where one does it
+    cost: Cost | None = None  # where rows are of unequal length: what a padded pass takes
+    tokens: int = 0  # the most padded tokens of one pass that fit; 0 if no limit is known
+
+
+class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the workload lies on the devices of the request, in their order."""
+
+    kind: Kind
+    global_batch: int  # samples per optimizer step, over all devices (pack: per process)
+    share: tuple[Share, ...]
+    engine: str = ""  # towers | mirrored | multiworker | ddp; empty where there is no choice
+    processes: int = 1  # pack: trainings that run on the device at the same time
+    placement: str = ""  # place: the workload's name for it
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Samples for each device of the request; 0 for one that is left out."""
+        return tuple(share.batch for share in self.share)
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Each device's part of the global batch; they sum to 1."""
+        return tuple(share.ratio for share in self.share)
+
+    @property
+    def active(self) -> tuple[Share, ...]:
+        """The shares of the devices that compute."""
+        return tuple(share for share in self.share if share.batch)
+
+    @property
+    def by_cost(self) -> bool:
+        """Whether shares are of what rows cost by their length, not of rows."""
+        return any(share.cost is not None for share in self.active)
+
+
+def make_layout(
+    kind: Kind,
+    devices: tuple[Share, ...],
+    batches: tuple[int, ...],
+    *,
+    micros: tuple[int, ...] | None = None,
+    ratios: tuple[float, ...] | None = None,
+    engine: str = "",
+    processes: int = 1,
+    placement: str = "",
+) -> PlanLayout:
+    """A layout from template shares, samples per device and, if not all, per pass; `ratios` of cost if not of samples.
+
+    Batch, ratio and micro of the templates are replaced; their cost and tokens stay.
+    """
+    total = sum(batches)
+    chosen = ratios or tuple(batch / total if total else 0.0 for batch in batches)
+    shares = tuple(
+        msgspec.structs.replace(device, batch=batch, ratio=ratio, micro=micro)
+        for device, batch, ratio, micro in zip(devices, batches, chosen, micros or batches, strict=True)
+    )
+    return PlanLayout(kind, total, shares, engine, processes, placement)
+
+
+def check_layout(layout: PlanLayout, where: str) -> None:
+    """PlanError, naming the key behind `where`, if a figure is impossible or doesn't match another."""
+    if any(share.batch < 0 for share in layout.share):
+        raise PlanError(f"{where}.share has a batch below 0.", "A device that is left out has batch 0.")
+    if not layout.active:
+        raise PlanError(f"{where}.share gives no device a sample.", "At least one batch is above 0.")
+    if (layout.kind == "solo") > (len(layout.active) == 1) or (layout.kind == "split") > (len(layout.active) > 1):
+        raise PlanError(
+            f"{where}.kind is {layout.kind}, but {len(layout.active)} of its devices have samples.",
+            "One device is solo, several are a split.",
+        )
+    if layout.processes < 1:
+        raise PlanError(f"{where}.processes is {layout.processes}.", "Write 1 or more.")
+    total = sum(layout.batches)
+    if total != layout.global_batch:
+        raise PlanError(
+            f"{where}.global_batch is {layout.global_batch}, but the shares sum to {total}.",
+            "Correct the one that is wrong.",
+        )
+    (_check_ratios_of_cost if layout.by_cost else _check_ratios_of_rows)(layout, where)
+    for position, share in enumerate(layout.share):
+        if share.cost is not None and not share.cost.is_valid():
+            raise PlanError(
+                f"{where}.share[{position}].cost is {share.cost}.", "Its seconds are 0 or above, and not all 0."
+            )
+        if share.tokens < 0:
+            raise PlanError(
+                f"{where}.share[{position}].tokens is {share.tokens}.", "Write the most tokens of a pass, or 0."
+            )
+        if not min(share.batch, 1) <= share.micro <= share.batch:
+            raise PlanError(
+                f"{where}.share[{position}].micro is {share.micro}, but its batch is {share.batch}.",
+                f"Write the rows of one pass, 1 to {share.batch}." if share.batch else "Write 0, as for the batch.",
+            )
+
+
+def _check_ratios_of_rows(layout: PlanLayout, where: str) -> None:
+    for position, share in enumerate(layout.share):
+        expected = share.batch / layout.global_batch
+        if not math.isfinite(share.ratio) or abs(share.ratio - expected) > RATIO_TOLERANCE:
+            raise PlanError(
+                f"{where}.share[{position}].ratio is {share.ratio}, but its batch is {share.batch} of"
+                f" {layout.global_batch}.",
+                f"Write ratio = {expected!r}, or change the batch.",
+            )
+
+
+def _check_ratios_of_cost(layout: PlanLayout, where: str) -> None:
+    for position, share in enumerate(layout.share):
+        if share.batch and share.cost is None:
+            raise PlanError(
+                f"{where}.share[{position}] has no cost, and others have one.", "Give each active device's, or none."
+            )
+        if not math.isfinite(share.ratio) or share.ratio < 0 or (share.ratio > 0) != (share.batch > 0):
+            raise PlanError(
+                f"{where}.share[{position}].ratio is {share.ratio}, but its batch is {share.batch}.",
+                "Write its part of the global batch's cost: above 0 where it has samples, else 0.",
+            )
+    if abs(sum(layout.ratios) - 1) > RATIO_TOLERANCE:
+        raise PlanError(f"{where}.share has ratios that sum to {sum(layout.ratios)}.", "Parts of the cost sum to 1.")
