@@ -180,7 +180,7 @@ def to_json(plan: Plan, schema: int | None = None) -> bytes:
 def _ordered(plan: Plan, schema: int | None) -> dict[str, Any]:
     data: dict[str, Any] = _as_unicode(msgspec.to_builtins(plan))
     for share in _all_shares(data):
-        for key in ("cost", "tokens"):
+        for key in ("cost", "tokens", "host"):
             if not share[key]:
                 del share[key]
     if (schema or plan.schema) == 1:
@@ -194,12 +194,16 @@ def _all_shares(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _write_as_schema_1(data: dict[str, Any]) -> None:
-    """Make it a plan of schema 1, which has no passes and no cost; rivals that need them are left out."""
+    """Make it a plan of schema 1, which has no passes, cost or hosts; rivals that need them are left out."""
     data["schema"] = 1
     data["evidence"] = [rival for rival in data["evidence"] if not any(map(_is_of_schema_2, rival["layout"]["share"]))]
     for rival in data["evidence"]:
         rival.pop("tie", None)
     for share in _all_shares(data):
+        if "host" in share:
+            raise PlanError(
+                f"Schema 1 is for one machine, and {share['device']} is on {share['host']}.", "Export schema 2."
+            )
         if "cost" in share:
             raise PlanError(
                 f"Schema 1 has shares of rows, and {share['device']} has one of cost by length.", "Export schema 2."
@@ -214,7 +218,7 @@ def _write_as_schema_1(data: dict[str, Any]) -> None:
 
 
 def _is_of_schema_2(share: dict[str, Any]) -> bool:
-    return "cost" in share or 0 < share["micro"] < share["batch"]
+    return "cost" in share or "host" in share or 0 < share["micro"] < share["batch"]
 
 
 def _upgrade(layout: PlanLayout) -> PlanLayout:

@@ -27,6 +27,7 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     micro: int = 0  # rows of one forward and backward pass: `batch` where one does it
     cost: Cost | None = None  # where rows are of unequal length: what a padded pass takes
     tokens: int = 0  # the most padded tokens of one pass that fit; 0 if no limit is known
+    host: str = ""  # the name or address of its machine, where the plan is for several
 
 
 class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,6 +95,10 @@ def check_layout(layout: PlanLayout, where: str) -> None:
         raise PlanError(
             f"{where}.kind is {layout.kind}, but {len(layout.active)} of its devices have samples.",
             "One device is solo, several are a split.",
+        )
+    if len({bool(share.host) for share in layout.share}) > 1:
+        raise PlanError(
+            f"{where}.share has some of its devices on a host.", "Name a host for all of them, or for none."
         )
     if layout.processes < 1:
         raise PlanError(f"{where}.processes is {layout.processes}.", "Write 1 or more.")

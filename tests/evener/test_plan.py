@@ -176,6 +176,21 @@ def test_a_plan_with_passes_has_no_schema_1() -> None:
     assert parse_plan(to_json(plan)) == plan
 
 
+def test_hosts_are_written_where_a_plan_has_them() -> None:
+    hosts = iter(("one", "one", "two"))
+    shares = tuple(msgspec.structs.replace(share, host=next(hosts)) for share in example().layout.share)
+    layout = msgspec.structs.replace(example().layout, share=shares)
+    plan = msgspec.structs.replace(example(), layout=layout)
+    for form in (to_toml, to_json):
+        assert b"host" not in form(example())
+        assert parse_plan(form(plan)) == plan
+    with pytest.raises(PlanError, match="GPU-0 is on one"):
+        to_toml(plan, schema=1)
+    partly = msgspec.structs.replace(layout, share=(example().layout.share[0], *shares[1:]))
+    with pytest.raises(PlanError, match="some of its devices on a host"):
+        parse_plan(to_json(msgspec.structs.replace(plan, layout=partly)))
+
+
 def by_cost() -> Plan:
     """The example with shares of cost: the last device has less of the cost, as it is slower, than of the rows."""
     shares = tuple(
