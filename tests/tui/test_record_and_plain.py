@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from evener.devices.recording import Recorder, Recording
 from evener.errors import RequestError
-from evener.tui.cli.commands.monitor import run_monitor
+from evener.tui.cli.commands.monitor import monitor
 
 SIM = "sim:gtx1080ti,gtx1080"
 
@@ -26,8 +27,8 @@ def _recorded(path: Path, script: Any, ticks: int = 3) -> Path:
 
 
 def _printed(*arguments: Any, **options: Any) -> str:
-    out = io.StringIO()
-    assert run_monitor(*arguments, stdout=out, **options) == 0
+    with redirect_stdout(io.StringIO()) as out:
+        monitor(*arguments, **options)
     return out.getvalue()
 
 
@@ -114,7 +115,7 @@ def test_once_prints_every_device_without_colour() -> None:
 
 
 def test_json_is_one_object_with_units_in_its_keys() -> None:
-    reading = json.loads(_printed(SIM, json=True))
+    reading = json.loads(_printed(SIM, as_json=True))
     first = reading["devices"][0]
     assert first["device"]["name"] == "GTX 1080 Ti"
     assert first["power_watts"]["state"] == "value"
@@ -125,27 +126,27 @@ def test_json_is_one_object_with_units_in_its_keys() -> None:
 def test_csv_has_a_line_for_each_device_and_the_keys_of_json(tmp_path: Path, script: Any) -> None:
     """The keys stand once, above all readings; what isn't known is empty."""
     path = _recorded(tmp_path / "a.jsonl", script, ticks=2)
-    rows = list(csv.DictReader(io.StringIO(_printed("auto", csv=True, interval_seconds=0.1, replay=path))))
+    rows = list(csv.DictReader(io.StringIO(_printed("auto", as_csv=True, interval="0.1", replay=path))))
     assert [(row["at_seconds"], row["device"]) for row in rows] == [
         ("1000.0", "GPU:0"), ("1000.0", "GPU:1"), ("1001.0", "GPU:0"), ("1001.0", "GPU:1"),
     ]  # fmt: skip
     assert rows[1]["throttle_reasons"] == "power cap"
     assert float(rows[0]["power_watts"]) == 640
     assert rows[0]["fan_percent"] == ""
-    assert set(json.loads(_printed(SIM, json=True))["devices"][0]) <= {*rows[0], "device"}
+    assert set(json.loads(_printed(SIM, as_json=True))["devices"][0]) <= {*rows[0], "device"}
     with pytest.raises(RequestError, match="two forms"):
-        run_monitor(SIM, json=True, csv=True, stdout=io.StringIO())
+        monitor(SIM, as_json=True, as_csv=True)
 
 
 def test_only_keeps_devices_and_names_a_wrong_one() -> None:
-    assert [each["device"]["index"] for each in json.loads(_printed(SIM, json=True, only=(1,)))["devices"]] == [1]
+    assert [each["device"]["index"] for each in json.loads(_printed(SIM, as_json=True, only="1"))["devices"]] == [1]
     with pytest.raises(RequestError, match="There is no device 7"):
-        run_monitor(SIM, once=True, json=False, only=(7,), stdout=io.StringIO())
+        monitor(SIM, once=True, only="7")
 
 
 def test_too_short_an_interval_is_refused_with_its_reason() -> None:
     with pytest.raises(RequestError, match="slow the devices down"):
-        run_monitor(SIM, interval_seconds=0.01, stdout=io.StringIO())
+        monitor(SIM, interval="0.01")
 
 
 def test_a_loop_prints_one_object_a_line_until_the_reader_goes(tmp_path: Path) -> None:
@@ -157,8 +158,8 @@ def test_a_loop_prints_one_object_a_line_until_the_reader_goes(tmp_path: Path) -
 
     out = ThreeLines()
     record = tmp_path / "r.jsonl"
-    with pytest.raises(BrokenPipeError):
-        run_monitor(SIM, json=True, interval_seconds=0.1, record=record, stdout=out)
+    with pytest.raises(BrokenPipeError), redirect_stdout(out):
+        monitor(SIM, as_json=True, interval="0.1", record=record)
     assert [len(json.loads(row)["devices"]) for row in out.getvalue().splitlines()] == [2, 2, 2]
     recording = Recording(record)
     assert len(recording) == 3, "what was shown is what was kept"
@@ -167,13 +168,14 @@ def test_a_loop_prints_one_object_a_line_until_the_reader_goes(tmp_path: Path) -
 
 def test_a_recording_is_replayed_to_its_end(tmp_path: Path, script: Any) -> None:
     path = _recorded(tmp_path / "a.jsonl", script)
-    rows = _printed("auto", json=True, interval_seconds=0.1, replay=path).splitlines()
+    rows = _printed("auto", as_json=True, interval="0.1", replay=path).splitlines()
     assert [json.loads(row)["at_seconds"] for row in rows] == [1000.0, 1001.0, 1002.0]
-    assert json.loads(_printed("auto", json=True, replay=path))["at_seconds"] == 1002.0
+    assert json.loads(_printed("auto", as_json=True, replay=path))["at_seconds"] == 1002.0
 
 
 def test_a_stream_without_unicode_gets_ascii() -> None:
     raw = io.BytesIO()
     out = io.TextIOWrapper(raw, encoding="ascii")
-    assert run_monitor(SIM, once=True, stdout=out) == 0
+    with redirect_stdout(out):
+        monitor(SIM, once=True)
     assert raw.getvalue().decode("ascii")

@@ -6,19 +6,21 @@ import math
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Annotated
 
 import msgspec
+import typer
 
 from evener.balancer.dry_run import DeviceOutlook, Outlook, dry_run
 from evener.balancer.events import Finished, ProbeProgress
 from evener.balancer.session import Request, Session
 from evener.balancer.store import runs
 from evener.errors import RequestError
+from evener.tui.cli.options import LENGTH, SEARCH, TRAINING, ExportOption, JsonOption, takes_request
 from evener.tui.cli.session_runner import result_json, run_session, stopped_by_signals
 from evener.tui.cli.streams import terminal_columns
 from evener.tui.text.formatting import duration, plain, size
-from evener.tui.text.parsing import parse_budget, parse_duration
+from evener.tui.text.parsing import REQUEST_HELP, parse_budget, parse_duration
 from evener.tui.text.plan_summary import summary_lines
 from evener.tui.text.safe_documents import json_text
 from evener.tui.text.tables import align
@@ -26,12 +28,31 @@ from evener.tui.text.tables import align
 _CHANGEABLE = ("budget_seconds", "pace", "share", "compare")  # without effect on earlier measurements
 _OPTIONS = {"settings": "--set"}
 MILLISECONDS_BELOW = 9.95  # seconds, up to which a step is given in milliseconds
+app = typer.Typer()
 
 
-def run_balance(
-    request: Request, budget: str | None, *, resume: str | None, dry_run: bool, export: Path | None, as_json: bool
+@app.command()
+@takes_request(*TRAINING, *(name for name in SEARCH if name != "budget"))
+def balance(
+    request: Request,
+    budget: Annotated[
+        str | None, LENGTH("--budget", help=f"{REQUEST_HELP['budget']} Default: 120s. With --resume, +5m adds to it.")
+    ] = None,
+    resume: Annotated[str | None, LENGTH("--resume", help="Go on with a run: its id, or `last`.")] = None,
+    dry_run: Annotated[
+        bool,
+        LENGTH(
+            "--dry-run",
+            help="Only build and take a few steps on one device; say what fits and how long a search takes.",
+        ),
+    ] = False,
+    export: ExportOption = None,
+    as_json: JsonOption = False,
 ) -> int:
-    """Run a session and print its plan; returns the exit code."""
+    """Measure real training steps, find the fastest split of the batch over the devices, and write it as a plan.
+
+    Your own model: evener help workload.
+    """
     request, extend_seconds = _read_budget(request, budget, resume)
     if dry_run:
         if resume is not None or export is not None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from evener.balancer.events import Finished
 from evener.balancer.layout_profile import LayoutProfile, profile_ranking
@@ -13,6 +15,15 @@ from evener.balancer.request import Request, ResolvedRequest
 from evener.balancer.resolve_layouts import resolve_comparison
 from evener.balancer.search.search import Search
 from evener.balancer.session import Session
+from evener.tui.cli.options import (
+    SEARCH,
+    TRAINING,
+    WHAT,
+    ExportOption,
+    FormatOption,
+    JsonOption,
+    takes_request,
+)
 from evener.tui.cli.session_runner import result_json, run_session, stopped_by_signals
 from evener.tui.cli.streams import terminal_columns
 from evener.tui.text.formatting import folded, plain
@@ -28,19 +39,31 @@ from evener.tui.text.ranking_tables import (
 from evener.tui.text.safe_documents import json_text
 from evener.tui.text.tables import Form, csv_text
 
+app = typer.Typer()
 
-def run_compare(
+
+@app.command()
+@takes_request(*TRAINING, *(name for name in SEARCH if name != "objective"))
+def compare(
     request: Request,
-    *,
-    layouts: str | None,
-    mps: bool,
-    knobs: str | None,
-    profile: bool,
-    export: Path | None,
-    form: Form,
-    as_json: bool,
+    layouts: Annotated[
+        str | None,
+        WHAT(
+            "--layouts",
+            help="Some of solo,even,split,pack,place: one device; equal shares; the best shares; several trainings on"
+            " one device; parts of the model on several. Default: all that are possible.",
+        ),
+    ] = None,
+    mps: Annotated[bool, WHAT("--mps", help="Also pack under NVIDIA's MPS, which evener starts.")] = False,
+    knobs: Annotated[
+        str | None, WHAT("--try", help="xla,mixed: also measure the winner with XLA, with mixed precision.")
+    ] = None,
+    profile: Annotated[bool, WHAT("--profile", help="Also profile the transfers between devices.")] = False,
+    export: ExportOption = None,
+    form: FormatOption = "table",
+    as_json: JsonOption = False,
 ) -> int:
-    """Run a comparison; the exit code is 0, or that of the signal that interrupted it."""
+    """Compare single-device, even, split, packed and placed layouts; the fastest becomes the plan."""
     check_one_form(form, as_json)
     resolved = resolve_comparison(request, parse_words(layouts), mps, parse_words(knobs) or ())
 

@@ -4,18 +4,37 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from evener.balancer.store import runs
 from evener.errors import RequestError
 from evener.plan import Format, to_json, to_toml
+from evener.tui.cli.options import RunName
 from evener.tui.cli.output_files import check_new, check_plan_file, check_replaceable
 from evener.tui.report.page import save_report
 from evener.tui.text.formatting import plain
 from evener.tui.text.safe_documents import harmless_json, toml_text
 
+ForceOption = Annotated[bool, typer.Option("--force", "-f", help="Replace the file if it is there.")]
+app = typer.Typer()
 
-def run_export(name: str, form: Format | None, output: Path | None, schema: int, force: bool) -> None:
-    """Write a run's plan to a file, or to standard output."""
+
+@app.command()
+def export(
+    run_id: RunName,
+    form: Annotated[Format | None, typer.Option("--format", help="Default: by the file's ending, or toml.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="A .toml or .json file. Default: standard output.")
+    ] = None,
+    schema: Annotated[
+        int,
+        typer.Option("--schema", min=1, max=2, help="1: without passes, for an older evener that refuses schema 2."),
+    ] = 2,
+    force: ForceOption = False,
+) -> None:
+    """Write a past run's plan as TOML or JSON."""
     if output is not None:
         check_plan_file(output, "-o")
         if form is not None and output.suffix != f".{form}":
@@ -24,7 +43,7 @@ def run_export(name: str, form: Format | None, output: Path | None, schema: int,
             )
         if not force:
             check_replaceable(output, "Add --force to replace it, or name another file.")
-    plan = runs.load_run(name).require_plan()
+    plan = runs.load_run(run_id).require_plan()
     if output is None:
         text = harmless_json(to_json(plan, schema)) if form == "json" else toml_text(to_toml(plan, schema))
         print(text, end="", flush=True)
@@ -33,8 +52,13 @@ def run_export(name: str, form: Format | None, output: Path | None, schema: int,
     print(f"evener: plan written to {plain(str(output))}", file=sys.stderr)
 
 
-def run_report(name: str, output: Path, force: bool) -> None:
-    """Write the report of a run, in the format that the file's ending names."""
+@app.command()
+def report(
+    run_id: RunName,
+    output: Annotated[Path, typer.Option("-o", "--output", help="An .html, .png or .svg file.")],
+    force: ForceOption = False,
+) -> None:
+    """Write a report of a run: a page with pictures (.html), or one picture (.png, .svg)."""
     check_new(output, force)
-    save_report(name, output)
+    save_report(run_id, output)
     print(f"evener: report written to {plain(str(output))}", file=sys.stderr)

@@ -7,22 +7,26 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import typer
 
 from evener.balancer.diagnostics import Level, check_machine
 from evener.devices.discover import discover
 from evener.devices.limits import write_limit
 from evener.devices.nvidia.reference_units import over_expected, reference_units
 from evener.devices.types import Device
+from evener.tui.cli.options import DevicesOption, JsonOption
 from evener.tui.text.formatting import plain, size
 from evener.tui.text.safe_documents import json_text
 from evener.tui.text.tables import align
 
 _MARKS: dict[Level, str] = {"ok": "ok  ", "note": "note", "problem": "FAIL"}
+app = typer.Typer()
 
 
-def run_devices(spec: str, as_json: bool) -> None:
-    """List the devices in the order of a plan's shares."""
-    found = discover(spec)
+@app.command("devices")
+def list_devices(devices: DevicesOption = "auto", as_json: JsonOption = False) -> None:
+    """List the devices that --devices selects on this machine."""
+    found = discover(devices)
     references = _references(found.devices)
     if as_json:
         listing = {
@@ -79,13 +83,14 @@ def _as_json(device: Device, units: float | None, part: float | None) -> dict[st
     }
 
 
-def run_doctor(as_json: bool) -> int:
-    """Print every check; returns 0, or 1 if balance can't run here. A note is no failure."""
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Check Python, driver, frameworks and folders. Exit code 0: balance can run, 1: it can't."""
     checks = check_machine()
     code = int(any(check.level == "problem" for check in checks))
     if as_json:
         print(json_text({"exit_code": code, "checks": checks}))
-        return code
+        raise typer.Exit(code)
     width = max(len(check.name) for check in checks)
     for check in checks:
         print(f"{_MARKS[check.level]}  {check.name:<{width}}  {plain(check.found)}")
@@ -93,4 +98,4 @@ def run_doctor(as_json: bool) -> int:
             print(
                 f"{'':{width + 6}}  → {plain(check.remedy)}" if sys.stdout.isatty() else f"      {plain(check.remedy)}"
             )
-    return code
+    raise typer.Exit(code)

@@ -1,4 +1,4 @@
-"""`evener monitor` without the app: plain text, JSON or CSV, once or every few seconds, recorded or replayed."""
+"""`evener monitor`: the app, or plain text, JSON or CSV, once or every few seconds, recorded or replayed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,26 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Annotated
 
 import msgspec
+import typer
 
 from evener.devices.recording import Recorder, Recording
 from evener.devices.types import DeviceSample, Reading, Snapshot, Source
 from evener.errors import RequestError
+from evener.tui.cli.options import (
+    OUTPUT,
+    AsciiOption,
+    DevicesOption,
+    JsonOption,
+    ReadonlyOption,
+    ReplayOption,
+    ThemeOption,
+)
+from evener.tui.cli.streams import draws_screens
 from evener.tui.text.formatting import plain
+from evener.tui.text.parsing import parse_duration, parse_indices
 from evener.tui.text.safe_documents import json_text
 from evener.tui.text.tables import csv_text
 from evener.tui.view.marks import ASCII, UNICODE, Marks
@@ -25,57 +37,61 @@ from evener.tui.view.plain import snapshot_text
 SHORTEST_INTERVAL_SECONDS = 0.1
 SETTLE_SECONDS = 0.05  # rates need two readings
 GPU_SETTLE_SECONDS = 0.12  # the driver's profiler wants at least 0.1 s between two of its samples
+app = typer.Typer()
 
 
-def run_monitor(
-    devices: str,
-    *,
-    once: bool = False,
-    json: bool = False,
-    csv: bool = False,
-    interval_seconds: float | None = None,
-    only: tuple[int, ...] | None = None,
-    only_visible: bool = False,
-    record: Path | None = None,
-    replay: Path | None = None,
-    ascii: bool = False,  # noqa: A002 - the option's name
-    stdout: TextIO | None = None,
-) -> int:
-    """Print readings to `stdout` and return the exit code.
+@app.command()
+def monitor(
+    devices: DevicesOption = "auto",
+    once: Annotated[bool, typer.Option("--once", "-1", help="Print one reading and exit.")] = False,
+    as_json: JsonOption = False,
+    as_csv: Annotated[bool, OUTPUT("--csv", help="Print one line for each device.")] = False,
+    interval: Annotated[
+        str | None, typer.Option("-i", "--interval", help="Time between readings, like 0.5 (seconds) or 2s.")
+    ] = None,
+    only: Annotated[str | None, typer.Option("-o", "--only", help="Device indices, like 0,2.")] = None,
+    only_visible: Annotated[bool, typer.Option("--only-visible", help="Only devices in CUDA_VISIBLE_DEVICES.")] = False,
+    record: Annotated[Path | None, OUTPUT("--record", help="Write every reading to this file.")] = None,
+    replay: ReplayOption = None,
+    readonly: ReadonlyOption = False,
+    ascii_only: AsciiOption = False,
+    theme: ThemeOption = None,
+) -> None:
+    """Show the devices: in the app on a terminal, as text, JSON or CSV elsewhere."""
+    chosen = parse_indices(only)
+    if not (once or as_json or as_csv or interval or record) and draws_screens():
+        from evener.tui.app.app import run_app
 
-    Without `interval_seconds` or `record` there is one reading; a recording is replayed to its end. RequestError and
-    DeviceError say what is wrong with the request, the files or the driver.
-    """
-    out = sys.stdout if stdout is None else stdout
-    if json and csv:
+        raise typer.Exit(run_app(devices, readonly=readonly, ascii=ascii_only, theme=theme, replay=replay))
+    if as_json and as_csv:
         raise RequestError("--json and --csv are two forms of one answer.", "Give one of them.")
-    _check_interval(interval_seconds)
-    loops = not once and (interval_seconds is not None or record is not None)
-    pause = interval_seconds if interval_seconds is not None else 1.0
+    pause = 1.0 if interval is None else _parse_interval(interval)
+    loops = not once and bool(interval or record)
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(contextlib.closing(_open(devices, only_visible, replay)))
-        _check_indices(source, only)
+        _check_indices(source, chosen)
         recorder = stack.enter_context(Recorder(record, os.uname().nodename)) if record is not None else None
         for number, snapshot in enumerate(_snapshots(source, pause, loops=loops)):
-            kept = _keep(snapshot, only)
-            text = f"{json_text(kept)}\n" if json else _csv(kept, headed=not number) if csv else _text(kept, out, ascii)
-            out.write(text)
-            out.flush()
+            kept = _keep(snapshot, chosen)
+            text = f"{json_text(kept)}\n" if as_json else _csv(kept, not number) if as_csv else _text(kept, ascii_only)
+            sys.stdout.write(text)
+            sys.stdout.flush()
             if recorder is not None and not recorder.write(kept):
                 print(
                     f"evener: {plain(str(record))} is as large as a recording may get; recording ends.",
                     file=sys.stderr,
                 )
                 break
-    return 0
 
 
-def _check_interval(interval_seconds: float | None) -> None:
-    if interval_seconds is not None and not SHORTEST_INTERVAL_SECONDS <= interval_seconds <= 86400:
+def _parse_interval(text: str) -> float:
+    seconds = parse_duration(text, "-i")
+    if not SHORTEST_INTERVAL_SECONDS <= seconds <= 86400:
         raise RequestError(
-            f"-i {interval_seconds:g} is not a usable interval.",
+            f"-i {seconds:g} is not a usable interval.",
             f"Give {SHORTEST_INTERVAL_SECONDS:g} seconds or more; reading more often would slow the devices down.",
         )
+    return seconds
 
 
 def _open(devices: str, only_visible: bool, replay: Path | None) -> Source:
@@ -121,7 +137,7 @@ def _keep(snapshot: Snapshot, only: tuple[int, ...] | None) -> Snapshot:
     return msgspec.structs.replace(snapshot, devices=kept, processes=processes)
 
 
-def _csv(snapshot: Snapshot, *, headed: bool) -> str:
+def _csv(snapshot: Snapshot, headed: bool) -> str:
     """A line for each device: every metric under the key that it has in JSON, empty where there is no current value."""
     return csv_text([_record(snapshot.at_seconds, sample) for sample in snapshot.devices], headed)
 
@@ -133,17 +149,16 @@ def _record(at_seconds: float, sample: DeviceSample) -> dict[str, object]:
     return record | {key: each.current if isinstance(each, Reading) else each for key, each in values.items()}
 
 
-def _text(snapshot: Snapshot, out: TextIO, ascii_only: bool) -> str:
-    on_terminal = out.isatty()
-    colour = on_terminal and "NO_COLOR" not in os.environ
+def _text(snapshot: Snapshot, ascii_only: bool) -> str:
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     width = shutil.get_terminal_size((132, 24)).columns
-    return snapshot_text(snapshot, max(80, width), _marks(out, ascii_only), colour=colour)
+    return snapshot_text(snapshot, max(80, width), _marks(ascii_only), colour=colour)
 
 
-def _marks(out: TextIO, ascii_only: bool) -> Marks:
+def _marks(ascii_only: bool) -> Marks:
     """Plain ASCII if requested, or if the stream's encoding has nothing else."""
     try:
-        "━╸▸…".encode(getattr(out, "encoding", None) or "utf-8")
+        "━╸▸…".encode(sys.stdout.encoding or "utf-8")
     except (UnicodeEncodeError, LookupError):
         return ASCII
     return ASCII if ascii_only else UNICODE

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
+import typer
 
 from evener.balancer.manual_run import RunLength, TimedRun, choose_layout, timed_runs
 from evener.balancer.request import Request, ResolvedRequest
@@ -16,15 +17,17 @@ from evener.balancer.result.explain_measurements import explain_doubts
 from evener.balancer.types import Layout
 from evener.devices.types import Device
 from evener.errors import RequestError
+from evener.tui.cli.options import BATCH, LENGTH, TRAINING, WHAT, FormatOption, JsonOption, takes_request
 from evener.tui.cli.session_runner import stopped_by_signals
 from evener.tui.cli.streams import terminal_columns
 from evener.tui.text.formatting import duration, half_width, plain, rate, size, write_share
 from evener.tui.text.parsing import check_one_form, parse_duration
 from evener.tui.text.safe_documents import json_text
-from evener.tui.text.tables import Form, Table, csv_text
+from evener.tui.text.tables import Table, csv_text
 
 LONGEST_SECONDS = 86_400.0
 TOGETHER = "together"
+app = typer.Typer()
 
 
 class Row(NamedTuple):
@@ -40,36 +43,29 @@ class Row(NamedTuple):
     micro: int | None = None  # rows of one pass
 
 
-def parse_length(seconds: str | None, steps: int | None) -> RunLength:
-    """What `--seconds` or `--steps` means; RequestError if both are given, or the time is out of range."""
-    if steps is not None:
-        if seconds is not None:
-            raise RequestError("--seconds and --steps both set the length of a run.", "Give one of them.")
-        return RunLength(steps=steps)
-    if seconds is None:
-        return RunLength()
-    span = parse_duration(seconds, "--seconds")
-    if not 0 < span <= LONGEST_SECONDS:
-        raise RequestError(f"A run can't last --seconds {seconds}.", "Give more than 0s, and at most 24h.")
-    return RunLength(span)
-
-
-def run_probe(
+@app.command()
+@takes_request(*TRAINING, "seed")
+def probe(
     request: Request,
-    gpus: Sequence[str] | None,
-    batches: tuple[int, ...],
-    micro: tuple[int, ...] = (),
-    *,
-    repeat: int,
-    length: RunLength,
-    form: Form,
-    as_json: bool,
+    batches: Annotated[list[int], BATCH("--batches", help="Samples per step for each device, like 820 568.")],
+    micro: Annotated[list[int] | None, BATCH("--micro", help="Rows of one pass on each device, like 410 568.")] = None,
+    gpus: Annotated[list[str] | None, WHAT("--gpus", help="Which devices, like 0 1. Default: the first ones.")] = None,
+    repeat: Annotated[int, LENGTH("--repeat", min=1, help="How many runs.")] = 3,
+    seconds: Annotated[
+        str | None, LENGTH("--seconds", help="Length of each run without warm-up. Default: 10s.")
+    ] = None,
+    steps: Annotated[
+        int | None, LENGTH("--steps", min=1, help="Length in optimizer steps, instead of --seconds.")
+    ] = None,
+    form: FormatOption = "table",
+    as_json: JsonOption = False,
 ) -> int:
-    """Time `repeat` runs and print them; 1 if the batch doesn't fit or fails, a signal's code if interrupted."""
+    """Time training at batch sizes that you choose: `evener probe --batches 820 568 --micro 410 568`."""
+    length = _parse_length(seconds, steps)
     check_one_form(form, as_json)
     spec, positions = _parse_gpus(request.devices, gpus)
     resolved = resolve_request(msgspec.structs.replace(request, devices=spec))
-    layout = choose_layout(len(resolved.devices), positions, batches, micro)
+    layout = choose_layout(len(resolved.devices), positions, batches, micro or ())
     finished: list[TimedRun] = []
     stop = threading.Event()
     with (
@@ -89,6 +85,20 @@ def run_probe(
         lines = _table(rows, finished[-1].alone).lines(form, terminal_columns())[:-1]
         print(csv_text([row._asdict() for row in rows]).rstrip() if form == "csv" else "\n".join(lines), flush=True)
     return (caught[0] if caught else 130) if stop.is_set() else 0
+
+
+def _parse_length(seconds: str | None, steps: int | None) -> RunLength:
+    """What `--seconds` or `--steps` means; RequestError if both are given, or the time is out of range."""
+    if steps is not None:
+        if seconds is not None:
+            raise RequestError("--seconds and --steps both set the length of a run.", "Give one of them.")
+        return RunLength(steps=steps)
+    if seconds is None:
+        return RunLength()
+    span = parse_duration(seconds, "--seconds")
+    if not 0 < span <= LONGEST_SECONDS:
+        raise RequestError(f"A run can't last --seconds {seconds}.", "Give more than 0s, and at most 24h.")
+    return RunLength(span)
 
 
 def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...] | None]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
+import typer
 
-from evener.balancer.store import runs
+from evener.balancer.store import runs as store
 from evener.balancer.store.runs import Run, RunSummary, State
 from evener.errors import RequestError
+from evener.tui.cli.options import JsonOption, RunName
 from evener.tui.cli.streams import terminal_columns
 from evener.tui.text.formatting import duration, folded, note_words, plain, rate
 from evener.tui.text.parsing import parse_duration, parse_words
@@ -25,53 +27,63 @@ _KEYS: dict[str, Callable[[RunSummary], Any]] = {
     "time": lambda one: -one.seconds,
 }
 _WIDEST_TEXT = 40
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")]
+runs_app = typer.Typer(help="Past runs: list them; show, tag, note, delete or prune them.", invoke_without_command=True)
+app = typer.Typer()
+app.add_typer(runs_app, name="runs")
 
 
-class Wanted(msgspec.Struct, frozen=True):
-    """Which runs a list shows, and in what order."""
+@runs_app.callback()
+@runs_app.command("list")
+def list_runs(
+    context: typer.Context,
+    states: Annotated[
+        str | None, typer.Option("--state", help="Only these: running,finished,stopped,failed,unreadable.")
+    ] = None,
+    hide_failed: Annotated[bool, typer.Option("--hide-failed", help="Leave out what failed or can't be read.")] = False,
+    tag: Annotated[str | None, typer.Option("--tag", help="Only runs with this tag.")] = None,
+    workload: Annotated[
+        str | None, typer.Option("--workload", "-w", help="Only runs whose workload's name contains this.")
+    ] = None,
+    order: Annotated[
+        Literal["created", "workload", "samples/s", "time"] | None,
+        typer.Option("--sort", help="By this, the newest or largest first. Default: created."),
+    ] = None,
+    most: Annotated[int | None, typer.Option("--most", "-n", min=1, help="At most so many.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List past runs, the newest first: their state, tags and notes, and why they failed."""
+    if context.invoked_subcommand is not None:
+        if context.invoked_subcommand in ("list", "show"):  # which take these options too, as in `runs --json list`
+            given = {name: value for name, value in context.params.items() if value}
+            context.default_map = {context.invoked_subcommand: given}
+        return
+    found, among = store.list_runs(), _parse_states(states) or get_args(State)
+    listed = [
+        one
+        for one in found
+        if one.state in among
+        and not (hide_failed and one.state in ("failed", "unreadable"))
+        and (tag is None or tag in one.tags)
+        and (workload is None or workload in one.workload)
+    ]
+    listed = sorted(listed, key=_KEYS.get(order or "", lambda _: 0))[:most]
+    if as_json:
+        print(json_text({"runs": listed}))
+    elif listed:
+        _print_table(listed)
+    else:
+        words = "no run matches; evener runs lists all" if found else "no runs yet; make one with evener balance"
+        print(f"evener: {words}", file=sys.stderr)
 
-    states: str | None = None
-    hide_failed: bool | None = None
-    tag: str | None = None
-    workload: str | None = None
-    order: str | None = None  # a key of _KEYS; else the newest first
-    most: int | None = None
 
-    def choose(self, found: Sequence[RunSummary]) -> list[RunSummary]:
-        """The chosen ones of `found`, which has the newest first."""
-        states = parse_states(self.states) or get_args(State)
-        chosen = [
-            one
-            for one in found
-            if one.state in states
-            and not (self.hide_failed and one.state in ("failed", "unreadable"))
-            and (self.tag is None or self.tag in one.tags)
-            and (self.workload is None or self.workload in one.workload)
-        ]
-        return sorted(chosen, key=_KEYS.get(self.order or "", lambda _: 0))[: self.most]
-
-
-def parse_states(text: str | None) -> list[State] | None:
+def _parse_states(text: str | None) -> list[State] | None:
     """`failed,stopped` as states; RequestError for another word."""
     words = parse_words(text)
     for word in words or ():
         if word not in get_args(State):
             raise RequestError(f"--state {word!r} is not known.", f"Choose from {', '.join(get_args(State))}.")
     return words  # type: ignore[return-value]  # checked above
-
-
-def run_list(wanted: Wanted, as_json: bool) -> None:
-    """List the runs that are wanted."""
-    found = runs.list_runs()
-    listed = wanted.choose(found)
-    if as_json:
-        print(json_text({"runs": listed}))
-        return
-    if not listed:
-        words = "no run matches; evener runs lists all" if found else "no runs yet; make one with evener balance"
-        print(f"evener: {words}", file=sys.stderr)
-        return
-    _print_table(listed)
 
 
 def _print_table(listed: Sequence[RunSummary]) -> None:
@@ -101,9 +113,10 @@ def _about(summary: RunSummary) -> str:
     return plain("; ".join(word for word in words if word), 1000)
 
 
-def run_show(name: str, as_json: bool) -> None:
-    """Print what a run measured, and its plan if it has one."""
-    run = runs.load_run(name)
+@runs_app.command("show")
+def show_run(run_id: RunName, as_json: JsonOption = False) -> None:
+    """Show a run: its state, what was measured, and its plan."""
+    run = store.load_run(run_id)
     if as_json:
         print(json_text(_as_json(run)))
         return
@@ -136,24 +149,57 @@ def _as_json(run: Run) -> dict[str, Any]:
     }
 
 
-def run_note(name: str, note: str | None, add_tags: Sequence[str], remove_tags: Sequence[str]) -> None:
-    """Change the note or the tags of a run, and print them."""
-    found = runs.annotate_run(name, note, add_tags, remove_tags)
+@runs_app.command("note")
+def note_run(
+    run_id: RunName, text: Annotated[str, typer.Argument(metavar="TEXT", help='The note; "" removes it.')]
+) -> None:
+    """Write a note on a run; prune keeps it."""
+    _annotate(run_id, note=text)
+
+
+@runs_app.command("tag")
+def tag_run(
+    run_id: RunName,
+    tags: Annotated[list[str], typer.Argument(metavar="TAG...", help="One or more words.")],
+    remove: Annotated[bool, typer.Option("--remove", "-r", help="Remove these tags instead.")] = False,
+) -> None:
+    """Tag a run, to find it by `runs --tag`; prune keeps it."""
+    _annotate(run_id, **{"remove_tags" if remove else "add_tags": tags})
+
+
+def _annotate(name: str, **changes: Any) -> None:
+    found = store.annotate_run(name, **changes)
     words = note_words(found.note, found.tags) or "no tags, no note"
-    print(f"evener: {runs.find(name)}: {plain(words, 1200)}", file=sys.stderr)
+    print(f"evener: {store.find(name)}: {plain(words, 1200)}", file=sys.stderr)
 
 
-def run_delete(names: Sequence[str], yes: bool) -> None:
+@runs_app.command("delete")
+def delete_runs(
+    run_ids: Annotated[list[str], typer.Argument(metavar="RUN...", help="Ids, beginnings of ids, or `last`.")],
+    yes: YesOption = False,
+) -> None:
     """Delete runs, after asking."""
-    _delete(list(dict.fromkeys(runs.find(name) for name in names)), yes)
+    _delete(list(dict.fromkeys(map(store.find, run_ids))), yes)
 
 
-def run_prune(older: str | None, keep: int | None, states: str | None, only_print: bool, yes: bool) -> None:
-    """Delete every run that meets all conditions, after asking."""
+@runs_app.command("prune")
+def prune_runs(
+    older: Annotated[
+        str | None, typer.Option("--older-than", help="Only runs that are older, like 30d or 12h.")
+    ] = None,
+    keep: Annotated[int | None, typer.Option("--keep", min=0, help="Keep the newest so many.")] = None,
+    states: Annotated[
+        str | None, typer.Option("--state", help="Only runs in these states, like failed,stopped.")
+    ] = None,
+    only_print: Annotated[bool, typer.Option("--dry-run", help="Print what would be deleted.")] = False,
+    yes: YesOption = False,
+) -> None:
+    """Delete runs that meet all conditions given, after asking; never one that is running, tagged or has a note."""
     if older is None and keep is None and states is None:
         raise RequestError("Nothing says which runs to delete.", "Give --older-than 30d, --keep 20 or --state failed.")
     seconds = None if older is None else parse_duration(older, "--older-than")
-    found = runs.choose_prunable(runs.list_runs(), older_seconds=seconds, keep=keep, states=parse_states(states) or ())
+    chosen = _parse_states(states) or ()
+    found = store.choose_prunable(store.list_runs(), older_seconds=seconds, keep=keep, states=chosen)
     if not found:
         print("evener: no run matches; those with a note or a tag are kept", file=sys.stderr)
     elif only_print:
@@ -172,5 +218,5 @@ def _delete(found: Sequence[str], yes: bool) -> None:
             print("evener: nothing deleted", file=sys.stderr)
             return
     for name in found:
-        runs.delete_run(name)
+        store.delete_run(name)
         print(f"evener: deleted {name}", file=sys.stderr)
