@@ -7,6 +7,15 @@ import math
 import msgspec
 
 
+class Work(msgspec.Struct, frozen=True):
+    """What a device computes in a step of rows of unequal length, on average over steps."""
+
+    tokens: float  # without padding
+    passes: float
+    padded: float  # tokens with padding
+    padded_lengths: float  # the sum of each pass's padded tokens times its length
+
+
 class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of a pass of r rows padded to L tokens: fixed_s + r * L * (per_token_s + per_token_length_s * L)."""
 
@@ -16,7 +25,16 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def seconds(self, rows: int, length: int) -> float:
         """Of one pass of `rows` rows, each padded to `length` tokens."""
-        return self.fixed_s + rows * length * (self.per_token_s + self.per_token_length_s * length)
+        return self.fixed_s + rows * self.row_seconds(length)
+
+    def row_seconds(self, length: int) -> float:
+        """Of one more row in a pass that is padded to `length` tokens."""
+        return length * (self.per_token_s + self.per_token_length_s * length)
+
+    def seconds_for(self, work: Work) -> float:
+        """Of the passes of a step."""
+        passes = self.fixed_s * work.passes
+        return passes + self.per_token_s * work.padded + self.per_token_length_s * work.padded_lengths
 
     def is_valid(self) -> bool:
         """Whether its seconds are finite, 0 or above, and not all 0."""

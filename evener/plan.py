@@ -114,10 +114,14 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.layout.batches
 
     def shares(self, global_batch: int | None = None) -> tuple[int, ...]:
-        """Samples for each device at `global_batch` (the plan's own unless said); sums to it exactly."""
-        if global_batch is None or global_batch == self.layout.global_batch:
+        """Samples for each device at `global_batch` (the plan's own unless said); sums to it exactly.
+
+        Shares of cost give rows in the same proportions, as a training takes them that doesn't say how long they are.
+        """
+        batch = self.layout.global_batch if global_batch is None else global_batch
+        if batch == self.layout.global_batch and not self.layout.by_cost:
             return self.batches
-        return apportion(global_batch, self.batches)
+        return apportion(batch, self.ratios)
 
     def micros(self, global_batch: int | None = None) -> tuple[int, ...]:
         """Rows of one pass for each device at `global_batch`; where one pass does the plan's share, it does any."""

@@ -207,7 +207,7 @@ def test_shares_of_cost_are_written_only_where_there_are_any() -> None:
         assert b"tokens" not in form(example())
         assert parse_plan(form(by_cost())) == by_cost()
         assert form(by_cost()).count(b"tokens") == 2  # the first device has no known limit
-    assert by_cost().shares(40) == (30, 0, 10)
+    assert by_cost().shares() == (64, 0, 16)
     with pytest.raises(PlanError, match="GPU-0 has one of cost"):
         to_toml(by_cost(), schema=1)
 

@@ -1,0 +1,114 @@
+"""Which rank computes which rows of a global batch, and in which passes, where rows are of unequal length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from evener.costs import Cost
+from evener.deal_ways import DealWays
+from evener.errors import RequestError
+from evener.passes import split_passes
+from evener.shares import apportion, bounds
+
+CLOSE_ENOUGH = 1.01  # times the lower bound: no further way to deal is tried
+
+Passes = tuple[tuple[tuple[int, ...], ...], ...]  # of each rank, the places in the batch of each pass's rows
+
+
+class RankCost(msgspec.Struct, frozen=True):
+    """What passes cost one rank, and how large a pass it can hold; 0 is no limit."""
+
+    cost: Cost
+    tokens: int = 0  # the most padded tokens of one pass
+    rows: int = 0  # the most rows of one pass
+
+    def most_rows(self, length: int) -> float:
+        """Rows of one pass that is padded to `length`."""
+        by_tokens = self.tokens // length if self.tokens and length else math.inf
+        return min(by_tokens, self.rows or math.inf)
+
+
+class Deal(msgspec.Struct, frozen=True):
+    """The passes of each rank, their seconds by the costs, and the tokens that all of them compute."""
+
+    passes: Passes
+    seconds: tuple[float, ...]
+    tokens: int  # with padding
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The rows of each rank."""
+        return tuple(sum(map(len, own)) for own in self.passes)
+
+    @property
+    def in_passes(self) -> bool:
+        """Whether a rank takes more than one."""
+        return any(len(own) > 1 for own in self.passes)
+
+
+class Dealer(msgspec.Struct, frozen=True):
+    """Deals the rows of global batches to ranks; the same on every rank, as it depends on the lengths only."""
+
+    ranks: tuple[RankCost, ...]
+    ratios: tuple[float, ...]  # by which rows are shared out that are all equally long
+    saves_padding: bool = True  # in further passes; else there are only those that limits ask for
+
+    def deal(self, lengths: Sequence[int]) -> Deal:
+        """Each row of these `lengths` to a rank: equal predicted finish times, each rank a row if there are enough.
+
+        Rows that are all equally long are dealt in their order, by the ratios, as they are without lengths. A pass
+        costs its rows times its longest, so the others are sorted, and a rank's pass has rows of like length.
+        """
+        if min(lengths) == max(lengths):
+            return self._make(self._deal_equal(len(lengths), lengths[0]), lengths)
+        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+        ways = DealWays([lengths[row] for row in order], self.ranks, self.saves_padding)
+        least = ways.least_seconds()
+        best = next(found := ways.try_all())
+        while max(best.finish) > CLOSE_ENOUGH * least and (hands := next(found, None)):
+            best = min(best, hands, key=lambda each: max(each.finish))
+        _give_each_a_row(best.passes)
+        dealt = (tuple(tuple(sorted(order[row] for row in each)) for each in own) for own in best.passes)
+        return self._make(tuple(dealt), lengths)
+
+    def check(self, lengths: Sequence[int], rows: int) -> None:
+        """RequestError unless there is a length for each of the data's `rows`, and a rank that can hold each row."""
+        if len(lengths) != rows:
+            raise RequestError(
+                f"There are {len(lengths)} lengths for {rows} rows of data.", "Give one for each row, in their order."
+            )
+        shortest, longest = min(range(rows), key=lengths.__getitem__), max(range(rows), key=lengths.__getitem__)
+        if lengths[shortest] < 0:
+            raise RequestError(f"Row {shortest} has length {lengths[shortest]}.", "A length is tokens, 0 or more.")
+        if not any(rank.most_rows(lengths[longest]) for rank in self.ranks):
+            raise RequestError(
+                f"Row {longest} has {lengths[longest]} tokens, and no device of the plan holds more than"
+                f" {max(rank.tokens for rank in self.ranks)} in a pass.",
+                "Cut such rows or leave them out, or make a plan on a device with more memory.",
+            )
+
+    def _deal_equal(self, rows: int, length: int) -> Passes:
+        dealt = []
+        for rank, (first, last) in zip(self.ranks, bounds(apportion(rows, self.ratios)), strict=True):
+            sizes = split_passes(last - first, max(1, int(min(rank.most_rows(length), last - first))))
+            dealt.append(tuple(tuple(range(first + start, first + stop)) for start, stop in bounds(sizes)))
+        return tuple(dealt)
+
+    def _make(self, passes: Passes, lengths: Sequence[int]) -> Deal:
+        padded = [[(len(each), max(lengths[row] for row in each)) for each in own] for own in passes]
+        seconds = (sum(rank.cost.seconds(*each) for each in own) for rank, own in zip(self.ranks, padded, strict=True))
+        return Deal(passes, tuple(seconds), sum(rows * length for own in padded for rows, length in own))
+
+
+def _give_each_a_row(passes: list[list[list[int]]]) -> None:
+    """Move the shortest row of a rank that has several to one that has none."""
+    for own in passes:
+        givers = [each for each in passes if sum(map(len, each)) > 1]
+        if not own and givers:
+            giver = max(givers, key=lambda each: max(map(max, each)))
+            last = max(giver, key=max)
+            own.append([last.pop()])
+            giver[:] = filter(None, giver)

@@ -1,0 +1,126 @@
+"""Rows of unequal length are dealt so that ranks finish together, each row once, in passes that fit."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evener.costs import Cost
+from evener.deal_ways import DealWays
+from evener.dealing import Dealer, RankCost
+from evener.errors import RequestError
+from evener.passes import split_passes
+from evener.shares import apportion
+
+SECONDS = st.floats(0, 10)
+LENGTHS = st.lists(st.integers(0, 300), min_size=1, max_size=40)
+
+
+@st.composite
+def dealers(draw: st.DrawFn, tokens: int = 300) -> Dealer:
+    """Ranks whose costs have nothing in common; the first can hold the longest row."""
+    ranks = draw(st.integers(1, 5))
+    costs = draw(
+        st.lists(st.builds(Cost, SECONDS, SECONDS, SECONDS).filter(Cost.is_valid), min_size=ranks, max_size=ranks)
+    )
+    limits = [draw(st.sampled_from([0, tokens, 2 * tokens])), *(draw(st.sampled_from([0, 50, 900])) for _ in costs[1:])]
+    rows = [draw(st.sampled_from([0, 1, 3])) for _ in costs]
+    ratios = tuple(draw(st.floats(0.1, 10)) for _ in costs)
+    return Dealer(tuple(map(RankCost, costs, limits, rows)), ratios, draw(st.booleans()))
+
+
+@given(LENGTHS, dealers())
+def test_each_row_is_dealt_once_in_passes_that_fit(lengths: list[int], dealer: Dealer) -> None:
+    dealt = dealer.deal(lengths)
+    rows = [row for own in dealt.passes for each in own for row in each]
+    assert sorted(rows) == list(range(len(lengths)))
+    assert all(each for own in dealt.passes for each in own)
+    assert dealt == dealer.deal(lengths)
+    if len(lengths) >= len(dealer.ranks):
+        assert min(dealt.sizes) > 0
+    if len(set(lengths)) == 1:
+        return  # shares by rows don't depend on who can hold them
+    for rank, own in zip(dealer.ranks, dealt.passes, strict=True):
+        for each in own:
+            longest = max(lengths[row] for row in each)
+            assert len(each) == 1 or len(each) <= rank.most_rows(longest)
+
+
+@given(st.integers(1, 40), st.integers(0, 50), dealers())
+def test_rows_of_one_length_are_dealt_as_without_lengths(rows: int, length: int, dealer: Dealer) -> None:
+    dealt = dealer.deal([length] * rows)
+    assert dealt.sizes == apportion(rows, dealer.ratios)
+    assert [row for own in dealt.passes for each in own for row in each] == list(range(rows))
+    for rank, own in zip(dealer.ranks, dealt.passes, strict=True):
+        if rank.rows and not rank.tokens:
+            assert tuple(map(len, own)) == split_passes(sum(map(len, own)), rank.rows)
+
+
+@given(LENGTHS.filter(lambda lengths: len(set(lengths)) > 1), st.integers(1, 5), st.randoms(use_true_random=False))
+def test_no_way_is_faster_than_the_bound(lengths: list[int], ranks: int, draws: random.Random) -> None:
+    """Also a random way to deal, for ranks that differ in speed only."""
+    speeds = [draws.uniform(0.2, 1) for _ in range(ranks)]
+    costs = [RankCost(Cost(3 / speed, 1 / speed, 0.01 / speed)) for speed in speeds]
+    least = DealWays(sorted(lengths, reverse=True), costs, True).least_seconds()
+    finish = [0.0] * ranks
+    rows = list(range(len(lengths)))
+    draws.shuffle(rows)
+    while rows:
+        taken = [lengths[rows.pop()] for _ in range(min(len(rows), draws.randint(1, 6)))]
+        rank = draws.randrange(ranks)
+        finish[rank] += costs[rank].cost.seconds(len(taken), max(taken))
+    assert max(finish) >= least * (1 - 1e-9)
+    assert max(Dealer(tuple(costs), (1.0,) * ranks).deal(lengths).seconds) >= least * (1 - 1e-9)
+
+
+def lognormal(draws: random.Random, rows: int) -> list[int]:
+    return [max(1, round(100 * math.exp(draws.gauss(0, 1)))) for _ in range(rows)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "median", "most"), [(2, 0.02, 0.05), (3, 0.02, 0.05), (4, 0.02, 0.05), (8, 0.03, 0.09)]
+)
+def test_ranks_finish_together(ranks: int, median: float, most: float) -> None:
+    """benchmarks/dealing.py has the whole table."""
+    draws = random.Random(ranks)
+    gaps = []
+    for _ in range(40):
+        lengths = lognormal(draws, 64)
+        speeds = [1.0, *(draws.uniform(0.25, 1) for _ in range(ranks - 1))]
+        total = sum(length * (1 + 0.001 * length) for length in lengths)
+        costs = tuple(RankCost(Cost(0.01 * total / ranks / each, 1 / each, 0.001 / each)) for each in speeds)
+        dealt = Dealer(costs, tuple(speeds)).deal(lengths)
+        gaps.append(max(dealt.seconds) / DealWays(sorted(lengths, reverse=True), costs, True).least_seconds() - 1)
+    gaps.sort()
+    assert gaps[20] <= median
+    assert gaps[37] <= most
+
+
+def test_padding_is_saved_where_a_pass_costs_less() -> None:
+    lengths = [1000, 10, 10, 10]
+    cheap, dear = (Dealer((RankCost(Cost(fixed, 1, 0)),), (1.0,)) for fixed in (1, 100_000))
+    assert cheap.deal(lengths).passes == (((0,), (1, 2, 3)),)
+    assert dear.deal(lengths).passes == (((0, 1, 2, 3),),)
+    assert (cheap.deal(lengths).tokens, dear.deal(lengths).tokens) == (1030, 4000)
+    assert not Dealer(cheap.ranks, (1.0,), saves_padding=False).deal(lengths).in_passes
+
+
+def test_long_rows_go_where_they_fit() -> None:
+    small, large = RankCost(Cost(0, 1, 0), tokens=100), RankCost(Cost(0, 4, 0))
+    dealt = Dealer((small, large), (4.0, 1.0)).deal([500, 90, 90, 90, 90, 500])
+    assert {0, 5} <= {row for each in dealt.passes[1] for row in each}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [([1, 2], "2 lengths for 3 rows"), ([1, -2, 3], "Row 1 has length -2"), ([1, 2, 101], "Row 2 has 101 tokens")],
+)
+def test_lengths_that_cant_be_are_one_sentence(lengths: list[int], said: str) -> None:
+    dealer = Dealer((RankCost(Cost(0, 1, 0), tokens=100), RankCost(Cost(0, 1, 0), tokens=50)), (1.0, 1.0))
+    with pytest.raises(RequestError, match=said) as caught:
+        dealer.check(lengths, 3)
+    assert caught.value.remedy
