@@ -12,7 +12,7 @@ from evener.balancer import resolve
 from evener.balancer.request import Request, ResolvedRequest
 from evener.balancer.store import journal, replay, runs
 from evener.balancer.store.journal import EndedEntry, Header, Journal, Record
-from evener.balancer.store.locks import RunLock, lock_devices
+from evener.balancer.store.locks import lock_devices, lock_run
 from evener.balancer.types import Failed, Timed
 from evener.errors import RequestError
 
@@ -37,7 +37,7 @@ def begin(request: Request | ResolvedRequest, locks: ExitStack) -> Opened:
     header = describe_run(run, found)
     replay.make_search(header, ())  # raises for a request that no search can meet, before a run is made
     try:
-        locks.enter_context(RunLock(run))
+        locks.enter_context(lock_run(run))
         opened = journal.create(runs.journal_path(run), header)
     except BaseException:
         runs.forget_empty(run)
@@ -62,7 +62,7 @@ def reopen(name: str, request: Request | ResolvedRequest, extend_seconds: float 
     """
     request = request.request if isinstance(request, ResolvedRequest) else request
     run = runs.find(name)
-    locks.enter_context(RunLock(run))
+    locks.enter_context(lock_run(run))
     opened, record = journal.reopen(runs.journal_path(run))
     locks.callback(opened.close)
     _check_hope(record)

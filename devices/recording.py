@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
 from evener.devices.types import Device, Snapshot
-from evener.errors import RequestError
+from evener.errors import RequestError, as_request_error
 
 VERSION = 1
 LONGEST_LINE_BYTES = 4 << 20
@@ -41,12 +42,10 @@ class Recorder:
         self.path = path
         self._largest_bytes = largest_bytes
         self.full = False
-        try:
+        if os.path.lexists(path):
+            raise RequestError(f"{path} is there already.", "Name a new file: a recording replaces nothing.")
+        with self._explained():
             self._stream: BinaryIO = path.open("xb", buffering=0)
-        except FileExistsError:
-            raise RequestError(f"{path} is there already.", "Name a new file: a recording replaces nothing.") from None
-        except OSError as error:
-            raise _unwritable(path, error) from None
         self._append(msgspec.json.encode(RecordingHeader(VERSION, hostname)) + b"\n")
 
     def write(self, snapshot: Snapshot) -> bool:
@@ -59,11 +58,12 @@ class Recorder:
 
     def _append(self, row: bytes) -> None:
         left = memoryview(row)
-        try:
+        with self._explained():
             while left:
                 left = left[self._stream.write(left) :]
-        except OSError as error:
-            raise _unwritable(self.path, error) from None
+
+    def _explained(self) -> AbstractContextManager[None]:
+        return as_request_error(f"The recording {self.path} can't be written", "Name a file in a folder of yours.")
 
     def close(self) -> None:
         """Let go of the file; it may be called twice."""
@@ -76,23 +76,14 @@ class Recorder:
         self.close()
 
 
-def _unwritable(path: Path, error: OSError) -> RequestError:
-    return RequestError(
-        f"The recording {path} can't be written: {error.strerror or error}.", "Name a file in a folder of yours."
-    )
-
-
 def _plain_file(path: Path) -> BinaryIO:
     """The file open for reading. Refused: a pipe, which could block the reader, and a device, which might never end."""
-    try:
+    with as_request_error(f"The recording {path} can't be read", REMEDY):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return os.fdopen(descriptor, "rb")
         os.close(descriptor)
-        reason = "it is not a plain file"
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-    raise RequestError(f"The recording {path} can't be read: {reason}.", REMEDY)
+        raise OSError("it is not a plain file")
 
 
 class Recording:

@@ -5,6 +5,8 @@ Only these reach the user as an error. Running out of memory or losing a child p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 
@@ -28,6 +30,15 @@ class RequestError(EvenerError):
 
     kind = "request"
     exit_code = 2
+
+
+@contextmanager
+def as_request_error(what: str, remedy: str, kind: type[RequestError] = RequestError) -> Iterator[None]:
+    """A failing system call of the block becomes an error: what can't be done, the system's reason, what to do."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        raise kind(f"{what}: {getattr(error, 'strerror', None) or error}.", remedy) from None
 
 
 class PlanError(RequestError):

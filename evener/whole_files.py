@@ -10,19 +10,15 @@ import os
 import stat
 from pathlib import Path
 
-from evener.errors import RequestError
+from evener.errors import RequestError, as_request_error
 
 LARGEST_BYTES = 4 << 20  # of a file to read
 
 
 def read_whole(path: str | os.PathLike[str], what: str, remedy: str, error: type[RequestError] = RequestError) -> bytes:
     """The bytes of a file, which should be a `what`; `error` if it can't be read, or is too large to be one."""
-    try:
-        with Path(path).open("rb") as stream:
-            content = stream.read(LARGEST_BYTES + 1)
-    except (OSError, ValueError) as fault:
-        reason = getattr(fault, "strerror", None) or fault
-        raise error(f"The {what} {path} can't be read: {reason}.", remedy) from None
+    with as_request_error(f"The {what} {path} can't be read", remedy, error), Path(path).open("rb") as stream:
+        content = stream.read(LARGEST_BYTES + 1)
     if len(content) > LARGEST_BYTES:
         raise error(f"{path} is larger than any {what}.", remedy)
     return content
@@ -33,18 +29,13 @@ def write_atomically(path: Path, content: bytes) -> None:
 
     A link is followed; a pipe or a device such as /dev/stdout is written to. RequestError where that fails.
     """
-    try:
+    with as_request_error(f"{path} can't be written", "Name a file in a folder that you may write to."):
         target = Path(os.path.realpath(path))
         mode = target.stat().st_mode if target.exists() else None
         if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             target.write_bytes(content)
         else:
             _replace(target, content, mode)
-    except (OSError, ValueError) as error:
-        raise RequestError(
-            f"{path} can't be written: {getattr(error, 'strerror', None) or error}.",
-            "Name a file in a folder that you may write to.",
-        ) from None
 
 
 def _replace(target: Path, content: bytes, mode: int | None) -> None:

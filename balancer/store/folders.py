@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from evener.errors import RequestError
+from evener.errors import RequestError, as_request_error
 
 
 def state_folder() -> Path:
@@ -23,14 +23,9 @@ def runs_folder() -> Path:
 
 def trusted_folder(folder: Path) -> Path:
     """The folder, made for this user alone; RequestError if, links followed, somebody else owns it or may write it."""
-    try:
+    with as_request_error(f"The folder {folder} can't be used", "Set XDG_STATE_HOME to a folder that you may write."):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
-    except OSError as error:
-        raise RequestError(
-            f"The folder {folder} can't be used: {error.strerror or error}.",
-            "Set XDG_STATE_HOME to a folder that you may write.",
-        ) from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise RequestError(
             f"{folder} belongs to, or may be written by, somebody else, and is not trusted.",

@@ -10,7 +10,7 @@ import math
 import os
 import stat
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,7 +20,7 @@ from evener.balancer.probes.prober import Facts
 from evener.balancer.request import Request
 from evener.balancer.types import Failed, Layout, Observation, Probe, Result, Timed, upgrade_observation, upgrade_probe
 from evener.devices.types import Device
-from evener.errors import RequestError
+from evener.errors import RequestError, as_request_error
 from evener.plan import Plan
 
 SCHEMA = 2  # 1: before a share could be taken in passes
@@ -127,14 +127,17 @@ class Journal:
 
     def append(self, entry: Entry) -> None:
         """Write one line; RequestError if that fails, and what was there before is unchanged."""
-        before = os.lseek(self._stream.fileno(), 0, os.SEEK_END)
-        try:
-            _write_all(self._stream.fileno(), msgspec.json.encode(entry) + b"\n")
-            os.fsync(self._stream.fileno())
-        except OSError as error:
-            with suppress(OSError):  # an incomplete line is also cut off when the journal is read
-                os.ftruncate(self._stream.fileno(), before)
-            raise _unwritable(self.path, error, "Free disk space, then go on with evener balance --resume.") from None
+        descriptor, content = self._stream.fileno(), msgspec.json.encode(entry) + b"\n"
+        before = os.lseek(descriptor, 0, os.SEEK_END)
+        with _writing(self.path, "Free disk space, then go on with evener balance --resume."):
+            try:
+                while content:
+                    content = content[os.write(descriptor, content) :]
+                os.fsync(descriptor)
+            except OSError:
+                with suppress(OSError):  # an incomplete line is also cut off when the journal is read
+                    os.ftruncate(descriptor, before)
+                raise
 
     def close(self) -> None:
         """Close the file; safe to call twice."""
@@ -143,11 +146,9 @@ class Journal:
 
 def create(path: Path, header: Header) -> Journal:
     """Start a journal in a folder for this user alone; RequestError if it can't be written."""
-    try:
+    with _writing(path, "Set XDG_STATE_HOME to a folder that you may write."):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise _unwritable(path, error, "Set XDG_STATE_HOME to a folder that you may write.") from None
     journal = Journal(path, os.fdopen(descriptor, "r+b", buffering=0))
     try:
         journal.append(header)
@@ -161,11 +162,9 @@ def create(path: Path, header: Header) -> Journal:
 def reopen(path: Path) -> tuple[Journal, Record]:
     """Read a journal and open it for more entries; an incomplete last line is cut off."""
     record = read(path)
-    try:
+    with _writing(path, "Check who may write it."):
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
         os.ftruncate(descriptor, record.whole_bytes)
-    except OSError as error:
-        raise _unwritable(path, error, "Check who may write it.") from None
     return Journal(path, os.fdopen(descriptor, "r+b", buffering=0)), record
 
 
@@ -278,14 +277,12 @@ def _sane(numbers: Iterable[float]) -> bool:
 
 def _read_trusted(path: Path) -> bytes:
     """The content of a plain file of this user that nobody else may write, and that isn't too large."""
-    try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
-            _check_trust(path, os.fstat(stream.fileno()))
-            return stream.read()
-    except OSError as error:
-        raise RequestError(
-            f"The journal {path} can't be read: {error.strerror or error}.", "List the runs with evener runs."
-        ) from None
+    with (
+        as_request_error(f"The journal {path} can't be read", "List the runs with evener runs."),
+        os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream,
+    ):
+        _check_trust(path, os.fstat(stream.fileno()))
+        return stream.read()
 
 
 def _check_trust(path: Path, status: os.stat_result) -> None:
@@ -300,10 +297,5 @@ def _check_trust(path: Path, status: os.stat_result) -> None:
         raise RequestError(f"{path} is larger than any journal.", "Delete the run.")
 
 
-def _unwritable(path: Path, error: OSError, remedy: str) -> RequestError:
-    return RequestError(f"The journal {path} can't be written: {error.strerror or error}.", remedy)
-
-
-def _write_all(descriptor: int, content: bytes) -> None:
-    while content:
-        content = content[os.write(descriptor, content) :]
+def _writing(path: Path, remedy: str) -> AbstractContextManager[None]:
+    return as_request_error(f"The journal {path} can't be written", remedy)

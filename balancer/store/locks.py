@@ -12,14 +12,14 @@ import json
 import os
 import pwd
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from hashlib import blake2b
 from pathlib import Path
 
 from evener.balancer.store.folders import runs_folder, state_folder, trusted_folder
 from evener.devices.types import Device
-from evener.errors import DeviceError, RequestError
+from evener.errors import DeviceError, RequestError, as_request_error
 
 SYS = Path("/sys")
 LOCKS = Path("/proc/locks")
@@ -31,41 +31,13 @@ REMEDY = "Wait for it, or use --share to run beside it."
 Note = dict[str, object]  # who holds a lock: pid and run
 
 
-class _Locks(ExitStack):
-    """Locked files, until it is closed."""
-
-    def _lock_own(self, path: Path, note: Note) -> Note | None:
-        """Lock a file of this user's and write `note` into it; the holder's note if somebody else has it."""
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            self.close()
-            raise RequestError(
-                f"The lock {path} can't be written: {error.strerror or error}.",
-                "Set XDG_STATE_HOME to a folder that you may write.",
-            ) from None
-        try:
-            _lock(descriptor)
-        except OSError:
-            holder = _read_note(descriptor)
-            os.close(descriptor)
-            self.close()
-            return holder
-        self.callback(os.close, descriptor)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(note).encode(), 0)
-        return None
-
-
-class RunLock(_Locks):
+def lock_run(run: str) -> ExitStack:
     """A run in progress can be neither resumed nor deleted; RequestError if it is in progress elsewhere."""
-
-    def __init__(self, run: str) -> None:
-        super().__init__()
-        holder = self._lock_own(runs_folder() / run / "lock", {"pid": os.getpid()})
+    with ExitStack() as held:
+        holder = _lock_own(held, runs_folder() / run / "lock", {"pid": os.getpid()})
         if holder is not None:
             raise RequestError(f"The run {run} is going on{_describe_note(holder)}.", "Wait for it, or stop it there.")
+        return held.pop_all()
 
 
 def is_running(run: str) -> bool:
@@ -83,56 +55,57 @@ def is_running(run: str) -> bool:
         os.close(descriptor)
 
 
-class DeviceLock(_Locks):
-    """Keeps this user's other sessions off the devices; DeviceError if one has them. Simulated ones aren't locked."""
+def lock_devices(run: str, devices: Sequence[Device]) -> ExitStack:
+    """Keep this user's and other users' sessions off the devices; DeviceError if one has them.
 
-    def __init__(self, run: str, devices: Iterable[Device]) -> None:
-        super().__init__()
-        folder = trusted_folder(state_folder() / "locks")
+    Closing the stack releases the devices. Simulated ones aren't locked.
+    """
+    folder = trusted_folder(state_folder() / "locks")
+    with ExitStack() as held:
         for device in devices:
             for unit in _lock_units(device):
                 path = folder / f"{blake2b(unit.encode(), digest_size=12).hexdigest()}.lock"
-                holder = self._lock_own(path, {"pid": os.getpid(), "run": run})
+                holder = _lock_own(held, path, {"pid": os.getpid(), "run": run})
                 if holder is not None:
                     who = _describe_note(holder)
                     raise DeviceError(f"{device.label} is being measured by another evener{who}.", REMEDY)
+        held.enter_context(lock_kernel_files(devices))
+        return held.pop_all()
 
 
-class MachineLock(_Locks):
-    """Keeps other users' sessions off the devices; DeviceError if one has them. Simulated ones aren't locked."""
-
-    def __init__(self, devices: Iterable[Device]) -> None:
-        super().__init__()
+def lock_kernel_files(devices: Iterable[Device]) -> ExitStack:
+    """Keep other users' sessions off the devices; DeviceError if one has them."""
+    with ExitStack() as held:
         for device in devices:
             for path in kernel_files(device):
-                self._lock_kernel_file(device, path)
-
-    def _lock_kernel_file(self, device: Device, path: Path) -> None:
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        except OSError:
-            return
-        try:
-            pid = try_lock(descriptor)
-        except OSError:  # a file system without locks
-            os.close(descriptor)
-            return
-        if pid is None:
-            self.callback(os.close, descriptor)
-            return
-        os.close(descriptor)
-        if pid and _user_id(pid) == os.getuid():
-            return
-        self.close()
-        raise DeviceError(f"{device.label} is being measured by another user's evener{_describe_process(pid)}.", REMEDY)
+                _lock_kernel_file(held, device, path)
+        return held.pop_all()
 
 
-def lock_devices(run: str, devices: Iterable[Device]) -> ExitStack:
-    """Lock the devices against this user's and other users' sessions; closing the stack releases them."""
-    with ExitStack() as stack:
-        stack.enter_context(DeviceLock(run, devices))
-        stack.enter_context(MachineLock(devices))
-        return stack.pop_all()
+def _lock_own(held: ExitStack, path: Path, note: Note) -> Note | None:
+    """Lock a file of this user's and write `note` into it; the holder's note if somebody else has it."""
+    with as_request_error(f"The lock {path} can't be written", "Set XDG_STATE_HOME to a folder that you may write."):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    held.callback(os.close, descriptor)
+    try:
+        _lock(descriptor)
+    except OSError:
+        return _read_note(descriptor)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(note).encode(), 0)
+    return None
+
+
+def _lock_kernel_file(held: ExitStack, device: Device, path: Path) -> None:
+    """DeviceError if another user's process has it; a file system without locks is no reason to stop."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        held.callback(os.close, descriptor)
+        pid = try_lock(descriptor)
+        if pid is not None and (not pid or _user_id(pid) != os.getuid()):
+            who = _describe_process(pid)
+            raise DeviceError(f"{device.label} is being measured by another user's evener{who}.", REMEDY)
 
 
 def kernel_files(device: Device) -> list[Path]:

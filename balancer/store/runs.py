@@ -19,11 +19,11 @@ import msgspec
 from evener.balancer.store import journal, replay
 from evener.balancer.store.folders import runs_folder
 from evener.balancer.store.journal import EndedEntry, FailedEntry, Header, Record
-from evener.balancer.store.locks import RunLock, is_running
+from evener.balancer.store.locks import is_running, lock_run
 from evener.balancer.store.notes import RunNote, change_note, read_note
 from evener.balancer.types import Failed, Observation, Timed
 from evener.devices.types import Device
-from evener.errors import EvenerError, NoLayoutError, RequestError
+from evener.errors import EvenerError, NoLayoutError, RequestError, as_request_error
 from evener.plan import Plan, parse_plan, to_json
 
 JOURNAL = "journal.jsonl"
@@ -177,13 +177,8 @@ def delete_run(name: str) -> str:
     """Remove a run's folder and return its id; RequestError if the run is in progress or can't be removed."""
     run = find(name)
     folder = run_folder(run)
-    with RunLock(run):
-        try:
-            shutil.rmtree(folder)
-        except OSError as error:
-            raise RequestError(
-                f"The run {run} can't be deleted: {error.strerror or error}.", f"Look at {folder}."
-            ) from None
+    with lock_run(run), as_request_error(f"The run {run} can't be deleted", f"Look at {folder}."):
+        shutil.rmtree(folder)
     return run
 
 
@@ -214,14 +209,9 @@ def find_solo_rates(devices: Sequence[Device]) -> tuple[float | None, ...]:
 
 def _list_ids() -> list[str]:
     """All runs, the oldest first."""
-    try:
-        return sorted(entry.name for entry in os.scandir(runs_folder()) if _ID.fullmatch(entry.name))
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise RequestError(
-            f"The folder {runs_folder()} can't be read: {error.strerror or error}.", "Check who owns it."
-        ) from None
+    folder = runs_folder()
+    with as_request_error(f"The folder {folder} can't be read", "Check who owns it."):
+        return sorted(entry.name for entry in os.scandir(folder) if _ID.fullmatch(entry.name))
 
 
 def _summarize(run: str) -> RunSummary:

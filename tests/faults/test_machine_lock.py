@@ -15,7 +15,7 @@ import pytest
 
 from evener.balancer.session import Request, Session
 from evener.balancer.store import locks
-from evener.balancer.store.locks import MachineLock, kernel_files
+from evener.balancer.store.locks import kernel_files, lock_kernel_files
 from evener.devices.cpu.slices import slices
 from evener.devices.discover import discover
 from evener.devices.types import Device
@@ -38,7 +38,7 @@ def somebody(cores_of_one_user: int) -> Iterator[Callable[[tuple[Device, ...]], 
         if not pid:  # the other user
             try:
                 os.setuid(SOMEBODY)
-                MachineLock(devices)
+                lock_kernel_files(devices)
                 os.write(writing, b"held")
                 signal.pause()
             finally:  # never back into the tests
@@ -70,7 +70,7 @@ def test_a_core_that_somebody_else_measures_on_is_not_taken(somebody: Callable[[
     ) as fault:
         Session(Request(devices="cpu", workload="synthetic"))
     assert "--share" in fault.value.remedy
-    MachineLock(others).close()
+    lock_kernel_files(others).close()
     Session(Request(devices="cpu", workload="synthetic", share=True)).close()
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -111,18 +111,18 @@ def test_a_gpu_is_known_by_its_place_on_the_bus(
     )
     (path,) = kernel_files(gpus[1])
     assert path == tmp_path / "bus/pci/devices/0001:3b:00.0/vendor"
-    MachineLock(gpus).close()
+    lock_kernel_files(gpus).close()
     path.parent.mkdir(parents=True)
     path.write_text("0x10de")
-    held = MachineLock(gpus)
-    MachineLock(gpus).close()  # runs keep one user's own sessions apart
+    held = lock_kernel_files(gpus)
+    lock_kernel_files(gpus).close()  # runs keep one user's own sessions apart
     me, uid = pwd.getpwuid(os.getuid()).pw_name, os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: uid + 1)
     with pytest.raises(DeviceError, match=rf"GPU:1 .* \(process {os.getpid()} of {me}\)"):
-        MachineLock(gpus)
+        lock_kernel_files(gpus)
     held.close()
     held.close()
-    MachineLock(gpus).close()
+    lock_kernel_files(gpus).close()
 
 
 def test_simulated_devices_are_nobodys() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from evener.balancer import manual_run
 from evener.balancer.diagnostics import Check, Level, check_machine
-from evener.balancer.store.locks import DeviceLock
+from evener.balancer.store.locks import lock_devices
 from evener.balancer.store.runs import journal_path
 from evener.devices.discover import discover
 from evener.tui.cli.main import run
@@ -131,7 +131,7 @@ def test_a_probe_refuses_devices_of_another_session(capsys: pytest.CaptureFixtur
         "--repeat",
         "1",
     ]
-    with DeviceLock("20261121-145431-fb1d", discover("cpu/1").devices):
+    with lock_devices("20261121-145431-fb1d", discover("cpu/1").devices):
         assert run(probe) == 3
         printed = capsys.readouterr()
         assert "is being measured by another evener" in printed.err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from evener.errors import PlanError, RequestError
+from evener.errors import PlanError, RequestError, as_request_error
 from evener.plan import load_plan
 
 
@@ -14,16 +14,10 @@ def check_plan_file(path: Path, option: str) -> None:
     if path.suffix not in (".toml", ".json"):
         remedy = f"Name it {path.stem or 'plan'}.toml or {path.stem or 'plan'}.json."
         raise RequestError(f"{option} {path} ends neither in .toml nor in .json; plans are TOML or JSON.", remedy)
-    try:
+    with as_request_error(f"{option} {path} can't be written", "Name a file in a folder that you may write to."):
         if path.is_dir():
             raise RequestError(f"{option} {path} is a folder.", "Name a file in it.")
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise RequestError(
-            f"{option} {path} can't be written: {reason}.", "Name a file in a folder that you may write to."
-        ) from None
+        tempfile.TemporaryFile(dir=path.parent).close()
 
 
 def check_replaceable(path: Path, remedy: str = "Name another file.") -> None:
