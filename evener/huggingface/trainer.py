@@ -21,13 +21,14 @@ from transformers.trainer_utils import seed_worker
 
 from evener.errors import RequestError
 from evener.huggingface.checks import check_loss, check_setup, check_trainer_class, needs_equal_passes
-from evener.huggingface.shares import RankShares, find_rank_shares
 from evener.live import Reporter
 from evener.plan import Plan
 from evener.torch_split.loader import count_rows
 from evener.torch_split.model_checks import check_normalization
 from evener.torch_split.pass_loader import PassLoader
 from evener.torch_split.pass_sampler import PassSampler
+from evener.torch_split.process import find_stand, is_cpu, settle, visible_gpus
+from evener.torch_split.rank_shares import RankShares, find_rank_shares, open_plan
 from evener.torch_split.row_order import RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
 
@@ -36,12 +37,12 @@ CHECKPOINT = "evener.json"  # beside trainer_state.json
 
 def with_plan(
     trainer_class: type[Trainer],
-    plan: Plan | str | os.PathLike[str],
+    plan: Plan | str | os.PathLike[str] | None = None,
     *,
     global_batch: int | None = None,
     strict: bool = False,
 ) -> type[Any]:
-    """A subclass of `trainer_class` that trains by `plan`; make and use it as you would the class itself.
+    """A subclass of `trainer_class` that trains by `plan`, or by that of evener launch; use it as the class itself.
 
     The plan decides the rows of each process and pass, instead of `per_device_train_batch_size`; `global_batch` is
     another number of rows for each global batch. `gradient_accumulation_steps=A` makes an optimizer step of A global
@@ -49,7 +50,10 @@ def with_plan(
     wouldn't be exact; with `strict` also if the plan was measured on other devices, which is a warning else.
     """
     check_trainer_class(trainer_class)
-    options = {"plan": plan, "global_batch": global_batch, "strict": strict}
+    chosen = open_plan(plan)
+    if chosen is None:
+        raise RequestError("No plan is given.", "Give one, or start the script with evener launch.")
+    options = {"plan": chosen, "global_batch": global_batch, "strict": strict}
     return type(f"Planned{trainer_class.__name__}", (_PlanMixin, trainer_class), {"_plan_options": options})
 
 
@@ -63,7 +67,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_setup(self)
-        shares = find_rank_shares(device=self.args.device, **self._plan_options)
+        device = self.args.device
+        shares = find_rank_shares(stand=find_stand(), gpus=visible_gpus(), device=device, **self._plan_options)
+        if is_cpu(shares.share):
+            settle(device, shares.share)
         self._shares: RankShares = shares.with_equal_passes() if needs_equal_passes(self) else shares
         self._accumulated: int = self.args.gradient_accumulation_steps  # global batches of an optimizer step
         passes = self._shares.passes[self._shares.rank]

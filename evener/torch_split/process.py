@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
+from functools import cache
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -14,10 +16,13 @@ import torch.distributed as dist
 
 from evener.cpu_topology import allowed_cpus, core_groups, slice_cores
 from evener.errors import DeviceError, PlanError
+from evener.launched import launched_device
 from evener.plan import Share
+from evener.share_order import RankInfo
 
 MOST_FETCHING_THREADS = 8
 _ALLOWED = allowed_cpus()  # before any slice was settled on
+_GATHERINGS = count()  # every rank counts alike
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 
@@ -93,15 +98,25 @@ def is_cpu(share: Share) -> bool:
 
 
 def settle(device: Any, share: Share | None) -> None:
-    """Make the device this process's own as a probe does: the current GPU, or the slice's cores with a thread each."""
+    """Make the device this process's own as a probe does: the current GPU, or the slice's cores with a thread each.
+
+    evener launch has started the process on its cores already.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if torch.get_num_threads() == 1:  # torchrun's choice; a GPU's rows are fetched by the cores
             torch.set_num_threads(fetching_threads(_number("LOCAL_WORLD_SIZE", 1)))
-    elif share is not None and (cores := slice_cores(share.device, _ALLOWED)):
-        os.sched_setaffinity(0, cores)
+    elif share is not None and not launched_device() and (cores := slice_cores(share.device, _ALLOWED)):
+        _pin_threads(cores)
         torch.set_num_threads(len(core_groups(cores)))
         _keep_memory()
+
+
+def _pin_threads(cores: Iterable[int]) -> None:
+    """Also those of a process group that a trainer made before: on other cores they would slow other ranks."""
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), cores)
 
 
 def fetching_threads(processes: int) -> int:
@@ -117,6 +132,34 @@ def _keep_memory() -> None:
             library.mallopt(option, value)
 
 
+def gather_infos(own: RankInfo, stand: Stand) -> list[RankInfo]:
+    """What every rank says of itself, in the order of ranks, before a device is chosen; every rank calls it."""
+    if stand.world == 1:
+        return [own]
+    if dist.is_initialized():
+        gathered: list[Any] = [None] * stand.world
+        dist.all_gather_object(gathered, own)
+        return gathered
+    store = _open_store()
+    prefix = f"evener/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_GATHERINGS)}"
+    store.set(f"{prefix}/{stand.rank}", msgspec.json.encode(own))
+    keys = [f"{prefix}/{rank}" for rank in range(stand.world)]
+    infos = [msgspec.json.decode(store.get(key), type=RankInfo) for key in keys]
+    if store.add(f"{prefix}/read", 1) == stand.world:
+        store.set(f"{prefix}/done", "")
+    if stand.rank == 0:  # the store may be in this process, and the others still read it
+        store.wait([f"{prefix}/done"])
+    return infos
+
+
+@cache
+def _open_store() -> Any:
+    """Where ranks that a launcher started find each other, before they have a process group."""
+    _check_set(_number("WORLD_SIZE", 1), "MASTER_ADDR", "MASTER_PORT")
+    store, _, _ = next(dist.rendezvous("env://"))
+    return store
+
+
 def join(device: Any, backend: str | None) -> bool:
     """Make the process group that torchrun described, NCCL for GPUs, gloo for CPUs; True if it wasn't there before."""
     if dist.is_initialized():
@@ -127,15 +170,6 @@ def join(device: Any, backend: str | None) -> bool:
     else:
         dist.init_process_group(backend or "gloo")
     return True
-
-
-def present(gpus: dict[str, int], shares: Sequence[Share]) -> tuple[str, ...] | None:
-    """The ids of the devices here, for comparison with a plan's; None where it needs none or not all can be seen."""
-    if all(is_cpu(share) for share in shares):
-        return None
-    if len(gpus) < len(shares) and any(share.device in gpus for share in shares):
-        return None  # a launcher that shows each process its own
-    return tuple(gpus) or ("the CPU",)
 
 
 def _uuid(number: int) -> str:

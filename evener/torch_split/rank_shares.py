@@ -2,52 +2,114 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import warnings
+import zlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import msgspec
+
 from evener.errors import RequestError
-from evener.passes import batch_in_one_pass
-from evener.plan import Plan, Share
+from evener.launched import find_host, launched_device, launched_plan
+from evener.passes import batch_in_one_pass, count_passes
+from evener.plan import Plan, Share, load_plan
 from evener.plan_check import check_fit, check_global_batch, describe
+from evener.share_order import RankInfo, order_shares
 from evener.shares import apportion, check_ratios
-from evener.torch_split.process import Stand, present
+from evener.torch_split.process import Stand, gather_infos, is_cpu
 
 
-def plan_shares(
-    plan: Plan,
-    ratios: Sequence[float] | None,
-    global_batch: int | None,
-    stand: Stand,
-    gpus: dict[str, int],
-    strict: bool,
-) -> tuple[int, ...]:
-    """By the plan, with a warning where it was measured with something else than what is here.
+class RankShares(msgspec.Struct, frozen=True):
+    """A plan as the ranks of this training have it; what is of several ranks is in their order."""
 
-    PlanError where it can't train here, with `strict` also instead of a warning.
+    rank: int
+    batches: tuple[int, ...]  # rows of each rank in a full global batch
+    micros: tuple[int, ...]  # the most of them in one pass
+    passes: tuple[int, ...]
+    shares: tuple[Share, ...]  # of the plan
+    workload: str
+
+    @property
+    def share(self) -> Share:
+        """This rank's."""
+        return self.shares[self.rank]
+
+    @property
+    def world(self) -> int:
+        """Processes that train together."""
+        return len(self.batches)
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of a full global batch."""
+        return sum(self.batches)
+
+    @property
+    def pass_rows(self) -> int | None:
+        """Rows of the largest pass; None where every share is one pass."""
+        if max(self.passes) == 1:
+            return None
+        return max(-(-batch // count) for batch, count in zip(self.batches, self.passes, strict=True))
+
+    def with_equal_passes(self) -> RankShares:
+        """Every rank in as many passes as the one that needs most."""
+        return msgspec.structs.replace(self, passes=(max(self.passes),) * self.world)
+
+
+def open_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
+    """The plan or its file; without one, that of evener launch, if it started this process."""
+    chosen = launched_plan() if plan is None else plan
+    return chosen if isinstance(chosen, Plan) or chosen is None else load_plan(chosen)
+
+
+def find_rank_shares(
+    plan: Plan, global_batch: int | None, stand: Stand, gpus: dict[str, int], strict: bool, device: Any = None
+) -> RankShares:
+    """The shares of all ranks, each found by its host and its device; every rank calls it.
+
+    `device` is this process's, where it is settled on one. PlanError, on every rank, if not each share has a process,
+    or with `strict` if the plan was measured on other devices, which is a warning else.
     """
-    if ratios is not None:
-        raise RequestError("Both a plan and ratios are given.", "Give one of them; the plan has its own ratios.")
-    differences = check_fit(
-        plan,
-        devices=present(gpus, plan.layout.active),
-        world=stand.world,
-        workload_digest=None,
-        strict=strict,
-        global_batch=global_batch,
-        framework="torch",
-    )
+    active = plan.layout.active
+    check = partial(check_fit, plan, workload_digest=None, global_batch=global_batch)
+    check(devices=None, world=stand.world, strict=False)  # before anyone waits for a process that never comes
+    ranks = gather_infos(_describe_rank(plan, global_batch, stand, gpus, device), stand)
+    differences = check(devices=_seen(active, ranks), world=None, strict=strict, framework="torch")
+    order = order_shares(active, ranks)
     for difference in differences:
         warnings.warn(difference, stacklevel=3)
-    held = ", ".join(f"{describe(share)} to {share.limit}" for share in plan.layout.active if share.limit)
+    held = ", ".join(f"{describe(share)} to {share.limit}" for share in active if share.limit)
     if held and stand.rank == 0:  # one process says it for all
         warnings.warn(f"The plan was measured with limits that a training doesn't have: {held}.", stacklevel=3)
-    return tuple(size for size, share in zip(plan.shares(global_batch), plan.layout.share, strict=True) if share.batch)
+    computing = [i for i, share in enumerate(plan.layout.share) if share.batch]
+    places = [computing[place] for place in order]
+    batches, micros = (
+        tuple(sizes[place] for place in places) for sizes in (plan.shares(global_batch), plan.micros(global_batch))
+    )
+    passes = tuple(map(count_passes, batches, micros))
+    return RankShares(stand.rank, batches, micros, passes, tuple(active[place] for place in order), plan.workload)
 
 
-def plan_micros(plan: Plan, global_batch: int | None) -> tuple[int, ...]:
-    """The most rows that each rank computes in one pass."""
-    return tuple(filter(None, plan.micros(global_batch)))
+def _describe_rank(plan: Plan, global_batch: int | None, stand: Stand, gpus: dict[str, int], device: Any) -> RankInfo:
+    on_gpu = [] if device is None or device.type != "cuda" else [name for name, i in gpus.items() if i == device.index]
+    return RankInfo(
+        machine=socket.gethostname(),
+        host=find_host(share.host for share in plan.layout.active),
+        device=on_gpu[0] if on_gpu else launched_device(),
+        visible=tuple(gpus),
+        local_rank=stand.local_rank,
+        plan=zlib.crc32(msgspec.json.encode((plan.layout, global_batch))),
+    )
+
+
+def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...] | None:
+    """The devices that any rank sees, for comparison with a plan's; None where it needs no GPU."""
+    if all(map(is_cpu, active)):
+        return None
+    return tuple(dict.fromkeys(name for info in ranks for name in info.visible)) or ("the CPU",)
 
 
 def shares_to_evaluate(shares: Sequence[int], micros: Sequence[int]) -> tuple[int, ...]:
@@ -60,7 +122,10 @@ def shares_to_evaluate(shares: Sequence[int], micros: Sequence[int]) -> tuple[in
 def ratio_shares(ratios: Sequence[float] | None, global_batch: int | None, world: int) -> tuple[int, ...]:
     """By the ratios, or as evenly as can be; RequestError if there isn't one for each process."""
     if global_batch is None:
-        raise RequestError("Neither a plan nor a global batch is given.", "Give Split(plan) or Split(global_batch=N).")
+        raise RequestError(
+            "Neither a plan nor a global batch is given.",
+            "Give Split(plan) or Split(global_batch=N), or start the script with evener launch.",
+        )
     chosen = [1.0] * world if ratios is None else list(ratios)
     check_ratios(chosen)
     if min(chosen) <= 0:

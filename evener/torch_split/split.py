@@ -5,7 +5,7 @@
     model = split.wrap(model)
 
 The training loop stays as it was, with losses that are means over the batch. Start it with
-`torchrun --nproc-per-node N train.py`, N being the plan's active devices; for one device, plain python does.
+`evener launch plan.toml train.py`: then `Split()` does. For one device, plain python does too.
 """
 
 from __future__ import annotations
@@ -24,20 +24,29 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from evener.dealing import make_dealer
 from evener.errors import RequestError
 from evener.live import Reporter
 from evener.passes import count_passes, largest_pass
-from evener.plan import Plan, load_plan
+from evener.plan import Plan
 from evener.plan_check import check_fit
 from evener.torch_split.batch_tracker import Epoch
 from evener.torch_split.batch_weights import BatchWeights
+from evener.torch_split.dealt_batch import DealtBatch
 from evener.torch_split.gather import gather_rows, is_equal_everywhere
+from evener.torch_split.length_sampler import LengthSampler, check_dealt
 from evener.torch_split.loader import Loader, StepListener, check_options, count_rows, warn_of_short_batches
 from evener.torch_split.model_checks import check_normalization, find_ddp, is_sharded
 from evener.torch_split.model_digest import model_digest
 from evener.torch_split.parts import Part, in_turn, make_parts, weigh_by_count
 from evener.torch_split.process import choose_device, find_stand, join, settle, visible_gpus
-from evener.torch_split.rank_shares import plan_micros, plan_shares, ratio_shares, shares_to_evaluate, unplanned_share
+from evener.torch_split.rank_shares import (
+    find_rank_shares,
+    open_plan,
+    ratio_shares,
+    shares_to_evaluate,
+    unplanned_share,
+)
 from evener.torch_split.row_order import Order, RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
 
@@ -50,10 +59,10 @@ Model = TypeVar("Model")
 class Split:
     """This process's part of a plan: `rank`, `world`, `device`, `shares` (samples of each rank in a full step).
 
-    `plan` is a Plan or its file; without one, `ratios` and `global_batch` say how to split. `weigh="gradients"` changes
-    nothing in the loop; `"loss"` needs `split.scale(loss).backward()` and leaves the model's communication hook free.
-    PlanError, RequestError or DeviceError before anything starts if the plan can't be applied here; with `strict`, also
-    if it was measured on other devices or with another model, which is a warning else.
+    `plan` is a Plan or its file; evener launch has said it already. Without one, `ratios` and `global_batch` say how to
+    split. `weigh="gradients"` changes nothing in the loop; `"loss"` needs `split.scale(loss).backward()` and leaves the
+    model's communication hook free. PlanError, RequestError or DeviceError before anything starts if the plan can't be
+    applied here; with `strict`, also if it was measured on other devices or with another model, a warning else.
     """
 
     device: torch.device
@@ -72,12 +81,15 @@ class Split:
             raise RequestError(f"There is no weigh={weigh!r}.", "Say 'gradients' or 'loss'.")
         stand = find_stand()
         gpus = visible_gpus()
-        self.plan = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
+        if plan is not None and ratios is not None:
+            raise RequestError("Both a plan and ratios are given.", "Give one of them; the plan has its own ratios.")
+        self.plan = None if ratios is not None else open_plan(plan)
+        share, every = None, ()
         if self.plan is not None:
-            self.shares = plan_shares(self.plan, ratios, global_batch, stand, gpus, strict)
+            found = find_rank_shares(self.plan, global_batch, stand, gpus, strict)
+            self.shares, self.micros, share, every = found.batches, found.micros, found.share, found.shares
         else:
-            self.shares = ratio_shares(ratios, global_batch, stand.world)
-        share = self.plan.layout.active[stand.rank] if self.plan is not None else None
+            self.shares = self.micros = ratio_shares(ratios, global_batch, stand.world)
         self.rank, self.world = stand.rank, stand.world
         self.device = choose_device(share, stand, gpus)
         self.weigh = weigh
@@ -85,7 +97,7 @@ class Split:
         settle(self.device, share)
         if self.world > 1 and join(self.device, backend):
             atexit.register(_leave_group)
-        self.micros = self.shares if self.plan is None else plan_micros(self.plan, global_batch)  # most rows of a pass
+        self._dealer = make_dealer(self.shares, self.micros, every)
         self._weights = BatchWeights(self.shares, self.rank, weigh == "loss", self.micros)
         self._strategy: Any = None  # of Lightning, once it was asked for
         self._reporter = Reporter()
@@ -126,6 +138,7 @@ class Split:
         training: bool = True,
         prefetch: int | None = None,
         order: Order | None = None,
+        lengths: Any = None,
         **options: Any,
     ) -> Loader:
         """Batches of this rank's rows of `dataset`, each row once per epoch over all ranks; `options` are DataLoader's.
@@ -134,27 +147,25 @@ class Split:
         On a GPU, batches are fetched `prefetch` ahead (2 unless said) and come on the device; under a plan with
         passes they stay in pinned memory, and `parts` sends each part. With `training=False` (validation) steps
         aren't reported to the monitor, and a last batch too short to give each rank a row joins the one before.
-        RequestError for a data set without a length, and for options that the plan decides.
+        With `lengths`, the tokens of each row, batches are dealt so that ranks finish together: use `parts`.
+        RequestError for a data set without a length, for options that the plan decides, and for wrong lengths.
         """
         check_options(options)
         rows = count_rows(dataset)
         chosen = None if order is None else RowOrder(order, rows, seed)
-        sampler = UnevenBatchSampler(
-            rows,
-            self.shares if training else shares_to_evaluate(self.shares, self.micros),
-            self.rank,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            order=chosen,
-            join_tail=not training,
-        )
+        shares = self.shares if training else shares_to_evaluate(self.shares, self.micros)
+        common: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "order": chosen}
+        if lengths is None:
+            sampler = UnevenBatchSampler(rows, shares, self.rank, join_tail=not training, **common)
+        else:
+            check_dealt(training, self._strategy)
+            sampler = LengthSampler(rows, shares, self.rank, lengths=lengths, dealer=self._dealer, **common)
         if self.rank == 0:
             warn_of_short_batches(sampler, self.global_batch if self.plan and training else 0)
         if training and self._strategy is not None:
             passes: Loader = self._strategy.make_loader(dataset, sampler, options)
             return passes
-        on_host = training and self._weights.in_passes  # a part is sent as its turn comes
+        on_host = training and (self._weights.in_passes or sampler.is_dealt)  # a part is sent as its turn comes
         return Loader(dataset, sampler, _Steps(self, training), options, self.device, prefetch, training, on_host)
 
     def strategy(self, **options: Any) -> Any:
@@ -226,12 +237,15 @@ class Split:
         The last pass exchanges gradients, of all wrapped models or of `models`. `count(part)` is what a mean that isn't
         over rows is divided by, such as the tokens that aren't ignored. Every rank calls it for every batch.
         """
-        sizes = self._weights.open_parts(batch)
+        taken = self._weights.open_parts(batch)
+        sizes, rows = taken.sizes, taken.sizes[self.rank]
         try:
-            parts = make_parts(batch, sizes[self.rank], self.micros[self.rank], self._weights.scale_part)
+            most = max(1, rows) if taken.origin.dealt else self.micros[self.rank]
+            parts = make_parts(batch, rows, most, self._weights.scale_part)
             if count is not None:
                 weigh_by_count(parts, count, sizes, self.rank, self.device)
-            yield from in_turn(parts, self._weights.list_models(models), self.device)
+            in_passes = self._weights.in_passes or isinstance(batch, DealtBatch)
+            yield from in_turn(parts, self._weights.list_models(models, in_passes), self.device)
         finally:
             self._weights.close_parts()
 
@@ -314,7 +328,7 @@ class _Steps(StepListener):
         split = self._split
         if split.world > 1 and not is_equal_everywhere(digest, split.device):
             raise RequestError(
-                "The ranks drew different orders of rows from order=.",
+                "The ranks drew different orders of rows from order=, or have different lengths=.",
                 "Draw from PyTorch's random numbers, or give a function of the epoch that seeds its own.",
             )
 

@@ -96,7 +96,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("EVENER_LIVE_DIR", str(tmp_path / "live"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("evener.huggingface.shares.settle", lambda *_: None)
+    monkeypatch.setattr("evener.huggingface.trainer.settle", lambda *_: None)
     return str(tmp_path / "trainer")
 
 

@@ -237,6 +237,7 @@ def limited(batches: tuple[int, ...]) -> Plan:
 def test_limits_that_do_not_hold_here_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence for all devices, from the first rank alone."""
     monkeypatch.setattr("evener.torch_split.split.join", Mock(return_value=False))
+    monkeypatch.setattr("evener.torch_split.rank_shares.gather_infos", lambda own, stand: [own] * stand.world)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, expected in (("0", 1), ("1", 0)):
         monkeypatch.setenv("RANK", rank)

@@ -1,0 +1,46 @@
+"""What a launcher tells a training process by environment variables: its plan, its device, its host."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+
+PLAN, DEVICE, HOST = "EVENER_PLAN", "EVENER_DEVICE", "EVENER_HOST"
+
+
+def launched_plan() -> str | None:
+    """The file of the plan by which evener launch started this process."""
+    return os.environ.get(PLAN) or None
+
+
+def launched_device() -> str:
+    """The plan's name of the device that this process was started on; empty if evener launch didn't start it."""
+    return os.environ.get(DEVICE, "")
+
+
+def find_host(hosts: Iterable[str]) -> str:
+    """Which of a plan's hosts this machine is: by EVENER_HOST, its name or its addresses; empty if none or unclear."""
+    names = set(filter(None, hosts))
+    if not names or HOST in os.environ:
+        return os.environ.get(HOST, "") if names else ""
+    own = socket.gethostname()
+    found = names & {own, own.partition(".")[0]} or set(filter(_is_here, names))
+    return found.pop() if len(found) == 1 else ""
+
+
+def _is_here(name: str) -> bool:
+    """Whether a name or an address leads to this machine: only then can a socket have it as its own."""
+    for family, kind, protocol, _, address in resolve(name):
+        with suppress(OSError), socket.socket(family, kind, protocol) as door:
+            door.bind(address)
+            return True
+    return False
+
+
+def resolve(name: str) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[object, ...]]]:
+    """What the resolver knows of a host, for UDP; nothing if it doesn't know it."""
+    with suppress(OSError, UnicodeError):
+        return list(socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM))
+    return []

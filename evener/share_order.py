@@ -1,0 +1,81 @@
+"""Whose share is whose: a process finds its own by its host and device, never by its rank. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from evener.errors import PlanError
+from evener.plan_check import describe
+from evener.plan_layout import Share
+
+
+class RankInfo(msgspec.Struct, frozen=True):
+    """What a process says of itself before a training: on which of the plan's hosts it runs, and on which device."""
+
+    machine: str  # its host name, for messages
+    host: str  # as the plan names it; empty if the plan has no hosts, or the machine is none of them
+    device: str = ""  # the plan's name of its device, where that is settled
+    visible: tuple[str, ...] = ()  # the GPUs it could use, in the framework's order
+    local_rank: int = 0
+    plan: int = 0  # a digest of the plan's shares
+
+
+def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[int, ...]:
+    """The place in `active` of each rank's share; PlanError if not each has one of its own."""
+    other = [str(rank) for rank, info in enumerate(ranks) if info.plan != ranks[0].plan]
+    if other:
+        raise PlanError(
+            f"Rank {', '.join(other)} trains by another plan, or at another global batch, than rank 0.",
+            "Give every process the same plan file.",
+        )
+    by_device = [_find_by_device(active, info) for info in ranks]
+    if any(place is not None for place in by_device):
+        return check_places(active, by_device)
+    if active[0].host:
+        return check_places(active, [_find_by_local_rank(active, info) for info in ranks])
+    return tuple(range(len(ranks)))  # nothing tells the devices apart: in the order of ranks
+
+
+def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple[int, ...]:
+    """The places of all ranks' shares; PlanError, the same on every rank, if one is missing or taken twice."""
+    for rank, place in enumerate(places):
+        if place is None:
+            raise PlanError(
+                f"Rank {rank} trains on none of the plan's devices: {', '.join(map(describe, active))}.",
+                "Start it with evener launch, or one process on each of them.",
+            )
+    taken = Counter(places)
+    for place, share in enumerate(active):
+        if taken[place] > 1:
+            doubled = " and ".join(str(rank) for rank, each in enumerate(places) if each == place)
+            missing = ", ".join(describe(other) for i, other in enumerate(active) if not taken[i])
+            raise PlanError(
+                f"Ranks {doubled} all train on {describe(share)}, and none on {missing}.",
+                "Start it with evener launch, or one process on each of them.",
+            )
+    return tuple(place for place in places if place is not None)
+
+
+def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
+    """By its settled device, else the one of the plan's GPUs here that its local rank counts to."""
+    here = {share.device: i for i, share in enumerate(active) if info.host in ("", share.host)}
+    if info.device:
+        return here.get(info.device)
+    found = sorted(here[device] for device in info.visible if device in here)
+    number = 0 if len(info.visible) == 1 else info.local_rank  # a launcher may show each process its own
+    return found[number] if number < len(found) else None
+
+
+def _find_by_local_rank(active: Sequence[Share], info: RankInfo) -> int | None:
+    """By its order on its host, where devices have no names for the framework."""
+    if not any(share.host == info.host for share in active):
+        hosts = ", ".join(dict.fromkeys(share.host for share in active))
+        raise PlanError(
+            f"A process runs on {info.machine}, which is none of the plan's hosts: {hosts}.",
+            "Set EVENER_HOST there to the name that the plan has for it.",
+        )
+    own = [i for i, share in enumerate(active) if share.host == info.host]
+    return own[info.local_rank] if info.local_rank < len(own) else None
