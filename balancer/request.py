@@ -13,7 +13,7 @@ from evener.devices.types import Device
 from evener.errors import RequestError
 
 LARGEST_BATCH = 1 << 30
-OBJECTIVES = ("throughput",)
+OBJECTIVES = ("throughput", "tokens", "samples")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 INPUTS = ("host", "device")
 ENGINES = ("auto", "towers", "mirrored", "multiworker")
@@ -24,13 +24,14 @@ class Request(msgspec.Struct, frozen=True):
     """Devices, workload and bounds of a search; journalled whole, so a run can be resumed by its id."""
 
     devices: str = "auto"
+    ray_address: str = ""  # of the cluster for `ray`; empty: RAY_ADDRESS, else this machine's
     workload: str | None = None  # None: the default for the devices
     framework: str = "tensorflow"
     settings: dict[str, Any] = {}
     global_batch: int | None = None  # fixed: the shares sum to it
     max_global_batch: int | None = None
     multiple_of: int = 1
-    objective: str = "throughput"
+    objective: str = "throughput"  # tokens/s where rows have lengths, else samples/s; or one of these two
     budget_seconds: float | None = 120.0  # None: until the evidence is enough
     tolerance: float = 0.02  # within it of the best, the smallest global batch wins
     seed: int = 0
@@ -61,6 +62,12 @@ def allows_passes(request: Request, framework: str) -> bool:
     """Whether a share may be computed in passes: it is asked for, and the training's way of stepping can."""
     from_device = framework == "tensorflow" and request.input == "device"
     return request.micro == "auto" and not (request.xla or from_device or request.engine == "mirrored")
+
+
+def deals_by_cost(request: Request, framework: str) -> bool:
+    """Whether rows of unequal length are dealt by what they cost: that takes passes, and PyTorch's loader."""
+    possible = framework == "torch" and request.input == "host" and allows_passes(request, framework)
+    return possible and request.objective != "samples"
 
 
 def check_request(request: Request) -> None:

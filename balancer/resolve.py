@@ -29,7 +29,7 @@ NOT_RUN = "simulated devices have the speeds of a model of their own."
 def resolve_request(request: Request) -> ResolvedRequest:
     """Find devices and workload; RequestError or DeviceError says what is wrong or missing."""
     check_request(request)
-    found = discover(request.devices)
+    found = discover(request.devices, ray_address=request.ray_address)
     name = request.workload or registry.default_name(request.framework, found.devices[0].kind)
     entry = registry.find(name, request.framework)
     if found.machine is not None:

@@ -23,18 +23,20 @@ class Limit(msgspec.Struct, frozen=True):
 class Device(msgspec.Struct, frozen=True):
     """One accelerator of the request."""
 
-    id: str  # the GPU's UUID; "cpu-0-of-2"; "sim-0-gtx1080ti": unique in a request, equal again on the same machine
+    id: str  # the GPU's UUID; "cpu-0-of-2"; "sim-0-gtx1080ti": unique on a host, equal again on the same machine
     index: int  # among its kind, for display and for frameworks that count
     name: str  # the product name
     kind: DeviceKind
     memory_bytes: int | None  # what a training process can have, before any limit; None: unknown
     cores: tuple[int, ...] = ()  # CPU slices: the logical CPUs that it owns
     limit: Limit = Limit()
+    host: str = ""  # its address in a Ray cluster; empty: this machine
 
     @property
     def label(self) -> str:
-        """Short name for people: GPU:0, CPU:1, SIM:0."""
-        return f"{self.kind.upper()}:{self.index}"
+        """Short name for people: GPU:0, CPU:1, SIM:0; in a cluster 10.0.0.2/GPU:0."""
+        short = f"{self.kind.upper()}:{self.index}"
+        return f"{self.host}/{short}" if self.host else short
 
     @property
     def usable_memory_bytes(self) -> int | None:

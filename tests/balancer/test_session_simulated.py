@@ -19,7 +19,8 @@ from evener.balancer.session import Request, Session
 from evener.balancer.store import journal, runs
 from evener.balancer.store.journal import EndedEntry, ObservationEntry
 from evener.balancer.types import Probe
-from evener.devices.discover import Discovery, discover
+from evener.devices.discover import discover
+from evener.devices.this_machine import Discovery
 from evener.errors import DeviceError, NoLayoutError, RequestError
 from evener.plan import Plan, load_plan, parse_plan, to_json, to_toml
 
@@ -412,9 +413,9 @@ def test_a_comparison_discovers_its_devices_once(monkeypatch: pytest.MonkeyPatch
     """What was resolved to choose its layouts is what its session measures."""
     asked: list[str] = []
 
-    def count(spec: str) -> Discovery:
+    def count(spec: str, ray_address: str = "") -> Discovery:
         asked.append(spec)
-        return discover(spec)
+        return discover(spec, ray_address=ray_address)
 
     monkeypatch.setattr(resolve, "discover", count)
     session = Session(resolve_comparison(Request(devices="sim:t4,t4"), ["solo", "even"]))

@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.devices.cuda_visible import visible_gpus
-from evener.devices.discover import Discovery, Term, discover, parse_request
+from evener.devices.discover import discover
 from evener.devices.limits import write_limit
+from evener.devices.terms import Term, parse_request
+from evener.devices.this_machine import Discovery
 from evener.devices.types import Device, Limit
 from evener.errors import DeviceError, RequestError
 
@@ -50,6 +52,19 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ("sim:gtx1080ti,gtx1080", (Term("sim", "gtx1080ti"), Term("sim", "gtx1080"))),
         ("sim:a@b.toml", (Term("sim", "a@b.toml"),)),
         ("auto", (Term("auto"),)),
+        ("ray", (Term("auto", host=""),)),
+        ("ray@60%", (Term("auto", limit=Limit(60.0), host=""),)),
+        ("ray/cpu/1", (Term("cpu", slices=1, host=""),)),
+        ("ray:a,ray:10.0.0.2", (Term("auto", host="a"), Term("auto", host="10.0.0.2"))),
+        (
+            "ray:a/gpu:0,2@8GiB,GPU-8a,RAY:b/gpu",
+            (
+                Term("gpu", "0", host="a"),
+                Term("gpu", "2", Limit(None, 8 * GIB), host="a"),
+                Term("gpu", "GPU-8a", host="a"),
+                Term("gpu", host="b"),
+            ),
+        ),
     ],
 )
 def test_every_form_of_the_contract_parses(spec: str, expected: tuple[Term, ...]) -> None:
@@ -70,6 +85,17 @@ def test_every_form_of_the_contract_parses(spec: str, expected: tuple[Term, ...]
             "sim",
             "sim:",
             "auto:1",
+            "ray:",
+            "ray:/gpu",
+            "ray:a/",
+            "ray:a/tpu",
+            "ray:a/sim:t4",
+            "ray:a/gpu:",
+            "ray,ray:a",
+            "ray:a,ray:a",
+            "ray:a,gpu:0",
+            "gpu:0,ray:a/gpu:1",
+            "ray:a/gpu:0,ray:b/cpu:0",
             "auto,gpu",
             "gpu,auto",
             "auto,auto",

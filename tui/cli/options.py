@@ -17,7 +17,18 @@ from evener.workloads import registry
 
 GROUPS = ("What is measured", "Which batches", "How long", "Where results go")  # in --help
 WHAT, BATCH, LENGTH, OUTPUT = (partial(typer.Option, rich_help_panel=group) for group in GROUPS)
-TRAINING = ("devices", "share", "workload", "framework", "settings", "precision", "xla", "inputs", "engine")
+TRAINING = (
+    "devices",
+    "ray_address",
+    "share",
+    "workload",
+    "framework",
+    "settings",
+    "precision",
+    "xla",
+    "inputs",
+    "engine",
+)
 BATCHES = ("global_batch", "max_global_batch", "multiple_of", "micro", "tolerance", "objective")
 SEARCH = (*BATCHES, "budget", "seed", "pace")
 _FLAGS = {
@@ -42,6 +53,7 @@ def _request_option(name: str, declare: Callable[..., Any] = typer.Option) -> An
 
 
 DevicesOption = Annotated[str, _request_option("devices")]
+RayAddressOption = Annotated[str, _request_option("ray_address")]
 ExportOption = Annotated[Path | None, OUTPUT("--export", "-e", help="Write the plan to this .toml or .json file.")]
 JsonOption = Annotated[bool, OUTPUT("--json", help="Print one JSON object.")]
 FormatOption = Annotated[Literal["table", "csv", "markdown"], OUTPUT("--format", help="Form of the table.")]

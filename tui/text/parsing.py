@@ -15,8 +15,9 @@ from evener.devices.types import Device
 from evener.errors import RequestError
 
 REQUEST_HELP = {
-    "devices": "auto, gpu, gpu:0,2, cpu, cpu/N (N slices) or sim:gtx1080ti,gtx1080 (simulated); @ limits a device to a"
-    " part of its cores and memory: gpu:0@60%+8GiB.",
+    "devices": "auto, gpu, gpu:0,2, cpu, cpu/N (N slices), ray (every host of a Ray cluster), ray:HOST/gpu:0 or"
+    " sim:gtx1080ti,gtx1080 (simulated); @ limits a device to a part of its cores and memory: gpu:0@60%+8GiB.",
+    "ray_address": "HOST:PORT of the Ray cluster. Default: RAY_ADDRESS, else the one that runs on this machine.",
     "workload": "A built-in workload, or file.py:build for your own (its code is run).",
     "framework": "tensorflow or torch. Default: the workload's own; of your file, what it imports.",
     "settings": "Set a parameter of the workload: key=value.",

@@ -14,7 +14,7 @@ from evener.devices.discover import discover
 from evener.devices.limits import write_limit
 from evener.devices.nvidia.reference_units import over_expected, reference_units
 from evener.devices.types import Device
-from evener.tui.cli.options import DevicesOption, JsonOption
+from evener.tui.cli.options import DevicesOption, JsonOption, RayAddressOption
 from evener.tui.text.formatting import plain, size
 from evener.tui.text.safe_documents import json_text
 from evener.tui.text.tables import align
@@ -24,9 +24,11 @@ app = typer.Typer()
 
 
 @app.command("devices")
-def list_devices(devices: DevicesOption = "auto", as_json: JsonOption = False) -> None:
-    """List the devices that --devices selects on this machine."""
-    found = discover(devices)
+def list_devices(
+    devices: DevicesOption = "auto", ray_address: RayAddressOption = "", as_json: JsonOption = False
+) -> None:
+    """List the devices that --devices selects, on this machine or a Ray cluster."""
+    found = discover(devices, ray_address=ray_address)
     references = _references(found.devices)
     if as_json:
         listing = {

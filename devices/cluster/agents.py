@@ -1,0 +1,174 @@
+"""One actor on each host: it holds the host's GPUs for this process, and runs evener's own code there.
+
+Whatever is asked of a host that has gone, or is silent, ends in HostLostError.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
+
+from evener.devices.cluster.connection import Node
+from evener.errors import DeviceError
+
+T = TypeVar("T")
+START_SECONDS = 10.0  # for all actors together
+ANSWER_SECONDS = 30.0  # the longest that any call takes
+THREADS = 64  # of an actor: each call that waits holds one
+TICK_SECONDS = 0.2
+_agents: dict[str, Agent] = {}  # of this process, by host
+
+
+class HostLostError(DeviceError):
+    """A host has left the cluster, or doesn't answer any more."""
+
+    def __init__(self, host: str, why: str) -> None:
+        super().__init__(f"its host {host} {why}", "Check it with ray status.")
+        self.host = host
+
+
+class Servant:
+    """What runs in the actor: it calls functions, and keeps objects whose methods can be called."""
+
+    def __init__(self) -> None:
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to 1 for itself; children would inherit it
+        self._kept: dict[str, Any] = {}
+
+    def gpu_ids(self) -> tuple[str, ...]:
+        """The GPUs that Ray holds for this actor, as CUDA_VISIBLE_DEVICES names them."""
+        import ray
+
+        return tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function of evener here."""
+        return function(*arguments)
+
+    def keep(self, name: str, make: Callable[..., Any], *arguments: Any) -> None:
+        """Make an object and keep it under a name; the last one of that name is closed before."""
+        self.drop(name)
+        self._kept[name] = make(*arguments)
+
+    def ask(self, name: str, method: str, *arguments: Any) -> Any:
+        """Call a method of a kept object."""
+        return getattr(self._kept[name], method)(*arguments)
+
+    def drop(self, name: str) -> None:
+        """Close a kept object, if there is one of that name."""
+        kept = self._kept.pop(name, None)
+        if kept is not None:
+            kept.close()
+
+
+class Agent:
+    """The actor of one host, as this process sees it."""
+
+    def __init__(self, node: Node, actor: Any) -> None:
+        self.node, self.host = node, node.host
+        self._actor = actor
+
+    def begin(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the servant without waiting; `finish` gets the answer."""
+        return getattr(self._actor, method).remote(*arguments)
+
+    def finish(self, call: Any, seconds: float = ANSWER_SECONDS, stop: threading.Event | None = None) -> Any:
+        """The answer; what was raised there is raised here. None if `stop` is set before it comes."""
+        import ray
+
+        deadline = time.monotonic() + seconds
+        try:
+            while stop is not None and not ray.wait([call], timeout=TICK_SECONDS)[0] and time.monotonic() < deadline:
+                if stop.is_set():
+                    return None
+            return ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except ray.exceptions.GetTimeoutError:
+            raise HostLostError(self.host, f"has not answered for {seconds:.0f} s") from None
+        except ray.exceptions.RayError as error:
+            raise HostLostError(self.host, _say_why(error)) from None
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function of evener on the host."""
+        return cast(T, self.finish(self.begin("call", function, *arguments)))
+
+    def alive(self) -> bool:
+        """Whether the actor still answers."""
+        try:
+            self.finish(self.begin("gpu_ids"), START_SECONDS)
+        except HostLostError:
+            return False
+        return True
+
+    def end(self) -> None:
+        """End the actor, and with it what it started."""
+        import ray
+
+        ray.kill(self._actor)
+
+
+def start_agents(nodes: Iterable[Node]) -> tuple[Agent, ...]:
+    """An agent on each node: the one that is there, or a new one. DeviceError names a host that can't have one."""
+    agents = []
+    for node in nodes:
+        there = _agents.get(node.host)
+        if there is None or there.node.id != node.id or not there.alive():
+            _agents[node.host] = there = Agent(node, _start_actor(node))
+        agents.append(there)
+    calls = [agent.begin("gpu_ids") for agent in agents]
+    deadline = time.monotonic() + START_SECONDS
+    for agent, call in zip(agents, calls, strict=True):
+        try:
+            agent.finish(call, max(1.0, deadline - time.monotonic()))
+        except HostLostError as lost:
+            del _agents[agent.host]
+            raise DeviceError(f"evener can't run on the host {agent.host}: {lost.message}.", REMEDY) from None
+    return tuple(agents)
+
+
+REMEDY = "Install the same evener there, in the Python that its ray start ran in, or leave the host out."
+
+
+def find_agent(host: str) -> Agent:
+    """The agent that was started on the host; HostLostError if there is none any more."""
+    agent = _agents.get(host)
+    if agent is None:
+        raise HostLostError(host, "has no actor of evener")
+    return agent
+
+
+def end_agents() -> None:
+    """End every actor of this process."""
+    while _agents:
+        _agents.popitem()[1].end()
+
+
+def _start_actor(node: Node) -> Any:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return (
+        ray.remote(Servant)
+        .options(
+            num_cpus=0,
+            num_gpus=node.free_gpus,
+            max_concurrency=THREADS,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node.id, soft=False),
+        )
+        .remote()
+    )
+
+
+def _say_why(error: Exception) -> str:
+    """The last line of Ray's explanation, which names the cause."""
+    import ray
+
+    if isinstance(error, ray.exceptions.ActorUnschedulableError):
+        return "can't take it: Ray says that it has left the cluster"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if any("ModuleNotFoundError" in line or "ImportError" in line for line in lines):
+        return next(line for line in reversed(lines) if "Error" in line)
+    return "has left the cluster"

@@ -1,0 +1,137 @@
+"""The connection to a Ray cluster. Everything that can be wrong with it is one sentence, within seconds."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from importlib.util import find_spec
+
+import msgspec
+import psutil
+
+from evener.errors import DeviceError, RequestError
+
+ADDRESS_VARIABLE = "RAY_ADDRESS"
+LISTEN_SECONDS = 3.0
+CONNECT_SECONDS = 10.0
+_RAYLET = "raylet"  # Ray's process on each node
+_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # with empty settings
+_HTTP2_SETTINGS = 4  # the type of the frame with which every HTTP/2 server begins; gRPC is HTTP/2
+
+
+class Node(msgspec.Struct, frozen=True):
+    """A node of the cluster that is alive."""
+
+    id: str
+    host: str  # its address within the cluster: what a plan calls it
+    name: str  # its host name; several nodes of a test may have the same
+    gpus: int  # that Ray has for its jobs
+    free_gpus: int
+
+
+def connect(address: str = "") -> None:
+    """Join the cluster at `address`, at RAY_ADDRESS, or that of this machine; once connected, does nothing.
+
+    RequestError if Ray isn't installed, DeviceError if there is no such cluster, or not for this process.
+    """
+    if find_spec("ray") is None:
+        raise RequestError("Ray is not installed.", "Install it: pip install 'evener[ray]'.")
+    import ray
+
+    if ray.is_initialized():
+        return
+    wanted = address or os.environ.get(ADDRESS_VARIABLE) or "auto"
+    if wanted != "auto":
+        _check_listener(wanted)
+    if not any(process.info["name"] == _RAYLET for process in psutil.process_iter(["name"])):
+        where = "HOST:6379" if wanted == "auto" else wanted
+        raise DeviceError(
+            "This machine is not a node of a Ray cluster.",
+            f"Make it one: ray start --address={where}; or begin a cluster here: ray start --head.",
+        )
+    _join(wanted)
+
+
+def list_nodes() -> tuple[Node, ...]:
+    """Every node that is alive, by host."""
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    found = [
+        Node(
+            id=node["NodeID"],
+            host=node["NodeManagerAddress"],
+            name=node["NodeManagerHostname"],
+            gpus=int(node["Resources"].get("GPU", 0)),
+            free_gpus=int(free.get(node["NodeID"], {}).get("GPU", 0)),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return tuple(sorted(found, key=lambda node: (node.host, node.id)))
+
+
+def _join(address: str) -> None:
+    """In a thread of its own: Ray would wait for a minute, and take over the signal handlers of the main thread."""
+    import ray
+    from ray._private import worker
+
+    worker.print_to_stdstream = lambda *_, **__: None  # it prints what happens to other nodes on standard output
+    faults: list[Exception] = []
+
+    def join() -> None:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
+        except Exception as error:
+            faults.append(error)
+
+    thread = threading.Thread(target=join, name="ray", daemon=True)
+    thread.start()
+    thread.join(CONNECT_SECONDS)
+    if thread.is_alive():
+        raise DeviceError(
+            f"The Ray cluster at {address} didn't answer within {CONNECT_SECONDS:.0f} s.",
+            "Check it with ray status, and that this machine is a node of it.",
+        )
+    if faults:
+        raise _explain(address, faults[0])
+
+
+def _explain(address: str, error: Exception) -> DeviceError:
+    text = " ".join(str(error).split())
+    if text.startswith("Version mismatch: "):
+        words = text.removeprefix("Version mismatch: ")
+        return DeviceError(f"The Ray cluster at {address} has other versions: {words}.", "Install the same everywhere.")
+    if isinstance(error, ConnectionError) and address == "auto":
+        return DeviceError(
+            "No Ray cluster runs on this machine.", "Begin one with ray start --head, or give --ray-address HOST:6379."
+        )
+    return DeviceError(f"The Ray cluster at {address} can't be joined: {text}", "Check it with ray status.")
+
+
+def _check_listener(address: str) -> None:
+    """RequestError for what is no address, DeviceError unless a gRPC server listens there."""
+    host, colon, port = address.rpartition(":")
+    if "://" in address or not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise RequestError(
+            f"{address!r} is not the address of a Ray cluster.", "Write HOST:PORT, as ray start --head prints it."
+        )
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), LISTEN_SECONDS) as link:
+            link.settimeout(LISTEN_SECONDS)
+            link.sendall(_HTTP2_GREETING)
+            answer = link.recv(9)
+    except TimeoutError:
+        answer = b""
+    except OSError as error:
+        raise DeviceError(
+            f"Nothing listens at {address}: {error.strerror or error}.",
+            "Start the cluster there with ray start --head, or correct --ray-address.",
+        ) from None
+    if len(answer) < 4 or answer[3] != _HTTP2_SETTINGS:
+        raise DeviceError(
+            f"What listens at {address} is not a Ray cluster.", "Give the port that ray start --head prints."
+        )

@@ -1,0 +1,177 @@
+"""The devices of a Ray cluster that a request names, found on each host by the code that finds them on one machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from functools import cache
+from hashlib import blake2b
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+import evener
+from evener.devices.cluster.agents import Agent, start_agents
+from evener.devices.cluster.connection import Node, connect, list_nodes
+from evener.devices.cuda_visible import visible_gpus
+from evener.devices.terms import EVERY_HOST, Term
+from evener.devices.this_machine import Discovery, find_here
+from evener.devices.types import Device
+from evener.errors import DeviceError, RequestError
+
+PACKAGES = ("ray", "tensorflow", "keras", "torch", "numpy")
+
+
+class HostDevices(msgspec.Struct, frozen=True):
+    """What a host says of itself."""
+
+    found: Discovery
+    versions: dict[str, str]
+    fault: str = ""  # why none of what was asked for is there
+    taken: tuple[str, ...] = ()  # labels of GPUs that other jobs of the cluster hold
+
+
+def discover_cluster(terms: Sequence[Term], address: str = "") -> Discovery:
+    """The devices that the terms name on the hosts of the cluster at `address`.
+
+    RequestError: a host or device that isn't there. DeviceError: the cluster or one of its hosts can't be used.
+    """
+    connect(address)
+    nodes = list_nodes()
+    wanted = _assign_terms(terms, nodes)
+    agents = start_agents({node.host: node for node in nodes if node.host in wanted}[host] for host in wanted)
+    held = [agent.finish(agent.begin("gpu_ids")) for agent in agents]
+    calls = [
+        agent.begin("call", find_on_host, wanted[agent.host], ids) for agent, ids in zip(agents, held, strict=True)
+    ]
+    return _merge(terms, {agent: _answer(agent, call) for agent, call in zip(agents, calls, strict=True)})
+
+
+def _answer(agent: Agent, call: object) -> HostDevices:
+    try:
+        found: HostDevices = agent.finish(call)
+    except RequestError as fault:
+        raise RequestError(f"{agent.host}: {fault.message}", fault.remedy) from None
+    return found
+
+
+def _assign_terms(terms: Sequence[Term], nodes: Sequence[Node]) -> dict[str, list[Term]]:
+    """The terms of each host, in the order of the request."""
+    wanted: dict[str, list[Term]] = {}
+    for term in terms:
+        for node in nodes if term.host == EVERY_HOST else (_find_node(term.host or "", nodes),):
+            wanted.setdefault(node.host, []).append(term)
+    return wanted
+
+
+def _find_node(host: str, nodes: Sequence[Node]) -> Node:
+    found = [node for node in nodes if host in (node.host, node.name)]
+    there = ", ".join(node.host if node.host == node.name else f"{node.host} ({node.name})" for node in nodes)
+    if not found:
+        raise RequestError(f"The Ray cluster has no host {host!r}.", f"It has {there}.")
+    if len(found) > 1:
+        raise RequestError(f"{host!r} is the name of {len(found)} hosts.", f"Write an address: {there}.")
+    return found[0]
+
+
+def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str]) -> HostDevices:
+    """Runs on the host: the devices that the terms name, of those that Ray holds for this process."""
+    versions = describe_versions()
+    if terms[0].kind == "cpu":
+        return HostDevices(find_here(terms, {}), versions)
+    held = ",".join(gpu_ids)
+    every = _list_gpus()
+    usable = visible_gpus(every, held)
+    taken = tuple(device.label for device in every if device not in usable)
+    if every and not usable:
+        return HostDevices(Discovery(()), versions, f"Ray gives this process none of its GPUs ({', '.join(taken)}).")
+    try:
+        found = find_here(terms, {"CUDA_VISIBLE_DEVICES": held} if every else {})
+    except DeviceError as fault:
+        return HostDevices(Discovery(()), versions, fault.message)
+    ids = {device.id for device in usable}
+    kept = tuple(device for device in found.devices if device.kind != "gpu" or device.id in ids)
+    return HostDevices(msgspec.structs.replace(found, devices=kept), versions, taken=taken)
+
+
+def _list_gpus() -> tuple[Device, ...]:
+    from evener.devices.nvidia.nvml_library import list_gpus
+
+    try:
+        return list_gpus().devices
+    except DeviceError:
+        return ()
+
+
+def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Discovery:
+    """One request's devices, with their hosts, and a note on whatever differs or is left out."""
+    kinds = {device.kind for answer in answers.values() for device in answer.found.devices}
+    kind = "gpu" if "gpu" in kinds else "cpu"
+    devices: list[Device] = []
+    notes: list[str] = []
+    said: dict[str, list[str]] = {}  # note -> hosts
+    for agent, answer in answers.items():
+        own = [device for device in answer.found.devices if device.kind == kind]
+        _check_named(agent, terms, len(own), answer)
+        devices += [msgspec.structs.replace(device, host=agent.host) for device in own]
+        if not own:
+            notes.append(f"{agent.host} is left out: {answer.fault or 'it has no GPU.'}")
+            continue
+        if answer.taken:
+            notes.append(f"{agent.host}: {', '.join(answer.taken)} left out, as other jobs of the cluster hold them.")
+        for note in answer.found.notes:
+            said.setdefault(note, []).append(agent.host)
+    if not devices:
+        raise DeviceError(f"No host of the Ray cluster has a device that can be used. {' '.join(notes)}")
+    notes += [f"{', '.join(hosts)}: {note}" for note, hosts in said.items()]
+    notes += explain_versions({agent.host: answer.versions for agent, answer in answers.items()})
+    drivers = dict.fromkeys(answer.found.driver for answer in answers.values() if answer.found.driver)
+    return Discovery(tuple(devices), tuple(notes), driver=", ".join(drivers))
+
+
+def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevices) -> None:
+    """DeviceError if a host that was named, or a device on it, can't be had."""
+    named = [term for term in terms if term.host in (agent.node.host, agent.node.name)]
+    if named and own < max(1, sum(bool(term.pick) for term in named)):
+        held = f"other jobs of the cluster hold {', '.join(answer.taken)}." if answer.taken else "it has no GPU."
+        raise DeviceError(f"{agent.host}: {answer.fault or held}", "Choose other --devices, or wait for those jobs.")
+
+
+@cache
+def describe_versions() -> dict[str, str]:
+    """Versions of what decides on speed and results here, and a digest of evener's own code."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {**found, "evener": f"{evener.__version__} (code {digest_code()})"}
+
+
+def digest_code() -> str:
+    """A digest of all of evener's Python files."""
+    home = evener.__path__[0]
+    digest = blake2b(digest_size=4)
+    for folder, folders, files in os.walk(home, followlinks=True):  # in a checkout, parts of it are links
+        folders.sort()
+        for file in sorted(file for file in files if file.endswith(".py")):
+            path = Path(folder, file)
+            digest.update(str(path.relative_to(home)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def explain_versions(by_host: dict[str, dict[str, str]]) -> tuple[str, ...]:
+    """A sentence for each package whose version isn't the same on all hosts."""
+    names = dict.fromkeys(name for versions in by_host.values() for name in versions)
+    lines = []
+    for name in names:
+        hosts: dict[str, list[str]] = {}
+        for host, versions in by_host.items():
+            hosts.setdefault(versions.get(name, "not installed"), []).append(host)
+        if len(hosts) > 1:
+            there = "; ".join(f"{version} on {', '.join(names)}" for version, names in hosts.items())
+            lines.append(f"The hosts have different versions of {name}: {there}.")
+    return tuple(lines)

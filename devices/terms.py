@@ -1,0 +1,105 @@
+"""What `--devices` says: the terms of a request. Pure.
+
+    request = term ("," term)*
+    term    = [where] device ["@" limit]      the limit holds for what stands directly before it
+    where   = "ray/"                          on every host of the Ray cluster; `ray` alone is `ray/auto`
+            | "ray:" HOST "/"                 on one of them, by its address or name; `ray:HOST` is `ray:HOST/auto`
+    device  = "auto"                          NVIDIA GPUs; without any, slices of the CPU; stands alone on its host
+            | "gpu" [":" pick]                all GPUs, or one
+            | "cpu" ["/" COUNT] [":" pick]    all slices of the CPU cut into COUNT (default 2), or one
+            | "sim:" NAME                     from the catalogue
+            | "sim:" FILE                     a machine file: ends in .toml or holds a "/"; stands alone
+            | UUID                            GPU-... or MIG-...: a GPU, as in `gpu:UUID`
+            | pick                            goes on with the kind of the term before it: `cpu:0,1`, `sim:t4,t4`
+    pick    = INDEX | UUID or the unique beginning of one | NAME
+
+So `cpu:0,1@60%` slows slice 1 alone, `cpu@60%` every slice, `gpu:0,gpu:1@60%+8GiB` limits the second GPU, and
+`ray:a/gpu:0,2,ray:b` is two GPUs of host a and all of host b. A request has one kind of devices: GPUs, CPU slices and
+simulated devices can't train one step together.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+from evener.devices.limits import parse_limit
+from evener.devices.types import Limit
+from evener.errors import RequestError
+
+Kind = Literal["auto", "gpu", "cpu", "sim"]
+REMEDY = (
+    "Write auto, gpu, gpu:0,2, cpu, cpu/4, cpu:0,1@60%, ray, ray:HOST/gpu:0, sim:gtx1080ti,gtx1080 or sim:machine.toml."
+)
+NO_LIMIT = Limit()
+EVERY_HOST = ""
+_TERM = re.compile(r"(auto|gpu|cpu|sim)(?:/(\d{1,6}))?(:(.*))?", re.IGNORECASE | re.ASCII | re.DOTALL)
+_WHERE = re.compile(r"ray(?::([^/]+))?(?:/(.+))?", re.IGNORECASE | re.DOTALL)
+_UUID = re.compile(r"(?:gpu|mig)-.+", re.IGNORECASE)
+
+
+class Term(msgspec.Struct, frozen=True):
+    """One term of a request."""
+
+    kind: Kind
+    pick: str = ""  # index, UUID, catalogue name or file; empty: all of the kind
+    limit: Limit = NO_LIMIT
+    slices: int | None = None  # cpu/N
+    host: str | None = None  # of the Ray cluster; None: this machine, without Ray
+
+
+def parse_request(spec: str) -> tuple[Term, ...]:
+    """The terms of a request, all of one kind; RequestError names the one that can't be read."""
+    terms: list[Term] = []
+    for text in spec.split(","):
+        terms.append(_parse_term(text.strip(), terms[-1] if terms else None, spec))
+    if len({term.host is None for term in terms}) > 1:
+        raise RequestError(f"{spec!r} mixes this machine with the Ray cluster.", "Write ray:HOST/... for each device.")
+    kinds = list(dict.fromkeys(term.kind for term in terms))
+    hosts = [term.host for term in terms if term.kind == "auto"]
+    if hosts and (len(terms) > 1) and (None in hosts or EVERY_HOST in hosts or len(set(hosts)) < len(terms)):
+        raise RequestError(f"auto can't be combined, as in {spec!r}.", "Ask for auto alone, or name the devices.")
+    if len(kinds) > 1:
+        raise RequestError(
+            f"{spec!r} mixes {' and '.join(kinds)}: they can't train one step together.",
+            "Ask for devices of one kind.",
+        )
+    return tuple(terms)
+
+
+def _parse_term(text: str, before: Term | None, spec: str) -> Term:
+    body, limit = _split_limit(text)
+    if not body:
+        raise RequestError(f"One part of {spec!r} is empty.", REMEDY)
+    if there := _WHERE.fullmatch(body):
+        inner = _parse_device((there[2] or "auto").strip(), limit, None)
+        if inner.kind == "sim":
+            raise RequestError(f"{body!r} is not a device: simulated devices need no cluster.", REMEDY)
+        return msgspec.structs.replace(inner, host=(there[1] or EVERY_HOST).strip())
+    return _parse_device(body, limit, before)
+
+
+def _parse_device(body: str, limit: Limit, before: Term | None) -> Term:
+    found = _TERM.fullmatch(body)
+    if found is None:
+        if _UUID.fullmatch(body):
+            return Term("gpu", body, limit, host=before.host if before else None)
+        if before is not None and before.pick:
+            return Term(before.kind, body, limit, before.slices, before.host)
+        raise RequestError(f"{body!r} is not a device.", REMEDY)
+    kind: Kind = found[1].lower()  # type: ignore[assignment]
+    pick = (found[4] or "").strip()
+    if (found[3] and not pick) or (kind == "sim" and not pick):
+        raise RequestError(f"{body!r} names no device after the colon.", REMEDY)
+    if (found[2] and kind != "cpu") or (found[3] and kind == "auto"):
+        raise RequestError(f"{body!r} is not a device.", REMEDY)
+    return Term(kind, pick, limit, int(found[2]) if found[2] else None)
+
+
+def _split_limit(text: str) -> tuple[str, Limit]:
+    if "@" not in text or text.lower().endswith(".toml"):
+        return text, NO_LIMIT
+    body, _, limit = text.rpartition("@")
+    return body.strip(), parse_limit(limit)
