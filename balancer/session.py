@@ -1,19 +1,14 @@
-"""Runs a search: ask for probes, measure them, journal the observations, tell the search; can be stopped and resumed.
-
-The loop has its own thread, so a signal that interrupts whoever reads the events doesn't break it: the handler calls
-`stop` and goes on reading until the plan comes.
-"""
+"""Runs a search: asks for probes, measures them, journals the observations, tells the search; can be resumed."""
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 from evener.balancer import resolve
-from evener.balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
+from evener.balancer.event_thread import EventThread
+from evener.balancer.events import Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
 from evener.balancer.probes.prober import Facts, Prober
 from evener.balancer.request import Request, ResolvedRequest
 from evener.balancer.result.explain_failure import explain_no_plan, explain_unfinished
@@ -29,28 +24,24 @@ __all__ = ["Request", "Session"]
 GRACE_SECONDS = 2.0  # beyond the budget, for probes that still run when it ends;
 GRACE_SHARE = 0.25  # of the budget, if that is more and one of them makes steps
 STEPPING = ("warming up", "measuring")
-CLOSE_SECONDS = 5.0
 POLL_SECONDS = 0.1
 
 
-class Session:
+class Session(EventThread):
     """One run, new or resumed, driven by `events`. RequestError or DeviceError if it can't begin.
 
-    A run that had ended goes on if its budget is raised, or by `extend_seconds` more: its best layouts are measured
-    again until that time is spent.
+    The last event is Finished; without a plan, NoLayoutError is raised instead, and RequestError if the journal can't
+    be written. A run that had ended goes on if its budget is raised, or by `extend_seconds` more: its best layouts are
+    measured again until that time is spent.
     """
 
     def __init__(
         self, request: Request | ResolvedRequest, *, resume: str | None = None, extend_seconds: float | None = None
     ) -> None:
-        self._halt = threading.Event()  # running probes end
+        super().__init__()
         self._interrupted = False
         self._late = False
-        self._go = threading.Event()
-        self._go.set()
         self._paused_seconds = 0.0
-        self._events: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
         self._seen: list[Observation] = []
         self._running: dict[Probe, ProbeProgress] = {}
         self._locks = ExitStack()
@@ -85,49 +76,26 @@ class Session:
         """The request, with the devices and the workload that it means here."""
         return self._resolved
 
-    def events(self) -> Iterator[Event]:
-        """Drive the session and yield what happens; ends after Finished. It can be iterated again after an interrupt.
-
-        Raises NoLayoutError if nothing could be measured, RequestError if the journal can't be written.
-        """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._drive, name="session", daemon=True)
-            self._thread.start()
-        return _Events(self._events)
-
     def stop(self) -> None:
         """End with the best plan so far; Finished says that it was interrupted. From any thread or signal handler."""
         self._interrupted = True
-        self._halt.set()
-        self._go.set()
-
-    def pause(self) -> None:
-        """Start no more probes; running ones continue."""
-        self._go.clear()
-
-    def unpause(self) -> None:
-        """Continue after `pause`."""
-        self._go.set()
+        super().stop()
 
     def close(self) -> None:
         """End every child and release the devices; safe to call twice."""
         self.stop()
         self._prober.close()
-        if self._thread is not None:
-            self._thread.join(CLOSE_SECONDS)
+        super().close()
         self._locks.close()
 
-    def _drive(self) -> None:
+    def _work(self) -> None:
         try:
             self._start()
             self._loop()
             self._events.put(self._finish())
-        except BaseException as error:
-            self._events.put(error)
         finally:
             self._prober.close()
             self._locks.close()
-            self._events.put(None)
 
     def _start(self) -> None:
         header = self._header
@@ -229,11 +197,11 @@ class Session:
             self._halt.set()
 
     def _wait_while_paused(self) -> None:
-        if self._go.is_set():
+        if self._going.is_set():
             return
         started = time.monotonic()
         self._events.put(Paused(self._prober.now()))
-        while not self._go.wait(POLL_SECONDS):
+        while not self._going.wait(POLL_SECONDS):
             pass
         self._paused_seconds += time.monotonic() - started
 
@@ -271,19 +239,3 @@ class Session:
 
     def _write(self, entry: journal.Entry) -> None:
         self._journal.append(entry)
-
-
-class _Events(Iterator[Event]):
-    """Events as they come. Unlike a generator, it can be read on after an exception in the reader."""
-
-    def __init__(self, source: queue.SimpleQueue[Event | BaseException | None]) -> None:
-        self._source = source
-
-    def __next__(self) -> Event:
-        event = self._source.get()
-        if event is None:
-            self._source.put(None)
-            raise StopIteration
-        if isinstance(event, BaseException):
-            raise event
-        return event

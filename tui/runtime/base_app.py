@@ -14,12 +14,13 @@ from textual.app import App
 from textual.message_pump import MessagePump
 from textual.reactive import var
 
+from evener.balancer.event_thread import EventThread
 from evener.balancer.request import Request
 from evener.balancer.session_state import Seen, SessionState, advance, first_state, own_speed
 from evener.devices.types import Device, DeviceSample, Snapshot
 from evener.errors import EvenerError
 from evener.tui.runtime.probe_session import ProbeSession
-from evener.tui.runtime.session_thread import Live, SessionEnded, SessionReported, SessionThread
+from evener.tui.runtime.session_thread import SessionEnded, SessionReported, SessionThread
 from evener.tui.runtime.snapshot_publisher import ProbeLoad, Sampled, SnapshotPublisher
 from evener.tui.text.formatting import plain
 from evener.tui.view.marks import ASCII, UNICODE, Marks
@@ -27,7 +28,7 @@ from evener.tui.view.marks import ASCII, UNICODE, Marks
 INTERVALS_SECONDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
-def make_session(request: Request, **resumed: Any) -> Live:
+def make_session(request: Request, **resumed: Any) -> EventThread:
     """A session of this request on this machine; `request.compare` names the families of a comparison."""
     from evener.balancer.resolve_layouts import resolve_comparison
     from evener.balancer.search.layouts import FAMILIES
@@ -56,7 +57,7 @@ class BaseApp(App[int]):
         workload: str | None = None,
         readonly: bool = False,
         ascii: bool = False,  # noqa: A002 - the option's name
-        session_maker: Callable[..., Live] = make_session,
+        session_maker: Callable[..., EventThread] = make_session,
     ) -> None:
         super().__init__()
         self.publisher = publisher
@@ -92,7 +93,7 @@ class BaseApp(App[int]):
         self._start(lambda: ProbeSession(request, batches), devices, request.workload or "")
 
     def _start(
-        self, make: Callable[[], Live], devices: tuple[Device, ...], workload: str, kept: Sequence[Seen] = ()
+        self, make: Callable[[], EventThread], devices: tuple[Device, ...], workload: str, kept: Sequence[Seen] = ()
     ) -> None:
         if self.balance.active:
             return

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from evener.balancer.events import Event, Observed, ProbeStarted, Started
+from evener.balancer.event_thread import EventThread
+from evener.balancer.events import Observed, ProbeStarted, Started
 from evener.balancer.request import Request
 from evener.balancer.types import Belief, Observation, OutOfMemory, Probe, Timed
-from evener.tui.runtime.session_thread import StopAndGo
 
 RUNS = 3
 SECONDS = 10.0  # of each run without warm-up
 BELIEF = Belief((), None, None, None, f"Times the batches that were asked for, {RUNS} times.")
 
 
-class ProbeSession(StopAndGo):
+class ProbeSession(EventThread):
     """Times one layout a few times. EvenerError if the devices or the batches are wrong."""
 
     def __init__(self, request: Request, batches: Sequence[int]) -> None:
@@ -31,39 +29,29 @@ class ProbeSession(StopAndGo):
         self._layout = choose_layout(len(devices), None, batches)
         self._locks = lock_devices("", [] if request.share else [devices[i] for i in self._layout.active])
         self._prober = make_prober(self._resolved, error_file=new_error_file())
-        self._events: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
-
-    def events(self) -> Iterator[Event]:
-        """Each event as it happens; ends after the last run, or after one that failed."""
-        resolved = self._resolved
-        labels = tuple(device.label for device in resolved.devices)
-        yield Started("", labels, resolved.workload, None, 0, resolved.notes, resolved.machine is not None)
-        threading.Thread(target=self._measure, name="evener-probe", daemon=True).start()
-        while (event := self._events.get()) is not None:
-            if isinstance(event, BaseException):
-                raise event
-            yield event
 
     def close(self) -> None:
         """End every child and release the devices."""
         self.stop()
         self._prober.close()
+        super().close()
         self._locks.close()
 
-    def _measure(self) -> None:
-        try:
-            for turn in range(RUNS):
-                self._going.wait()
-                if self._stopping.is_set() or not isinstance(self._run(turn), Timed):
-                    break
-            self._events.put(None)
-        except BaseException as error:
-            self._events.put(error)
+    def _work(self) -> None:
+        """Ends after the last run, or after one that failed."""
+        resolved = self._resolved
+        labels = tuple(device.label for device in resolved.devices)
+        virtual = resolved.machine is not None
+        self._events.put(Started("", labels, resolved.workload, None, 0, resolved.notes, virtual))
+        for turn in range(RUNS):
+            self._going.wait()
+            if self._halt.is_set() or not isinstance(self._run(turn), Timed):
+                return
 
     def _run(self, turn: int) -> Observation | None:
         probe = Probe(self._layout, "split" if self._layout.kind == "split" else "solo", SECONDS, turn, True)
         self._events.put(ProbeStarted(probe, self._prober.now()))
-        for seen in self._prober.measure((probe,), self._events.put, self._stopping):
+        for seen in self._prober.measure((probe,), self._events.put, self._halt):
             walls = int(isinstance(seen, OutOfMemory))
             self._events.put(Observed(seen, BELIEF, None, turn + 1, walls, self._prober.now()))
             return seen

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from evener.balancer.event_thread import EventThread
 from evener.balancer.events import Event, Finished, Observed, ProbeStarted, Started
 from evener.balancer.store import journal, replay, runs
 from evener.balancer.store.journal import AskedEntry, EndedEntry, FailedEntry, ObservationEntry, Record
 from evener.balancer.types import OutOfMemory
 from evener.errors import NoLayoutError
-from evener.tui.runtime.session_thread import StopAndGo
 
 
 def read_run(name: str) -> Record:
@@ -43,26 +43,22 @@ def recorded_events(record: Record) -> Iterator[Event]:
         raise NoLayoutError(record.last_end.message or "The run failed.")
 
 
-class RunReplay(StopAndGo):
+class RunReplay(EventThread):
     """Recorded events as a session: `speed` times as fast as they were, no gap longer than `longest_gap_seconds`."""
 
     def __init__(self, events: Iterable[Event], *, speed: float = 8.0, longest_gap_seconds: float = 0.7) -> None:
         super().__init__()
-        self._events = events
+        self._recorded = events
         self._speed = speed
         self._longest_gap_seconds = longest_gap_seconds
 
-    def events(self) -> Iterator[Event]:
-        """Each event when it is due."""
+    def _work(self) -> None:
         before = 0.0
-        for event in self._events:
+        for event in self._recorded:
             at_seconds = float(getattr(event, "at_seconds", before))
             gap = min(self._longest_gap_seconds, max(0.0, at_seconds - before) / self._speed)
             before = at_seconds
-            if self._stopping.wait(gap):
+            if self._halt.wait(gap):
                 return
             self._going.wait()
-            yield event
-
-    def close(self) -> None:
-        """Nothing to release."""
+            self._events.put(event)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from textual.message import Message
 
+from evener.balancer.event_thread import EventThread
 from evener.balancer.events import Event, ProbeProgress
 from evener.errors import EvenerError
 from evener.tui.runtime.crash_log import write_crash_log
@@ -46,54 +46,14 @@ class SessionEnded(Message):
     remedy: str = ""
 
 
-class Live(Protocol):
-    """The part of `evener.balancer.session.Session` that the app uses."""
-
-    def events(self) -> Iterable[Event]:
-        """Each event as it happens; ends after the last."""
-
-    def stop(self) -> None:
-        """End soon, with the best plan so far; from any thread."""
-
-    def pause(self) -> None:
-        """Start no new probe."""
-
-    def unpause(self) -> None:
-        """Resume."""
-
-    def close(self) -> None:
-        """End every child and release the devices."""
-
-
-class StopAndGo:
-    """The part of a `Live` that other threads call."""
-
-    def __init__(self) -> None:
-        self._stopping, self._going = threading.Event(), threading.Event()
-        self._going.set()
-
-    def stop(self) -> None:
-        """End now."""
-        self._stopping.set()
-        self._going.set()
-
-    def pause(self) -> None:
-        """Hold back what comes next."""
-        self._going.clear()
-
-    def unpause(self) -> None:
-        """Resume."""
-        self._going.set()
-
-
 class SessionThread:
     """Runs one session; every event is posted, the last message is `SessionEnded`."""
 
-    def __init__(self, make: Callable[[], Live], post: Post) -> None:
+    def __init__(self, make: Callable[[], EventThread], post: Post) -> None:
         self.source = next(_SERIALS)
         self._make = make
         self._post = post
-        self._session: Live | None = None
+        self._session: EventThread | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="evener-session", daemon=True)
 
