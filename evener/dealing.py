@@ -11,6 +11,7 @@ from evener.costs import Cost
 from evener.deal_ways import DealWays
 from evener.errors import RequestError
 from evener.passes import split_passes
+from evener.plan_layout import Share
 from evener.shares import apportion, bounds
 
 CLOSE_ENOUGH = 1.01  # times the lower bound: no further way to deal is tried
@@ -80,12 +81,14 @@ class Dealer(msgspec.Struct, frozen=True):
             raise RequestError(
                 f"There are {len(lengths)} lengths for {rows} rows of data.", "Give one for each row, in their order."
             )
-        shortest, longest = min(range(rows), key=lengths.__getitem__), max(range(rows), key=lengths.__getitem__)
-        if lengths[shortest] < 0:
-            raise RequestError(f"Row {shortest} has length {lengths[shortest]}.", "A length is tokens, 0 or more.")
-        if not any(rank.most_rows(lengths[longest]) for rank in self.ranks):
+        shortest, longest = min(lengths), max(lengths)
+        if shortest < 0:
             raise RequestError(
-                f"Row {longest} has {lengths[longest]} tokens, and no device of the plan holds more than"
+                f"Row {lengths.index(shortest)} has length {shortest}.", "A length is tokens, 0 or more."
+            )
+        if not any(rank.most_rows(longest) for rank in self.ranks):
+            raise RequestError(
+                f"Row {lengths.index(longest)} has {longest} tokens, and no device of the plan holds more than"
                 f" {max(rank.tokens for rank in self.ranks)} in a pass.",
                 "Cut such rows or leave them out, or make a plan on a device with more memory.",
             )
@@ -101,6 +104,24 @@ class Dealer(msgspec.Struct, frozen=True):
         padded = [[(len(each), max(lengths[row] for row in each)) for each in own] for own in passes]
         seconds = (sum(rank.cost.seconds(*each) for each in own) for rank, own in zip(self.ranks, padded, strict=True))
         return Deal(passes, tuple(seconds), sum(rows * length for own in padded for rows, length in own))
+
+
+def make_dealer(batches: Sequence[int], micros: Sequence[int], shares: Sequence[Share]) -> Dealer:
+    """By the costs of a plan's shares, or by its rows: `batches` of each rank, in passes of up to `micros`.
+
+    Without costs, a token takes a rank as long as its rows of a full batch say, whatever the row's length, and a rank
+    takes no more passes than it has to, as nothing says what one costs.
+    """
+    ratios = tuple(map(float, batches))
+    costs = [share.cost for share in shares if share.cost is not None]
+    if costs:
+        tokens = (share.tokens for share in shares)
+        return Dealer(tuple(map(RankCost, costs, tokens)), ratios)
+    ranks = (
+        RankCost(Cost(0.0, 1.0 / batch, 0.0), rows=micro if micro < batch else 0)
+        for batch, micro in zip(batches, micros, strict=True)
+    )
+    return Dealer(tuple(ranks), ratios, saves_padding=False)
 
 
 def _give_each_a_row(passes: list[list[list[int]]]) -> None:

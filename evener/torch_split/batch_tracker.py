@@ -14,18 +14,23 @@ from typing import Any
 import torch
 
 from evener.errors import RequestError
+from evener.torch_split.dealt_batch import DealtBatch
 
 _SEQUENCES = (tuple, list)
 
 
 class Epoch:
-    """A loop over a loader; `tail` is None if all its batches weigh the same, else what the last one has instead."""
+    """A loop over a loader; `tail` is None if all its batches weigh the same, else what the last one has instead.
 
-    __slots__ = ("batches", "open", "tail", "training", "unfinished")
+    `dealt`: its rows were dealt by length, so a batch is not to be cut into passes.
+    """
 
-    def __init__(self, training: bool = True, tail: object = None) -> None:
+    __slots__ = ("batches", "dealt", "open", "tail", "training", "unfinished")
+
+    def __init__(self, training: bool = True, tail: object = None, dealt: bool = False) -> None:
         self.training = training
         self.tail = tail
+        self.dealt = dealt
         self.open = True
         self.unfinished = False  # it ended before its newest batch was computed
         self.batches: list[TakenBatch] = []  # the newest, and older ones that may still be in use
@@ -184,11 +189,13 @@ def _possible(origin: Epoch) -> list[TakenBatch]:
 
 
 def tensors_in(data: Any) -> list[torch.Tensor]:
-    """The tensors in nested tuples, lists and mappings."""
+    """The tensors in nested tuples, lists and mappings, and in the passes of a DealtBatch."""
     if isinstance(data, torch.Tensor):
         return [data]
     if isinstance(data, _SEQUENCES):
         return [tensor for item in data for tensor in ([item] if isinstance(item, torch.Tensor) else tensors_in(item))]
+    if isinstance(data, DealtBatch):
+        return tensors_in(data.passes)
     return tensors_in(list(data.values())) if isinstance(data, Mapping) else []
 
 

@@ -89,21 +89,26 @@ class BatchWeights:
         """Whether a rank needs more than one pass for its share."""
         return self._micros != self._shares
 
-    def open_parts(self, batch: Any) -> tuple[int, ...]:
-        """What follows are passes of this batch, of which the ranks have these rows."""
+    def open_parts(self, batch: Any) -> TakenBatch:
+        """What follows are passes of this batch."""
         self.refuse_in_parts("parts")
         self._open = self._identify(batch, True)
-        return self._open.sizes
+        return self._open
 
     def scale_part(self, loss: Any) -> Any:
         """A pass's part of the loss, as `scale` has it where a hook doesn't weigh the gradients."""
         return self.scale(loss) if self._by_loss else loss
 
-    def list_models(self, given: Sequence[Any] | None) -> list[Any]:
+    def list_models(self, given: Sequence[Any] | None, in_passes: bool) -> list[Any]:
         """The models that exchange gradients: those given, else all that are wrapped."""
         models = list(self.models if given is None else given)
-        if len(self._shares) == 1 or not self.in_passes:
+        if len(self._shares) == 1 or not in_passes:
             return models
+        if any(map(model_checks.is_sharded, models)):
+            raise RequestError(
+                "FSDP gathers weights in each pass, and rows dealt by length make different numbers of passes.",
+                "Use DistributedDataParallel, or leave lengths out.",
+            )
         if not models:
             raise RequestError(
                 "split.parts knows of no wrapped model, so each pass would exchange gradients.",

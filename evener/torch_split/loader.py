@@ -32,7 +32,7 @@ class StepListener:
     """Hears of a loader's steps; this one does nothing about them."""
 
     def compare(self, digest: int) -> None:
-        """An epoch begins in an order of the user's own, which has this digest here."""
+        """An epoch begins with an order or lengths of the user's own, which have this digest here."""
 
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
         """The loop gets this batch, of which the ranks have these rows."""
@@ -103,17 +103,18 @@ class Loader:
             sampler.set_epoch(sampler.epoch + 1)
         self._fresh = self._chosen = self._loaded = False
         self._steps = 0
-        first, full = sampler.position, sampler.global_batch
-        origin = Epoch(self._training, sampler.rows_of_odd_tail())
+        first, full, epoch = sampler.position, sampler.global_batch, sampler.epoch
         listener = self._listener
-        if sampler.order is not None:
-            listener.compare(sampler.order.digest(sampler.epoch))
-        batches = iter(self._fetch)
+        digest = sampler.digest(epoch)
+        if digest is not None:
+            listener.compare(digest)
+        origin = Epoch(self._training, sampler.rows_of_odd_tail(), sampler.is_dealt)
+        batches = sampler.join_passes(iter(self._fetch))
         ahead = Prefetcher(batches, self._sent_to, self.prefetch) if self.prefetch else None
         self._ahead = ahead
         try:
             for step, batch in enumerate(ahead or batches):
-                sizes = sampler.sizes_at(first + step * full)
+                sizes = sampler.sizes_at(first + step * full, epoch)
                 listener.begin(origin, sizes, batch)
                 self._steps = step + 1
                 yield batch

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from evener.errors import RequestError
+from evener.torch_split.dealt_batch import DealtBatch
 
 
 def each_tensor(function: Callable[[Any], Any], data: Any) -> Any:
@@ -49,7 +50,9 @@ def _cut_tensor(tensor: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def each_item(function: Callable[[Any], Any], data: Any) -> Any:
-    """The tuple, list or mapping with `function` of its items; anything else is returned itself."""
+    """The tuple, list, mapping or DealtBatch with `function` of its items; anything else is returned itself."""
+    if isinstance(data, DealtBatch):
+        return data.map(function)
     if isinstance(data, MutableMapping):
         same = copy.copy(data)
         same.update({key: function(item) for key, item in data.items()})

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from evener.errors import RequestError
 from evener.passes import split_passes
 from evener.shares import bounds, gradient_weight
+from evener.torch_split.dealt_batch import DealtBatch
 from evener.torch_split.nested_batch import cut_rows, each_tensor
 
 
@@ -52,7 +53,13 @@ class Part:
 
 
 def make_parts(batch: Any, rows: int, micro: int, scale: Callable[[Any], Any]) -> list[Part]:
-    """The parts of a rank's batch, of which `rows` count, in passes of up to `micro` rows; RequestError if not."""
+    """The parts of a rank's batch, of which `rows` count, in passes of up to `micro` rows, or as they were dealt.
+
+    RequestError for a batch that can't be cut.
+    """
+    if isinstance(batch, DealtBatch):
+        pairs = zip(batch.passes, batch.rows, strict=True)
+        return [Part(each, own, own / rows if rows else 1.0, scale) for each, own in pairs]
     passes = split_passes(rows, micro)
     if len(passes) <= 1:
         return [Part(batch, rows, 1.0, scale)]

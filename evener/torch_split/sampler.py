@@ -26,6 +26,8 @@ class UnevenBatchSampler:
     length or rank that's none.
     """
 
+    is_dealt = False  # whether rows are dealt by their length, in passes
+
     def __init__(
         self,
         length: int,
@@ -81,14 +83,14 @@ class UnevenBatchSampler:
         """The rows of each rank in a step, counted from the position; 0 for one that only keeps step."""
         return self.sizes_at(self.position + step * self.global_batch)
 
-    def sizes_at(self, first: int) -> tuple[int, ...]:
-        """The same of the step that begins with the epoch's row `first`."""
+    def sizes_at(self, first: int, epoch: int | None = None) -> tuple[int, ...]:
+        """The same of the step that begins with row `first` of `epoch`, this one unless said."""
         rows, full = self.length - first, self.global_batch
         if rows >= full and not (rows < 2 * full and self._joins(rows - full)):
             return self.shares
         return apportion(rows, self.shares)
 
-    def rows_of_odd_tail(self) -> int | None:
+    def rows_of_odd_tail(self) -> object:
         """Rows of the epoch's last step if they weigh the ranks differently than the other steps' do; else None."""
         last = self.sizes(max(0, self.steps_left - 1))
         total, rows = self.global_batch, sum(last)
@@ -99,7 +101,7 @@ class UnevenBatchSampler:
 
     def batches(self) -> Iterator[torch.Tensor]:
         """The same as tensors (rows,) of int64, from the epoch and position of now."""
-        return self._slices(self._draw(), self.position, self.steps_left)
+        return self._slices(self._draw(self.epoch), self.position, self.steps_left)
 
     def _slices(self, order: torch.Tensor, position: int, steps: int) -> Iterator[torch.Tensor]:
         for step in range(steps):
@@ -109,14 +111,22 @@ class UnevenBatchSampler:
                 start, stop = 0, 1
             yield order[first + start : first + stop]
 
-    def _draw(self) -> torch.Tensor:
+    def _draw(self, epoch: int) -> torch.Tensor:
         if self.order is not None:
-            return self.order.draw(self.epoch)
+            return self.order.draw(epoch)
         if not self.shuffle:
             return torch.arange(self.length)
         generator = torch.Generator()
-        generator.manual_seed(mix_seed(self.seed, self.epoch))
+        generator.manual_seed(mix_seed(self.seed, epoch))
         return torch.randperm(self.length, generator=generator)
+
+    def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
+        """The batch of each step from what is fetched for this sampler."""
+        return fetched
+
+    def digest(self, epoch: int) -> int | None:
+        """What tells the user's own order of an epoch from another; None without one."""
+        return None if self.order is None else self.order.digest(epoch)
 
     def state_dict(self, steps: int = 0) -> dict[str, Any]:
         """Where the training is once `steps` steps from the position are done; the same on every rank."""

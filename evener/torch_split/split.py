@@ -30,12 +30,11 @@ from evener.live import Reporter
 from evener.passes import count_passes, largest_pass
 from evener.plan import Plan
 from evener.plan_check import check_fit
-from evener.torch_split.batch_tracker import Epoch
 from evener.torch_split.batch_weights import BatchWeights
 from evener.torch_split.dealt_batch import DealtBatch
-from evener.torch_split.gather import gather_rows, is_equal_everywhere
+from evener.torch_split.gather import gather_rows
 from evener.torch_split.length_sampler import LengthSampler, check_dealt
-from evener.torch_split.loader import Loader, StepListener, check_options, count_rows, warn_of_short_batches
+from evener.torch_split.loader import Loader, check_options, count_rows, warn_of_short_batches
 from evener.torch_split.model_checks import check_normalization, find_ddp, is_sharded
 from evener.torch_split.model_digest import model_digest
 from evener.torch_split.parts import Part, in_turn, make_parts, weigh_by_count
@@ -49,6 +48,7 @@ from evener.torch_split.rank_shares import (
 )
 from evener.torch_split.row_order import Order, RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
+from evener.torch_split.steps import Steps
 
 __all__ = ["Loader", "Split", "UnevenBatchSampler"]
 
@@ -84,12 +84,14 @@ class Split:
         if plan is not None and ratios is not None:
             raise RequestError("Both a plan and ratios are given.", "Give one of them; the plan has its own ratios.")
         self.plan = None if ratios is not None else open_plan(plan)
-        share, every = None, ()
+        share = None
         if self.plan is not None:
             found = find_rank_shares(self.plan, global_batch, stand, gpus, strict)
-            self.shares, self.micros, share, every = found.batches, found.micros, found.share, found.shares
+            self.shares, self.micros, share = found.batches, found.micros, found.share
+            self._dealer = make_dealer(self.shares, self.micros, found.shares)
         else:
             self.shares = self.micros = ratio_shares(ratios, global_batch, stand.world)
+            self._dealer = make_dealer(self.shares, self.micros, ())
         self.rank, self.world = stand.rank, stand.world
         self.device = choose_device(share, stand, gpus)
         self.weigh = weigh
@@ -97,7 +99,6 @@ class Split:
         settle(self.device, share)
         if self.world > 1 and join(self.device, backend):
             atexit.register(_leave_group)
-        self._dealer = make_dealer(self.shares, self.micros, every)
         self._weights = BatchWeights(self.shares, self.rank, weigh == "loss", self.micros)
         self._strategy: Any = None  # of Lightning, once it was asked for
         self._reporter = Reporter()
@@ -166,7 +167,16 @@ class Split:
             passes: Loader = self._strategy.make_loader(dataset, sampler, options)
             return passes
         on_host = training and (self._weights.in_passes or sampler.is_dealt)  # a part is sent as its turn comes
-        return Loader(dataset, sampler, _Steps(self, training), options, self.device, prefetch, training, on_host)
+        return Loader(
+            dataset,
+            sampler,
+            Steps(self._weights, self.report, self.device, training),
+            options,
+            self.device,
+            prefetch,
+            training,
+            on_host,
+        )
 
     def strategy(self, **options: Any) -> Any:
         """For `lightning.Trainer(strategy=...)`: DistributedDataParallel with these shares; options as DDPStrategy has.
@@ -315,32 +325,6 @@ class Split:
         self._reporter.close()
         if self.world > 1:
             _leave_group()
-
-
-class _Steps(StepListener):
-    """What a split hears of one loader's steps."""
-
-    def __init__(self, split: Split, training: bool) -> None:
-        self._split = split
-        self._training = training
-
-    def compare(self, digest: int) -> None:
-        split = self._split
-        if split.world > 1 and not is_equal_everywhere(digest, split.device):
-            raise RequestError(
-                "The ranks drew different orders of rows from order=, or have different lengths=.",
-                "Draw from PyTorch's random numbers, or give a function of the epoch that seeds its own.",
-            )
-
-    def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
-        self._split._weights.take(origin, sizes, batch)
-
-    def done(self, rows: int) -> None:
-        if self._training:
-            self._split.report(rows)
-
-    def end(self, origin: Epoch) -> None:
-        self._split._weights.end(origin)
 
 
 def _leave_group() -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from evener.plan import load_plan
-from tests.support import torch_exact_loops, torch_ranks, torch_refused_programs
+from tests.support import torch_exact_loops, torch_length_programs, torch_ranks, torch_refused_programs
 from tests.support.torch_exact_batches import mean_inside
 from tests.support.torch_program_parts import EXACT, REFUSED, ROWS, data, network, run, weights
 
@@ -27,6 +27,7 @@ __all__ = [
     "network",
     "run",
     "torch_exact_loops",
+    "torch_length_programs",
     "torch_refused_programs",
     "weights",
 ]

@@ -1,0 +1,119 @@
+"""Which rows each rank computes where rows are of unequal length: the global batches stay, and are dealt by cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from evener.dealing import Deal, Dealer
+from evener.errors import RequestError
+from evener.torch_split.dealt_batch import DealtBatch
+from evener.torch_split.sampler import UnevenBatchSampler
+
+_KEPT = 128  # batches whose dealing is kept: those that are fetched ahead, and the one in hand
+
+
+class LengthSampler(UnevenBatchSampler):
+    """A batch of row numbers for each pass of one rank; `lengths` are the tokens of all rows of the data.
+
+    Global batches and their order are those without lengths, so a state can be loaded under other shares.
+    RequestError for lengths that aren't the data's, and for a row that no rank can hold.
+    """
+
+    is_dealt = True
+
+    def __init__(
+        self, rows: int, shares: Sequence[int], rank: int, *, lengths: Any, dealer: Dealer, **options: Any
+    ) -> None:
+        super().__init__(rows, shares, rank, **options)
+        self._lengths = _whole_numbers(lengths)
+        self._dealer = dealer
+        dealer.check(self._lengths.tolist(), rows)
+        self._orders: dict[int, torch.Tensor] = {}  # of rows, by epoch
+        self._deals: dict[tuple[int, int], Deal] = {}  # by epoch and place
+
+    def deal_at(self, first: int, epoch: int) -> Deal:
+        """How the global batch that begins with the epoch's row `first` is dealt."""
+        found = self._deals.get((epoch, first))
+        if found is None:
+            rows = self._draw(epoch)[first : first + sum(super().sizes_at(first))]
+            found = self._deals[epoch, first] = self._dealer.deal(self._lengths[rows].tolist())
+            for old in list(self._deals)[:-_KEPT]:
+                self._deals.pop(old, None)
+        return found
+
+    def sizes_at(self, first: int, epoch: int | None = None) -> tuple[int, ...]:
+        """The rows of each rank in that batch; 0 for one that only keeps step."""
+        return self.deal_at(first, self.epoch if epoch is None else epoch).sizes
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        """The rows of each pass, from the epoch and position of now."""
+        return self._passes(self.epoch, self._firsts())
+
+    def _firsts(self) -> range:
+        """Where the batches begin that are left of this epoch."""
+        return range(self.position, self.length, self.global_batch)[: self.steps_left]
+
+    def _passes(self, epoch: int, firsts: range) -> Iterator[torch.Tensor]:
+        order = self._draw(epoch)
+        for first in firsts:
+            passes = self.deal_at(first, epoch).passes[self.rank]
+            for places in passes:
+                yield order[first + torch.tensor(places)]
+            if not passes:  # the shortest row, to keep step with
+                rows = order[first : first + self.global_batch]
+                yield rows[self._lengths[rows].argmin()].reshape(1)
+
+    def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
+        """The batch of each step: one pass as it is where no rank has more, else a DealtBatch."""
+        return self._join(fetched, self.epoch, self._firsts())
+
+    def _join(self, fetched: Iterator[Any], epoch: int, firsts: range) -> Iterator[Any]:
+        for first in firsts:
+            deal = self.deal_at(first, epoch)
+            rows = tuple(map(len, deal.passes[self.rank])) or (0,)
+            passes = list(islice(fetched, len(rows)))
+            yield DealtBatch(passes, rows) if deal.in_passes else passes[0]
+
+    def digest(self, epoch: int) -> int:
+        """What tells other lengths, or another order of the user's own, from these."""
+        return crc32(self._lengths.numpy().tobytes(), super().digest(epoch) or 0)
+
+    def rows_of_odd_tail(self) -> object:
+        """Every batch weighs the ranks differently."""
+        return object()
+
+    def _draw(self, epoch: int) -> torch.Tensor:
+        if epoch not in self._orders:
+            self._orders = {epoch: super()._draw(epoch), **dict(list(self._orders.items())[:1])}
+        return self._orders[epoch]
+
+
+def check_dealt(training: bool, strategy: Any) -> None:
+    """RequestError where rows can't be dealt by length."""
+    if not training:
+        raise RequestError(
+            "Rows of a validation aren't dealt by length, as its batches have one pass on each rank.",
+            "Leave lengths out.",
+        )
+    if strategy is not None:
+        raise RequestError(
+            "Lightning takes as many passes on every rank and in every step, and rows dealt by length don't.",
+            "Leave lengths out, or write the loop with split.parts.",
+        )
+
+
+def _whole_numbers(lengths: Any) -> torch.Tensor:
+    try:
+        found = torch.as_tensor(lengths)
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.empty(0, 0)
+    if found.ndim != 1 or found.is_floating_point() or found.dtype == torch.bool:
+        raise RequestError(
+            f"lengths={type(lengths).__name__} isn't a list of whole numbers.", "Give the tokens of each row, in order."
+        )
+    return found.to("cpu", torch.int64)

@@ -1,0 +1,48 @@
+"""What a split does in each step of a loader's: it weighs the batch, and tells the monitor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evener.errors import RequestError
+from evener.torch_split.batch_tracker import Epoch
+from evener.torch_split.batch_weights import BatchWeights
+from evener.torch_split.gather import is_equal_everywhere
+from evener.torch_split.loader import StepListener
+
+
+class Steps(StepListener):
+    """Hears of one loader's steps; `report` is called with this rank's rows once a step of a training is done."""
+
+    def __init__(
+        self, weights: BatchWeights, report: Callable[[int], None], device: torch.device, training: bool
+    ) -> None:
+        self._weights = weights
+        self._report = report
+        self._device = device
+        self._training = training
+
+    def compare(self, digest: int) -> None:
+        """RequestError if the ranks would take rows twice, or wait for each other forever."""
+        if dist.is_initialized() and not is_equal_everywhere(digest, self._device):
+            raise RequestError(
+                "The ranks drew different orders of rows from order=, or were given different lengths=.",
+                "Draw from PyTorch's random numbers, or give a function of the epoch that seeds its own.",
+            )
+
+    def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
+        """The loop gets this batch."""
+        self._weights.take(origin, sizes, batch)
+
+    def done(self, rows: int) -> None:
+        """The loop is done with it."""
+        if self._training:
+            self._report(rows)
+
+    def end(self, origin: Epoch) -> None:
+        """An epoch is over, or left."""
+        self._weights.end(origin)

@@ -1,0 +1,221 @@
+"""Training programs on rows of unequal length, dealt by cost or by ratios, which learn what a plain loop learns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
+from torch.utils.data import Dataset, TensorDataset
+
+from evener.costs import Cost
+from evener.plan import make_layout
+from evener.torch_split import Split
+from tests.support.torch_program_parts import exact, refused, split_by, update, weights
+from tests.support.torch_ranks import example_plan
+
+WORDS, TIMES, EPOCHS = 11, 2, 2
+IGNORED = -100
+
+
+class Texts(Dataset[Any]):
+    """Rows of lognormal length; a row is its number and its words."""
+
+    def __init__(self, rows: int, sigma: float = 1.0) -> None:
+        drawn = torch.Generator().manual_seed(rows)
+        lengths = (6 * torch.exp(sigma * torch.randn(rows, generator=drawn))).int() + 2
+        self.words = [torch.randint(0, WORDS, (int(length),), generator=drawn) for length in lengths]
+        self.lengths = [len(words) for words in self.words]
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, row: int) -> tuple[int, torch.Tensor]:
+        return row, self.words[row]
+
+
+def collate(rows: list[tuple[int, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Padded to the longest of these rows; the labels are the next words."""
+    words = nn.utils.rnn.pad_sequence([words for _, words in rows], batch_first=True)
+    labels = nn.utils.rnn.pad_sequence([words[1:] for _, words in rows], batch_first=True, padding_value=IGNORED)
+    return {"rows": torch.tensor([row for row, _ in rows]), "words": words[:, :-1], "labels": labels}
+
+
+class Decoder(nn.Module):
+    """The next word from the mean of those so far, which padding behind them doesn't change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.hidden, self.next = nn.Embedding(WORDS, 5), nn.Linear(5, 7), nn.Linear(7, WORDS)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        found = self.words(words).cumsum(1) / torch.arange(1, words.shape[1] + 1)[:, None]
+        scores: torch.Tensor = self.next(torch.tanh(self.hidden(found)))
+        return scores
+
+
+def decoder() -> nn.Module:
+    torch.manual_seed(3)
+    return Decoder().double()
+
+
+def cost_split(shares: tuple[int, ...], weigh: Any = "gradients", tokens: int = 0) -> Split:
+    """By a plan whose devices are as fast as `shares` say, of twice their rows."""
+    plan, total = example_plan(shares), sum(shares)
+    costs = (Cost(20 / share, 1 / share, 0.01 / share) for share in shares)
+    devices = tuple(
+        msgspec.structs.replace(share, cost=cost, tokens=tokens)
+        for share, cost in zip(plan.layout.share, costs, strict=True)
+    )
+    batches, ratios = tuple(TIMES * share for share in shares), tuple(share / total for share in shares)
+    layout = make_layout(plan.layout.kind, devices, batches, ratios=ratios)
+    return Split(msgspec.structs.replace(plan, layout=layout), weigh=weigh)
+
+
+def mean_loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
+def count(part: Any) -> torch.Tensor:
+    counted: torch.Tensor = (part.batch["labels"] != IGNORED).sum()
+    return counted
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1)
+
+
+def finish(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def plain_epoch(split: Split, texts: Texts, model: Any, optimizer: Any, loader: Any) -> list[float]:
+    """What one process does that knows nothing of lengths."""
+    losses = []
+    for batch in loader:
+        loss = mean_loss(model(batch["words"]), batch["labels"])
+        loss.backward()
+        losses.append(float(loss.detach()))
+        finish(model, optimizer)
+    return losses
+
+
+def dealt_epoch(
+    split: Split, model: Any, optimizer: Any, loader: Any, seen: torch.Tensor, steps: int = 99
+) -> list[float]:
+    losses = []
+    for batch in loader:
+        total = torch.tensor(0.0, dtype=torch.float64)
+        for part in split.parts(batch, count):
+            total += part.backward(mean_loss(model(part.batch["words"]), part.batch["labels"]))
+            seen[part.batch["rows"][: part.rows]] += 1
+        losses.append(split.mean(total))
+        finish(model, optimizer)
+        if len(losses) == steps:
+            break
+    return losses
+
+
+def trained(split: Split, rows: int, resume: tuple[int, ...] = ()) -> list[torch.Tensor]:
+    """Weights and losses after some epochs, and how often each row was computed; `resume` in mid-epoch by others."""
+    texts, losses, seen = Texts(rows), [], torch.zeros(rows, dtype=torch.int64)
+    bare = decoder()
+    model, optimizer = split.wrap(bare), optimizer_of(bare)
+    if split.world == 1:
+        loader = split.loader(texts, collate_fn=collate)
+        for _ in range(EPOCHS):
+            losses += plain_epoch(split, texts, model, optimizer, loader)
+            seen += 1
+    else:
+        loader = split.loader(texts, lengths=texts.lengths, collate_fn=collate)
+        if resume:
+            losses += dealt_epoch(split, model, optimizer, loader, seen, steps=1)
+            again = cost_split(resume)
+            following = again.loader(texts, lengths=torch.tensor(texts.lengths), collate_fn=collate)
+            following.load_state_dict(loader.state_dict())
+            split, loader, model = again, following, again.wrap(model)
+        for _ in range(EPOCHS):
+            losses += dealt_epoch(split, model, optimizer, loader, seen)
+    return [*weights(bare), torch.tensor(losses, dtype=torch.float64), split.total(seen)]
+
+
+@exact
+def texts_by_cost(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return trained(cost_split(shares), len(rows))
+
+
+@exact
+def texts_by_cost_within_memory_and_by_loss(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return trained(cost_split(shares, "loss", tokens=150), len(rows))
+
+
+@exact
+def texts_resumed_under_other_shares(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return trained(cost_split(shares), len(rows), resume=shares[::-1])
+
+
+@exact
+def texts_by_ratios_without_parts(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """One pass on each rank, and the loss over all ranks' tokens; two batches are accumulated."""
+    split, texts = split_by(shares), Texts(len(rows))
+    model = split.wrap(decoder())
+    optimizer = optimizer_of(model)
+    for step, batch in enumerate(split.loader(texts, lengths=texts.lengths, collate_fn=collate)):
+        scores, labels = model(batch["words"]).flatten(0, 1), batch["labels"].flatten()
+        total = F.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="sum")
+        split.loss(total, (labels != IGNORED).sum()).backward()
+        if step % 2:
+            finish(model, optimizer)
+    return weights(model)
+
+
+@exact
+def rows_of_one_length(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """The batches are those without lengths."""
+    split = split_by(shares)
+    dealt = [inputs for inputs, _ in split.loader(rows, lengths=[7] * len(rows))]
+    plain = [inputs for inputs, _ in split.loader(rows)]
+    assert all(map(torch.equal, dealt, plain))
+    return [torch.tensor([len(dealt)])]
+
+
+@refused("computes a batch at once")
+def texts_by_cost_without_parts(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    split, texts = cost_split(shares), Texts(len(rows))
+    model = split.wrap(decoder())
+    for batch in split.loader(texts, lengths=texts.lengths, collate_fn=collate):
+        update(optimizer_of(model), mean_loss(model(batch["words"]), batch["labels"]))
+    return weights(model)
+
+
+@refused("Row 3 has 999 tokens")
+def a_text_that_fits_nowhere(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    split, texts = cost_split(shares, tokens=500), Texts(len(rows))
+    split.loader(texts, lengths=[*texts.lengths[:3], 999, *texts.lengths[4:]])
+    return []
+
+
+@refused("different lengths")
+def lengths_that_ranks_have_apart(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    split, texts = cost_split(shares), Texts(len(rows))
+    loader = split.loader(texts, lengths=[length + split.rank for length in texts.lengths], collate_fn=collate)
+    if split.world == 1:
+        return []
+    next(iter(loader))
+    return []
+
+
+@refused("isn't a list of whole numbers")
+def lengths_that_are_no_numbers(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    cost_split(shares).loader(Texts(len(rows)), lengths=[0.5] * len(rows))
+    return []
+
+
+@refused("validation aren't dealt")
+def a_validation_by_length(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    cost_split(shares).loader(Texts(len(rows)), lengths=Texts(len(rows)).lengths, training=False)
+    return []
