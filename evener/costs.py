@@ -40,3 +40,16 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether its seconds are finite, 0 or above, and not all 0."""
         figures = (self.fixed_s, self.per_token_s, self.per_token_length_s)
         return all(math.isfinite(each) and each >= 0 for each in figures) and any(figures)
+
+
+class RankCost(msgspec.Struct, frozen=True):
+    """What passes cost one rank, and how large a pass it can hold; 0 is no limit."""
+
+    cost: Cost
+    tokens: int = 0  # the most padded tokens of one pass
+    rows: int = 0  # the most rows of one pass
+
+    def most_rows(self, length: int) -> float:
+        """Rows of one pass that is padded to `length`."""
+        by_tokens = self.tokens // length if self.tokens and length else math.inf
+        return min(by_tokens, self.rows or math.inf)

@@ -10,25 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Protocol
 
-from evener.costs import Cost
+from evener.costs import RankCost
 
 _CUTS = 48  # places where a batch may be cut
 _BISECTIONS = 12
 _PRICES = (1, 2, 4)  # of a further pass, in its fixed seconds: several ranks may open one for the same run
 _BLOCK_PARTS = (0.8, 0.0, 1.0, 0.5)  # of the batch that is dealt in blocks
-
-
-class RankCost(Protocol):
-    """What passes cost one rank, and how many rows one may have."""
-
-    @property
-    def cost(self) -> Cost:
-        """Of a padded pass."""
-
-    def most_rows(self, length: int) -> float:
-        """Rows of one pass that is padded to `length`; 0 for a row that it can't hold."""
 
 
 class Hands:
@@ -101,18 +89,18 @@ class DealWays:
 
     def _deal_blocks(self, rows: int, stops: Sequence[int]) -> Hands | None:
         """The first rows as one block for each rank, ending as early as can be; None where a row doesn't fit."""
-        best = self._fill_blocks(rows, stops, math.inf)
+        best = self._lay_blocks(rows, stops, math.inf)
         low, high = 0.0, max(best.finish) if best else 0.0
         for _ in range(_BISECTIONS if best and rows else 0):
             middle = (low + high) / 2
-            hands = self._fill_blocks(rows, stops, middle)
+            hands = self._lay_blocks(rows, stops, middle)
             if hands is None:
                 low = middle
             else:
                 best, high = hands, middle
         return best
 
-    def _fill_blocks(self, rows: int, stops: Sequence[int], limit: float) -> Hands | None:
+    def _lay_blocks(self, rows: int, stops: Sequence[int], limit: float) -> Hands | None:
         """One block after the other, each as large as it can be by `limit` seconds; None if rows are left."""
         hands, row, run = Hands(len(self._ranks)), 0, 0
         for rank in self._by_speed:

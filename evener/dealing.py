@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import msgspec
 
-from evener.costs import Cost
+from evener.costs import Cost, RankCost
 from evener.deal_ways import DealWays
 from evener.errors import RequestError
 from evener.passes import split_passes
@@ -17,19 +16,6 @@ from evener.shares import apportion, bounds
 CLOSE_ENOUGH = 1.01  # times the lower bound: no further way to deal is tried
 
 Passes = tuple[tuple[tuple[int, ...], ...], ...]  # of each rank, the places in the batch of each pass's rows
-
-
-class RankCost(msgspec.Struct, frozen=True):
-    """What passes cost one rank, and how large a pass it can hold; 0 is no limit."""
-
-    cost: Cost
-    tokens: int = 0  # the most padded tokens of one pass
-    rows: int = 0  # the most rows of one pass
-
-    def most_rows(self, length: int) -> float:
-        """Rows of one pass that is padded to `length`."""
-        by_tokens = self.tokens // length if self.tokens and length else math.inf
-        return min(by_tokens, self.rows or math.inf)
 
 
 class Deal(msgspec.Struct, frozen=True):
