@@ -1,7 +1,8 @@
 """Run as a script: trains small models on one device and over several, and prints how far they are apart, as JSON.
 
 `keras_proofs.py towers|mirrored` uses logical CPU devices, `"towers on gpus"` and `"mirrored on gpus"` two GPUs;
-`keras_proofs.py multiworker` is one process of a group, with TF_CONFIG set. Everything is float64.
+`keras_proofs.py multiworker` is one process of a group, with TF_CONFIG set. Everything is float64. Each process also
+does what keras_users.py has for its engine, as starting TensorFlow takes longer than most cases.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from evener.keras_split import Report, Split, SplitWarning, make_logical_cpus
 from evener.keras_split.engines.layer_state import StepStates
 from evener.live import read_trainings
 from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
+from tests.support import keras_users
+from tests.support.keras_twice import train_twice
 
 BATCH = 24
 RANDOM = np.random.default_rng(7)
@@ -110,24 +113,15 @@ def two_headed_network() -> Any:
     return model
 
 
-def apart(one: Any, many: Any, first: Any, second: Any) -> dict[str, float]:
-    """The largest differences of weights, and of everything that fit reported."""
-    weights = max(float(np.abs(a - b).max()) for a, b in zip(one.get_weights(), many.get_weights(), strict=True))
-    assert set(first.history) == set(second.history), (set(first.history), set(second.history))
-    logs = max(float(np.abs(np.subtract(first.history[k], second.history[k])).max()) for k in first.history)
-    return {"weights": weights, "logs": logs, "steps": float(len(first.history["loss"]))}
-
-
-def compare_totals(split: Split) -> dict[str, float]:
+def compare_totals(split: Split) -> dict[str, Any]:
     """As `compare` for two outputs, but what is shown of a single output's loss is left out."""
-    model_x, model_y = {"image": X}, {"kind": Y, "size": X.mean((1, 2))}
-    histories = []
-    one, many = two_headed_network(), split.build(two_headed_network)
-    for model in (one, many):
-        history = model.fit(model_x, model_y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
-        history.history = {k: v for k, v in history.history.items() if k not in ("kind_loss", "size_loss")}
-        histories.append(history)
-    return apart(one, many, *histories)
+
+    def train(model: Any) -> Any:
+        x, y = {"image": X}, {"kind": Y, "size": X.mean((1, 2))}
+        history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
+        return {name: figures for name, figures in history.items() if name not in ("kind_loss", "size_loss")}
+
+    return train_twice(split, two_headed_network, train)
 
 
 def with_variables(make: Make, x: Any, y: Any) -> Any:
@@ -139,13 +133,10 @@ def with_variables(make: Make, x: Any, y: Any) -> Any:
     return model
 
 
-def compare(split: Split, make: Make, x: Any, y: Any, **fitted: Any) -> dict[str, float]:
+def compare(split: Split, make: Make, x: Any, y: Any, **fitted: Any) -> dict[str, Any]:
     """Fit the same data twice: by Keras alone on one device, and by the split."""
-    one = with_variables(make, x, y)
-    first = one.fit(x, y, batch_size=BATCH, epochs=3, shuffle=False, verbose=0, **fitted)
-    many = split.build(lambda: with_variables(make, x, y))
-    second = many.fit(x, y, batch_size=BATCH, epochs=3, shuffle=False, verbose=0, **fitted)
-    return apart(one, many, first, second)
+    options = {"batch_size": BATCH, "epochs": 3, "shuffle": False, "verbose": 0, **fitted}
+    return train_twice(split, lambda: with_variables(make, x, y), lambda model: model.fit(x, y, **options).history)
 
 
 def splits(engine: str) -> dict[str, Split]:
@@ -171,10 +162,10 @@ def rules() -> dict[str, Make]:
 def common(by: dict[str, Split]) -> dict[str, Callable[[], dict[str, float]]]:
     """Cases that every engine does exactly."""
     make = rules()
-    classes, held = {0: 1.0, 1: 3.0, 2: 0.5, 3: 1, 4: 2}, (X[:40], Y[:40])
+    classes = {0: 1.0, 1: 3.0, 2: 0.5, 3: 1, 4: 2}
     return {
         "momentum 3:1 class weights one row": lambda: compare(
-            by["3:1"], make["momentum"], X[:ONE_OVER], Y[:ONE_OVER], class_weight=classes, validation_data=held
+            by["3:1"], make["momentum"], X[:ONE_OVER], Y[:ONE_OVER], class_weight=classes
         ),
         "adamw L2 5:0:1 weights": lambda: compare(by["5:0:1"], make["adamw"], X, Y, sample_weight=WEIGHTS),
     }
@@ -183,17 +174,16 @@ def common(by: dict[str, Split]) -> dict[str, Callable[[], dict[str, float]]]:
 def towers_only(by: dict[str, Split]) -> dict[str, Callable[[], dict[str, float]]]:
     """What only a loss on the whole batch gets right."""
     sgd = lambda **words: optimizers.SGD(0.1, **words)  # noqa: E731
-    total = losses.SparseCategoricalCrossentropy(reduction="sum")
     weighted = losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
     three = by["5:2:1"]
     pair = {"kind": Y, "size": X.mean((1, 2))}
-    active = lambda: network(sgd(), activity=keras.regularizers.L2(0.1), steps_per_execution=3)  # noqa: E731
+    several = {"loss": weighted, "activity": keras.regularizers.L2(0.1), "steps_per_execution": 3}
     clipped = lambda: network(sgd(global_clipnorm=0.1, gradient_accumulation_steps=2))  # noqa: E731
     return {
         "clipped accumulation": lambda: compare(three, clipped, X, Y),
-        "activity, three steps per execution": lambda: compare(three, active, X, Y),
-        "sum": lambda: compare(three, lambda: network(optimizers.SGD(0.01), loss=total), X, Y),
-        "weighted mean": lambda: compare(three, lambda: network(sgd(), loss=weighted), X, Y, sample_weight=WEIGHTS),
+        "activity, weighted mean, three steps per execution": lambda: compare(
+            three, lambda: network(sgd(), **several), X, Y, sample_weight=WEIGHTS
+        ),
         "mask": lambda: compare(three, masked_network, WORDS[:ONE_OVER], np.cos(WORDS[:ONE_OVER])[..., None]),
         "embedding": lambda: compare(three, embedding_network, WORDS, np.cos(WORDS.sum(1))),
         "two heads": lambda: compare(three, two_headed_network, {"image": X}, pair),
@@ -256,10 +246,8 @@ def dropout(split: Split) -> dict[str, float]:
     return {"seeds": float(len(seeds)), "moved": float(moved), "apart": float(abs(seen[0] - seen[1]))}
 
 
-def saved(split: Split, folder: str) -> dict[str, float]:
+def saved(model: Any, folder: str) -> dict[str, float]:
     """A model trained by a split is saved under its own class and predicts the same when loaded."""
-    model = split.build(rules()["adam"])
-    model.fit(X, Y, epochs=1, verbose=0)
     path = os.path.join(folder, "model.keras")
     model.save(path)
     again = keras.models.load_model(path)
@@ -297,14 +285,10 @@ def half(split: Split) -> dict[str, float]:
     return {"near": near, "kept": kept, "scale": float(many.optimizer.dynamic_scale) / scale}
 
 
-def from_dataset(split: Split) -> dict[str, float]:
+def from_dataset(split: Split) -> dict[str, Any]:
     """The user's own tf.data pipeline, of batches of any size."""
-    make = rules()["adam"]
-    one, many = make(), split.build(make)
-    logs = [
-        model.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(17), epochs=3, verbose=0) for model in (one, many)
-    ]
-    return apart(one, many, *logs)
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(17)
+    return train_twice(split, rules()["adam"], lambda model: model.fit(data, epochs=3, verbose=0).history)
 
 
 def own_reports() -> list[Any]:
@@ -335,14 +319,22 @@ def reported(split: Split, folder: str) -> dict[str, Any]:
     }
 
 
-def ratios_form() -> dict[str, float]:
-    """gpus and ratios cut as `multi_gpu_model` did: floors, and the rest to the last."""
+def ratios_form(folder: str) -> dict[str, Any]:
+    """gpus and ratios cut as `multi_gpu_model` did: floors, and the rest to the last. The loss is a sum over rows."""
     split = Split(devices=["CPU:0", "CPU:1"], ratios=[768, 560])
-    model = split.build(rules()["sgd"])
-    one = rules()["sgd"]()
-    second = model.fit(X, Y, batch_size=100, shuffle=False, verbose=0)
-    first = one.fit(X, Y, batch_size=100, shuffle=False, verbose=0)
-    return {**apart(one, model, first, second), "first": float(split.cut.sizes(100)[0])}
+    total = losses.SparseCategoricalCrossentropy(reduction="sum")
+    files: dict[str, Any] = {}
+
+    def train(model: Any) -> Any:
+        return model.fit(X, Y, batch_size=100, shuffle=False, verbose=0).history
+
+    def train_and_save(model: Any) -> Any:
+        history = train(model)
+        files.update(saved(model, folder))
+        return history
+
+    found = train_twice(split, lambda: network(optimizers.SGD(0.01), loss=total), train_and_save, rival=train)
+    return found | {"first": float(split.cut.sizes(100)[0]), "saved": files}
 
 
 def said(action: Callable[[], Any]) -> str:
@@ -526,8 +518,7 @@ def main(engine: str, folder: str) -> dict[str, Any]:
     cases: dict[str, Callable[[], Any]] = {**common(by), **towers_only(by)}
     cases["batch normalization"] = lambda: batch_normalization(by["5:2:1"])
     cases["dropout"] = lambda: dropout(by["3:1"])
-    cases["saved"] = lambda: saved(by["3:1"], folder)
-    cases["ratios form"] = ratios_form
+    cases["ratios form"] = lambda: ratios_form(folder)
     cases["evaluate"] = lambda: evaluated(by["5:2:1"])
     cases["dataset"] = lambda: from_dataset(by["5:2:1"])
     cases["reported"] = lambda: reported(by["5:0:1"], folder)
@@ -537,7 +528,7 @@ def main(engine: str, folder: str) -> dict[str, Any]:
     cases["limits"] = limits
     cases["noted"] = lambda: noted(by["5:0:1"])
     cases["warned"] = lambda: warned(by["3:1"])
-    cases["rounding"] = lambda: rounding(by["3:1"])
+    cases["users"] = keras_users.towers
     found: dict[str, Any] = {name: case() for name, case in cases.items()}
     return found | {"refusals": refusals(by["3:1"]), "requests": requests()} | in_passes()
 
@@ -564,35 +555,23 @@ def mirrored_cases() -> dict[str, Any]:
     by = dict.fromkeys(("3:1", "5:2:1", "5:0:1"), split)
     found: dict[str, Any] = {name: case() for name, case in common(by).items()}
     found["synchronized"] = compare(split, synchronized, X, Y)
-    found["activity"] = compare(split, active, X, Y)
+    found["activity"] = compare(split, active, X[:ONE_OVER], Y[:ONE_OVER])
     found["embedding"] = compare(split, embedding_network, WORDS, np.cos(WORDS.sum(1)))
     found["evaluate"] = evaluated(split)
-    found["dataset"] = from_dataset(split)
     found["two heads"] = compare_totals(split)
     found["warned"] = warned(split)
     found["rounding"] = rounding(split)
-    return found | {"refusals": refusals(split)}
+    return found | {"refusals": refusals(split), "users": keras_users.mirrored(split)}
 
 
-def active() -> Any:
+def active(**optimizer: Any) -> Any:
     """A model with a loss on a layer's outputs."""
-    return network(optimizers.SGD(0.1), activity=keras.regularizers.L2(0.01))
+    return network(optimizers.SGD(0.1, **optimizer), activity=keras.regularizers.L2(0.01))
 
 
 def synchronized() -> Any:
     """A model whose normalization is over the whole batch."""
     return network(optimizers.SGD(0.1), extra=[layers.BatchNormalization(synchronized=True)])
-
-
-def shuffled(split: Split) -> dict[str, float]:
-    """Fit as everybody does, shuffling: the loss is the same number in every process only if the order is."""
-    model = split.build(rules()["sgd"])
-    history = model.fit(X, Y, epochs=2, verbose=0).history
-    return {
-        "loss": history["loss"][-1],
-        "accuracy": history["accuracy"][-1],
-        "weights": float(model.get_weights()[0].sum()),
-    }
 
 
 def evaluated(split: Split) -> dict[str, float]:
@@ -604,11 +583,10 @@ def evaluated(split: Split) -> dict[str, float]:
     return {"logs": float(np.abs(np.subtract(first, second)).max()), "predict": float(drift)}
 
 
-def compare_dataset(split: Split, make: Make) -> dict[str, float]:
+def compare_dataset(split: Split, make: Make) -> dict[str, Any]:
     """Whole batches from `split.data`, of which each process takes its rows."""
-    one, many = make(), split.build(make)
-    first = one.fit(X, Y, batch_size=BATCH, epochs=3, shuffle=False, verbose=0)
-    return apart(one, many, first, many.fit(split.data(X, Y), epochs=3, verbose=0))
+    fit = lambda model: model.fit(X, Y, batch_size=BATCH, epochs=3, shuffle=False, verbose=0).history  # noqa: E731
+    return train_twice(split, make, lambda model: model.fit(split.data(X, Y), epochs=3, verbose=0).history, rival=fit)
 
 
 def limits() -> list[str]:
@@ -672,39 +650,32 @@ def sums(split: Split) -> dict[str, list[float]]:
 
 
 def group_cases() -> dict[str, Any]:
-    """This process' part of a group of two or three."""
+    """This process' part of a group of two or three: in passes where it is of three."""
     config = json.loads(os.environ["TF_CONFIG"])
-    size = len(config["cluster"]["worker"])
-    shares, micros = ((18, 6), (6, 6)) if size == 2 else ((15, 6, 0, 3), (3, 6, 0, 2))
-    split, passes = Split(make_plan(*shares)), Split(make_plan(*shares, micros=micros))
+    three = sum(map(len, config["cluster"].values())) == 3
+    split = Split(make_plan(15, 6, 0, 3, micros=(3, 6, 0, 2)) if three else make_plan(18, 6))
     clipped = lambda: network(  # noqa: E731
         optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.1), regularizer="l2"
     )
-    x, y, held = X[:ONE_OVER], Y[:ONE_OVER], (X[:40], Y[:40])
-    cases: dict[str, Callable[[], Any]] = {
-        "passes": lambda: compare(passes, clipped, x, y, sample_weight=WEIGHTS[:ONE_OVER], validation_data=held)
+    accumulated = lambda: active(gradient_accumulation_steps=2)  # noqa: E731
+    x, y, weights, held = X[:ONE_OVER], Y[:ONE_OVER], WEIGHTS[:ONE_OVER], (X[:40], Y[:40])
+    found = {"sums": sums(split), "engine": split.engine}
+    if three:
+        return found | {"passes": compare(split, clipped, x, y, sample_weight=weights, validation_data=held)}
+    classes = {0: 0.5, 1: 2.0, 3: 1.5}
+    return found | {
+        "clipped momentum L2 weights one row": compare(
+            split, clipped, x, y, validation_data=held, class_weight=classes
+        ),
+        "activity accumulation weights one row": compare(split, accumulated, x, y, sample_weight=weights),
+        "dataset": compare_dataset(split, rules()["adam"]),
+        "evaluate": evaluated(split),
+        "two heads": compare_totals(split),
+        "warned": warned(split),
+        "rounding": rounding(split),
+        "refusals": refusals(split),
+        "users": keras_users.group(),
     }
-    if size == 2:
-        classes = {0: 0.5, 1: 2.0, 3: 1.5}
-        accumulated = lambda: network(optimizers.SGD(0.1, gradient_accumulation_steps=2))  # noqa: E731
-        cases |= {
-            "clipped momentum L2 weights one row": lambda: compare(
-                split, clipped, x, y, validation_data=held, class_weight=classes
-            ),
-            "accumulation weights": lambda: compare(split, accumulated, X, Y, sample_weight=WEIGHTS),
-            "activity one row": lambda: compare(split, active, x, y),
-            "shuffled": lambda: shuffled(split),
-            "dataset": lambda: compare_dataset(split, rules()["adam"]),
-            "evaluate": lambda: evaluated(split),
-            "two heads": lambda: compare_totals(split),
-            "warned": lambda: warned(split),
-            "rounding": lambda: rounding(split),
-            "refusals": lambda: refusals(split),
-        }
-    found: dict[str, Any] = {name: case() for name, case in cases.items()}
-    found["engine"] = split.engine
-    found["sums"] = sums(split)
-    return found
 
 
 if __name__ == "__main__":

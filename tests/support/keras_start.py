@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ LIGHTLY = (  # Keras would load both packages for parts that no test uses, 1.5 s
 )
 
 
-def start(script: Path, *words: str, config: dict[str, Any] | None = None) -> subprocess.Popen[str]:
-    """One process of a script; `config` is its place in a group."""
-    environment = {**os.environ, "TF_CONFIG": json.dumps(config)} if config else dict(os.environ)
+def start(script: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
+    """One process of a script, with these environment variables."""
     command = [sys.executable, "-c", LIGHTLY, str(script), *words]
+    environment = {**os.environ, **variables}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
@@ -33,16 +33,19 @@ def free_peers(size: int) -> list[str]:
     return peers
 
 
-def start_group(script: Path, *words: str, roles: Iterable[str]) -> list[subprocess.Popen[str]]:
-    """A process for each role, `chief` or `worker`."""
-    ranks = list(roles)
+def start_group(
+    script: Path, *words: str, roles: Sequence[str], variables: Sequence[dict[str, str]] = ()
+) -> list[subprocess.Popen[str]]:
+    """A process for each role, `chief` or `worker`, with its place in the group and its own environment variables."""
     cluster: dict[str, list[str]] = {}
-    configs: list[dict[str, Any]] = []
-    for role, peer in zip(ranks, free_peers(len(ranks)), strict=True):
+    tasks = []
+    for role, peer in zip(roles, free_peers(len(roles)), strict=True):
         peers = cluster.setdefault(role, [])
-        configs.append({"cluster": cluster, "task": {"type": role, "index": len(peers)}})
+        tasks.append({"type": role, "index": len(peers)})
         peers.append(peer)
-    return [start(script, *words, config=config) for config in configs]
+    configs = [json.dumps({"cluster": cluster, "task": task}) for task in tasks]
+    own = variables or [{} for _ in roles]
+    return [start(script, *words, TF_CONFIG=config, **each) for config, each in zip(configs, own, strict=True)]
 
 
 class Answers:

@@ -1,24 +1,16 @@
-"""Run as a script: models as users write them, on one device and over several, and what differs, as JSON.
-
-`keras_users.py towers` and `keras_users.py mirrored` use logical CPU devices, `keras_users.py chief` is one process of
-a group, with TF_CONFIG set. Everything is float64.
-"""
+"""Models as users write them, on one device and over several, and what differs; a part of keras_proofs.py."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import json
 import os
 import pickle
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock, patch
-
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 import keras
 import numpy as np
@@ -26,8 +18,9 @@ import tensorflow as tf
 from keras import layers
 
 from evener.errors import EvenerError
-from evener.keras_split import Report, Split, make_logical_cpus
+from evener.keras_split import Report, Split
 from evener.keras_split.data import batch_rows
+from tests.support.keras_twice import train_twice
 
 BATCH = 24
 RANDOM = np.random.default_rng(7)
@@ -279,19 +272,6 @@ def vectors() -> Model:
     return model
 
 
-def apart(
-    split: Split, make: Callable[[], Model], run: Callable[[Model], list[float]], instance: bool = False
-) -> float:
-    """The largest difference of weights and figures between one device and the split, built from the model itself."""
-    models = []
-    for maker in (make, lambda: split.build(make() if instance else make)):
-        keras.utils.set_random_seed(3)
-        models.append(maker())
-    first, second = (np.asarray(run(model)) for model in models)
-    pairs = zip(models[0].get_weights(), models[1].get_weights(), strict=True)
-    return max(float(np.abs(first - second).max()), *(float(np.abs(a - b).max()) for a, b in pairs))
-
-
 def refused(split: Split, make: Callable[[], Model], run: Callable[[Model], Any]) -> str:
     """What is said instead of training."""
     return said(lambda: run(split.build(make)))
@@ -303,28 +283,28 @@ def towers() -> dict[str, Any]:
     by_batch = fit(batch_size=np.int64(BATCH))
     noisy = split.build(lambda: network(Watched()))
     noise = [noisy.predict(X[:8], verbose=0) for _ in range(2)]
-    distances: list[float] = []
+    added_itself: list[Any] = []
     data = samples()
     fresh = Split(devices=["CPU:0", "CPU:1"], global_batch=BATCH)
     return {
-        "single samples": apart(split, network, fit_samples),
-        "single vectors": apart(split, vectors, fit_vectors),
-        "rebatched instance": apart(split, network, fit_other_batches(split), instance=True),
+        "single samples": train_twice(split, network, fit_samples),
+        "single vectors": train_twice(split, vectors, fit_vectors),
+        "rebatched instance": train_twice(split, network, fit_other_batches(split), instance=True),
         "batch sizes": [[len(x) for x, _ in split.data(data)] for data in (samples(), samples().batch(10))],
         "rows": [batch_rows(data.batch(20).prefetch(1)), batch_rows(data.batch(20, drop_remainder=True))],
-        "eager": apart(split, lambda: network(run_eagerly=True), fit(X[:BATCH], Y[:BATCH], batch_size=BATCH)),
+        "eager": train_twice(split, lambda: network(run_eagerly=True), fit(X[:BATCH], Y[:BATCH], batch_size=BATCH)),
         "signatures": str(inspect.signature(noisy.fit)) == str(inspect.signature(keras.Sequential().fit)),
         "copies": copies(split),
         "documented": documented(split),
-        "own loss": apart(split, lambda: network(base=OwnLoss), by_batch),
-        "own test": apart(split, lambda: network(base=OwnSteps, metrics=None), own_test),
-        "own predict": apart(split, lambda: network(base=OwnSteps), predict),
-        "adds": warned(lambda: distances.append(apart(split, added, fit(y=None, batch_size=BATCH)))),
-        "added": distances.pop(),
-        "watched": apart(split, lambda: network(Watched()), watched),
-        "without training": apart(split, without_training, fit(x=Batches(), y=None)),
-        "frozen": apart(split, frozen, by_batch),
-        "sparse": apart(split, sparse, sparse_batches),
+        "own loss": train_twice(split, lambda: network(base=OwnLoss), by_batch),
+        "own test": train_twice(split, lambda: network(base=OwnSteps, metrics=None), own_test),
+        "own predict": train_twice(split, lambda: network(base=OwnSteps), predict),
+        "adds": warned(lambda: added_itself.append(train_twice(split, added, fit(y=None, batch_size=BATCH)))),
+        "added": added_itself.pop(),
+        "watched": train_twice(split, lambda: network(Watched()), watched),
+        "without training": train_twice(split, without_training, fit(x=Batches(), y=None)),
+        "frozen": train_twice(split, frozen, by_batch),
+        "sparse": train_twice(split, sparse, sparse_batches),
         "fresh noise": float(np.abs(noise[0] - noise[1]).max()),
         "reported": reported(split),
         "named": Split(
@@ -350,17 +330,16 @@ def towers() -> dict[str, Any]:
     }
 
 
-def reports(split: Split, x: Any, y: Any = None, **words: Any) -> list[dict[str, Any]]:
-    """What is reported of each step of two epochs."""
+def reports(split: Split, x: Any, y: Any = None, **words: Any) -> tuple[list[dict[str, Any]], Any]:
+    """What is reported of each step of two shuffled epochs, and what fit itself says of them."""
     callback, calls = Report(split), []
     callback._reporter = Mock(report=lambda samples, **labels: calls.append({"samples": samples, **labels}))
-    split.build(network).fit(x, y, epochs=2, verbose=0, callbacks=[callback], **words)
-    return calls
+    return calls, split.build(network).fit(x, y, epochs=2, verbose=0, callbacks=[callback], **words).history
 
 
 def reported(split: Split) -> dict[str, Any]:
     """What is reported where fit is given another batch size, and of whole and short batches."""
-    arrays, dataset = reports(split, X, Y, batch_size=16), reports(split, samples())
+    arrays, dataset = reports(split, X, Y, batch_size=16)[0], reports(split, samples())[0]
     return {
         "devices": arrays[0]["devices"],
         "samples": [call["samples"] for call in arrays],
@@ -425,47 +404,40 @@ def said(action: Callable[[], Any]) -> str:
     return ""
 
 
-def mirrored() -> dict[str, Any]:
+def mirrored(split: Split) -> dict[str, Any]:
     """Two replicas: what Keras leaves to each."""
-    split = Split(devices=["CPU:0", "CPU:1"], ratios=[5, 1], global_batch=BATCH, engine="mirrored")
     own = refused(split, lambda: network(base=OwnSteps), lambda m: m.evaluate(X, Y, verbose=0))
-    assigned = apart(split, lambda: network(layers.SpectralNormalization(layers.Dense(8))), steps)
+    assigned = train_twice(split, lambda: network(layers.SpectralNormalization(layers.Dense(8))), steps)
     return {
-        "steps": apart(split, network, steps),
-        "single samples": apart(split, network, fit_samples),
-        "own predict": apart(split, lambda: network(base=OwnSteps), predict),
-        "added": apart(split, added, fit(y=None, batch_size=BATCH)),
-        "sparse": apart(split, sparse, sparse_batches),
+        "steps": train_twice(split, network, steps),
+        "single samples": train_twice(split, network, fit_samples),
+        "own predict": train_twice(split, lambda: network(base=OwnSteps), predict),
+        "added": train_twice(split, added, fit(y=None, batch_size=BATCH)),
+        "sparse": train_twice(split, sparse, sparse_batches),
         "assigned": assigned,
-        "frozen": apart(split, frozen, fit(batch_size=BATCH)),
-        "validated": apart(split, network, fit(batch_size=BATCH, validation_data=Batches())),
+        "frozen": train_twice(split, frozen, fit(batch_size=BATCH)),
+        "validated": train_twice(split, network, fit(batch_size=BATCH, validation_data=Batches())),
         "refusals": {"own test": own, "single": refused(split, single, fit_two_outputs)},
     }
 
 
-def chief() -> dict[str, Any]:
+def group() -> dict[str, Any]:
     """One process of two."""
     split = Split(devices=["CPU:0", "CPU:1"], ratios=[3, 1], global_batch=BATCH)
-    assigned = apart(split, lambda: network(layers.SpectralNormalization(layers.Dense(8)), metrics=None), steps)
+    assigned = train_twice(split, lambda: network(layers.SpectralNormalization(layers.Dense(8)), metrics=None), steps)
+    calls, history = reports(split, X, Y)
     return {
         "rank": split.required_group.rank,
-        "reported": [call["samples"] for call in reports(split, X, Y)],
-        "steps": apart(split, without_training, steps, instance=True),
-        "single samples": apart(split, network, fit_samples),
-        "own predict": apart(split, lambda: network(base=OwnSteps), predict),
-        "added": apart(split, added, fit(y=None, batch_size=BATCH)),
+        "reported": [call["samples"] for call in calls],
+        "shuffled": history,
+        "steps": train_twice(split, without_training, steps, instance=True),
+        "single samples": train_twice(split, network, fit_samples),
+        "own predict": train_twice(split, lambda: network(base=OwnSteps), predict),
+        "added": train_twice(split, added, fit(y=None, batch_size=BATCH)),
         "assigned": assigned,
-        "validated": apart(split, network, fit(batch_size=BATCH, validation_data=Batches())),
+        "validated": train_twice(split, network, fit(batch_size=BATCH, validation_data=Batches())),
         "refusals": {
             "own test": refused(split, lambda: network(base=OwnSteps), lambda m: m.evaluate(X, Y, verbose=0)),
             "single": refused(split, single, fit_two_outputs),
         },
     }
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    keras.config.set_floatx("float64")
-    if sys.argv[1] != "chief":
-        make_logical_cpus(3)
-    print(json.dumps({"towers": towers, "mirrored": mirrored, "chief": chief}[sys.argv[1]]()))

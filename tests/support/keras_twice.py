@@ -1,0 +1,53 @@
+"""Trains a Keras model by a split and on one device, and tells how far they are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any
+
+import keras
+import numpy as np
+
+from evener.keras_split import Split
+
+Model = Any
+
+
+def train_twice(
+    split: Split,
+    make: Callable[[], Model],
+    run: Callable[[Model], Any],
+    rival: Callable[[Model], Any] | None = None,
+    instance: bool = False,
+) -> dict[str, Any]:
+    """The largest differences of weights, and of the figures that a run gives; one device may be run in another way.
+
+    Of a group, the first process alone trains on one device. What all of them must learn to the last bit is `learned`.
+    """
+    many = seeded(lambda: split.build(make() if instance else make))
+    second = run(many)
+    found = {"learned": [digest(many), second]}
+    if split.engine == "multiworker" and split.required_group.rank:
+        return found
+    one = seeded(make)
+    first = (rival or run)(one)
+    return found | {"weights": difference(one.get_weights(), many.get_weights()), "logs": difference(first, second)}
+
+
+def seeded(make: Callable[[], Model]) -> Model:
+    """A model with the same first weights as any other that is made so."""
+    keras.utils.set_random_seed(3)
+    return make()
+
+
+def digest(model: Model) -> str:
+    """The weights, to the last bit."""
+    return blake2b(b"".join(weight.tobytes() for weight in model.get_weights()), digest_size=8).hexdigest()
+
+
+def difference(first: Any, second: Any) -> float:
+    """The largest, of figures in the same structure."""
+    keras.tree.assert_same_structure(first, second)
+    pairs = zip(keras.tree.flatten(first), keras.tree.flatten(second), strict=True)
+    return max(float(np.abs(np.subtract(a, b)).max()) for a, b in pairs)
