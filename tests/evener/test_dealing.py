@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.costs import Cost
+from evener.costs import Cost, RankCost
 from evener.deal_ways import DealWays
-from evener.dealing import Dealer, RankCost
+from evener.dealing import Dealer
 from evener.errors import RequestError
 from evener.passes import split_passes
 from evener.shares import apportion
