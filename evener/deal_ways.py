@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from evener.costs import RankCost
 
-_CUTS = 48  # places where a batch may be cut
+_CUTS = 64  # places where a batch may be cut
 _BISECTIONS = 12
 _PRICES = (1, 2, 4)  # of a further pass, in its fixed seconds: several ranks may open one for the same run
 _BLOCK_PARTS = (0.8, 0.0, 1.0, 0.5)  # of the batch that is dealt in blocks
@@ -42,7 +42,7 @@ class DealWays:
         self._places = [0, *(changes[int(number * step)] for number in range(min(len(changes), _CUTS))), len(lengths)]
 
     def least_seconds(self) -> float:
-        """A bound that no way can beat if the ranks differ in speed only.
+        """A bound that no way can beat if the ranks differ in speed only, and the batch has at most 64 lengths.
 
         The larger of (the least cost of the batch / the sum of speeds) and (the longest row on the fastest rank). The
         least cost is that of the best cuts on one device: any way to deal is also a way to cut.

@@ -1,0 +1,152 @@
+"""Batches of rows of unequal length in one process; several ranks are in test_torch_exact."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from evener.costs import Cost, RankCost
+from evener.dealing import Dealer
+from evener.errors import RequestError
+from evener.plan import Plan
+from evener.torch_split import Loader, Split
+from evener.torch_split.dealt_batch import DealtBatch
+from evener.torch_split.length_sampler import LengthSampler
+from evener.torch_split.sampler import UnevenBatchSampler
+from tests.support.torch_length_programs import Texts, collate
+from tests.support.torch_ranks import example_plan
+
+TEXTS = Texts(41)
+BATCH = 8
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("EVENER_LIVE_DIR", str(tmp_path / "live"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def plan(cost: Cost, tokens: int = 0) -> Plan:
+    made = example_plan((BATCH,), "cpu-{}")
+    share = msgspec.structs.replace(made.layout.share[0], cost=cost, tokens=tokens)
+    return msgspec.structs.replace(made, layout=msgspec.structs.replace(made.layout, share=(share,)))
+
+
+@pytest.fixture
+def split() -> Split:
+    """One device, on which a pass costs as much as 10 tokens."""
+    return Split(plan(Cost(10, 1, 0)))
+
+
+def passes(split: Split, loader: Loader) -> list[list[list[int]]]:
+    """The rows of each pass of each batch."""
+    return [[part.batch["rows"].tolist() for part in parts(split, batch)] for batch in loader]
+
+
+def parts(split: Split, batch: Any) -> list[Any]:
+    with torch.no_grad():
+        return [copy.copy(part) for part in split.parts(batch)]
+
+
+def test_the_rows_of_each_batch_and_their_order_of_batches_stay(split: Split) -> None:
+    dealt = split.loader(TEXTS, seed=3, lengths=TEXTS.lengths, collate_fn=collate)
+    plain = split.loader(TEXTS, seed=3, collate_fn=collate)
+    assert len(dealt) == len(plain) == 6
+    for _ in range(2):
+        rows = passes(split, dealt)
+        assert max(map(len, rows)) > 1
+        assert [sorted(row for each in batch for row in each) for batch in rows] == [
+            sorted(batch["rows"].tolist()) for batch in plain
+        ]
+
+
+@pytest.mark.parametrize("options", [{"prefetch": 2}, {"num_workers": 1}])
+def test_passes_are_the_same_however_they_are_fetched(split: Split, options: dict[str, Any]) -> None:
+    plain, other = (
+        split.loader(TEXTS, lengths=torch.tensor(TEXTS.lengths), collate_fn=collate, **more) for more in ({}, options)
+    )
+    assert passes(split, other) == passes(split, plain)
+    assert pickle.loads(pickle.dumps(plain)).state_dict() == plain.state_dict()
+
+
+def test_a_pass_is_padded_to_its_own_longest(split: Split) -> None:
+    for batch in split.loader(TEXTS, lengths=TEXTS.lengths, collate_fn=collate):
+        for part in parts(split, batch):
+            assert part.batch["words"].shape[1] + 1 == max(TEXTS.lengths[row] for row in part.batch["rows"])
+            assert part.rows == len(part.batch["rows"])
+
+
+def test_a_pass_fits_in_memory() -> None:
+    split = Split(plan(Cost(10_000, 1, 0), tokens=60))
+    for batch in passes(split, split.loader(TEXTS, lengths=TEXTS.lengths, collate_fn=collate)):
+        for rows in batch:
+            assert len(rows) * max(TEXTS.lengths[row] for row in rows) <= 60
+
+
+def test_a_loop_without_parts_trains_where_each_batch_is_one_pass(split: Split) -> None:
+    dear = Split(plan(Cost(1e9, 1, 0)))
+    assert all(len(batch["rows"]) for batch in dear.loader(TEXTS, lengths=TEXTS.lengths, collate_fn=collate))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda batch: batch["words"],
+        lambda batch: tuple(batch),
+        lambda batch: batch.to("cpu"),
+        lambda batch: {**batch},
+        len,
+    ],
+)
+def test_a_batch_in_passes_is_not_used_as_one(use: Callable[[Any], Any]) -> None:
+    batch = DealtBatch([1, 2], (1, 1))
+    with pytest.raises(RequestError, match="computes a batch at once"):
+        use(batch)
+    assert copy.deepcopy(batch).rows == (1, 1)
+
+
+def test_two_loops_over_one_loader_keep_their_epochs(split: Split) -> None:
+    loader = split.loader(TEXTS, lengths=TEXTS.lengths, collate_fn=collate)
+    expected = [batch for _ in range(2) for batch in passes(split, loader)]
+    loader.set_epoch(0)
+    first = iter(loader)
+    taken = [next(first)]
+    second = iter(loader)
+    taken += [next(second), *first, *second]
+    rows = [sorted(row for part in parts(split, batch) for row in part.batch["rows"].tolist()) for batch in taken]
+    whole = [sorted(row for each in batch for row in each) for batch in expected]
+    assert rows == [whole[0], whole[6], *whole[1:6], *whole[7:]]
+
+
+def sampler(rank: int, rows: int = 3) -> LengthSampler:
+    dealer = Dealer((RankCost(Cost(0, 1, 0)),) * 4, (1.0,) * 4)
+    return LengthSampler(rows, (2, 2, 2, 2), rank, lengths=[5, 9, 7][:rows], dealer=dealer)
+
+
+def test_a_rank_without_a_row_keeps_step_with_the_shortest() -> None:
+    batches = [list(sampler(rank)) for rank in range(4)]
+    sizes = sampler(0).sizes_at(0)
+    assert sorted(sizes) == [0, 1, 1, 1]
+    assert batches[sizes.index(0)] == [[0]]
+    assert sorted(row for rank, (rows,) in enumerate(batches) if sizes[rank] for row in rows) == [0, 1, 2]
+
+
+def test_a_state_is_that_of_a_loader_without_lengths() -> None:
+    plain = UnevenBatchSampler(41, (2, 6), 0)
+    dealer = Dealer((RankCost(Cost(0, 1, 0)),) * 2, (1.0, 3.0))
+    dealt = LengthSampler(41, (2, 6), 1, lengths=TEXTS.lengths, dealer=dealer)
+    assert dealt.state_dict(2) == plain.state_dict(2)
+    dealt.load_state_dict(plain.state_dict(2))
+    left = [rows.tolist() for rows in dealt.batches()]
+    whole = [row for batch in UnevenBatchSampler(41, (8,), 0) for row in batch]
+    assert dealt.steps_left == 4
+    assert {row for rows in left for row in rows} < set(whole[16:])
