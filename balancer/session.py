@@ -59,7 +59,7 @@ class Session(EventThread):
         errors = runs.errors_path(self._header.run)
         self._prober: Prober = resolve.make_prober(self._resolved, replay.read_clock(self._record), errors)
         seen = (entry.seen for entry in self._record.seen)
-        self._search: Search = replay.make_search(self._header, seen, self._facts.rows, opened.spend_all)
+        self._search: Search = replay.make_search(self._header, seen, self._facts, opened.spend_all)
 
     @property
     def run_id(self) -> str:
@@ -158,7 +158,7 @@ class Session(EventThread):
         if facts not in (self._facts, Facts()):
             self._facts = facts
             self._write(FactsEntry(facts))
-            self._search.limit_batch(facts.rows)
+            self._search.learn_data(facts.rows, facts.lengths)
         self._write(ObservationEntry(seen, at))
         self._search.tell(seen)
         self._seen.append(seen)

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from evener.costs import Cost, Work
 from evener.passes import count_passes, split_passes
 
 Kind = Literal["solo", "split", "pack", "place"]
@@ -28,6 +29,9 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     placement: str = ""  # place: the workload's own name for it; pack: "", "logical" or "mps"
     knobs: tuple[str, ...] = ()  # on top of what the request says: "xla", "mixed"
     micro: tuple[int, ...] = ()  # rows of one pass, for each device; empty: every share is one pass
+    costs: tuple[Cost | None, ...] = ()  # by which rows are dealt by their length; `shares` are then mean numbers
+    tokens: tuple[int, ...] = ()  # with `costs`: the most padded tokens of a pass; 0: no limit
+    length: int = 0  # of every row, where a probe is about one length
 
     @property
     def global_batch(self) -> int:
@@ -48,6 +52,11 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def in_passes(self) -> bool:
         """Whether a device takes its share in more than one pass."""
         return bool(self.micro)
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether its shares are rows in the order of the data, of whatever length."""
+        return not (self.costs or self.length)
 
     def passes(self, position: int) -> int:
         """How many passes a device takes for its share; 0 for one that is left out."""
@@ -107,6 +116,18 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     warnings: tuple[Warned, ...] = ()
     start_seconds: float = 0.0  # part of it: starting and building new children, which later probes are spared
     short_bytes: tuple[int, ...] = ()  # of each device's memory, what others held as it began; empty: nothing
+    work: tuple[Work | None, ...] = ()  # of each device in a step, where rows have lengths
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a step without padding; 0 where rows have no lengths."""
+        return sum(each.tokens for each in self.work if each)
+
+    @property
+    def padding(self) -> float:
+        """The part of the computed tokens that is padding."""
+        padded = sum(each.padded for each in self.work if each)
+        return 1 - self.tokens / padded if padded else 0.0
 
     @property
     def samples_per_second(self) -> float:
@@ -211,3 +232,4 @@ class Problem(msgspec.Struct, frozen=True):
     spend_all: bool = False  # the best layouts are measured until the budget is spent, however sure the plan is
     longest_step_seconds: float | None = None  # a free batch whose step takes longer on a device is not tried there
     micro: bool = True  # a share may be taken in several passes; False: it must fit in one
+    lengths: tuple[int, ...] = ()  # of rows, in tokens, rising, an even sample; empty: shares are by rows

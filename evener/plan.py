@@ -51,12 +51,14 @@ SOLO_PREFIX = "solo "  # and the device's label
 Format = Literal["toml", "json"]
 
 
-class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Measured samples/s over whole synchronised steps, with its 95 % interval."""
 
     samples_per_second: float
     low: float
     high: float
+    tokens_per_second: float = 0.0  # without padding; these two are written only where rows have lengths
+    padding: float = 0.0  # the part of the computed tokens that is padding
 
 
 class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -203,6 +205,9 @@ def _write_as_schema_1(data: dict[str, Any]) -> None:
     data["evidence"] = [rival for rival in data["evidence"] if not any(map(_is_of_schema_2, rival["layout"]["share"]))]
     for rival in data["evidence"]:
         rival.pop("tie", None)
+    for figure in (data["throughput"], *(rival["throughput"] for rival in data["evidence"])):
+        figure.pop("tokens_per_second", None)
+        figure.pop("padding", None)
     for share in _all_shares(data):
         if "host" in share:
             raise PlanError(

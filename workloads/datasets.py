@@ -66,3 +66,9 @@ def grey_noise(rows: int) -> tuple[Any, Any]:
     random = np.random.default_rng(rows)
     x = random.integers(0, 256, (rows, SIZE, SIZE, 1), dtype=np.uint8).astype(np.float32)
     return x, random.integers(0, 10, rows)
+
+
+def text_lengths(rows: int, median: float, sigma: float, longest: int, seed: int = 0) -> Any:
+    """Lognormal lengths (rows,) of 1 to `longest` tokens, as int64."""
+    lengths = np.random.default_rng(seed).lognormal(np.log(median), sigma, rows)
+    return np.clip(np.rint(lengths), 1, longest).astype(np.int64)

@@ -11,6 +11,8 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from evener.costs import Cost, Work
+
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16"]
 Input = Literal["host", "device"]
 BACKENDS = {"tensorflow": "evener.workloads.keras_backend", "torch": "evener.workloads.torch_backend"}  # by framework
@@ -65,6 +67,22 @@ class Workload(Protocol):
 
     def facts(self) -> Mapping[str, str]:
         """What the plan says about it: framework version, parameters, engine, ..."""
+        ...
+
+
+class TextWorkload(Workload, Protocol):
+    """A workload whose rows may be of unequal length; its facts then have an even sample of their `lengths`."""
+
+    def prepare_dealt(self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]) -> None:
+        """As `prepare`, with the rows of each global batch dealt by cost; a pass has at most so many padded tokens."""
+        ...
+
+    def prepare_length(self, shares: Sequence[int], micro: Sequence[int], length: int) -> None:
+        """As `prepare`, with rows that are padded to this length in every pass."""
+        ...
+
+    def work(self) -> Work | None:
+        """The sum over all steps of this process; None where rows have no lengths."""
         ...
 
 

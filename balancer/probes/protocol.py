@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from evener.costs import Cost, Work
 from evener.workloads.profiling import Transfer
 from evener.workloads.protocol import Place
 
@@ -43,10 +44,16 @@ class Build(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """Make batches of these sizes and run the first step. `micro` is the rows of one pass; empty: each share is one."""
+    """Make batches of these sizes and run the first step. `micro` is the rows of one pass; empty: each share is one.
+
+    With `costs`, rows are dealt by their length, in passes of at most `tokens`; with `length`, all rows have that.
+    """
 
     shares: tuple[int, ...]
     micro: tuple[int, ...] = ()
+    costs: tuple[Cost, ...] = ()
+    tokens: tuple[int, ...] = ()
+    length: int = 0
 
 
 class RunSteps(msgspec.Struct, frozen=True, tag=True):
@@ -92,6 +99,7 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     spun_seconds: Seconds  # spent spinning to hold the process to its share of speed
     memory_bytes: Annotated[tuple[Bytes | None, ...], Devices]  # the most that each of its devices held
     not_finite_step: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0  # by which the loss was NaN; 0: it wasn't
+    work: Work | None = None  # of all its steps, where rows have lengths
 
 
 class Profiled(msgspec.Struct, frozen=True, tag=True):

@@ -23,6 +23,7 @@ from evener.devices.simulated.machine import Machine
 
 TICK_SECONDS = 0.1  # of real time between checks of `stop` when paced
 SHORTEST_STEP_SECONDS = 1e-9  # a step is never free
+LATER = ("micro", "costs", "tokens", "length")  # fields of a layout that seeds don't count where they are empty
 
 
 class SimulatedProber:
@@ -81,7 +82,7 @@ class _SimulatedProbe:
     def __init__(self, machine: Machine, seed: int, probe: Probe, busy: set[int], start_seconds: float = 0.0) -> None:
         self._machine, self._probe, self._start = machine, probe, start_seconds
         layout = {
-            name: value for name, value in msgspec.structs.asdict(probe.layout).items() if name != "micro" or value
+            name: value for name, value in msgspec.structs.asdict(probe.layout).items() if name not in LATER or value
         }
         drawn = {"layout": layout, "stage": probe.stage, "seconds": probe.seconds, "turn": probe.turn}
         self._random = random.Random(blake2b(f"{seed}:".encode() + msgspec.json.encode(drawn), digest_size=8).digest())

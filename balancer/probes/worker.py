@@ -20,14 +20,17 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
+
+import msgspec
 
 from evener.balancer.probes import protocol, stack_dump
+from evener.costs import Work
 from evener.devices.child_environment import cap_address_space
 from evener.live import Reporter
 from evener.live_files import start_ticks
 from evener.workloads import user_code
-from evener.workloads.protocol import Workload
+from evener.workloads.protocol import TextWorkload, Workload
 
 PARENT_POLL_SECONDS = 1.0
 IDLE_SECONDS = 1.0  # without a command, after which a child no longer counts as training
@@ -113,7 +116,12 @@ class Worker:
         workload, build = self._built()
         gc.unfreeze()
         self._busy_seconds = 0.0
-        workload.prepare(command.shares, command.micro)
+        if command.costs:
+            cast(TextWorkload, workload).prepare_dealt(command.shares, command.costs, command.tokens)
+        elif command.length:
+            cast(TextWorkload, workload).prepare_length(command.shares, command.micro, command.length)
+        else:
+            workload.prepare(command.shares, command.micro)
         started = time.perf_counter()
         workload.step()
         workload.synchronize()
@@ -128,7 +136,7 @@ class Worker:
     def _run(self, command: protocol.RunSteps) -> protocol.Ran:
         workload, build = self._built()
         gc.disable()
-        spun, steps = 0.0, 0
+        spun, steps, before = 0.0, 0, _read_work(workload)
         cpu, started = time.process_time(), time.perf_counter()
         while not steps or time.perf_counter() - started < command.seconds:
             spun += self._run_steps(command.steps, workload, build)
@@ -138,8 +146,9 @@ class Worker:
         gc.enable()
         gc.collect()
         memory = tuple(workload.max_memory_bytes()) or (None,)
+        work = _subtract(_read_work(workload), before)
         self._account(steps, workload, build)
-        return protocol.Ran(steps, wall, max(0.0, cpu - spun), spun, memory, self._not_finite_step)
+        return protocol.Ran(steps, wall, max(0.0, cpu - spun), spun, memory, self._not_finite_step, work)
 
     def _account(self, steps: int, workload: Workload, build: protocol.Build, timed: bool = True) -> None:
         """After steps, and outside their time: look at the loss, and report them to the monitor."""
@@ -198,6 +207,19 @@ class Worker:
         if self._workload is None or self._build is None:
             raise ValueError("nothing is built yet")
         return self._workload, self._build
+
+
+def _read_work(workload: Workload) -> Work | None:
+    """What all its steps computed; None for a workload without lengths."""
+    read = getattr(workload, "work", None)
+    return None if read is None else cast(TextWorkload, workload).work()
+
+
+def _subtract(now: Work | None, before: Work | None) -> Work | None:
+    if now is None or before is None:
+        return now
+    pairs = zip(msgspec.structs.astuple(now), msgspec.structs.astuple(before), strict=True)
+    return Work(*(after - first for after, first in pairs))
 
 
 def _encodable(text: str) -> str:

@@ -11,10 +11,12 @@ from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.ranking import Standing, overlap
 from evener.balancer.search.search import is_even
 from evener.balancer.types import Interval, Layout, Result, Timed
+from evener.costs import Cost
 
 PACK_MODES = {"": "", "logical": " with equal parts of the memory", "mps": " under MPS"}
 KNOBS = {"xla": "XLA", "mixed": "mixed precision"}
 MOST_TIES = 3  # named in the sentence
+USUAL_ROWS = 8  # of a pass
 
 
 class Rival(msgspec.Struct, frozen=True):
@@ -37,6 +39,13 @@ class Costs(msgspec.Struct, frozen=True):
 
     sync_seconds: float | None = None  # the exposed cost of keeping replicas in step
     apart_seconds: Callable[[Layout], float | None] = lambda _: None  # the longest that a device takes for its share
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """What a row has on average, 0 where rows have no lengths; and the part of the computed tokens that is padding."""
+
+    of_row: float = 0.0
+    padding: float = 0.0
 
 
 def list_rivals(chosen: Result, ranking: Sequence[Standing], results: Sequence[Result] = ()) -> tuple[Rival, ...]:
@@ -74,9 +83,19 @@ def compare_throughput(chosen: Result, rival: Candidate, throughput: Interval) -
     return Rival(rival, throughput, gain, overlap(chosen.throughput, throughput), False)
 
 
-def explain(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str], costs: Costs | None = None) -> str:
+def explain(
+    chosen: Result,
+    rivals: Sequence[Rival],
+    labels: Sequence[str],
+    costs: Costs | None = None,
+    tokens: Tokens = Tokens(),  # noqa: B008 - frozen
+) -> str:
     """What to do and why, with the figures; `labels` are the devices' short names."""
-    begin = f"{_advice(chosen, labels)}: {rate(chosen.throughput.value)} samples/s{_error(chosen.throughput)}"
+    figure = f"{rate(chosen.throughput.value)} samples/s{_error(chosen.throughput)}"
+    if tokens.of_row:
+        beside = f"{rate(chosen.throughput.value)} samples/s, {percent(tokens.padding)} padding"
+        figure = f"{rate(chosen.throughput.value * tokens.of_row)} tokens/s{_error(chosen.throughput)} ({beside})"
+    begin = f"{_advice(chosen, labels, tokens)}: {figure}"
     gains = _gains(chosen, rivals, labels)
     clauses = [*_losses(chosen, rivals, labels, costs or Costs()), *_larger(chosen, rivals)]
     clauses += [*_knobs(chosen, rivals), *_ties(chosen, rivals, len(labels))]
@@ -134,10 +153,19 @@ def waiting_share(seen: Sequence[Timed]) -> float | None:
     return sum(parts) / len(parts) if parts else None
 
 
-def _advice(chosen: Result, labels: Sequence[str]) -> str:
+def cost_ratios(costs: Sequence[Cost | None], row_tokens: float) -> tuple[float, ...]:
+    """Each device's part of the cost of a batch, when all finish at the same time; of passes of a few usual rows."""
+    speeds = [1 / cost.seconds(USUAL_ROWS, round(row_tokens)) if cost else 0.0 for cost in costs]
+    return tuple(speed / sum(speeds) for speed in speeds)
+
+
+def _advice(chosen: Result, labels: Sequence[str], tokens: Tokens) -> str:
     layout = chosen.layout
     names = join_words([labels[i] for i in layout.active])
     match layout.kind:
+        case "split" if layout.costs:
+            ratios = ":".join(f"{ratio:.3f}" for ratio in cost_ratios(layout.costs, tokens.of_row) if ratio)
+            advice = f"Split the cost of each batch {ratios} over {names} ({layout.global_batch} samples)"
         case "split" if is_even(layout):
             advice = f"Split evenly over {names} ({list_samples(layout)} samples)"
         case "split":
@@ -161,7 +189,8 @@ def _gains(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str]) -> li
     reasons = []
     if layout.kind == "split" and not is_even(layout):
         even = _first(rivals, "even", devices=len(layout.active))
-        reasons += [_compare("the even split", even)] if even else []
+        name = "the even split of rows as they come" if layout.costs else "the even split"
+        reasons += [_compare(name, even)] if even else []
     single = _first(rivals, "solo")
     if layout.kind != "solo" and single is not None:
         (position,) = single.candidate.layout.active

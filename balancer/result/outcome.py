@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -13,7 +13,9 @@ from evener.balancer.result import explain_measurements as measurements
 from evener.balancer.result.explain import (
     Costs,
     Rival,
+    Tokens,
     compare_throughput,
+    cost_ratios,
     explain,
     find_larger,
     list_rivals,
@@ -74,7 +76,8 @@ def build_outcome(
     labels = [device.label for device in devices]
     rivals = list_rivals(chosen, search.ranking(), search.results())
     doubts = measurements.find_doubts(seen, chosen.layout, relative_error(*msgspec.structs.astuple(chosen.throughput)))
-    sentence = explain(chosen, rivals, labels, Costs(search.sync_seconds(), search.apart_seconds))
+    tokens = Tokens(search.mean_length, search.padding(chosen.layout))
+    sentence = explain(chosen, rivals, labels, Costs(search.sync_seconds(), search.apart_seconds), tokens)
     warnings = (
         *header.notes,
         *search.options.left_out,
@@ -88,15 +91,19 @@ def build_outcome(
         *measurements.explain_passes(chosen.layout, facts.batch_statistics),
     )
     request, knobs = header.request, chosen.layout.knobs
+
+    def write(layout: Layout) -> PlanLayout:
+        return _write_layout(layout, devices, facts.engine, search.mean_length)
+
     plan = Plan(
         created=header.created,
         workload=header.workload,
         framework=header.framework,
         precision=MIXED if "mixed" in knobs else request.precision,
         xla=request.xla or "xla" in knobs,
-        layout=_write_layout(chosen.layout, devices, facts.engine),
-        throughput=_write_throughput(chosen.throughput),
-        evidence=_write_evidence(chosen, rivals, search, devices, facts.engine),
+        layout=write(chosen.layout),
+        throughput=_write_throughput(chosen.throughput, search.mean_length, search.padding(chosen.layout)),
+        evidence=_write_evidence(chosen, rivals, search, devices, write),
         search=_summarize(header, seen, why_stopped, seconds),
         fingerprint=_write_fingerprint(header, facts),
         warnings=warnings,
@@ -155,7 +162,11 @@ def explain_short_budget(search: Search, seen: Sequence[Observation], why_stoppe
 
 
 def _write_evidence(
-    chosen: Result, rivals: Sequence[Rival], search: Search, devices: Sequence[Device], engine: str
+    chosen: Result,
+    rivals: Sequence[Rival],
+    search: Search,
+    devices: Sequence[Device],
+    write: Callable[[Layout], PlanLayout],
 ) -> tuple[Evidence, ...]:
     """Every rival by its name, the best single device even if it is chosen, and each device alone at its fastest."""
     names = name_rivals(chosen, rivals, len(devices))
@@ -170,10 +181,13 @@ def _write_evidence(
         if result is not None:
             rival = compare_throughput(chosen, Candidate("solo", result.layout), result.throughput)
             found.append((f"{SOLO_PREFIX}{device.label}", rival))
-    return tuple(
-        Evidence(name, _write_layout(one.candidate.layout, devices, engine), _write_throughput(one.throughput), one.tie)
-        for name, one in found
-    )
+
+    def describe(name: str, one: Rival) -> Evidence:
+        layout = one.candidate.layout
+        figure = _write_throughput(one.throughput, search.mean_length, search.padding(layout))
+        return Evidence(name, write(layout), figure, one.tie)
+
+    return tuple(describe(name, one) for name, one in found)
 
 
 def _summarize(header: Header, seen: Sequence[Observation], why_stopped: str, seconds: float) -> SearchSummary:
@@ -186,25 +200,32 @@ def _summarize(header: Header, seen: Sequence[Observation], why_stopped: str, se
     )
 
 
-def _write_layout(layout: Layout, devices: Sequence[Device], engine: str) -> PlanLayout:
+def _write_layout(layout: Layout, devices: Sequence[Device], engine: str, row_tokens: float) -> PlanLayout:
     """The layout as the plan has it: a share for each device of the request, in its order."""
+    costs, tokens = layout.costs or (None,) * len(devices), layout.tokens or (0,) * len(devices)
     templates = tuple(
-        Share(device.id, device.index, device.name, 0, 0.0, write_limit(device.limit)) for device in devices
+        Share(
+            device.id, device.index, device.name, 0, 0.0, write_limit(device.limit),
+            cost=cost, tokens=wall, host=device.host,
+        )  # fmt: skip
+        for device, cost, wall in zip(devices, costs, tokens, strict=True)
     )
     return make_layout(
         layout.kind,
         templates,
         layout.shares,
         micros=layout.pass_rows,
+        ratios=cost_ratios(layout.costs, row_tokens) if layout.costs else None,
         engine=engine if layout.kind == "split" else "",
         processes=layout.processes,
         placement=layout.placement,
     )
 
 
-def _write_throughput(figure: Interval) -> Throughput:
+def _write_throughput(figure: Interval, row_tokens: float, padding: float) -> Throughput:
     """A figure with its interval, in order."""
-    return Throughput(figure.value, max(0.0, min(figure.low, figure.value)), max(figure.high, figure.value))
+    low, high = max(0.0, min(figure.low, figure.value)), max(figure.high, figure.value)
+    return Throughput(figure.value, low, high, figure.value * row_tokens, padding)
 
 
 def _write_fingerprint(header: Header, facts: Facts) -> Fingerprint:

@@ -10,8 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from functools import cached_property
 
-import msgspec
-
 from evener.balancer.search.layouts import LayoutOptions, device_counts
 from evener.balancer.search.observations import EXPLORATION, FIRST_TURN, Observations
 from evener.balancer.search.statistics import median
@@ -260,7 +258,7 @@ class Budget:
     def _solo_rates(self) -> dict[int, float]:
         rates: dict[int, float] = {}
         for seen in self._timed:
-            if seen.probe.layout.kind == "solo":
+            if seen.probe.layout.kind == "solo" and not seen.probe.layout.length:
                 (position,) = seen.probe.layout.active
                 rates[position] = max(seen.samples_per_second, rates.get(position, 0.0))
         return rates
@@ -268,7 +266,9 @@ class Budget:
 
 def _children(layout: Layout) -> Layout:
     """The layout without its sizes: equal for layouts that run on the same children."""
-    return msgspec.structs.replace(layout, shares=tuple(int(share > 0) for share in layout.shares), micro=())
+    return Layout(
+        layout.kind, tuple(int(share > 0) for share in layout.shares), layout.processes, layout.placement, layout.knobs
+    )
 
 
 def _extrapolate_start(starts: list[tuple[int, float]], processes: int) -> float:

@@ -235,8 +235,9 @@ class Observations:
 
     def _read(self, position: int) -> DeviceEvidence:
         seen = [self._seen[p] for p in sorted(self._explored[position], key=_order)]
-        solo = [one for one in seen if one.probe.layout.kind == "solo"]
-        splits = [one for one in seen if one.probe.layout.kind == "split"]
+        by_rows = [one for one in seen if one.probe.layout.by_rows]
+        solo = [one for one in by_rows if one.probe.layout.kind == "solo"]
+        splits = [one for one in by_rows if one.probe.layout.kind == "split"]
         in_passes = [one for one in solo if one.probe.layout.in_passes]
         rounds = [one for one in solo if one.probe.stage == "solo" and not one.probe.layout.in_passes]
         in_splits = tuple(_points(splits, position, own_part=True))
@@ -352,6 +353,8 @@ def _points(seen: Sequence[Observation], position: int, own_part: bool = False) 
 
 
 def _no_larger(one: Layout, other: Layout) -> bool:
+    if not (one.by_rows and other.by_rows):
+        return one == other
     same = one.processes <= other.processes and (one.placement, one.knobs) == (other.placement, other.knobs)
     same = same and one.in_passes <= other.in_passes  # passes take the memory of the gradients between them
     return same and all(a <= b for a, b in zip(one.pass_rows, other.pass_rows, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from enum import StrEnum
 from functools import cached_property
+from statistics import fmean
 
 import msgspec
 
@@ -20,6 +21,9 @@ from evener.balancer.search.ranking import ROUGH, Standing, choose_winner, throu
 from evener.balancer.search.solo_stage import SoloStage
 from evener.balancer.search.split_stage import SplitStage
 from evener.balancer.search.statistics import relative_half_width
+from evener.balancer.search.text_candidates import TextCandidates
+from evener.balancer.search.text_model import TextModel
+from evener.balancer.search.text_stage import TextStage
 from evener.balancer.types import (
     Belief,
     CurveSketch,
@@ -51,6 +55,7 @@ class Stop(StrEnum):
     ONLY_ONE = "There is one way to train on these devices, and it was measured."
     BUDGET = "The budget is spent."
     NO_FIT = "No layout of the global batch asked for fits the memory of these devices."
+    ROW_TOO_LONG = "A row is longer than any device can hold"
     OUT_OF_MEMORY = "Every device ran out of memory at the smallest batch it was given"
     ALL_LOST = "Every device failed"
     LATE = "The budget was spent before the search had ended."
@@ -78,6 +83,7 @@ class Search:
         self.problem, self.options = problem, options
         self._seen = Observations(problem)
         self._predicted: tuple[int, Predictions] | None = None  # with the version of exploration it was read from
+        self._priced: tuple[int, TextModel] | None = None  # the same
 
     def ask(self) -> tuple[Probe, ...]:
         """What to measure now, at the same time; empty when the search is over. Asking changes nothing."""
@@ -92,13 +98,18 @@ class Search:
         for reading in READINGS:
             self.__dict__.pop(reading, None)
 
-    def limit_batch(self, rows: int) -> None:
-        """The data have so many rows, 0: unknown. A free global batch has no more, unless a largest one is given."""
+    def learn_data(self, rows: int, lengths: tuple[int, ...] = ()) -> None:
+        """The data have so many rows, 0: unknown. A free global batch has no more, unless a largest one is given.
+
+        `lengths` are an even sample of the rows' lengths, rising; with them, rows are dealt by what they cost.
+        """
         problem, quantum = self.problem, self.problem.multiple_of
         if rows and problem.global_batch is None and problem.max_global_batch is None:
-            limit = max(quantum, rows // quantum * quantum)
-            self.problem = msgspec.structs.replace(problem, max_global_batch=limit)
-            self._predicted = None
+            problem = msgspec.structs.replace(problem, max_global_batch=max(quantum, rows // quantum * quantum))
+        if lengths:
+            problem = msgspec.structs.replace(problem, lengths=lengths)
+        if problem != self.problem:
+            self.problem, self._predicted, self._priced = problem, None, None
             self._forget_readings()
 
     def run(self, measure: Callable[[tuple[Probe, ...]], Iterable[Observation]]) -> Search:
@@ -182,25 +193,44 @@ class Search:
 
     def sync_seconds(self) -> float | None:
         """The cost of keeping as many devices in step as the last split had; None before any was measured."""
+        if self._text:
+            return self._text.sync_seconds if self._text.splits else None
         return self._predictions.model.sync_seconds
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a row, without padding; 0 where rows have no lengths."""
+        return fmean(self.problem.lengths) if self.problem.lengths else 0.0
+
+    def padding(self, layout: Layout) -> float:
+        """The part of the computed tokens that is padding, as measured."""
+        return fmean([one.padding for one in self._turns(layout).values()] or [0.0])
 
     def apart_seconds(self, layout: Layout) -> float | None:
         """The longest that a device would take alone for its share of a layout; None if none of them ran alone."""
-        curves = [(self._predictions.model.alone[i], layout.shares[i]) for i in layout.active]
+        curves = [(self._predictions.model.alone[i], layout.shares[i]) for i in layout.active if not self._text]
         return max((curve.seconds(share) for curve, share in curves if curve), default=None)
 
     def belief(self) -> Belief:
         """The search's view between two probes, to be drawn."""
+        layout, rate = self._predict()
+        return Belief(
+            curves=tuple(_sketch(self._predictions.model, i) for i in range(self.problem.devices)),
+            predicted=layout,
+            predicted_samples_per_second=rate,
+            sync_seconds=self.sync_seconds(),
+            doing=self._decision.doing,
+        )
+
+    def _predict(self) -> tuple[Layout | None, float | None]:
+        """The layout that should be fastest, and its samples/s."""
+        if self._text:
+            layout = self._text.best_split
+            return layout, self._text.predicted_rate(layout) if layout else None
         predictions = self._predictions
         found = [one for one in (predictions.fastest_split, predictions.fastest_single) if one]
         top = max(found, key=lambda one: one.samples_per_second, default=None)
-        return Belief(
-            curves=tuple(_sketch(predictions.model, i) for i in range(self.problem.devices)),
-            predicted=predictions.layout(top) if top else None,
-            predicted_samples_per_second=top.samples_per_second if top else None,
-            sync_seconds=predictions.model.sync_seconds,
-            doing=self._decision.doing,
-        )
+        return (predictions.layout(top), top.samples_per_second) if top else (None, None)
 
     # ------------------------------------------------------------------ what a comparison reports beside its ranking
 
@@ -254,16 +284,32 @@ class Search:
         """Computed anew only after exploration has seen more."""
         version = self._seen.explored_version
         if self._predicted is None or self._predicted[0] != version:
-            longest = self._budget.longest_step(solo=False) if self._budget.limits_steps else None
-            self._predicted = version, Predictions(MachineModel(self.problem, self._seen, longest))
+            self._predicted = version, Predictions(MachineModel(self.problem, self._seen, self._longest_step))
         return self._predicted[1]
 
     @cached_property
     def _budget(self) -> Budget:
         return Budget(self.problem, self.options, self._seen)
 
+    @property
+    def _text(self) -> TextModel | None:
+        """What rows of unequal length cost; None where they are all of one length, as far as is known."""
+        if not self.problem.lengths:
+            return None
+        version = self._seen.explored_version
+        if self._priced is None or self._priced[0] != version:
+            live = self._predictions.model.live
+            self._priced = version, TextModel(self.problem, self._seen, live, self._longest_step)
+        return self._priced[1]
+
+    @property
+    def _longest_step(self) -> float | None:
+        return self._budget.longest_step(solo=False) if self._budget.limits_steps else None
+
     @cached_property
     def _candidates(self) -> Candidates:
+        if self._text:
+            return TextCandidates(self.problem, self.options, self._predictions, self._budget, self._text)
         return Candidates(self.problem, self.options, self._predictions, self._budget)
 
     @cached_property
@@ -278,6 +324,8 @@ class Search:
         found = self._seen.timed(("solo", "rest", "split", "race"))
         free = self.problem.global_batch is None
         allowed = {layout: turns for layout, turns in found.items() if layout.kind in ("solo", "split")}
+        if self._text:  # a device alone with a few rows is no training
+            return {one: turns for one, turns in allowed.items() if one.costs or (one.by_rows and one.kind == "split")}
         return {one: turns for one, turns in allowed.items() if one.kind == "split" or not (free and one.in_passes)}
 
     def _turns(self, layout: Layout) -> dict[int, Timed]:
@@ -304,6 +352,9 @@ class Search:
         model = self._predictions.model
         if not model.live:
             return Decision((), "Nothing more can be measured.", self._nobody(model))
+        if self._text and not self._text.can_hold(model.live):
+            longest = self.problem.lengths[-1]
+            return Decision((), "Nothing more can be measured.", f"{Stop.ROW_TOO_LONG.value}: it has {longest} tokens.")
         if self._explores(model) and (decision := self._explore(self._budget)):
             return decision
         if decision := self._repeat(ROUGH):
@@ -325,6 +376,9 @@ class Search:
 
     def _explore(self, budget: Budget) -> Decision | None:
         """The next batch of every device alone, else the next split; None when nothing is wanted or affordable."""
+        if self._text:
+            probes = TextStage(self._text, budget, self._with_splits).next_probes()
+            return Decision(probes, _explain_text(probes[0].layout)) if probes else None
         if probes := SoloStage(self._predictions, budget).next_probes():
             return Decision(probes, f"Measures every device alone: {WHY_SOLO[min(probes[0].turn, 3)]}.")
         if probe := SplitStage(self._predictions, budget, self._with_splits).next_probe():
@@ -377,9 +431,9 @@ class Search:
 
 
 def is_even(layout: Layout, quantum: int = 1) -> bool:
-    """Whether the shares of the devices that take part differ by at most one quantum."""
+    """Whether the shares of the devices that take part are rows, and differ by at most one quantum."""
     active = [layout.shares[i] for i in layout.active]
-    return len(active) > 1 and max(active) - min(active) <= quantum
+    return layout.by_rows and len(active) > 1 and max(active) - min(active) <= quantum
 
 
 def _explain_split(model: MachineModel, probe: Probe) -> str:
@@ -387,6 +441,14 @@ def _explain_split(model: MachineModel, probe: Probe) -> str:
         return f"Measures device {probe.layout.active[0]} alone with the others at rest: it may beat every split."
     first = "the fastest that the curves predict" if not model.splits else "what the last ones showed"
     return f"Measures a real step split over {len(probe.layout.active)} devices: {first}."
+
+
+def _explain_text(layout: Layout) -> str:
+    if layout.length:
+        return f"Measures every device alone: what passes of rows of {layout.length} tokens and others cost."
+    if layout.kind == "solo":
+        return "Measures every device alone: the global batch, dealt by what its rows cost."
+    return f"Measures a real step, its rows dealt to {len(layout.active)} devices by what they cost."
 
 
 def _sketch(model: MachineModel, position: int) -> CurveSketch:

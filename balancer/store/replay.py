@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from evener.balancer.probes.prober import Facts
 from evener.balancer.request import allows_passes
 from evener.balancer.result.outcome import Outcome, build_outcome
 from evener.balancer.search.layouts import BALANCE
@@ -30,10 +31,15 @@ def make_problem(header: Header, spend_all: bool = False) -> Problem:
     )
 
 
-def make_search(header: Header, seen: Iterable[Observation], rows: int = 0, spend_all: bool = False) -> Search:
-    """A search for what was asked, with everything that was seen; `rows` of the data, 0: unknown."""
+def make_search(
+    header: Header,
+    seen: Iterable[Observation],
+    facts: Facts = Facts(),
+    spend_all: bool = False,  # noqa: B008 - frozen
+) -> Search:
+    """A search for what was asked, with everything that was seen and what is known of the data."""
     search = Search(make_problem(header, spend_all), header.request.compare or BALANCE)
-    search.limit_batch(rows)
+    search.learn_data(facts.rows, facts.lengths)
     for observation in seen:
         search.tell(observation)
     return search
@@ -62,7 +68,7 @@ def read_clock(record: Record) -> float:
 def recover(record: Record) -> Outcome:
     """The plan of a run that was cut off, from what it had measured; NoLayoutError if that is nothing."""
     seen = tuple(entry.seen for entry in record.seen)
-    search = make_search(record.header, seen, record.facts.rows)
+    search = make_search(record.header, seen, record.facts)
     why = search.why_stopped() or Stop.CUT_OFF.value
     outcome = build_outcome(record.header, search, seen, record.facts, why, read_clock(record))
     if outcome is None:

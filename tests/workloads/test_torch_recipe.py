@@ -158,7 +158,7 @@ def test_a_pool_goes_round_for_any_batch() -> None:
     assert max(made) == data.rows <= torch_batches.POOL_ROWS
     batches = feed(data)
     for rows in (data.rows // 2, data.rows, 3 * data.rows):
-        batches.make([rows])
+        batches.make(batches.data.sampler([rows], 0))
         seen = torch.cat([batches.take()[0] for _ in range(2)])
         assert torch.bincount(seen).unique().tolist() == [2 * rows // data.rows]
     batches.drop()
@@ -186,7 +186,7 @@ def test_a_data_set_is_fed_epoch_after_epoch_by_its_own_options() -> None:
 
     parts = [feed(Data(numbers(20), {"collate_fn": collate})) for _ in range(2)]
     for rank, part in enumerate(parts):
-        part.make([5, 3], rank)
+        part.make(part.data.sampler([5, 3], rank))
     seen = [torch.cat([part.take()[0] for part in parts]) for _ in range(4)]
     assert calls == [5, 3] * 4
     sampler = UnevenBatchSampler(20, [8], 0, drop_last=True)
@@ -197,19 +197,19 @@ def test_a_data_set_is_fed_epoch_after_epoch_by_its_own_options() -> None:
 
 def test_a_batch_larger_than_the_data_takes_rows_in_turn() -> None:
     batches = feed(Data(numbers(6)))
-    batches.make([12])
+    batches.make(batches.data.sampler([12], 0))
     assert torch.bincount(batches.take()[0]).tolist() == [2] * 6
 
 
 def test_one_batch_stays_on_the_device() -> None:
     held = feed(Data(numbers(20)), on_device=True)
-    held.make([8])
+    held.make(held.data.sampler([8], 0))
     assert held.take()[0] is held.take()[0]
 
 
 def test_fetched_ahead_batches_are_there_when_steps_have_been_timed() -> None:
     batches = feed(Data(numbers(64), {"prefetch": 2}))
-    batches.make([4])
+    batches.make(batches.data.sampler([4], 0))
     taken = [batches.take()[0] for _ in range(3)]
     batches.settle()
     assert batches._loader is not None
@@ -259,7 +259,7 @@ def test_a_group_takes_the_steps_of_one_process(tmp_path: Path) -> None:
     recipe = RANK.recipe()
     for turn, sizes in enumerate(RANK.SIZES):
         whole = feed(recipe.data)
-        whole.make([sum(sizes)])
+        whole.make(whole.data.sampler([sum(sizes)], 0))
         for _ in range(RANK.STEPS):
             inputs, targets = whole.take()
             recipe.optimizer.zero_grad()

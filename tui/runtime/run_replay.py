@@ -26,7 +26,7 @@ def recorded_events(record: Record) -> Iterator[Event]:
     request = header.request
     labels = tuple(device.label for device in header.devices)
     yield Started(header.run, labels, header.workload, request.budget_seconds, 0)
-    search = replay.make_search(header, (), record.facts.rows)
+    search = replay.make_search(header, (), record.facts)
     probes = out_of_memory = 0
     for entry in record.entries:
         if isinstance(entry, AskedEntry):

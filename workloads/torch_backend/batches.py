@@ -14,12 +14,22 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from evener.costs import Work
+from evener.dealing import Dealer
 from evener.errors import RequestError
-from evener.shares import bounds
+from evener.torch_split.dealt_batch import DealtBatch
 from evener.torch_split.fetch import select
 from evener.torch_split.loader import Loader, StepListener, check_options, count_rows
 from evener.torch_split.nested_batch import each_item, each_tensor
 from evener.torch_split.sampler import UnevenBatchSampler
+from evener.workloads.torch_backend.samplers import (
+    DealtRows,
+    EndlessRows,
+    EndlessSampler,
+    RandomRows,
+    RowsOfOneLength,
+    read_lengths,
+)
 
 SampleBatch = Callable[[int], Any]  # n -> (inputs, targets), tensors of n rows each, on the host
 SAMPLE_ROWS = 8  # that say how large a row is
@@ -27,7 +37,6 @@ POOL_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # by the device that is fed
 POOL_ROWS = 1 << 16  # at most
 SLOW_ROW_SECONDS = 2e-4  # to make; of slower ones a pool has
 SLOW_POOL_ROWS = 1024
-ENDLESS_STEPS = 1 << 40
 
 
 class Data:
@@ -37,14 +46,32 @@ class Data:
         self.dataset = dataset
         self.options = dict(options or {})
         self.prefetch = self.options.pop("prefetch", None)
+        given = self.options.pop("lengths", None)
         check_options(self.options)
         self.rows = count_rows(dataset)
+        self.lengths = read_lengths(getattr(dataset, "lengths", None) if given is None else given, self.rows)
 
     def sampler(self, sizes: Sequence[int], rank: int) -> UnevenBatchSampler:
         """Full batches of whole epochs; of fewer rows than a batch, rows in turn."""
-        if sum(sizes) > self.rows:
+        few = sum(sizes) > self.rows
+        if self.lengths is not None:
+            rows = EndlessRows(self.rows, sizes, rank) if few else RandomRows(self.rows, sizes, rank, drop_last=True)
+            return rows.count_by(self.lengths)
+        if few:
             return EndlessSampler(self.rows, sizes, rank)
         return UnevenBatchSampler(self.rows, sizes, rank, drop_last=True)
+
+    def dealt(self, sizes: Sequence[int], rank: int, dealer: Dealer) -> UnevenBatchSampler:
+        """Global batches of as many rows, dealt by cost."""
+        assert self.lengths is not None
+        whole, tokens = sum(sizes) <= self.rows, self.lengths.tokens
+        rows = DealtRows(self.rows, sizes, rank, lengths=tokens, dealer=dealer, drop_last=whole)
+        return rows.count_by(self.lengths)
+
+    def of_one_length(self, sizes: Sequence[int], rank: int, length: int) -> UnevenBatchSampler:
+        """Endless steps on rows that are padded to this length."""
+        assert self.lengths is not None
+        return RowsOfOneLength(self.lengths.nearest(length, sizes[rank]), sizes, rank).count_by(self.lengths)
 
 
 class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
@@ -80,22 +107,6 @@ class PoolData(Data):
         return EndlessSampler(self.rows, sizes, rank)
 
 
-class EndlessSampler(UnevenBatchSampler):
-    """Endless steps, each on the next rows of one order that repeats."""
-
-    def __init__(self, rows: int, sizes: Sequence[int], rank: int) -> None:
-        super().__init__(ENDLESS_STEPS * sum(sizes), sizes, rank)
-        self._rows = rows
-
-    def batches(self) -> Iterator[torch.Tensor]:
-        """This rank's part of each step; it may hold a row twice if a batch is larger than the pool."""
-        once = torch.randperm(self._rows, generator=torch.Generator().manual_seed(self.seed))
-        order = once.repeat(2 + self.global_batch // self._rows)
-        start, stop = bounds(self.shares)[self.rank]
-        firsts = (step * self.global_batch % self._rows for step in range(len(self)))
-        return (order[first + start : first + stop] for first in firsts)
-
-
 class Batches:
     """The batches of this rank's share, epoch after epoch; or one, held in the device's own memory, with `on_device`.
 
@@ -105,13 +116,14 @@ class Batches:
     def __init__(
         self, data: Data, device: torch.device, on_device: bool, begin: Callable[[Sequence[int]], None]
     ) -> None:
-        self._data = data
+        self.data = data
         self._device = self._sent_to = device
         self._on_device = on_device
         self._listener = _Begins(begin)
         self._loader: Loader | None = None
         self._steps: Iterator[Any] = iter(())
         self.rows = 0
+        self.on_host = False
 
     def drop(self) -> None:
         """Release every batch, also those fetched ahead."""
@@ -119,16 +131,16 @@ class Batches:
             self._steps.close()
         self._loader, self._steps, self.rows = None, iter(()), 0
 
-    def make(self, sizes: Sequence[int], rank: int = 0, on_host: bool = False) -> None:
-        """Feed so many rows a step to each rank, this one among them; RequestError if the data give something else.
+    def make(self, sampler: UnevenBatchSampler, on_host: bool = False) -> None:
+        """Feed a sampler's rows to this rank; RequestError if the data give something else.
 
         `on_host`: the batches stay there, for parts of them to be sent.
         """
-        prefetch = 0 if self._on_device else self._data.prefetch
-        sampler = self._data.sampler(sizes, rank)
-        options = self._data.options
-        loader = Loader(self._data.dataset, sampler, self._listener, options, self._device, prefetch, on_host=on_host)
-        self.rows = sizes[rank]
+        prefetch = 0 if self._on_device else self.data.prefetch
+        options = self.data.options
+        loader = Loader(self.data.dataset, sampler, self._listener, options, self._device, prefetch, on_host=on_host)
+        self.rows, self.on_host = sampler.shares[sampler.rank], on_host
+        self._sampler = sampler
         self._sent_to = torch.device("cpu") if on_host and not self._on_device else self._device
         if self._on_device:
             self._steps = repeat(self._checked(next(iter(loader))))
@@ -139,6 +151,11 @@ class Batches:
         """The next batch, on the device."""
         return next(self._steps)
 
+    def works(self, batch: Any) -> list[Work]:
+        """What the passes of the batch in hand compute; none where rows have no lengths."""
+        drawn = getattr(self._sampler, "works", ())
+        return [drawn.popleft() for _ in (batch.rows if isinstance(batch, DealtBatch) else (0,))] if drawn else []
+
     def settle(self) -> None:
         """Wait for the batches fetched ahead, so that timed steps have fetched as many batches as they used."""
         if self._loader is not None:
@@ -148,11 +165,16 @@ class Batches:
         batches = chain.from_iterable(loader for _ in count())
         yield self._checked(next(batches))
         for batch in batches:
-            yield as_pair(send(batch, self._sent_to))
+            yield batch if isinstance(batch, DealtBatch) else as_pair(send(batch, self._sent_to))
 
-    def _checked(self, batch: Any) -> tuple[Any, Any]:
+    def _checked(self, batch: Any) -> Any:
+        if isinstance(batch, DealtBatch):
+            for each, rows in zip(batch.passes, batch.rows, strict=True):
+                check_rows(as_pair(each), max(1, rows))
+            return batch
         pair = as_pair(send(batch, self._sent_to))
-        check_rows(pair, self.rows)
+        if not isinstance(self._sampler, DealtRows):
+            check_rows(pair, self.rows)
         return pair
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -19,15 +19,19 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from evener.costs import Cost, RankCost, Work
+from evener.dealing import Dealer
 from evener.errors import RequestError
+from evener.torch_split.dealt_batch import DealtBatch
 from evener.torch_split.gradient_weights import GradientWeights
 from evener.torch_split.model_checks import check_normalization
 from evener.torch_split.model_digest import model_digest
 from evener.torch_split.parts import in_turn, make_parts
 from evener.torch_split.process import fetching_threads
+from evener.torch_split.sampler import UnevenBatchSampler
 from evener.workloads.memory import GpuMemory, MemoryMeter
 from evener.workloads.protocol import Place
-from evener.workloads.torch_backend.batches import Batches, Data, PoolData, SampleBatch
+from evener.workloads.torch_backend.batches import Batches, Data, PoolData, SampleBatch, as_pair
 
 _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 
@@ -41,6 +45,7 @@ class Recipe(msgspec.Struct, frozen=True):
     data: Data | None = None  # what it trains on; None: batches are made
 
 
+DrawRows = Callable[[Data, Sequence[int], int], UnevenBatchSampler]  # (data, the ranks' rows, this one's number)
 BuildRecipe = Callable[[], Recipe]
 Lay = Callable[[Any, tuple[torch.device, ...]], Any]  # puts a module's parts on devices and returns what to call
 
@@ -52,7 +57,7 @@ class TorchWorkload:
     """
 
     def __init__(
-        self, place: Place, build_recipe: BuildRecipe, sample_batch: SampleBatch, lay: Lay | None = None
+        self, place: Place, build_recipe: BuildRecipe, sample_batch: SampleBatch | None = None, lay: Lay | None = None
     ) -> None:
         check_place(place, placed=lay is not None)
         self.place = place
@@ -70,24 +75,39 @@ class TorchWorkload:
         self._weights: GradientWeights | None = None
         self._members: tuple[int, ...] = ()
         self._micro = 0  # the most rows of a pass
+        self._work = Work(0.0, 0.0, 0.0, 0.0)
         self._model: Any = self.recipe.module if lay is None else lay(self.recipe.module, self.devices)
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
         """Hold batches for this rank's share; a rank whose share is 0 is left out of the group until it has one."""
-        own = own_share(self.place, shares)
         self._micro = own_share(self.place, micro or shares)
         if micro:
             check_normalization(self.recipe.module, "gradients", self.place.world, max(micro))
+        on_host = self._micro < own_share(self.place, shares)
+        self._prepare(shares, lambda data, sizes, rank: data.sampler(sizes, rank), on_host)
+
+    def prepare_dealt(self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]) -> None:
+        """As `prepare`, with the rows of each global batch dealt by cost; a pass has at most so many padded tokens."""
+        self._micro = sum(shares)
+        dealer = Dealer(tuple(map(RankCost, costs, tokens)), tuple(map(float, shares)))
+        self._prepare(shares, lambda data, sizes, rank: data.dealt(sizes, rank, dealer), on_host=True)
+
+    def prepare_length(self, shares: Sequence[int], micro: Sequence[int], length: int) -> None:
+        """As `prepare`, with rows that are padded to this length in every pass."""
+        self._micro = own_share(self.place, micro or shares)
+        self._prepare(shares, lambda data, sizes, rank: data.of_one_length(sizes, rank, length), on_host=True)
+
+    def _prepare(self, shares: Sequence[int], draw: DrawRows, on_host: bool) -> None:
+        own = own_share(self.place, shares)
         batches = self._open_batches()
         batches.drop()
         self._memory.reset()
         if self._group:
             self._regroup(tuple(shares))
-        if own and self._group:
-            sizes = [shares[rank] for rank in self._members]
-            batches.make(sizes, self._members.index(self.place.rank), on_host=self._micro < own)
-        elif own:
-            batches.make([own], on_host=self._micro < own)
+        if own:
+            sizes = [shares[rank] for rank in self._members] if self._group else [own]
+            rank = self._members.index(self.place.rank) if self._group else 0
+            batches.make(draw(batches.data, sizes, rank), on_host)
 
     def step(self) -> None:
         """One optimizer step on the next batch, in step with the other ranks."""
@@ -96,14 +116,28 @@ class TorchWorkload:
         batch = self._batches.take()
         optimizer = self.recipe.optimizer
         optimizer.zero_grad(set_to_none=True)
-        rows = self._batches.rows
-        if self._micro >= rows:
+        passes = 1
+        if not self._batches.on_host:
             self._scaled_loss(*batch).backward()
         else:
-            for part in in_turn(make_parts(batch, rows, self._micro, lambda loss: loss), [self._model], self.device):
-                part.backward(self._scaled_loss(*part.batch))
+            rows = sum(batch.rows) if isinstance(batch, DealtBatch) else self._batches.rows
+            parts = make_parts(batch, rows, self._micro, lambda loss: loss)
+            passes = len(parts)
+            for part in in_turn(parts, [self._model], self.device):
+                part.backward(self._scaled_loss(*as_pair(part.batch)))
         self._scaler.step(optimizer)
         self._scaler.update()
+        self._count(self._batches.works(batch), passes)
+
+    def _count(self, works: Sequence[Work], passes: int) -> None:
+        """Add what a step computed; a batch that is cut into passes was padded before."""
+        for work in works:
+            whole = msgspec.structs.replace(work, passes=passes / len(works))
+            self._work = Work(*map(sum, zip(*map(msgspec.structs.astuple, (self._work, whole)), strict=True)))
+
+    def work(self) -> Work | None:
+        """The sum over all steps; None where rows have no lengths."""
+        return self._work if self._work.passes else None
 
     def _scaled_loss(self, inputs: Any, targets: Any) -> Any:
         with self._autocast():
@@ -146,12 +180,15 @@ class TorchWorkload:
             "batch_statistics": next((type(each).__name__ for each in modules if isinstance(each, _BatchNorm)), None),
             **cuda,
         }
+        data = self.recipe.data
+        if data is not None and data.lengths is not None and known["batch_statistics"] is None:
+            known["lengths"] = " ".join(map(str, data.lengths.sample()))  # no statistics over rows that are dealt
         return {key: str(value) for key, value in known.items() if value is not None}
 
     def _open_batches(self) -> Batches:
         """Made on first use: within the memory cap, and before the peak of any step is counted."""
         if self._batches is None:
-            data = self.recipe.data or PoolData(self._sample_batch, self.device.type)
+            data = self.recipe.data or PoolData(cast(SampleBatch, self._sample_batch), self.device.type)
             self._batches = Batches(data, self.device, self.place.input == "device", self._begin)
         return self._batches
 

@@ -1,11 +1,13 @@
-"""Weighted least squares of one straight line: the only regression in the search."""
+"""Weighted least squares: of one straight line, and of a few rates that are never negative."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import combinations
 
 Sample = tuple[float, float, float]  # x, y, weight
+DISTINCT = 1e-9  # relative: what is nearer is the same
 
 
 def rising_line(samples: Sequence[Sample], intercept_not_negative: bool = True) -> tuple[float, float]:
@@ -26,3 +28,56 @@ def rising_line(samples: Sequence[Sample], intercept_not_negative: bool = True) 
     if intercept >= 0 or not intercept_not_negative:
         return intercept, slope
     return 0.0, math.fsum(w * x * y for x, y, w in samples) / math.fsum(w * x * x for x, _, w in samples)
+
+
+def fit_rates(rows: Sequence[Sequence[float]], values: Sequence[float], errors: Sequence[float]) -> tuple[float, ...]:
+    """Rates, none negative, with which the sum of rate * amount over each row is nearest to its value.
+
+    Exact, by trying each set of rates that may be above 0. `errors` are standard errors of the values. Amounts that the
+    rows can't tell apart get one of the rates alone.
+    """
+    scaled = [[amount / error for amount in row] for row, error in zip(rows, errors, strict=True)]
+    wanted = [value / error for value, error in zip(values, errors, strict=True)]
+    columns = [list(column) for column in zip(*scaled, strict=True)]
+    used = [i for i, column in enumerate(columns) if any(column)]
+    best, least = (0.0,) * len(columns), math.fsum(value * value for value in wanted)
+    for size in range(1, len(used) + 1):
+        for chosen in combinations(used, size):
+            rates = _solve([columns[i] for i in chosen], wanted)
+            if rates is None or min(rates) < 0:
+                continue
+            missed = _distance([columns[i] for i in chosen], rates, wanted)
+            if missed < least * (1 - DISTINCT):
+                least, by_column = missed, dict(zip(chosen, rates, strict=True))
+                best = tuple(by_column.get(i, 0.0) for i in range(len(columns)))
+    return best
+
+
+def _dot(one: Sequence[float], other: Sequence[float]) -> float:
+    return math.fsum(a * b for a, b in zip(one, other, strict=True))
+
+
+def _distance(columns: Sequence[Sequence[float]], rates: Sequence[float], wanted: Sequence[float]) -> float:
+    found = [_dot(rates, row) for row in zip(*columns, strict=True)]
+    return math.fsum((a - b) ** 2 for a, b in zip(found, wanted, strict=True))
+
+
+def _solve(columns: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float] | None:
+    """The rates nearest to the wanted values, by Gram-Schmidt; None if the columns don't tell them apart."""
+    bases: list[list[float]] = []
+    factors: list[list[float]] = []  # of the bases in each column
+    for column in columns:
+        left, own = list(column), []
+        for base in bases:
+            factor = _dot(base, left)
+            own.append(factor)
+            left = [a - factor * b for a, b in zip(left, base, strict=True)]
+        size = math.hypot(*left)
+        if size <= DISTINCT * math.hypot(*column):
+            return None
+        bases.append([a / size for a in left])
+        factors.append([*own, size])
+    rates = [_dot(base, wanted) for base in bases]
+    for i in reversed(range(len(rates))):
+        rates[i] = (rates[i] - math.fsum(factors[j][i] * rates[j] for j in range(i + 1, len(rates)))) / factors[i][i]
+    return rates

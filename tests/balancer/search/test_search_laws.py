@@ -251,7 +251,7 @@ def test_a_free_batch_has_no_more_samples_than_the_data_once_their_rows_are_repo
     """The first child reports them before its first observation."""
     search = Search(bench.problem(multiple_of=quantum))
     first, most = search.ask(), rows // quantum * quantum
-    search.limit_batch(rows)
+    search.learn_data(rows)
     probes, seen = first, 0
     while probes:
         for one in bench.measure(probes):
@@ -266,5 +266,5 @@ def test_a_free_batch_has_no_more_samples_than_the_data_once_their_rows_are_repo
 def test_a_batch_that_was_asked_for_may_be_larger_than_the_data(asked: Problem) -> None:
     """The plan warns of it."""
     search = Search(asked)
-    search.limit_batch(100)
+    search.learn_data(100)
     assert search.problem == asked

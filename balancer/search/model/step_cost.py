@@ -1,0 +1,50 @@
+"""A device's seconds for a step over rows of unequal length, fitted to the work that it was measured with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from evener.balancer.search.model.regression import fit_rates
+from evener.costs import Cost, Work
+
+MISFIT = 0.01  # relative: by so much a real step differs from any such cost, however well it was timed
+FEWEST_POINTS = 3
+
+
+class WorkPoint(msgspec.Struct, frozen=True):
+    """One measured step; `error` is its relative standard error."""
+
+    work: Work
+    seconds: float
+    error: float
+
+
+class StepCost(msgspec.Struct, frozen=True):
+    """`step_s` is what a step takes beside its passes, as the optimizer does."""
+
+    step_s: float
+    cost: Cost
+
+    def seconds(self, work: Work) -> float:
+        """Of a whole step."""
+        return self.step_s + self.cost.seconds_for(work)
+
+    def slowed(self, factor: float) -> StepCost:
+        """So many times as slow."""
+        cost = self.cost
+        slower = Cost(cost.fixed_s * factor, cost.per_token_s * factor, cost.per_token_length_s * factor)
+        return StepCost(self.step_s * factor, slower)
+
+
+def fit_step_cost(points: Iterable[WorkPoint]) -> StepCost | None:
+    """The cost that explains the points; None with too few."""
+    found = list(points)
+    if len(found) < FEWEST_POINTS:
+        return None
+    rows = [(1.0, one.work.passes, one.work.padded, one.work.padded_lengths) for one in found]
+    errors = [max(one.error, MISFIT) * one.seconds for one in found]
+    step_s, *rates = fit_rates(rows, [one.seconds for one in found], errors)
+    cost = Cost(*rates)
+    return StepCost(step_s, cost) if cost.is_valid() else None

@@ -1,0 +1,246 @@
+"""What rows of unequal length cost on each device, and what global batches of them take that are dealt by cost.
+
+Predictions deal batches drawn from the lengths of the data, as the training's loader does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from statistics import fmean
+
+from evener.balancer.search.model.memory import UNBOUNDED, Memory
+from evener.balancer.search.model.step_cost import StepCost, WorkPoint, fit_step_cost
+from evener.balancer.search.observations import Observations, relative_error
+from evener.balancer.types import Layout, Observation, OutOfMemory, Problem, Timed
+from evener.costs import RankCost, Work
+from evener.dealing import Deal, Dealer
+from evener.shares import apportion
+
+DRAWN_ROWS = 512  # that a prediction deals, in at least FEWEST_BATCHES batches
+FEWEST_BATCHES = 2
+MOST_BATCHES = 8
+SAFE_WALL = 0.8  # of the tokens that should fit, where fewer ran
+SAME_SHARE = 0.015  # relative: costs that differ by less deal the same rows to a device, as far as can be timed
+SMALLEST_BATCH = 4  # rows for each device, of a free global batch
+LARGEST_BATCH = 1024  # rows that are worth a prediction
+_DRAW = (1103515245, 12345, 1 << 31)  # a linear congruential generator: the same batches in every search
+
+
+class TextModel:
+    """The costs by one set of observations, over the devices that are left."""
+
+    def __init__(self, problem: Problem, seen: Observations, live: Sequence[int], longest_step: float | None) -> None:
+        self.problem, self.seen, self._longest_step = problem, seen, longest_step
+        self.live = tuple(live)
+
+    # ------------------------------------------------------------------ what was seen
+
+    def tried_alone(self, position: int) -> tuple[Observation, ...]:
+        """What came of a device alone with rows of one length, or dealt by cost."""
+        found = [seen for seen in self.seen.in_stage("solo") if not seen.probe.layout.by_rows]
+        return tuple(seen for seen in found if seen.probe.layout.shares[position])
+
+    @cached_property
+    def splits(self) -> tuple[Timed, ...]:
+        """Every split that was dealt by cost in exploration."""
+        splits = self.seen.in_stage("split")
+        return tuple(one for one in splits if isinstance(one, Timed) and one.probe.layout.costs)
+
+    @cached_property
+    def mean_length(self) -> float:
+        """Tokens of a row."""
+        return fmean(self.problem.lengths)
+
+    # ------------------------------------------------------------------ costs
+
+    @cached_property
+    def alone(self) -> tuple[StepCost | None, ...]:
+        """Each device's cost as its own process, while the others are busy too."""
+        return tuple(fit_step_cost(self._points(i)) for i in range(self.problem.devices))
+
+    def _points(self, position: int) -> Iterator[WorkPoint]:
+        for seen in self.tried_alone(position):
+            work = _work(seen, position)
+            if isinstance(seen, Timed) and work:
+                yield WorkPoint(work, seen.step_seconds, relative_error(seen))
+
+    @cached_property
+    def costs(self) -> tuple[StepCost | None, ...]:
+        """The same in splits: times what the devices' own work in them was more than alone."""
+        factors = [self._factor(i) for i in range(self.problem.devices)]
+        return tuple(one and one.slowed(factor) for one, factor in zip(self.alone, factors, strict=True))
+
+    def _factor(self, position: int) -> float:
+        alone, own, expected = self.alone[position], 0.0, 0.0
+        for one in self.splits:
+            seconds, work = one.device_seconds[position], _work(one, position)
+            if alone and seconds and work and all(one.device_seconds[i] for i in one.probe.layout.active):
+                own, expected = own + seconds, expected + alone.seconds(work)
+        return own / expected if own and expected else 1.0
+
+    @cached_property
+    def sync_seconds(self) -> float:
+        """What a split's step takes beyond the longest own work; 0 before any was measured."""
+        over = []
+        for one in self.splits:
+            own = [self._own_seconds(one, i) for i in one.probe.layout.active]
+            over.append(max(0.0, one.step_seconds - max(own)))
+        return fmean(over) if over else 0.0
+
+    def _own_seconds(self, seen: Timed, position: int) -> float:
+        cost, work = self.alone[position], _work(seen, position)
+        return seen.device_seconds[position] or (cost.seconds(work) if cost and work else 0.0)
+
+    # ------------------------------------------------------------------ memory
+
+    @cached_property
+    def walls(self) -> tuple[int, ...]:
+        """The most padded tokens of a pass on each device; 0: no limit is known."""
+        return tuple(self._wall(self.memory(i)) for i in range(self.problem.devices))
+
+    @staticmethod
+    def _wall(memory: Memory) -> int:
+        most = memory.predict_largest()
+        if most is None and memory.failed is None:
+            return 0
+        safe = int(SAFE_WALL * most) if most is not None else 0
+        return max(memory.ran, min(safe, (memory.failed or UNBOUNDED) - 1))
+
+    def memory(self, position: int) -> Memory:
+        """A device's bytes by the padded tokens of its largest pass."""
+        points: dict[int, int] = {}
+        full: list[int] = []
+        for seen in (*self.tried_alone(position), *self.seen.in_stage("split"), *self.seen.in_stage("race")):
+            tokens = self.largest_passes(seen.probe.layout)[position]
+            if isinstance(seen, OutOfMemory) and tokens and position in (seen.devices or seen.probe.layout.active):
+                full.append(tokens)
+            used = seen.memory_bytes[position] if isinstance(seen, Timed) else None
+            if used is not None and seen.probe.layout.length:
+                points[tokens] = max(used, points.get(tokens, 0))
+        ran = [tokens for tokens in points if not full or tokens < min(full)]
+        return Memory(
+            limit_bytes=self.seen.memory_limit(position),
+            points=tuple(sorted(points.items())),
+            ran=max(ran, default=0),
+            failed=min(full, default=None),
+            failures=len(full),
+        )
+
+    def largest_passes(self, layout: Layout) -> tuple[int, ...]:
+        """The padded tokens of each device's largest pass; 0 where that isn't known."""
+        if layout.by_rows:
+            return (0,) * len(layout.shares)
+        if layout.length:
+            return tuple(rows * layout.length for rows in layout.pass_rows)
+        dealt = zip(layout.shares, layout.tokens, strict=True)
+        return tuple((tokens or share * round(self.mean_length)) if share else 0 for share, tokens in dealt)
+
+    # ------------------------------------------------------------------ predictions
+
+    @cached_property
+    def able(self) -> tuple[int, ...]:
+        """The devices whose cost is known."""
+        return tuple(i for i in self.live if self.alone[i] is not None)
+
+    def layout(self, positions: Sequence[int], batch: int) -> Layout:
+        """A batch dealt over some of the devices; the shares are the mean numbers of rows."""
+        devices = self.problem.devices
+        sizes = [sum(each) for each in zip(*(one.sizes for one in self._deals(positions, batch)), strict=True)]
+        rows = dict(zip(positions, apportion(batch, sizes), strict=True))
+        costs = self.costs if len(positions) > 1 else self.alone
+        return Layout(
+            "split" if len(positions) > 1 else "solo",
+            tuple(rows.get(i, 0) for i in range(devices)),
+            costs=tuple(one.cost if (one := costs[i]) and i in rows else None for i in range(devices)),
+            tokens=tuple(self.walls[i] if i in rows else 0 for i in range(devices)),
+        )
+
+    def seconds(self, positions: Sequence[int], batch: int) -> float:
+        """Of a step."""
+        costs = self.costs if len(positions) > 1 else self.alone
+        beside = [one.step_s if (one := costs[i]) else 0.0 for i in positions]
+        steps = [max(map(sum, zip(beside, one.seconds, strict=True))) for one in self._deals(positions, batch)]
+        return fmean(steps) + (self.sync_seconds if len(positions) > 1 else 0.0)
+
+    def same_dealing(self, one: Layout, other: Layout) -> bool:
+        """Whether a measurement could not distinguish how rows are dealt: costs that differ by one factor."""
+        if (one.active, one.global_batch, one.tokens) != (other.active, other.global_batch, other.tokens):
+            return False
+        length = round(self.mean_length)
+        pairs = [(a, b) for a, b in zip(one.costs, other.costs, strict=True) if a and b]
+        ratios = [a.seconds(1, length) / b.seconds(1, length) for a, b in pairs]
+        return max(ratios) <= min(ratios) * (1 + SAME_SHARE)
+
+    def can_hold(self, positions: Sequence[int]) -> bool:
+        """Whether one of these devices holds the longest row."""
+        return any(self.walls[i] == 0 or self.walls[i] >= self.problem.lengths[-1] for i in positions)
+
+    def predicted_rate(self, layout: Layout) -> float:
+        """Samples/s of a layout."""
+        return layout.global_batch / max(self.seconds(layout.active, layout.global_batch), 1e-9)
+
+    @cached_property
+    def best_split(self) -> Layout | None:
+        """The devices that together should be fastest, with a batch dealt to them; None if there are fewer than two."""
+        chosen = list(self.able)
+        if len(chosen) < 2 or not self.can_hold(chosen):
+            return None
+        while len(chosen) > 2:
+            slowest = max(chosen, key=lambda i: self.seconds((i,), self.batch))
+            fewer = [i for i in chosen if i != slowest]
+            if not self.can_hold(fewer) or self.seconds(fewer, self.batch) >= self.seconds(chosen, self.batch):
+                break
+            chosen = fewer
+        return self.layout(chosen, self.batch)
+
+    @cached_property
+    def batch(self) -> int:
+        """The global batch: the fixed one, else the smallest that is within the tolerance of the fastest."""
+        problem = self.problem
+        if problem.global_batch is not None:
+            return problem.global_batch
+        rates: dict[int, float] = {}
+        for batch in self._batches():
+            seconds = self.seconds(self.able, batch)
+            if rates and self._longest_step is not None and seconds > self._longest_step:
+                break
+            rates[batch] = batch / seconds
+        least = max(rates.values()) * (1 - problem.tolerance)
+        return min(batch for batch, rate in rates.items() if rate >= least)
+
+    def _batches(self) -> Iterator[int]:
+        problem, quantum = self.problem, self.problem.multiple_of
+        most = max(quantum, min(LARGEST_BATCH, problem.max_global_batch or LARGEST_BATCH) // quantum * quantum)
+        batch = -(-SMALLEST_BATCH * len(self.able) // quantum) * quantum
+        while batch < most:
+            yield batch
+            batch *= 2
+        yield most
+
+    def _deals(self, positions: Sequence[int], batch: int) -> Sequence[Deal]:
+        key = tuple(positions), batch
+        if key not in self._dealt:
+            costs = self.costs if len(positions) > 1 else self.alone
+            ranks = tuple(RankCost(one.cost, self.walls[i]) for i in positions if (one := costs[i]))
+            rates = tuple(1 / one.cost.seconds(1, round(self.mean_length)) for one in ranks)
+            self._dealt[key] = [Dealer(ranks, rates).deal(lengths) for lengths in self._draw(batch)]
+        return self._dealt[key]
+
+    @cached_property
+    def _dealt(self) -> dict[tuple[tuple[int, ...], int], Sequence[Deal]]:
+        return {}
+
+    def _draw(self, batch: int) -> Iterator[list[int]]:
+        """Global batches of rows of the data's lengths."""
+        lengths, (factor, step, modulus), state = self.problem.lengths, _DRAW, 1
+        for _ in range(max(FEWEST_BATCHES, min(MOST_BATCHES, DRAWN_ROWS // batch))):
+            drawn = []
+            for _ in range(batch):
+                state = (factor * state + step) % modulus
+                drawn.append(lengths[state * len(lengths) // modulus])
+            yield drawn
+
+
+def _work(seen: Observation, position: int) -> Work | None:
+    return seen.work[position] if isinstance(seen, Timed) and seen.work else None

@@ -1,0 +1,124 @@
+"""Exploration where rows are of unequal length: passes of a few sizes, then whole batches alone, then splits.
+
+Passes of short, middling and long rows, several of one size, and larger ones until they take clearly longer give each
+device's cost; all devices run at the same time. A global batch dealt to each alone tests that cost. The split that the
+costs predict is measured up to three times, each with what the devices' own work in the last one showed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from evener.balancer.search.budget import Budget
+from evener.balancer.search.text_model import TextModel
+from evener.balancer.types import Failed, Layout, Probe, Stage, Timed, solo
+
+SHORT, MIDDLE, LONG = 0.2, 0.5, 0.9  # quantiles of the lengths
+ROWS = 8  # of middling length: the first pass
+PASSES = 4  # of the probe that shows what a further pass costs
+GROWTH = 4  # from one larger pass to the next
+MOST_GROWN = 4  # larger passes
+CLEAR = 3.0  # times as long as the first pass: enough to show what tokens cost
+MOST_ALONE = 3  # tries of a global batch on one device: smaller passes follow where it ran out of memory
+MOST_SPLITS = 3
+MOST_FAILED = 2  # splits
+PROBES_TO_EXPECT = 7  # of each device alone
+
+
+class TextStage:
+    """What to measure next, by the model of costs."""
+
+    def __init__(self, text: TextModel, budget: Budget, splits: bool) -> None:
+        self._text, self._budget, self._with_splits = text, budget, splits
+        self._problem = text.problem
+
+    def next_probes(self) -> tuple[Probe, ...]:
+        """The next probe of every device alone, or the next split; empty when the stage is over."""
+        alone = self._next_alone(self._next_passes, self._text.live) or self._next_alone(
+            self._next_whole, self._text.able
+        )
+        if alone:
+            return alone
+        layout = self._next_split()
+        ends_with: Stage = "split" if self._text.splits else "race"
+        return (self._probe(layout, "split", MOST_SPLITS),) if layout and self._affords(layout, ends_with) else ()
+
+    def _next_alone(self, choose: Callable[[int], Layout | None], devices: Sequence[int]) -> tuple[Probe, ...]:
+        """A probe of each device alone for which there is another layout that the budget affords."""
+        layouts = {i: layout for i in devices if (layout := choose(i)) and self._affords(layout, "solo")}
+        turn = 1 + max((len(self._text.tried_alone(i)) for i in layouts), default=0)
+        left = max(1, PROBES_TO_EXPECT - turn)
+        return tuple(self._probe(layout, "solo", left, turn) for layout in layouts.values())
+
+    def _probe(self, layout: Layout, stage: Stage, left: int, turn: int = 0) -> Probe:
+        return Probe(layout, stage, self._budget.probe_seconds(layout, stage, left, self._seconds(layout)), turn)
+
+    def _affords(self, layout: Layout, ends_with: Stage) -> bool:
+        return self._budget.affords(layout, ends_with, self._seconds(layout))
+
+    def _seconds(self, layout: Layout) -> float | None:
+        """Of a step as predicted; None where the budget's own guess has to do."""
+        return self._text.seconds(layout.active, layout.global_batch) if layout.costs else None
+
+    # ------------------------------------------------------------------ passes of one length
+
+    def _next_passes(self, position: int) -> Layout | None:
+        tried = [seen.probe.layout for seen in self._text.tried_alone(position)]
+        return next((layout for layout in self._passes(position) if layout not in tried), None)
+
+    def _passes(self, position: int) -> Iterator[Layout]:
+        lengths = self._problem.lengths
+        middle, longest = self._quantile(MIDDLE), lengths[-1]
+        tokens = max(ROWS * middle, longest)
+        yield self._same_length(position, middle, tokens)
+        yield self._same_length(position, longest, tokens)
+        yield self._same_length(position, self._quantile(LONG), tokens)
+        yield self._same_length(position, self._quantile(SHORT), tokens, PASSES)
+        for _ in range(MOST_GROWN):
+            tokens *= GROWTH
+            if not self._worth_growing(position, middle, tokens):
+                return
+            yield self._same_length(position, middle, tokens)
+
+    def _same_length(self, position: int, length: int, tokens: int, passes: int = 1) -> Layout:
+        rows = max(1, tokens // length)
+        return msgspec.structs.replace(solo(self._problem.devices, position, rows * passes, rows), length=length)
+
+    def _quantile(self, part: float) -> int:
+        lengths = self._problem.lengths
+        return max(1, lengths[int(part * (len(lengths) - 1))])
+
+    def _worth_growing(self, position: int, length: int, tokens: int) -> bool:
+        """Whether larger passes are wanted, may fit, and are ever taken."""
+        timed = [one for one in self._text.tried_alone(position) if isinstance(one, Timed)]
+        steps = [one.step_seconds for one in timed if one.probe.layout.length == length]
+        if not steps or max(steps) >= CLEAR * min(steps) or GROWTH * max(steps) > self._budget.longest_step():
+            return False
+        most = self._problem.global_batch or self._problem.max_global_batch
+        wall = self._text.walls[position]
+        return not (most and tokens > most * length) and not (wall and tokens > wall)
+
+    # ------------------------------------------------------------------ global batches
+
+    def _next_whole(self, position: int) -> Layout | None:
+        """The global batch dealt to one device, again in smaller passes if it ran out of memory."""
+        tried = [one for one in self._text.tried_alone(position) if one.probe.layout.costs]
+        if len(tried) >= MOST_ALONE or any(isinstance(one, Timed | Failed) for one in tried):
+            return None
+        if not self._text.can_hold((position,)):
+            return None
+        layout = self._text.layout((position,), self._text.batch)
+        return layout if all(one.probe.layout.tokens != layout.tokens for one in tried) else None
+
+    def _next_split(self) -> Layout | None:
+        """The split that the costs predict to be fastest, if it isn't much like one before."""
+        tried = [one for one in self._text.seen.in_stage("split") if one.probe.layout.costs]
+        failed = sum(1 for one in tried if isinstance(one, Failed))
+        if not self._with_splits or len(tried) >= MOST_SPLITS or failed >= MOST_FAILED:
+            return None
+        layout = self._text.best_split
+        if layout is None or any(self._text.same_dealing(layout, one.probe.layout) for one in tried):
+            return None
+        return layout
