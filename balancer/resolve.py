@@ -5,6 +5,7 @@ Everything that can be wrong with a request is found here, before a child is sta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,10 +17,11 @@ from evener.balancer.probes.prober import Prober
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.request import Request, ResolvedRequest, check_request
 from evener.devices.child_environment import child_environment
+from evener.devices.cluster.agents import find_agent
 from evener.devices.discover import discover
 from evener.devices.limits import write_limit
-from evener.devices.types import Device
-from evener.errors import DeviceError, RequestError
+from evener.devices.types import Device, group_by_host
+from evener.errors import DeviceError, EvenerError, RequestError
 from evener.workloads import registry
 
 SIMULATED = "Measured on simulated devices, whose speeds are written down, not on hardware."
@@ -40,10 +42,7 @@ def resolve_request(request: Request) -> ResolvedRequest:
         own = (f"{name} was not run: {NOT_RUN}",) if ":" in name else ()
         notes = (*own, *found.notes, SIMULATED)
         return ResolvedRequest(request, found.devices, name, entry.framework, None, notes, found.machine)
-    _check_installed(entry.framework)
-    for device in found.devices:
-        child_environment([device], entry.framework)
-    notes = (*found.notes, *_check_gpus(found.devices))
+    notes = (*found.notes, *_check_hosts(found.devices, entry.framework))
     largest = entry.largest_share
     return ResolvedRequest(request, found.devices, name, entry.framework, largest, notes, driver=found.driver)
 
@@ -56,12 +55,35 @@ def make_prober(resolved: ResolvedRequest, start_seconds: float = 0.0, error_fil
     return ChildProber(resolved, start_seconds=start_seconds, error_file=error_file)
 
 
+def _check_hosts(devices: Sequence[Device], framework: str) -> tuple[str, ...]:
+    """Notes on GPUs that others use; RequestError or DeviceError if a host can't train on its devices."""
+    notes: list[str] = []
+    for host, own in group_by_host(devices).items():
+        try:
+            notes += find_agent(host).call(check_here, own, framework) if host else check_here(own, framework)
+        except EvenerError as fault:
+            if host and host not in fault.message:
+                raise type(fault)(f"{host}: {fault.message}", fault.remedy) from None
+            raise
+    return tuple(notes)
+
+
+def check_here(devices: tuple[Device, ...], framework: str) -> tuple[str, ...]:
+    """The same for devices of this machine."""
+    _check_installed(framework)
+    for device in devices:
+        child_environment([device], framework)
+    return _check_gpus(devices)
+
+
 def _check_engine(engine: str, framework: str, devices: tuple[Device, ...]) -> None:
     """RequestError unless the engine exists for this framework and these devices."""
     if engine == "auto":
         return
     if framework != "tensorflow":
         raise RequestError(f"--engine {engine} is TensorFlow's; {framework} has none.", "Leave --engine out.")
+    if engine in ONE_PROCESS and len(group_by_host(devices)) > 1:
+        raise RequestError(f"--engine {engine} has one process for all devices.", "Use multiworker on several hosts.")
     limited = [d for d in devices if d.limit and (d.limit.percent or d.kind != "gpu")]
     if engine in ONE_PROCESS and limited:
         raise RequestError(

@@ -12,6 +12,7 @@ from evener.balancer.resolve import resolve_request
 from evener.balancer.search.layouts import FAMILIES, Family, Knob, LayoutOptions, PackMode, Placement
 from evener.devices.child_environment import mps_runs
 from evener.devices.nvidia.mps import PROGRAM, find_program
+from evener.devices.types import group_by_host
 from evener.errors import RequestError
 from evener.workloads import registry
 
@@ -73,6 +74,8 @@ def _why_impossible(resolved: ResolvedRequest, family: str, placements: Sequence
     """Why a family of layouts can't be measured; empty if it can."""
     if family in ("even", "split", "place") and len(resolved.devices) < 2:
         return f"{family} needs two devices, and there is one ({resolved.devices[0].label})"
+    if family == "place" and len(group_by_host(resolved.devices)) > 1:
+        return "place needs its devices on one host"
     if family != "place" or placements:
         return ""
     if resolved.machine is not None:

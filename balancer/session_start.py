@@ -72,7 +72,11 @@ def reopen(name: str, request: Request | ResolvedRequest, extend_seconds: float 
     elif request.budget_seconds != Request().budget_seconds:
         budget = request.budget_seconds
     wanted = msgspec.structs.replace(
-        record.header.request, pace=request.pace, share=request.share, budget_seconds=budget
+        record.header.request,
+        pace=request.pace,
+        share=request.share,
+        budget_seconds=budget,
+        ray_address=request.ray_address or record.header.request.ray_address,
     )
     found = resolve.resolve_request(wanted)
     _check_devices(record.header, found)
@@ -107,10 +111,11 @@ def _check_hope(record: Record) -> None:
 
 
 def _check_devices(header: Header, found: ResolvedRequest) -> None:
-    then = [(device.id, device.cores) for device in header.devices]
-    if then != [(device.id, device.cores) for device in found.devices]:
+    then, now = ([(each.host, each.id, each.cores) for each in devices] for devices in (header.devices, found.devices))
+    if then != now:
+        before, here = (", ".join(f"{host}/{name}" if host else name for host, name, _ in each) for each in (then, now))
+        where = "the cluster" if found.devices[0].host else "this machine"
         raise RequestError(
-            f"The run {header.run} was measured on {', '.join(device.id for device in header.devices)};"
-            f" this machine has {', '.join(device.id for device in found.devices)}.",
-            "Resume it on the machine where it began, or start a new run.",
+            f"The run {header.run} was measured on {before}; {where} has {here}.",
+            "Resume it where it began, or start a new run.",
         )

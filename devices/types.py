@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Literal, Protocol
 
@@ -43,6 +44,14 @@ class Device(msgspec.Struct, frozen=True):
         """What a training process can have, under the limit."""
         sizes = [size for size in (self.memory_bytes, self.limit.memory_bytes) if size is not None]
         return min(sizes) if sizes else None
+
+
+def group_by_host(devices: Iterable[Device]) -> dict[str, tuple[Device, ...]]:
+    """The devices of each host, in their order."""
+    hosts: dict[str, tuple[Device, ...]] = {}
+    for device in devices:
+        hosts[device.host] = (*hosts.get(device.host, ()), device)
+    return hosts
 
 
 class State(StrEnum):

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 import msgspec
 import psutil
@@ -44,8 +44,41 @@ class InvalidReply(msgspec.Struct, frozen=True):
     text: str
 
 
-Message = Reply | Exited | InvalidReply
+class HostLost(msgspec.Struct, frozen=True):
+    """The child's host has gone, and the child with it."""
+
+    text: str
+
+
+Message = Reply | Exited | InvalidReply | HostLost
 Inbox = queue.Queue[tuple[int, Message]]
+
+
+class RunningChild(Protocol):
+    """A child on any host, as a group uses it; `Child` says what its members are."""
+
+    rank: int
+    pid: int
+
+    def send(self, command: Command) -> None: ...
+
+    def sample_memory(self) -> None: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def cap_share(self) -> float: ...
+
+    @property
+    def kernel_killed(self) -> bool: ...
+
+    @property
+    def stderr_tail(self) -> str: ...
+
+    def find_stack(self) -> Stack | None: ...
+
+    def end(self) -> None: ...
 
 
 class Child:

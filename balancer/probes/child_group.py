@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from evener.balancer.probes import exit_causes
-from evener.balancer.probes.child import Child, Exited, Inbox, InvalidReply, Message
+from evener.balancer.probes.child import Exited, HostLost, Inbox, InvalidReply, Message, RunningChild
 from evener.balancer.probes.protocol import Built, ChildError, Command, Prepared, Reply
 from evener.balancer.probes.stack_dump import Stack
 from evener.balancer.types import Cause
@@ -85,7 +85,7 @@ class RankMap(msgspec.Struct, frozen=True):
 class ChildGroup:
     """Children in rank order, with one inbox."""
 
-    def __init__(self, children: Sequence[Child], inbox: Inbox, ranks: RankMap) -> None:
+    def __init__(self, children: Sequence[RunningChild], inbox: Inbox, ranks: RankMap) -> None:
         self.children, self.ranks = list(children), ranks
         self.fresh = True  # it has not measured anything yet
         self.held_bytes: dict[int, int] = {}  # position -> the most that it held there
@@ -161,6 +161,8 @@ class ChildGroup:
                 memory = exit_causes.exit_is_memory(message.code, child.cap_share, child.kernel_killed, output)
                 cause, words = exit_causes.describe_exit(message.code)
                 return RankFailure(rank, cause, words, memory, output=output)
+            case HostLost():
+                return RankFailure(rank, "device", message.text)
             case InvalidReply():
                 text = exit_causes.one_line(message.text, 80)
                 return RankFailure(rank, "protocol", f"it sent something that is not a reply: {text!r}")

@@ -10,17 +10,18 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
+from statistics import fmean
 from typing import cast
 
 import msgspec
 
-from evener.balancer.probes.child import Child, Inbox
+from evener.balancer.probes.child import Inbox
 from evener.balancer.probes.child_group import ChildGroup, GroupError, RankFailure, RankMap, StoppedError
-from evener.balancer.probes.interference import InterferenceMonitor
+from evener.balancer.probes.hosts import Hosts
 from evener.balancer.probes.launch_plan import (
     GroupKey,
     assign_devices,
@@ -34,10 +35,10 @@ from evener.balancer.probes.memory_budget import MemoryBudget
 from evener.balancer.probes.prober import Facts, Report
 from evener.balancer.probes.protocol import Built, Prepared, Profile, Profiled, Ready
 from evener.balancer.probes.stack_dump import Stack
-from evener.balancer.request import ResolvedRequest
+from evener.balancer.request import ResolvedRequest, deals_by_cost
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed
-from evener.devices.child_environment import ChildEnvironment, child_environment
-from evener.devices.nvidia.mps import MpsDaemon
+from evener.devices.child_environment import ChildEnvironment
+from evener.devices.cluster.agents import HostLostError
 from evener.devices.types import Device
 from evener.errors import DeviceError
 
@@ -64,16 +65,12 @@ class ChildProber:
         self._error_file = error_file
         self._began = time.monotonic() - start_seconds
         self._idle: dict[GroupKey, ChildGroup] = {}
-        self._groups: set[ChildGroup] = set()
-        self._memory = MemoryBudget(self._devices)
-        self._monitor = InterferenceMonitor(self._devices)
+        self._hosts = Hosts(self._devices, resolved.framework, resolved.workload)
+        self._memory = MemoryBudget(self._devices, self._hosts.available_memory_bytes)
         self._busy_cores: dict[int, float] = {}  # position -> cores that a step alone keeps busy
         self._facts = Facts(driver=resolved.driver)
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._mps = MpsDaemon()  # started when a pack needs it
-        # the kernel ends a child with the *thread* that started it, so all are started by one thread that lasts
-        self._starter = ThreadPoolExecutor(1, "child starter")
 
     def measure(
         self, probes: tuple[Probe, ...], report: Report, stop: threading.Event, finished: tuple[Probe, ...] = ()
@@ -120,7 +117,7 @@ class ChildProber:
                 replies = group.call(lambda _: Profile(steps), Profiled, self._timeouts.prepare, stop)
                 return cast(Profiled, replies[0])
             finally:
-                self._end(group)
+                group.end()
         except StoppedError:
             return "it was stopped"
         except GroupError as error:
@@ -137,13 +134,8 @@ class ChildProber:
     def close(self) -> None:
         """Kill every child at once."""
         self._closed.set()
-        self._starter.shutdown(wait=True, cancel_futures=True)  # a child that starts just now is ended below
-        for group in list(self._groups):
-            group.end()
+        self._hosts.close()
         self._idle.clear()
-        self._monitor.close()
-        with self._lock:
-            self._mps.close()
 
     def _observe(self, probe: Probe, progress: ProgressReporter, stop: threading.Event) -> Observation | None:
         """Measure with idle children or new ones; again if a port of theirs was taken."""
@@ -155,25 +147,35 @@ class ChildProber:
                 if stopped.stack is not None and not self._closed.is_set():
                     self._explain_stop(probe, progress, stopped.stack)
                 return None
-            except GroupError as error:
+            except (GroupError, HostLostError) as error:
                 if self._closed.is_set():
                     return None
+                if isinstance(error, HostLostError):
+                    error = self._blame_host(probe, error)
                 if not left or not any(sign in error.root.detail.lower() for sign in _PORT_TAKEN):
                     return self._failed(probe, error.root, progress.phase, time.monotonic() - started)
         raise AssertionError("unreachable")
 
+    def _blame_host(self, probe: Probe, lost: HostLostError) -> GroupError:
+        """The failure of the first rank on a host that has gone."""
+        active = probe.layout.active
+        rank = next(rank for rank, position in enumerate(active) if self._devices[position].host == lost.host)
+        return GroupError(RankFailure(rank, "device", lost.message))
+
     def _attempt(self, probe: Probe, progress: ProgressReporter, stop: threading.Event, started: float) -> Timed:
         key = GroupKey.for_layout(probe.layout)
-        self._monitor.wait_for_drivers(key.positions, stop)
+        self._hosts.wait_for_drivers(key.positions, stop)
         group = self._take_idle(key)
         short_bytes = self._measure_short(key, group is None)
         if group is None:
             group = self._start(key, progress, stop)
         try:
-            measurement = Measurement(probe, group, self._timeouts, progress, self._monitor)
+            lengths = self._facts.lengths
+            row_tokens = fmean(lengths) if lengths else 0.0
+            measurement = Measurement(probe, group, self._timeouts, progress, self._hosts, row_tokens)
             seen = measurement.run(stop, started, self._warm_up_share(probe, group), short_bytes)
         except BaseException:
-            self._end(group)
+            group.end()
             raise
         self._keep(key, group, seen, measurement.busy_cores)
         return seen
@@ -182,7 +184,7 @@ class ChildProber:
         with self._lock:
             group = self._idle.pop(key, None)
         if group is not None and not group.alive:
-            self._end(group)
+            group.end()
             return None
         return group
 
@@ -206,8 +208,7 @@ class ChildProber:
             return ()  # under MPS, memory is in the daemon's name
         with self._lock:
             taken = {position for other in self._idle for position in other.positions}
-        own = {child.pid for group in list(self._groups) for child in group.children}
-        short = self._monitor.measure_short(key.positions, own, set(key.positions) - taken if clean else set())
+        short = self._hosts.measure_short(key.positions, set(key.positions) - taken if clean else set())
         with self._lock:
             for position, size in short.items():
                 self._memory.record_short(position, size)
@@ -229,10 +230,12 @@ class ChildProber:
         try:
             group.receive(Ready, self._timeouts.start, stop)
             progress.enter("building")
-            commands = build_commands(self._resolved, key, assigned, environments, ranks)
+            grouped = key.kind == "split" and len(assigned) > 1
+            peers = self._hosts.find_addresses([devices[0] for devices in assigned]) if grouped else ()
+            commands = build_commands(self._resolved, key, assigned, environments, ranks, peers)
             replies = group.call(lambda rank: commands[rank], Built, self._timeouts.build, stop)
         except BaseException:
-            self._end(group)
+            group.end()
             raise
         facts = cast(Built, replies[0]).facts
         engine = choose_engine(self._resolved, key)
@@ -241,43 +244,31 @@ class ChildProber:
 
     def _environment(self, devices: Sequence[Device], key: GroupKey) -> ChildEnvironment:
         """How a child is started; GroupError if it needs an MPS daemon and none can be started."""
-        environment = child_environment(devices, self._resolved.framework)
-        if key.kind != "pack" or key.placement != "mps":
-            return environment
+        mps = key.kind == "pack" and key.placement == "mps"
         try:
-            with self._lock:
-                if self._closed.is_set():
-                    raise StoppedError
-                variables = self._mps.variables()
+            return self._hosts.find(devices[0]).make_environment(devices, mps)
+        except HostLostError:
+            raise
         except DeviceError as error:
             raise GroupError(RankFailure(0, "unsupported", error.message)) from None
-        return msgspec.structs.replace(environment, variables=environment.variables | variables)
 
     def _start_processes(
         self, assigned: Sequence[Sequence[Device]], environments: Sequence[ChildEnvironment], ranks: RankMap
     ) -> ChildGroup:
         inbox: Inbox = queue.Queue(1000)
-
-        def start() -> ChildGroup:
-            group = ChildGroup([], inbox, ranks)
-            self._groups.add(group)
-            try:
-                for rank, (devices, environment) in enumerate(zip(assigned, environments, strict=True)):
-                    cap = devices[0].usable_memory_bytes if devices[0].kind == "cpu" else None
-                    group.children.append(Child(rank, inbox, environment, cap))
-                    if self._closed.is_set():
-                        raise StoppedError
-            except BaseException:
-                self._end(group)
-                raise
-            return group
-
+        group = ChildGroup([], inbox, ranks)
         try:
-            return self._starter.submit(start).result()
-        except (OSError, RuntimeError, CancelledError) as error:
+            for rank, (devices, environment) in enumerate(zip(assigned, environments, strict=True)):
+                cap = devices[0].usable_memory_bytes if devices[0].kind == "cpu" else None
+                group.children.append(self._hosts.find(devices[0]).start_child(rank, inbox, environment, cap))
+        except BaseException as error:
+            group.end()
             if self._closed.is_set():
                 raise StoppedError from None
-            raise GroupError(RankFailure(0, "exit", f"no process could be started: {error}")) from None
+            if isinstance(error, OSError | RuntimeError | CancelledError):
+                raise GroupError(RankFailure(0, "exit", f"no process could be started: {error}")) from None
+            raise
+        return group
 
     def _record_facts(self, facts: dict[str, str], engine: str) -> None:
         resolved = self._resolved
@@ -291,7 +282,9 @@ class ChildProber:
             own = facts.get("digest") or blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
             digest = before.workload_digest or own
             rows, statistics = int(facts.get("rows", 0)), facts.get("batch_statistics", "")
-            self._facts = Facts(versions, before.driver, engine or before.engine, digest, statistics, rows)
+            by_cost = deals_by_cost(resolved.request, resolved.framework)
+            lengths = tuple(map(int, facts.get("lengths", "").split())) if by_cost else ()
+            self._facts = Facts(versions, before.driver, engine or before.engine, digest, statistics, rows, lengths)
 
     def _failed(self, probe: Probe, failure: RankFailure, phase: str, elapsed_seconds: float) -> Observation:
         key = GroupKey.for_layout(probe.layout)
@@ -301,7 +294,10 @@ class ChildProber:
         elif len(key.positions) > 1:
             devices = () if failure.gpu is None else key.positions[failure.gpu : failure.gpu + 1]
         if failure.out_of_memory:
-            return OutOfMemory(probe, devices, failure.detail, elapsed_seconds, self._measure_short(key, True))
+            short_bytes: tuple[int, ...] = ()
+            with suppress(HostLostError):
+                short_bytes = self._measure_short(key, True)
+            return OutOfMemory(probe, devices, failure.detail, elapsed_seconds, short_bytes)
         devices = devices or key.positions
         detail = f"{', '.join(self._devices[i].label for i in devices)}, {phase}: {failure.detail}"
         if failure.output.strip() and self._save_output(detail, failure.output):
@@ -329,8 +325,4 @@ class ChildProber:
         """End idle children that would leave the coming ones too little memory."""
         held = {key: group.held_bytes for key, group in self._idle.items()}
         for key in self._memory.groups_to_end(probes, held):
-            self._end(self._idle.pop(key))
-
-    def _end(self, group: ChildGroup) -> None:
-        group.end()
-        self._groups.discard(group)
+            self._idle.pop(key).end()

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import msgspec
 import psutil
@@ -31,10 +32,10 @@ SETTLE_SECONDS, SETTLE_READS = 0.4, 3  # a driver takes a while to reclaim the m
 
 
 class InterferenceMonitor:
-    """Watches a session's devices; a watch starts when a probe first needs it."""
+    """Watches those of a session's devices that are on this host; a watch starts when a probe first needs it."""
 
-    def __init__(self, devices: Sequence[Device], silent_seconds: float = SILENT_SECONDS) -> None:
-        self._devices = devices
+    def __init__(self, devices: Sequence[Device], host: str = "", silent_seconds: float = SILENT_SECONDS) -> None:
+        self._devices, self._host = devices, host
         self._silent_seconds = silent_seconds
         self._watches: dict[int, GpuVitals] = {}
         self._short: dict[int, int] = {}  # position -> bytes that others hold, as last reported
@@ -65,7 +66,7 @@ class InterferenceMonitor:
         doesn't name processes, what others hold is known only on a clean device.
         """
         found: dict[int, int] = {}
-        for position in dict.fromkeys(positions):
+        for position in self._own(positions):
             short = self._settled_short(position, own, position in clean)
             if short > self._short.get(position, 0):
                 step = max(1, int(STEP * (self._devices[position].memory_bytes or 0)))
@@ -83,9 +84,13 @@ class InterferenceMonitor:
         for watch in watches:
             watch.answer(max(0.0, until - time.monotonic()))
 
+    def _own(self, positions: Iterable[int]) -> list[int]:
+        """Those that are on this host, each once."""
+        return [position for position in dict.fromkeys(positions) if self._devices[position].host == self._host]
+
     def _find_watches(self, positions: Iterable[int]) -> dict[int, GpuVitals]:
         """The watches of those positions that are GPUs."""
-        gpus = [position for position in dict.fromkeys(positions) if self._devices[position].kind == "gpu"]
+        gpus = [position for position in self._own(positions) if self._devices[position].kind == "gpu"]
         for position in gpus:
             if position not in self._watches:
                 self._watches[position] = GpuVitals(self._devices[position].id)
@@ -135,10 +140,16 @@ class InterferenceMonitor:
         return max(0, usable - max(0, whole - others))
 
 
+class DriverReader(Protocol):
+    """What tells how GPUs are doing."""
+
+    def read(self, positions: Collection[int]) -> Mapping[int, Vitals]: ...
+
+
 class ProbeInterference:
     """What held the devices of one probe back, from one block to the next."""
 
-    def __init__(self, monitor: InterferenceMonitor, positions: Sequence[int]) -> None:
+    def __init__(self, monitor: DriverReader, positions: Sequence[int]) -> None:
         self._monitor, self._positions = monitor, positions
         self._before = monitor.read(positions)
 

@@ -14,10 +14,11 @@ from evener.balancer.probes.protocol import Build
 from evener.balancer.request import ResolvedRequest
 from evener.balancer.types import Layout
 from evener.devices.child_environment import ChildEnvironment
-from evener.devices.types import Device
+from evener.devices.types import Device, group_by_host
 from evener.workloads.protocol import Input, Place, Precision
 
 MIXED: Precision = "mixed_bfloat16"  # what the knob "mixed" means: no loss scaling is needed
+LOOPBACK = "127.0.0.1"
 ONE_PROCESS = ("towers", "mirrored")  # engines in which one process drives all devices
 
 
@@ -45,8 +46,9 @@ def choose_engine(resolved: ResolvedRequest, key: GroupKey) -> str:
         return "ddp"
     if resolved.framework == "none" or engine != "auto":
         return engine
-    unlimited_gpus = all(resolved.devices[i].kind == "gpu" and not resolved.devices[i].limit for i in key.positions)
-    return "towers" if unlimited_gpus else "multiworker"
+    devices = [resolved.devices[i] for i in key.positions]
+    unlimited_gpus = all(device.kind == "gpu" and not device.limit for device in devices)
+    return "towers" if unlimited_gpus and len(group_by_host(devices)) == 1 else "multiworker"
 
 
 def runs_in_one_process(resolved: ResolvedRequest, key: GroupKey) -> bool:
@@ -84,10 +86,10 @@ def build_commands(
     assigned: Sequence[Sequence[Device]],
     environments: Sequence[ChildEnvironment],
     ranks: RankMap,
+    peers: tuple[str, ...] = (),
 ) -> list[Build]:
-    """What each child has to build; a group meets at loopback ports that are free now."""
-    request, grouped = resolved.request, key.kind == "split" and len(assigned) > 1
-    peers = tuple(f"127.0.0.1:{port}" for port in find_free_ports(len(assigned))) if grouped else ()
+    """What each child has to build; a group's ranks meet at `peers`, an address for each."""
+    request, grouped = resolved.request, bool(peers)
     commands = []
     for rank, (devices, environment) in enumerate(zip(assigned, environments, strict=True)):
         place = Place(
@@ -117,10 +119,10 @@ def build_commands(
     return commands
 
 
-def find_free_ports(count: int) -> list[int]:
-    """Loopback ports that are free at this moment."""
+def find_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
+    """Ports of an address of this machine that are free at this moment."""
     with ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        listeners = [stack.enter_context(socket.create_server((address, 0))) for _ in range(count)]
         return [int(listener.getsockname()[1]) for listener in listeners]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import TypeVar, cast
 
 import msgspec
@@ -12,12 +13,13 @@ import msgspec
 from evener.balancer.events import ProbeProgress
 from evener.balancer.probes.block_timing import LONGEST_BLOCK_SECONDS, Block, BlockTimer, StepTiming
 from evener.balancer.probes.child_group import ChildGroup, GroupError, RankFailure, RankMap
-from evener.balancer.probes.interference import InterferenceMonitor, ProbeInterference
+from evener.balancer.probes.interference import DriverReader, ProbeInterference
 from evener.balancer.probes.prober import Report
 from evener.balancer.probes.protocol import Prepare, Prepared, Ran, RunSteps
 from evener.balancer.probes.stack_dump import Stack
 from evener.balancer.search.statistics import relative_half_width
 from evener.balancer.types import Layout, Probe, Timed, Warned
+from evener.costs import Work
 
 _T = TypeVar("_T")
 REPORT_SECONDS = 0.2  # between two reports on one probe
@@ -40,7 +42,9 @@ def prepare_command(layout: Layout, ranks: RankMap) -> Prepare:
     def pick(sizes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sizes[position] for position in ranks.unique_positions)
 
-    return Prepare(pick(layout.shares), pick(layout.micro) if layout.in_passes else ())
+    costs = tuple(cost for position in ranks.unique_positions if layout.costs and (cost := layout.costs[position]))
+    micro, tokens = pick(layout.micro) if layout.in_passes else (), pick(layout.tokens) if layout.tokens else ()
+    return Prepare(pick(layout.shares), micro, costs, tokens, layout.length)
 
 
 class ProgressReporter:
@@ -86,9 +90,12 @@ class Measurement:
         group: ChildGroup,
         timeouts: Timeouts,
         progress: ProgressReporter,
-        monitor: InterferenceMonitor,
+        monitor: DriverReader,
+        row_tokens: float = 0.0,
     ) -> None:
         self._probe, self._group, self._ranks = probe, group, group.ranks
+        self._row_tokens = row_tokens  # of a row on average, where rows have lengths
+        self._work: list[tuple[Work, ...]] = []  # of each rank in a step, by block
         self._timeouts, self._progress, self._monitor = timeouts, progress, monitor
         self._memory_bytes: Sequence[int | None] = ()  # the peak of each rank or device of the group
         self._not_finite: tuple[Warned, ...] = ()
@@ -120,6 +127,7 @@ class Measurement:
             warnings=(*timing.warnings, *self._not_finite),
             start_seconds=start_seconds,
             short_bytes=short_bytes,
+            work=self._by_position(self._mean_work()) if self._work else (),
         )
 
     @property
@@ -172,6 +180,7 @@ class Measurement:
         """The group's block is as long as its slowest rank's."""
         if self._probe.layout.processes > 1:
             return self._make_pack_block(ran)
+        ran = self._as_usual(ran)
         wall = max(reply.wall_seconds for reply in ran)
         ranks = self._ranks
         self._memory_bytes = tuple(size for reply in ran for size in reply.memory_bytes)
@@ -184,6 +193,33 @@ class Measurement:
             )
             return Block(ran[0].steps, wall, None, own)
         return Block(ran[0].steps, wall)
+
+    def _as_usual(self, ran: Sequence[Ran]) -> Sequence[Ran]:
+        """The times that the same steps would take with as many tokens as the data have on average.
+
+        Else how long the texts of a block happen to be would be noise.
+        """
+        work = [reply.work for reply in ran if reply.work]
+        tokens = sum(each.tokens for each in work)
+        layout, steps = self._probe.layout, ran[0].steps
+        usual = layout.global_batch * self._row_tokens * steps
+        factor = usual / tokens if usual and tokens and not layout.length else 1.0
+        if work:
+            self._work.append(tuple(_scale(each, factor / steps) for each in work))
+        return [
+            msgspec.structs.replace(
+                reply,
+                wall_seconds=reply.wall_seconds * factor,
+                cpu_seconds=reply.cpu_seconds * factor,
+                spun_seconds=reply.spun_seconds * factor,
+            )
+            for reply in ran
+        ]
+
+    def _mean_work(self) -> list[Work | None]:
+        """Of each rank in a step, over all blocks."""
+        ranks = zip(*self._work, strict=True)
+        return [Work(*map(fmean, zip(*map(msgspec.structs.astuple, each), strict=True))) for each in ranks]
 
     def _cpu_share(self, ran: Ran) -> float | None:
         """CPU time over wall time of one process that never waits; None where that can't show a disturbance."""
@@ -214,3 +250,7 @@ class Measurement:
         """Values in rank order as values by position of the request; None for a position without one."""
         by_position = dict(zip(self._ranks.positions, values, strict=False))
         return tuple(by_position.get(position) for position in range(len(self._probe.layout.shares)))
+
+
+def _scale(work: Work, factor: float) -> Work:
+    return Work(*(each * factor for each in msgspec.structs.astuple(work)))

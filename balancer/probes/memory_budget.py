@@ -5,11 +5,10 @@ A framework's allocator keeps what it once had, so an idle child still holds its
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from evener.balancer.probes.launch_plan import GroupKey
 from evener.balancer.types import Probe
-from evener.devices.cpu.slices import available_memory_bytes
 from evener.devices.types import Device
 
 USED = 0.92  # of a GPU's memory, for all children that hold some
@@ -23,8 +22,8 @@ HeldBytes = Mapping[GroupKey, Mapping[int, int]]  # group -> position -> peak by
 class MemoryBudget:
     """What processes were seen to hold, by position and rows of a pass, and what each device has left for them."""
 
-    def __init__(self, devices: Sequence[Device]) -> None:
-        self._devices = devices
+    def __init__(self, devices: Sequence[Device], available_bytes: Callable[[], int]) -> None:
+        self._devices, self._available_bytes = devices, available_bytes  # the latter: of the host with the least
         self._peaks: dict[int, dict[int, int]] = {}
         self._short: dict[int, int] = {}
 
@@ -44,7 +43,7 @@ class MemoryBudget:
         """Idle groups that have to end before these probes start; the ones that will run them stay."""
         wanted = {GroupKey.for_layout(probe.layout) for probe in probes}
         others = [key for key in idle if key not in wanted]
-        if others and available_memory_bytes() < LOW_HOST_BYTES:
+        if others and self._available_bytes() < LOW_HOST_BYTES:
             return others
         needs = self._needs(probes)
         tight = {position for position, need in needs.items() if self._is_tight(position, need, wanted, idle)}

@@ -18,7 +18,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 from evener.balancer.store.folders import runs_folder, state_folder, trusted_folder
-from evener.devices.types import Device
+from evener.devices.cluster.agents import find_agent
+from evener.devices.types import Device, group_by_host
 from evener.errors import DeviceError, RequestError, as_request_error
 
 SYS = Path("/sys")
@@ -56,10 +57,21 @@ def is_running(run: str) -> bool:
 
 
 def lock_devices(run: str, devices: Sequence[Device]) -> ExitStack:
-    """Keep this user's and other users' sessions off the devices; DeviceError if one has them.
+    """Keep this user's and other users' sessions off the devices, each on its host; DeviceError if one has them.
 
     Closing the stack releases the devices. Simulated ones aren't locked.
     """
+    with ExitStack() as held:
+        for host, own in group_by_host(devices).items():
+            if host:
+                held.callback(find_agent(host).keep(lock_here, run, own).close)
+            else:
+                held.enter_context(lock_here(run, own))
+        return held.pop_all()
+
+
+def lock_here(run: str, devices: Sequence[Device]) -> ExitStack:
+    """The same for devices of this machine."""
     folder = trusted_folder(state_folder() / "locks")
     with ExitStack() as held:
         for device in devices:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 from evener.devices.cluster.connection import Node
@@ -17,6 +19,7 @@ from evener.errors import DeviceError
 T = TypeVar("T")
 START_SECONDS = 10.0  # for all actors together
 ANSWER_SECONDS = 30.0  # the longest that any call takes
+CLOSE_SECONDS = 5.0
 THREADS = 64  # of an actor: each call that waits holds one
 TICK_SECONDS = 0.2
 _agents: dict[str, Agent] = {}  # of this process, by host
@@ -48,8 +51,7 @@ class Servant:
         return function(*arguments)
 
     def keep(self, name: str, make: Callable[..., Any], *arguments: Any) -> None:
-        """Make an object and keep it under a name; the last one of that name is closed before."""
-        self.drop(name)
+        """Make an object and keep it under a name."""
         self._kept[name] = make(*arguments)
 
     def ask(self, name: str, method: str, *arguments: Any) -> Any:
@@ -95,6 +97,12 @@ class Agent:
         """Call a function of evener on the host."""
         return cast(T, self.finish(self.begin("call", function, *arguments)))
 
+    def keep(self, make: Callable[..., Any], *arguments: Any) -> Kept:
+        """Make an object on the host; it is closed there when what this returns is closed."""
+        name = uuid.uuid4().hex
+        self.finish(self.begin("keep", name, make, *arguments))
+        return Kept(self, name)
+
     def alive(self) -> bool:
         """Whether the actor still answers."""
         try:
@@ -108,6 +116,28 @@ class Agent:
         import ray
 
         ray.kill(self._actor)
+
+
+class Kept:
+    """An object that an agent keeps on its host."""
+
+    def __init__(self, agent: Agent, name: str) -> None:
+        self._agent, self._name = agent, name
+
+    def begin(self, method: str, *arguments: Any) -> Any:
+        """Call a method of it without waiting; the agent's `finish` gets the answer."""
+        return self._agent.begin("ask", self._name, method, *arguments)
+
+    def ask(
+        self, method: str, *arguments: Any, seconds: float = ANSWER_SECONDS, stop: threading.Event | None = None
+    ) -> Any:
+        """Call a method of it and wait for the answer, as `Agent.finish` does."""
+        return self._agent.finish(self.begin(method, *arguments), seconds, stop)
+
+    def close(self) -> None:
+        """Close it there, unless its host has gone."""
+        with suppress(HostLostError):
+            self._agent.finish(self._agent.begin("drop", self._name), CLOSE_SECONDS)
 
 
 def start_agents(nodes: Iterable[Node]) -> tuple[Agent, ...]:

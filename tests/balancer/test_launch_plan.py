@@ -24,6 +24,7 @@ from evener.balancer.probes.protocol import Build
 from evener.balancer.request import Request, ResolvedRequest
 from evener.balancer.types import Layout, Probe, Stage, Timed, layout_of, solo
 from evener.devices.child_environment import ChildEnvironment, child_environment
+from evener.devices.cpu.slices import available_memory_bytes
 from evener.devices.types import Device, Limit
 from tests.support.probers import child_prober
 
@@ -47,7 +48,9 @@ def commands(framework: str, layout: Layout, *devices: Device) -> list[Build]:
     resolved, key = resolved_for(framework, *devices), key_of(layout)
     assigned = assign_devices(resolved, key)
     environments = [child_environment(group, framework) for group in assigned]
-    return build_commands(resolved, key, assigned, environments, map_ranks(resolved, key, environments, {}))
+    grouped = layout.kind == "split" and len(assigned) > 1
+    peers = tuple(f"127.0.0.1:{port}" for port in find_free_ports(len(assigned))) if grouped else ()
+    return build_commands(resolved, key, assigned, environments, map_ranks(resolved, key, environments, {}), peers)
 
 
 SPLIT = layout_of((8, 8))
@@ -158,7 +161,11 @@ def test_idle_children_stay_where_all_fit_and_end_where_they_would_not(crowd: Ch
 
 def test_with_nothing_known_idle_children_go(crowd: ChildProber) -> None:
     """A first split over a device that never ran may need everything of it."""
-    budget, split, alone = MemoryBudget(crowd._devices), Probe(layout_of((1, 1)), "split", 0.1), key_of(solo(2, 0, 1))
+    budget, split, alone = (
+        MemoryBudget(crowd._devices, available_memory_bytes),
+        Probe(layout_of((1, 1)), "split", 0.1),
+        key_of(solo(2, 0, 1)),
+    )
     budget.record_held(0, 1, 4 * MIB)
     assert budget.groups_to_end((split,), {alone: {0: 4 * MIB}}) == []
     other = key_of(solo(2, 1, 1))
@@ -167,7 +174,7 @@ def test_with_nothing_known_idle_children_go(crowd: ChildProber) -> None:
 
 def test_idle_children_go_where_others_hold_the_memory(crowd: ChildProber) -> None:
     """What would fit beside them on an empty device does not on one that is half taken."""
-    budget, key = MemoryBudget(crowd._devices), key_of(layout_of((1, 1)))
+    budget, key = MemoryBudget(crowd._devices, available_memory_bytes), key_of(layout_of((1, 1)))
     budget.record_held(0, 100, 400 * MIB)
     probe, idle = Probe(solo(2, 0, 100), "solo", 0.1), {key: {0: 400 * MIB, 1: MIB}}
     assert budget.groups_to_end((probe,), idle) == []

@@ -14,6 +14,7 @@ import pytest
 
 from evener.balancer.probes.block_timing import Block
 from evener.balancer.probes.interference import READ_SECONDS, InterferenceMonitor, ProbeInterference
+from evener.balancer.probes.local_host import LocalHost
 from evener.balancer.result.explain_measurements import add_doubt, explain_doubts
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Stage, Timed, layout_of, solo
 from evener.devices.discover import discover
@@ -47,6 +48,12 @@ class Bench:
         stage: Stage = "solo" if layout.kind == "solo" else "split"
         (seen,) = self.prober.measure((Probe(layout, stage, seconds),), lambda _: None, threading.Event())
         return seen
+
+    def watch(self, monitor: InterferenceMonitor) -> None:
+        """Ask the driver through another monitor."""
+        host = self.prober._hosts.find(self.devices[0])
+        assert isinstance(host, LocalHost)
+        host.monitor = monitor
 
     def __enter__(self) -> Bench:
         self._clock.start()
@@ -155,7 +162,7 @@ def test_a_gpu_that_the_driver_no_longer_has_fails_its_probe_and_is_named(nvml: 
 def test_a_driver_that_is_silent_fails_the_probe_of_its_gpu_alone(nvml: Any) -> None:
     """The other GPU is measured meanwhile, a stop is obeyed at once, and it is tried again once it answers."""
     with Bench(nvml) as bench:
-        bench.prober._monitor = InterferenceMonitor(bench.devices, silent_seconds=2.5)
+        bench.watch(InterferenceMonitor(bench.devices, silent_seconds=2.5))
         assert isinstance(bench.probe(solo(2, 1, 8)), Timed)
         nvml.hang("nvmlDeviceGetFieldValues", 1)
         silent, other = bench.probe(solo(2, 1, 8)), bench.probe(solo(2, 0, 8))
@@ -166,7 +173,7 @@ def test_a_driver_that_is_silent_fails_the_probe_of_its_gpu_alone(nvml: Any) -> 
         nvml.release()
         assert isinstance(bench.probe(solo(2, 1, 8)), Timed)
         nvml.hang("nvmlDeviceGetFieldValues", 1)
-        bench.prober._monitor = InterferenceMonitor(bench.devices, silent_seconds=60.0)
+        bench.watch(InterferenceMonitor(bench.devices, silent_seconds=60.0))
         stop = threading.Event()
         threading.Timer(0.2, stop.set).start()
         began = time.monotonic()

@@ -1,0 +1,121 @@
+"""What runs on another host for a session there: the same host as on one machine, its children known by keys."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
+
+from evener.balancer.probes.child import Child, Inbox, Message
+from evener.balancer.probes.child_group import TICK_SECONDS
+from evener.balancer.probes.local_host import LocalHost
+from evener.balancer.probes.protocol import Build, ChildError, Command
+from evener.balancer.probes.script_copy import ScriptCopy, WrittenScript
+from evener.balancer.probes.stack_dump import Stack
+from evener.devices.child_environment import ChildEnvironment
+from evener.devices.nvidia.probe_watch import Vitals
+from evener.devices.types import Device
+
+RECEIVE_SECONDS = 2.0  # without a message, after which the caller hears that there is none
+INBOX = 10_000
+
+
+class ChildEnd(msgspec.Struct, frozen=True):
+    """What the host knows of a child that has sent its last message."""
+
+    alive: bool
+    cap_share: float
+    kernel_killed: bool
+    stderr_tail: str
+
+
+Relayed = tuple[int, Message, ChildEnd]  # a child's key, its message, and how it stood then
+
+
+class HostServant:
+    """One host's children and drivers. Its methods are called from another machine, each in a thread of its own."""
+
+    def __init__(self, devices: Sequence[Device], framework: str, name: str, script: ScriptCopy | None) -> None:
+        self._local = LocalHost(devices, framework, name)
+        self._script = WrittenScript(script) if script else None
+        self._inbox: Inbox = queue.Queue(INBOX)
+        self._children: dict[int, Child] = {}
+
+    def start_child(self, key: int, environment: ChildEnvironment, cap_bytes: int | None) -> int:
+        """Start a child; its pid."""
+        self._children[key] = child = self._local.start_child(key, self._inbox, environment, cap_bytes)
+        return child.pid
+
+    def send(self, key: int, command: Command) -> None:
+        """Send a child a command; the user's script lies elsewhere here."""
+        if self._script and isinstance(command, Build):
+            command = msgspec.structs.replace(command, workload=self._script.workload)
+        self._children[key].send(command)
+
+    def receive(self) -> list[Relayed]:
+        """What children have sent; waits for a message."""
+        messages: list[tuple[int, Message]] = []
+        deadline = time.monotonic() + RECEIVE_SECONDS
+        while not messages and time.monotonic() < deadline:
+            try:
+                messages.append(self._inbox.get(timeout=TICK_SECONDS))
+            except queue.Empty:
+                for child in tuple(self._children.values()):
+                    child.sample_memory()
+        while not self._inbox.empty():
+            messages.append(self._inbox.get())
+        return [(key, self._name_origin(message), self._describe(key)) for key, message in messages]
+
+    def find_stack(self, key: int) -> Stack | None:
+        """Where a child is now."""
+        return self._children[key].find_stack()
+
+    def end(self, key: int) -> None:
+        """Kill a child."""
+        self._children.pop(key).end()
+
+    def make_environment(self, devices: Sequence[Device], mps: bool) -> ChildEnvironment:
+        """How a child is started here."""
+        return self._local.make_environment(devices, mps)
+
+    def find_addresses(self, count: int, address: str) -> tuple[str, ...]:
+        """Free ports."""
+        return self._local.find_addresses(count, address)
+
+    def wait_for_drivers(self, positions: Collection[int]) -> None:
+        """Wait for the drivers' answers."""
+        self._local.wait_for_drivers(positions, threading.Event())
+
+    def read(self, positions: Collection[int]) -> Mapping[int, Vitals]:
+        """What the drivers say now."""
+        return self._local.read(positions)
+
+    def measure_short(self, positions: Collection[int], clean: Collection[int]) -> dict[int, int]:
+        """What others hold of the devices' memory."""
+        return self._local.measure_short(positions, clean)
+
+    def available_memory_bytes(self) -> int:
+        """Memory that can still be had here."""
+        return self._local.available_memory_bytes()
+
+    def close(self) -> None:
+        """Kill every child, and remove the script."""
+        self._local.close()
+        if self._script:
+            self._script.close()
+
+    def _name_origin(self, message: Message) -> Message:
+        script = self._script
+        if script is None or not isinstance(message, ChildError):
+            return message
+        texts = {name: script.name_origin(getattr(message, name)) for name in ("text", "where", "traceback")}
+        return msgspec.structs.replace(message, **texts)
+
+    def _describe(self, key: int) -> ChildEnd:
+        child = self._children.get(key)
+        if child is None:  # ended meanwhile
+            return ChildEnd(False, 0.0, False, "")
+        return ChildEnd(child.alive, child.cap_share, child.kernel_killed, child.stderr_tail)

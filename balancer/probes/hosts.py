@@ -1,0 +1,95 @@
+"""The hosts of a session's devices, asked as if they were one machine."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from evener.balancer.probes.child import Inbox, RunningChild
+from evener.balancer.probes.launch_plan import LOOPBACK
+from evener.balancer.probes.local_host import LocalHost
+from evener.balancer.probes.remote_host import RemoteHost
+from evener.balancer.probes.script_copy import copy_script
+from evener.devices.child_environment import ChildEnvironment
+from evener.devices.cluster.agents import HostLostError
+from evener.devices.nvidia.probe_watch import Vitals
+from evener.devices.types import Device, group_by_host
+
+
+class Host(Protocol):
+    """What a session needs of each host of its devices; `local_host` says what the methods do."""
+
+    def make_environment(self, devices: Sequence[Device], mps: bool) -> ChildEnvironment: ...
+
+    def start_child(
+        self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None
+    ) -> RunningChild: ...
+
+    def find_addresses(self, count: int, address: str = LOOPBACK) -> tuple[str, ...]: ...
+
+    def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None: ...
+
+    def read(self, positions: Iterable[int]) -> Mapping[int, Vitals]: ...
+
+    def measure_short(self, positions: Iterable[int], clean: Collection[int]) -> dict[int, int]: ...
+
+    def available_memory_bytes(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class Hosts:
+    """All hosts of these devices; DeviceError if one of them can't be reached."""
+
+    def __init__(self, devices: Sequence[Device], framework: str, workload: str) -> None:
+        self._devices = devices
+        self._by_name: dict[str, Host] = {}
+        for name in group_by_host(devices):
+            here = LocalHost(devices, framework)
+            self._by_name[name] = RemoteHost(devices, framework, name, copy_script(workload)) if name else here
+
+    def find(self, device: Device) -> Host:
+        """The host of a device."""
+        return self._by_name[device.host]
+
+    def find_addresses(self, devices: Sequence[Device]) -> tuple[str, ...]:
+        """Where a group's ranks can meet, each on its device's host: over loopback if that is one host."""
+        counts = Counter(device.host for device in devices)
+        free = {
+            name: iter(self._by_name[name].find_addresses(count, name if len(counts) > 1 else LOOPBACK))
+            for name, count in counts.items()
+        }
+        return tuple(next(free[device.host]) for device in devices)
+
+    def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
+        """Wait for each driver's answer; GroupError names a device that has none or is gone."""
+        for host in self._among(positions):
+            host.wait_for_drivers(positions, stop)
+
+    def read(self, positions: Collection[int]) -> Mapping[int, Vitals]:
+        """What the drivers say now; GroupError if a device is gone, or its driver silent for long."""
+        return {i: vitals for host in self._among(positions) for i, vitals in host.read(positions).items()}
+
+    def measure_short(self, positions: Collection[int], clean: Collection[int]) -> dict[int, int]:
+        """Bytes that each device lacks because others hold them; no child runs on the `clean` ones."""
+        return {i: size for host in self._among(positions) for i, size in host.measure_short(positions, clean).items()}
+
+    def available_memory_bytes(self) -> int:
+        """Memory that can still be had on the host with the least."""
+        sizes = []
+        for host in self._by_name.values():
+            with suppress(HostLostError):
+                sizes.append(host.available_memory_bytes())
+        return min(sizes, default=0)
+
+    def close(self) -> None:
+        """Kill every child; safe to call twice."""
+        for host in self._by_name.values():
+            host.close()
+
+    def _among(self, positions: Collection[int]) -> Iterator[Host]:
+        for name in dict.fromkeys(self._devices[position].host for position in positions):
+            yield self._by_name[name]

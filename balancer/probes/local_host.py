@@ -1,0 +1,110 @@
+"""The children and devices of one machine: starts the ones, watches the others.
+
+A session has one for each host of its devices; `remote_host` reaches those that are elsewhere.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import psutil
+
+from evener.balancer.probes.child import Child, Inbox
+from evener.balancer.probes.child_group import StoppedError
+from evener.balancer.probes.interference import InterferenceMonitor
+from evener.balancer.probes.launch_plan import LOOPBACK, find_free_ports
+from evener.devices.child_environment import ChildEnvironment, child_environment
+from evener.devices.cpu.slices import available_memory_bytes
+from evener.devices.nvidia.mps import MpsDaemon
+from evener.devices.nvidia.probe_watch import Vitals
+from evener.devices.types import Device
+
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+class LocalHost:
+    """This machine, which is `name` in a cluster: its children, drivers, MPS daemon and free ports."""
+
+    def __init__(self, devices: Sequence[Device], framework: str, name: str = "") -> None:
+        self._framework = framework
+        self._network = choose_interface(name) if name else {}
+        self.monitor = InterferenceMonitor(devices, name)
+        self._children: set[Child] = set()
+        self._mps = MpsDaemon()  # started when a pack needs it
+        self._closed, self._lock = threading.Event(), threading.Lock()
+        # the kernel ends a child with the *thread* that started it, so all are started by one thread that lasts
+        self._starter = ThreadPoolExecutor(1, "child starter")
+
+    def make_environment(self, devices: Sequence[Device], mps: bool) -> ChildEnvironment:
+        """How to start a child on these devices; DeviceError if it needs an MPS daemon and none can be started."""
+        environment = child_environment(devices, self._framework)
+        variables = {**environment.variables, **self._network}
+        if mps:
+            with self._lock:
+                if self._closed.is_set():
+                    raise StoppedError
+                variables |= self._mps.variables()
+        return msgspec.structs.replace(environment, variables=variables)
+
+    def start_child(self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None) -> Child:
+        """A new child; OSError or RuntimeError if none can be started."""
+
+        def start() -> Child:
+            child = Child(rank, inbox, environment, cap_bytes)
+            self._children = {child, *(other for other in self._children if other.alive)}
+            return child
+
+        return self._starter.submit(start).result()
+
+    def find_addresses(self, count: int, address: str = LOOPBACK) -> tuple[str, ...]:
+        """So many ports of an address of this machine that are free at this moment."""
+        return tuple(f"{address}:{port}" for port in find_free_ports(count, address))
+
+    def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
+        """Wait for each driver's answer; GroupError names a device that has none or is gone."""
+        self.monitor.wait_for_drivers(positions, stop)
+
+    def read(self, positions: Iterable[int]) -> Mapping[int, Vitals]:
+        """What the drivers say now; GroupError if a device is gone, or its driver silent for long."""
+        return self.monitor.read(positions)
+
+    def measure_short(self, positions: Iterable[int], clean: Collection[int]) -> dict[int, int]:
+        """Bytes that each device lacks because others hold them; no child runs on the `clean` ones."""
+        own = {child.pid for child in self._children if child.alive}
+        return self.monitor.measure_short(positions, own, clean)
+
+    def available_memory_bytes(self) -> int:
+        """Memory that can still be had."""
+        return available_memory_bytes()
+
+    def close(self) -> None:
+        """Kill every child at once, and the MPS daemon; safe to call twice."""
+        self._closed.set()
+        self._starter.shutdown(wait=True, cancel_futures=True)  # a child that starts just now is ended below
+        for child in self._children:
+            child.end()
+        self.monitor.close()
+        with self._lock:
+            self._mps.close()
+
+
+def choose_interface(address: str) -> dict[str, str]:
+    """The variables by which gloo and NCCL use the interface that this address is on, unless they are set already."""
+    wanted = ipaddress.ip_address(address)
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            if each.netmask and each.family.name in ("AF_INET", "AF_INET6"):
+                network = ipaddress.ip_interface(f"{each.address.partition('%')[0]}/{_prefix(each.netmask)}").network
+                if wanted.version == network.version and wanted in network:
+                    return {variable: name for variable in INTERFACE_VARIABLES if variable not in os.environ}
+    return {}
+
+
+def _prefix(netmask: str) -> int:
+    """24 for 255.255.255.0 or ffff:ff00::."""
+    return bin(int(ipaddress.ip_address(netmask))).count("1")

@@ -1,0 +1,174 @@
+"""A host of the Ray cluster: its children and drivers, through evener's actor there.
+
+A thread waits for what the children there send, and puts it where a child of this machine would.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from evener.balancer.probes.child import HostLost, Inbox
+from evener.balancer.probes.child_group import StoppedError
+from evener.balancer.probes.host_servant import ChildEnd, HostServant
+from evener.balancer.probes.launch_plan import LOOPBACK
+from evener.balancer.probes.protocol import Command
+from evener.balancer.probes.script_copy import ScriptCopy
+from evener.balancer.probes.stack_dump import Stack
+from evener.devices.child_environment import ChildEnvironment
+from evener.devices.cluster.agents import HostLostError, find_agent
+from evener.devices.nvidia.probe_watch import Vitals
+from evener.devices.types import Device
+
+SILENT_SECONDS = 15.0  # a host that says nothing for so long has gone
+
+
+class RemoteChild:
+    """A child on another host, as a group uses it."""
+
+    def __init__(self, host: RemoteHost, key: int, rank: int, inbox: Inbox) -> None:
+        self.rank, self.inbox = rank, inbox
+        self.pid = 0  # on its host
+        self._host, self._key = host, key
+        self._end = ChildEnd(True, 0.0, False, "")
+
+    def send(self, command: Command) -> None:
+        """Send a command; if the child is gone, the inbox says so."""
+        self._host.post("send", self._key, command)
+
+    def sample_memory(self) -> None:
+        """Its host does that."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still ran when it sent its last message."""
+        return self._end.alive
+
+    @property
+    def cap_share(self) -> float:
+        """The largest sampled memory as a share of its cap; 0 without a cap."""
+        return self._end.cap_share
+
+    @property
+    def kernel_killed(self) -> bool:
+        """Whether its host's kernel has killed any process for memory since it started."""
+        return self._end.kernel_killed
+
+    @property
+    def stderr_tail(self) -> str:
+        """The end of what it wrote."""
+        return self._end.stderr_tail
+
+    def find_stack(self) -> Stack | None:
+        """Where it is now; None if it doesn't answer."""
+        with suppress(HostLostError):
+            stack: Stack | None = self._host.ask("find_stack", self._key)
+            return stack
+        return None
+
+    def end(self) -> None:
+        """Kill it now."""
+        self._host.forget(self._key)
+
+    def note_end(self, end: ChildEnd) -> None:
+        """What its host knows of it now."""
+        self._end = end
+
+
+class RemoteHost:
+    """One host of the cluster; HostLostError if its actor doesn't answer."""
+
+    def __init__(self, devices: Sequence[Device], framework: str, name: str, script: ScriptCopy | None) -> None:
+        self._name = name
+        self._gpus = {i for i, device in enumerate(devices) if device.host == name and device.kind == "gpu"}
+        self._servant = find_agent(name).keep(HostServant, tuple(devices), framework, name, script)
+        self._keys = itertools.count()
+        self._children: dict[int, RemoteChild] = {}
+        self._lost: HostLostError | None = None
+        self._closed = threading.Event()
+        threading.Thread(target=self._receive, name=f"children on {name}", daemon=True).start()
+
+    def ask(self, method: str, *arguments: Any, stop: threading.Event | None = None) -> Any:
+        """Call a method of the servant and wait for its answer."""
+        if self._lost is not None:
+            raise self._lost
+        return self._servant.ask(method, *arguments, stop=stop)
+
+    def post(self, method: str, *arguments: Any) -> None:
+        """Call a method of the servant without waiting."""
+        self._servant.begin(method, *arguments)
+
+    def start_child(self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None) -> RemoteChild:
+        """A new child there."""
+        key = next(self._keys)
+        self._children[key] = child = RemoteChild(self, key, rank, inbox)
+        child.pid = self.ask("start_child", key, environment, cap_bytes)
+        return child
+
+    def forget(self, key: int) -> None:
+        """Kill a child, unless its host has gone."""
+        if self._children.pop(key, None) is not None and not self._closed.is_set():
+            with suppress(HostLostError):
+                self.ask("end", key)
+
+    def make_environment(self, devices: Sequence[Device], mps: bool) -> ChildEnvironment:
+        """How a child is started there."""
+        found: ChildEnvironment = self.ask("make_environment", tuple(devices), mps)
+        return found
+
+    def find_addresses(self, count: int, address: str = LOOPBACK) -> tuple[str, ...]:
+        """Free ports there."""
+        found: tuple[str, ...] = self.ask("find_addresses", count, address)
+        return found
+
+    def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
+        """Wait for the answers of its GPUs' drivers; StoppedError if `stop` is set before."""
+        if self._gpus.intersection(positions):
+            self.ask("wait_for_drivers", tuple(positions), stop=stop)
+            if stop.is_set():
+                raise StoppedError
+
+    def read(self, positions: Iterable[int]) -> Mapping[int, Vitals]:
+        """What its GPUs' drivers say now."""
+        found: Mapping[int, Vitals] = {}
+        if self._gpus.intersection(positions):
+            found = self.ask("read", tuple(positions))
+        return found
+
+    def measure_short(self, positions: Iterable[int], clean: Collection[int]) -> dict[int, int]:
+        """What others hold of its devices' memory."""
+        found: dict[int, int] = self.ask("measure_short", tuple(positions), set(clean))
+        return found
+
+    def available_memory_bytes(self) -> int:
+        """Memory that can still be had there."""
+        found: int = self.ask("available_memory_bytes")
+        return found
+
+    def close(self) -> None:
+        """Kill every child there; safe to call twice."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._servant.close()
+
+    def _receive(self) -> None:
+        while not self._closed.is_set():
+            try:
+                messages = self._servant.ask("receive", seconds=SILENT_SECONDS)
+            except Exception as error:
+                self._lose(error)
+                return
+            for key, message, end in messages:
+                if (child := self._children.get(key)) is not None:
+                    child.note_end(end)
+                    child.inbox.put((child.rank, message))
+
+    def _lose(self, error: Exception) -> None:
+        """The host has gone: so have its children."""
+        self._lost = error if isinstance(error, HostLostError) else HostLostError(self._name, f"failed: {error}")
+        for child in tuple(self._children.values()):
+            child.note_end(ChildEnd(False, 0.0, False, ""))
+            child.inbox.put((child.rank, HostLost(self._lost.message)))

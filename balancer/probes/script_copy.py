@@ -1,0 +1,71 @@
+"""The user's own script for another host: the file, the Python files beside it, and the packages in its folder."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from evener.errors import RequestError
+from evener.workloads.user_code import names_a_file
+
+LARGEST_BYTES = 64 << 20
+
+
+class ScriptCopy(msgspec.Struct, frozen=True):
+    """A script's files by their path below its folder."""
+
+    folder: str  # where they are from
+    name: str  # of the workload below it: "train.py:build"
+    files: dict[str, bytes]
+
+
+def copy_script(workload: str) -> ScriptCopy | None:
+    """The files of `file.py:function`; None for a workload that is installed. RequestError if they are too large."""
+    home, _, function = workload.rpartition(":")
+    if not home or not names_a_file(home):
+        return None
+    script = Path(home).resolve()
+    files = {str(path.relative_to(script.parent)): path.read_bytes() for path in _list_sources(script.parent)}
+    if sum(map(len, files.values())) > LARGEST_BYTES:
+        raise RequestError(
+            f"The Python files beside {script} take more than {LARGEST_BYTES >> 20} MiB.",
+            "Move the script to a folder of its own, so that it can be sent to the other hosts.",
+        )
+    return ScriptCopy(str(script.parent), f"{script.name}:{function}", files)
+
+
+def _list_sources(folder: Path) -> Iterator[Path]:
+    """The folder's Python files, and those of its packages."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".py" and path.is_file():
+            yield path
+        elif (path / "__init__.py").is_file():
+            yield from _list_sources(path)
+
+
+class WrittenScript:
+    """A script's files in a temporary folder of this host, until it is closed."""
+
+    def __init__(self, script: ScriptCopy) -> None:
+        self._script, self._folder = script, tempfile.mkdtemp(prefix="evener-")
+        for name, content in script.files.items():
+            path = Path(self._folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+    @property
+    def workload(self) -> str:
+        """The name by which a child on this host finds it."""
+        return f"{self._folder}/{self._script.name}"
+
+    def name_origin(self, text: str) -> str:
+        """The text, with the user's own paths in place of those here."""
+        return text.replace(self._folder, self._script.folder)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)
