@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,11 @@ from evener.torch_split.sampler import UnevenBatchSampler
 from tests.support.torch_length_programs import Texts, collate
 from tests.support.torch_ranks import example_plan
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 TEXTS = Texts(41)
 BATCH = 8
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "text_train.py"
 
 
 @pytest.fixture(autouse=True)
@@ -150,3 +155,19 @@ def test_a_state_is_that_of_a_loader_without_lengths() -> None:
     whole = [row for batch in UnevenBatchSampler(41, (8,), 0) for row in batch]
     assert dealt.steps_left == 4
     assert {row for rows in left for row in rows} < set(whole[16:])
+
+
+def test_the_example_learns_by_length_what_it_learns_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.toml"
+    plan(Cost(10, 1, 0)).save(path)
+    said = []
+    for words in (["--plan", str(path)], ["--global-batch", str(BATCH)]):
+        monkeypatch.setattr("sys.argv", ["text_train.py", "--rows", "30", "--epochs", "2", *words])
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+        said.append(
+            [float(loss) for loss in re.findall(r"epoch \d: loss ([\d.]+), [\d,]+ tokens/s", capsys.readouterr().out)]
+        )
+    assert len(said[0]) == 2
+    assert said[0] == pytest.approx(said[1], abs=2e-3)
