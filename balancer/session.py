@@ -18,6 +18,7 @@ from evener.balancer.session_start import begin, reopen
 from evener.balancer.store import journal, replay, runs
 from evener.balancer.store.journal import AskedEntry, EndedEntry, FactsEntry, FailedEntry, ObservationEntry
 from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Timed
+from evener.errors import RequestError
 
 __all__ = ["Request", "Session"]
 
@@ -156,9 +157,7 @@ class Session(EventThread):
         at = self._prober.now()
         facts = self._prober.facts()
         if facts not in (self._facts, Facts()):
-            self._facts = facts
-            self._write(FactsEntry(facts))
-            self._search.learn_data(facts.rows, facts.lengths)
+            self._learn(facts, at)
         self._write(ObservationEntry(seen, at))
         self._search.tell(seen)
         self._seen.append(seen)
@@ -173,6 +172,17 @@ class Session(EventThread):
                 at_seconds=at,
             )
         )
+
+    def _learn(self, facts: Facts, at: float) -> None:
+        """What children say of themselves; RequestError if tokens are to be counted and rows have none."""
+        self._facts = facts
+        self._write(FactsEntry(facts))
+        self._search.learn_data(facts.rows, facts.lengths)
+        if self._header.request.objective == "tokens" and not facts.lengths:
+            why = "gives no lengths of its rows, or all are equal, so tokens can't be counted."
+            message = f"{self._header.workload} {why}"
+            self._write(FailedEntry(message, at))
+            raise RequestError(message, "Leave --objective out, or see evener help workload.")
 
     def _set_alarms(self) -> list[threading.Timer]:
         """They end running probes when the budget and its grace are over; in virtual time the search keeps to it."""

@@ -21,7 +21,7 @@ import evener
 from evener.errors import EvenerError, RequestError
 from evener.workloads.protocol import BACKENDS, Entry
 
-_DATA_FUNCTIONS = ("sample_batch", "training_data")
+_DATA_FUNCTIONS = ("sample_batch", "training_data", "lengths")
 _PLACE_IN_TEXT = re.compile(r'File "([^"]+)", line (\d+)')
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
@@ -41,6 +41,7 @@ class UserModule:
         self.result = result
         self.sample_batch = _find_function(module, "sample_batch")
         self.training_data = _find_function(module, "training_data")
+        self.lengths = _find_function(module, "lengths")
 
 
 def _find_function(module: ModuleType, name: str) -> Callable[..., Any] | None:

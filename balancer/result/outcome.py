@@ -205,9 +205,16 @@ def _write_layout(layout: Layout, devices: Sequence[Device], engine: str, row_to
     costs, tokens = layout.costs or (None,) * len(devices), layout.tokens or (0,) * len(devices)
     templates = tuple(
         Share(
-            device.id, device.index, device.name, 0, 0.0, write_limit(device.limit),
-            cost=cost, tokens=wall, host=device.host,
-        )  # fmt: skip
+            device.id,
+            device.index,
+            device.name,
+            0,
+            0.0,
+            write_limit(device.limit),
+            cost=cost,
+            tokens=wall,
+            host=device.host,
+        )
         for device, cost, wall in zip(devices, costs, tokens, strict=True)
     )
     return make_layout(

@@ -13,6 +13,8 @@ from evener.balancer.store.journal import AskedEntry, Header, ObservationEntry, 
 from evener.balancer.types import Observation, Probe, Problem
 from evener.errors import NoLayoutError
 
+NOTHING = Facts()  # is known yet
+
 
 def make_problem(header: Header, spend_all: bool = False) -> Problem:
     """What the search was asked to solve; with `spend_all` it measures the best layouts until the budget is spent."""
@@ -34,8 +36,8 @@ def make_problem(header: Header, spend_all: bool = False) -> Problem:
 def make_search(
     header: Header,
     seen: Iterable[Observation],
-    facts: Facts = Facts(),
-    spend_all: bool = False,  # noqa: B008 - frozen
+    facts: Facts = NOTHING,
+    spend_all: bool = False,
 ) -> Search:
     """A search for what was asked, with everything that was seen and what is known of the data."""
     search = Search(make_problem(header, spend_all), header.request.compare or BALANCE)

@@ -199,7 +199,7 @@ def find_solo_rates(devices: Sequence[Device]) -> tuple[float | None, ...]:
             continue
         best: dict[str, float] = {}
         for seen in (entry.seen for entry in record.seen):
-            if isinstance(seen, Timed) and seen.probe.layout.kind == "solo":
+            if isinstance(seen, Timed) and seen.probe.layout.kind == "solo" and not seen.probe.layout.length:
                 device = record.header.devices[seen.probe.layout.active[0]].id
                 best[device] = max(best.get(device, 0.0), seen.samples_per_second)
         if all(device in best for device in wanted):

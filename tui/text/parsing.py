@@ -31,7 +31,7 @@ REQUEST_HELP = {
     "max_global_batch": "Upper limit for the global batch, in samples.",
     "multiple_of": "Make every share a multiple of this number.",
     "micro": "auto: compute a share that doesn't fit in memory in several passes; off: keep to what fits at once.",
-    "objective": "What to maximise; throughput is samples/s.",
+    "objective": "What to maximise: tokens/s where rows have lengths, else samples/s. samples leaves lengths out.",
     "budget": "Most time to spend on measuring, like 90s or 5m; none: no limit.",
     "tolerance": "Take the smallest global batch within this fraction of the fastest; 0.02 is 2 %.",
     "pace": "Simulated devices: real seconds for each simulated one; 0 doesn't wait.",

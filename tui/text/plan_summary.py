@@ -42,7 +42,8 @@ def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
         )
     total, error = plan.layout.global_batch, half_width(combined, plan.throughput.low, plan.throughput.high)
     rows.append(("together", "", str(total), "1.000", rate(combined), f"± {error}"))
-    return align(rows, numbers_from=2)
+    tokens = f"{rate(plan.throughput.tokens_per_second)} tokens/s, {percent(plan.throughput.padding)} padding"
+    return [*align(rows, numbers_from=2), *([tokens] if plan.throughput.tokens_per_second else [])]
 
 
 def _alone(solo: Evidence | None) -> str:

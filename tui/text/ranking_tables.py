@@ -28,7 +28,8 @@ RANKING_NOTE = (
 
 def ranking_table(found: Search, labels: Sequence[str]) -> Table:
     """One row per layout, the winner first: throughput, step time, and the difference from the winner."""
-    rows = [("layout", "where", "samples/s", "±", "step ms", "waiting", "against the winner", "turns")]
+    counts = ("tokens/s", "padding") if found.mean_length else ()
+    rows = [("layout", "where", *counts, "samples/s", "±", "step ms", "waiting", "against the winner", "turns")]
     standings = found.ranking()
     titles = name_all([one.candidate for one in standings], len(labels))
     for title, one in zip(titles, standings, strict=True):
@@ -37,6 +38,7 @@ def ranking_table(found: Search, labels: Sequence[str]) -> Table:
             (
                 title,
                 where(one, labels),
+                *_token_cells(found, one),
                 rate(one.throughput.value),
                 half_width(one.throughput.value, one.throughput.low, one.throughput.high),
                 f"{one.step.value * 1000:.2f}",
@@ -46,6 +48,13 @@ def ranking_table(found: Search, labels: Sequence[str]) -> Table:
             )
         )
     return Table("", rows, 2, RANKING_NOTE)
+
+
+def _token_cells(found: Search, one: Standing) -> tuple[str, ...]:
+    """Tokens/s and padding, where rows have lengths."""
+    if not found.mean_length:
+        return ()
+    return rate(one.throughput.value * found.mean_length), percent(found.padding(one.candidate.layout), 1)
 
 
 def where(one: Standing, labels: Sequence[str]) -> str:
@@ -130,6 +139,8 @@ def _standing_json(found: Search, one: Standing) -> dict[str, object]:
         "knobs": layout.knobs,
         "samples_per_second": one.throughput.value,
         "samples_per_second_interval": [one.throughput.low, one.throughput.high],
+        "tokens_per_second": one.throughput.value * found.mean_length or None,
+        "padding": found.padding(layout) if found.mean_length else None,
         "step_milliseconds": one.step.value * 1000,
         "moved_share": waiting_share(found.turns(layout)) if len(layout.active) > 1 else None,
         "against_winner": None if difference is None else difference.value,

@@ -46,10 +46,10 @@ class Data:
         self.dataset = dataset
         self.options = dict(options or {})
         self.prefetch = self.options.pop("prefetch", None)
-        given = self.options.pop("lengths", None)
+        given = self.options.pop("lengths", getattr(dataset, "lengths", None))
         check_options(self.options)
         self.rows = count_rows(dataset)
-        self.lengths = read_lengths(getattr(dataset, "lengths", None) if given is None else given, self.rows)
+        self.lengths = read_lengths(None if callable(given) else given, self.rows)
 
     def sampler(self, sizes: Sequence[int], rank: int) -> UnevenBatchSampler:
         """Full batches of whole epochs; of fewer rows than a batch, rows in turn."""

@@ -27,6 +27,7 @@ from evener.torch_split.loader import Loader
 from evener.workloads import user_code
 from evener.workloads.protocol import Place, Workload
 from evener.workloads.torch_backend.batches import Data
+from evener.workloads.torch_backend.samplers import read_lengths
 from evener.workloads.torch_backend.trainer_model import find_recipe
 from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
 
@@ -57,6 +58,8 @@ class UserRecipe:
         recipe, sample = from_user(self._name, own.result)
         if recipe.data is None and sample is None and own.training_data is not None:
             recipe = msgspec.structs.replace(recipe, data=to_data(self._name, own.training_data()))
+        if recipe.data is not None and own.lengths is not None:
+            recipe.data.lengths = read_lengths(own.lengths(recipe.data.dataset), recipe.data.rows)
         self._sample = sample or own.sample_batch
         if self._sample is None and recipe.data is None:
             raise RequestError(
