@@ -20,10 +20,10 @@ _BLOCK_PARTS = (0.8, 0.0, 1.0, 0.5)  # of the batch that is dealt in blocks
 
 
 class Hands:
-    """What each rank holds so far: passes as rows of the sorted batch, and the seconds that they take."""
+    """What each rank holds so far: passes as rows of the sorted batch, and the seconds that they take together."""
 
     def __init__(self, ranks: int) -> None:
-        self.passes: list[list[list[int]]] = [[] for _ in range(ranks)]
+        self.passes: list[list[Sequence[int]]] = [[] for _ in range(ranks)]
         self.finish = [0.0] * ranks
 
 
@@ -37,12 +37,10 @@ class DealWays:
         self._seconds = [[each.cost.row_seconds(length) for length in lengths] for each in ranks]
         self._by_speed = sorted(range(len(ranks)), key=lambda rank: self._seconds[rank][0])
         self._saves_padding = saves_padding
-        changes = [row for row in range(1, len(lengths)) if lengths[row] != lengths[row - 1]]
-        step = max(1.0, len(changes) / _CUTS)
-        self._places = [0, *(changes[int(number * step)] for number in range(min(len(changes), _CUTS))), len(lengths)]
+        self._places = [0, *_find_places(lengths), len(lengths)]
 
     def least_seconds(self) -> float:
-        """A bound that no way can beat if the ranks differ in speed only, and the batch has at most 64 lengths.
+        """A bound that no way can beat, if the ranks differ in speed only and a batch has few lengths; else nearly so.
 
         The larger of (the least cost of the batch / the sum of speeds) and (the longest row on the fastest rank). The
         least cost is that of the best cuts on one device: any way to deal is also a way to cut.
@@ -58,7 +56,8 @@ class DealWays:
     def try_all(self) -> Iterator[Hands]:
         """One way after the other, the better ones first as a rule; there is at least one."""
         tried = set()
-        for price in _PRICES if self._saves_padding else (math.inf,):
+        prices = [price for price in _PRICES if price <= max(2, len(self._ranks) // 2)]
+        for price in prices if self._saves_padding else (math.inf,):
             stops = self._cut(price)
             for part in _BLOCK_PARTS:
                 rows = min((0, *stops), key=lambda stop: abs(stop - part * len(self._lengths)))
@@ -112,7 +111,7 @@ class DealWays:
                 if not fit:
                     break
                 stop = row + fit
-                hands.passes[rank].append(list(range(row, stop)))
+                hands.passes[rank].append(range(row, stop))
                 hands.finish[rank] += self._fixed[rank] + (stop - row) * each
                 row = stop
                 run += row == stops[run]
@@ -130,6 +129,7 @@ class DealWays:
     def _deal_run(self, hands: Hands, start: int, stop: int) -> None:
         """The rows of one run; each rank's first one begins a pass."""
         finish, passes, fixed, seconds = hands.finish, hands.passes, self._fixed, self._seconds
+        opened: list[list[int]] = [[] for _ in finish]
         space: list[float] = [0] * len(finish)  # rows that the open pass may still take
         each = [own[start] for own in seconds]
         done = [self._opened(rank, start, finish[rank]) for rank in range(len(finish))]  # with one more row
@@ -137,11 +137,12 @@ class DealWays:
             rank = done.index(min(done))
             if space[rank]:
                 finish[rank] += each[rank]
-                passes[rank][-1].append(row)
+                opened[rank].append(row)
             else:
                 each[rank] = seconds[rank][row]
                 finish[rank] += fixed[rank] + each[rank]
-                passes[rank].append([row])
+                opened[rank] = [row]
+                passes[rank].append(opened[rank])
                 space[rank] = self._ranks[rank].most_rows(self._lengths[row])
             space[rank] -= 1
             done[rank] = finish[rank] + each[rank] if space[rank] else self._opened(rank, row, finish[rank])
@@ -150,3 +151,13 @@ class DealWays:
         """When a pass ends that the rank begins with the row; infinite if it can't hold it."""
         fits = self._ranks[rank].most_rows(self._lengths[row]) >= 1
         return finish + self._fixed[rank] + self._seconds[rank][row] if fits else math.inf
+
+
+def _find_places(lengths: Sequence[int]) -> list[int]:
+    """Where a batch may be cut: wherever the length changes, of too many places where it changes in proportion."""
+    changes = [row for row in range(1, len(lengths)) if lengths[row] != lengths[row - 1]]
+    if len(changes) <= _CUTS:
+        return changes
+    step = math.log((lengths[0] + 1) / (lengths[-1] + 1)) / _CUTS
+    classes = [int(math.log(length + 1) / step) for length in lengths]
+    return [row for row in changes if classes[row] != classes[row - 1]]

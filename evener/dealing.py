@@ -57,8 +57,9 @@ class Dealer(msgspec.Struct, frozen=True):
         best = next(found := ways.try_all())
         while max(best.finish) > CLOSE_ENOUGH * least and (hands := next(found, None)):
             best = min(best, hands, key=lambda each: max(each.finish))
-        _give_each_a_row(best.passes)
-        dealt = (tuple(tuple(sorted(order[row] for row in each)) for each in own) for own in best.passes)
+        passes = [[list(each) for each in own] for own in best.passes]
+        _give_each_a_row(passes)
+        dealt = (tuple(tuple(sorted(order[row] for row in each)) for each in own) for own in passes)
         return self._make(tuple(dealt), lengths)
 
     def check(self, lengths: Sequence[int], rows: int) -> None:
