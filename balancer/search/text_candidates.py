@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from functools import cached_property
 
-import msgspec
-
 from evener.balancer.search.budget import Budget
-from evener.balancer.search.candidates import RETREATS, Candidates
-from evener.balancer.search.layouts import RETREAT, Candidate, LayoutOptions, PackMode, split_evenly
+from evener.balancer.search.candidates import Candidates
+from evener.balancer.search.layouts import Candidate, LayoutOptions, PackMode, split_evenly
 from evener.balancer.search.packing import Packing
 from evener.balancer.search.predictions import Predictions
 from evener.balancer.search.text_model import TextModel
-from evener.balancer.types import Layout, OutOfMemory, Problem, Timed, layout_of
+from evener.balancer.types import Layout, Problem, Timed, layout_of
 
 
 class TextCandidates(Candidates):
@@ -78,20 +76,3 @@ class TextCandidates(Candidates):
         longest, walls = self._problem.lengths[-1], self._text.walls
         rows = [min(share, walls[i] // longest) if walls[i] else share for i, share in enumerate(even.shares)]
         return layout_of(even.shares, tuple(rows)) if all(rows[i] for i in even.active) else None
-
-    def _in_its_place(self, candidate: Candidate) -> Candidate:
-        """After rows dealt by cost ran out of memory, the same in smaller passes."""
-        if not candidate.layout.costs:
-            return super()._in_its_place(candidate)
-        for _ in range(RETREATS):
-            layout = candidate.layout
-            full = self.seen.broken(layout)
-            if not isinstance(full, OutOfMemory):
-                break
-            whole = self._text.largest_passes(layout)
-            tokens = tuple(
-                int(RETREAT * whole[i]) if i in (full.devices or layout.active) else each
-                for i, each in enumerate(layout.tokens)
-            )
-            candidate = msgspec.structs.replace(candidate, layout=msgspec.structs.replace(layout, tokens=tokens))
-        return candidate

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from statistics import fmean
 
-from evener.balancer.search.model.memory import UNBOUNDED, Memory
+from evener.balancer.search.layouts import RETREAT
+from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.step_cost import StepCost, WorkPoint, fit_step_cost
 from evener.balancer.search.observations import Observations, relative_error
 from evener.balancer.types import Layout, Observation, OutOfMemory, Problem, Timed
@@ -105,7 +106,7 @@ class TextModel:
         if most is None and memory.failed is None:
             return 0
         safe = int(SAFE_WALL * most) if most is not None else 0
-        return max(memory.ran, min(safe, (memory.failed or UNBOUNDED) - 1))
+        return max(memory.ran, min(safe, int(RETREAT * memory.failed) if memory.failed else safe))
 
     def memory(self, position: int) -> Memory:
         """A device's bytes by the padded tokens of its largest pass."""

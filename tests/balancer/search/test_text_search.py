@@ -1,0 +1,175 @@
+"""Searches over rows of unequal length: costs are learnt, splits dealt by them, memory kept to, and tokens compared."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evener.balancer.search.layouts import LayoutOptions
+from evener.balancer.search.model.regression import fit_rates
+from evener.balancer.search.search import Search, is_even
+from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Timed
+from evener.costs import Cost, RankCost
+from tests.support.text_machines import TextMachine, lognormal
+
+FAST = Cost(0.001, 2e-5, 1e-8)
+SLOW = Cost(0.002, 4e-5, 2e-8)
+ROWS = [(1.0, 1.0, 512.0, 32768.0), (1.0, 1.0, 512.0, 262144.0), (1.0, 4.0, 2048.0, 65536.0)]
+ROWS += [(1.0, 1.0, 2048.0, 131072.0), (1.0, 7.0, 5000.0, 400000.0)]
+
+
+@given(st.tuples(*[st.sampled_from([0.0, 1.0]), st.floats(0.01, 2), st.floats(1e-4, 0.1), st.floats(1e-7, 1e-3)]))
+@settings(max_examples=40)
+def test_rates_are_those_that_the_values_were_made_of(rates: tuple[float, ...]) -> None:
+    values = [sum(rate * amount for rate, amount in zip(rates, row, strict=True)) for row in ROWS]
+    assert fit_rates(ROWS, values, [0.01 * value for value in values]) == pytest.approx(rates, rel=1e-5, abs=1e-6)
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=len(ROWS), max_size=len(ROWS)))
+@settings(max_examples=40)
+def test_no_rates_above_zero_come_nearer(values: list[float]) -> None:
+    """Whatever is measured, none is negative, and a little more or less of any of them is no better."""
+    rates = fit_rates(ROWS, values, values)
+
+    def missed(tried: list[float]) -> float:
+        found = [sum(rate * amount for rate, amount in zip(tried, row, strict=True)) for row in ROWS]
+        return sum((a / b - 1) ** 2 for a, b in zip(found, values, strict=True))
+
+    assert min(rates) >= 0
+    for i, unit in enumerate((0.01, 0.01, 1e-5, 1e-8)):
+        for change in (unit, -unit):
+            moved = [max(0.0, rate + change) if j == i else rate for j, rate in enumerate(rates)]
+            assert missed(moved) >= missed(list(rates)) - 1e-9
+
+
+@pytest.mark.parametrize("costs", [(FAST, SLOW), (FAST, FAST), (Cost(0.02, 1e-6, 0), FAST, SLOW)])
+def test_the_plan_is_as_fast_as_rows_dealt_by_the_true_costs(costs: tuple[Cost, ...]) -> None:
+    """Within 3 %, and far above the even split of rows as they come, which the race measures too."""
+    machine = TextMachine(costs)
+    search, _ = machine.searched(global_batch=64)
+    best = search.best()
+    assert best is not None
+    layout = best.layout
+    assert layout.kind == "split"
+    assert layout.global_batch == 64
+    true = machine.step_seconds(layout, [RankCost(cost) for cost in costs], 60)
+    own = machine.step_seconds(layout, [RankCost(cost) for cost in layout.costs if cost], 60)
+    assert own <= 1.03 * true
+    families = {one.candidate.family: one for one in search.ranking()}
+    assert set(families) == {"solo", "even", "split"}
+    assert best.throughput.value > 1.3 * families["even"].throughput.value
+    assert search.padding(layout) < search.padding(families["even"].candidate.layout)
+    assert not is_even(layout)
+    assert len([one for one in search.solos() if one and one.layout.global_batch == 64]) == len(costs)
+
+
+def test_a_free_batch_is_the_smallest_within_the_tolerance() -> None:
+    """Larger ones are cut with less padding; the plan's is no larger than that is worth."""
+    machine = TextMachine((FAST, SLOW))
+    plain, _ = machine.searched()
+    generous, _ = machine.searched(tolerance=0.2)
+    best, small = plain.best(), generous.best()
+    assert best is not None
+    assert small is not None
+    assert small.layout.global_batch < best.layout.global_batch <= 1024
+
+
+def test_no_pass_is_larger_than_memory() -> None:
+    """Passes of devices with little memory are small, and their share is by speed all the same."""
+    machine = TextMachine((FAST, FAST, FAST), walls=(2000, 100_000, 1000))
+    search, seen = machine.searched(global_batch=96)
+    best = search.best()
+    assert best is not None
+    assert len(best.layout.active) == 3
+    assert 512 <= best.layout.tokens[0] <= 2000
+    assert 512 <= best.layout.tokens[2] <= 1000
+    dealt = [one for one in seen if one.probe.layout.costs]
+    assert dealt
+    assert not any(isinstance(one, OutOfMemory) for one in dealt)
+    assert best.throughput.value > 2.6 * max(one.throughput.value for one in search.solos() if one)
+
+
+def test_rows_dealt_by_cost_that_run_out_of_memory_are_tried_in_smaller_passes() -> None:
+    """Devices of unknown memory: what a pass may have shows when one is too large."""
+
+    class Surprising(TextMachine):
+        def _one(self, probe: Probe) -> Observation:
+            tokens = [most for most in probe.layout.tokens if most]
+            if probe.stage == "race" and probe.layout.kind == "split" and tokens and max(tokens) > 900:
+                return OutOfMemory(probe, (0, 1), "full", 1.0)
+            return super()._one(probe)
+
+    machine = Surprising((FAST, SLOW), walls=(1500, 1500))
+    search, seen = machine.searched(global_batch=64)
+    best = search.best()
+    assert best is not None
+    assert any(isinstance(one, OutOfMemory) for one in seen)
+    assert max(best.layout.tokens) <= 900
+
+
+def test_a_row_that_no_device_can_hold_ends_the_search() -> None:
+    machine = TextMachine((FAST, FAST), walls=(400, 450))
+    search, _ = machine.searched(global_batch=64)
+    assert "longer than any device can hold: it has 512 tokens" in (search.why_stopped() or "")
+
+
+def test_one_device_trains_by_cost_too() -> None:
+    """Its batch is cut into passes of like length."""
+    search, _ = TextMachine((FAST,)).searched(global_batch=32)
+    best = search.best()
+    assert best is not None
+    assert best.layout.kind == "solo"
+    assert best.layout.costs[0] is not None
+    assert search.padding(best.layout) < 0.15
+
+
+def test_the_answer_does_not_depend_on_the_order_of_what_was_seen() -> None:
+    """So a journal gives the same plan again."""
+    machine = TextMachine((FAST, SLOW))
+    search, seen = machine.searched(global_batch=64)
+    again = Search(machine.problem(global_batch=64))
+    again.learn_data(0, machine.lengths)
+    for one in reversed(msgspec.json.decode(msgspec.json.encode(seen), type=list[Observation])):
+        again.tell(one)
+    assert again.best() == search.best()
+    assert again.why_stopped() == search.why_stopped()
+    assert [one.layout for one in again.candidates()] == [one.layout for one in search.candidates()]
+
+
+def test_a_comparison_leaves_out_what_trains_by_rows() -> None:
+    """Packs of random rows aren't comparable with rows that are dealt."""
+    search, seen = TextMachine((FAST, FAST)).searched(LayoutOptions(scaling=False), global_batch=64)
+    assert {one.candidate.family for one in search.ranking()} == {"solo", "even", "split"}
+    assert not any(one.probe.layout.kind == "pack" for one in seen)
+
+
+def test_devices_alone_run_at_the_same_time_and_each_split_differs() -> None:
+    """Every round has a probe of each device; no layout is explored twice."""
+    _, seen = TextMachine((FAST, SLOW), noise=0.02).searched(global_batch=64)
+    rounds = [one.probe.turn for one in seen if one.probe.stage == "solo"]
+    assert all(rounds.count(turn) == 2 for turn in rounds)
+    explored = [one.probe.layout for one in seen if one.probe.stage in ("solo", "split")]
+    assert len(set(explored)) == len(explored)
+    splits = [layout for layout in explored if layout.kind == "split"]
+    assert all(_ratio(a) != _ratio(b) for a, b in pairwise(splits))
+
+
+def _ratio(layout: Layout) -> float:
+    first, second = (cost.seconds(1, 64) for cost in layout.costs if cost)
+    return round(first / second, 6)
+
+
+def test_lengths_are_counted_without_padding() -> None:
+    """Tokens/s are samples/s times the mean length."""
+    machine = TextMachine((FAST, SLOW), lengths=lognormal(20, 0.5, 128))
+    search, seen = machine.searched(global_batch=32)
+    assert search.mean_length == sum(machine.lengths) / len(machine.lengths)
+    timed = [one for one in seen if isinstance(one, Timed) and one.probe.layout.costs]
+    assert timed
+    for one in timed:
+        assert one.tokens == pytest.approx(32 * search.mean_length, rel=0.2)
+        assert 0 < one.padding < 0.3

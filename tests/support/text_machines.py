@@ -1,0 +1,120 @@
+"""Devices whose passes cost what is written down, for searches over rows of unequal length: no devices, no probes."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import NormalDist
+
+import msgspec
+
+from evener.balancer.search.layouts import BALANCE, LayoutOptions
+from evener.balancer.search.search import Search
+from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
+from evener.costs import Cost, RankCost, Work
+from evener.dealing import Dealer
+from evener.shares import bounds
+
+BATCHES = 8  # that a measurement of random rows takes the mean of
+BASE_BYTES, TOKEN_BYTES = 1000, 10
+
+
+def lognormal(median: float = 64, sigma: float = 0.8, longest: int = 512, count: int = 256) -> tuple[int, ...]:
+    """An even sample of lengths, rising."""
+    normal = NormalDist(math.log(median), sigma)
+    drawn = (math.exp(normal.inv_cdf((i + 0.5) / count)) for i in range(count))
+    return tuple(min(longest, max(1, round(length))) for length in drawn)
+
+
+class TextMachine:
+    """`step_s` is what a step takes beside its passes; `walls` are the most padded tokens of a pass."""
+
+    def __init__(
+        self,
+        costs: Sequence[Cost],
+        *,
+        step_s: float = 0.002,
+        sync_s: float = 0.001,
+        noise: float = 0.003,
+        walls: Sequence[int] | None = None,
+        lengths: tuple[int, ...] = lognormal(),
+    ) -> None:
+        self.costs, self.step_s, self.sync_s, self.noise = tuple(costs), step_s, sync_s, noise
+        self.walls = tuple(walls or [1 << 40] * len(costs))
+        self.lengths = lengths
+        self._random = random.Random(0)
+
+    def problem(self, **options: object) -> Problem:
+        """With the memory that the walls say."""
+        memory = tuple(BASE_BYTES + TOKEN_BYTES * wall for wall in self.walls)
+        return msgspec.convert({"devices": len(self.costs), "memory_bytes": memory, **options}, Problem)
+
+    def searched(self, options: LayoutOptions = BALANCE, **problem: object) -> tuple[Search, list[Observation]]:
+        """A whole search, and what it saw; the first children say how long the rows are."""
+        search, seen = Search(self.problem(**problem), options), []
+        while probes := search.ask():
+            for one in self.measure(probes):
+                search.tell(one)
+                seen.append(one)
+            search.learn_data(0, self.lengths)
+            assert len(seen) < 100, "the search does not end"
+        return search, seen
+
+    def measure(self, probes: Iterable[Probe]) -> Iterator[Observation]:
+        """Each of them."""
+        for probe in probes:
+            yield self._one(probe)
+
+    def step_seconds(self, layout: Layout, ranks: Sequence[RankCost], batches: int = BATCHES) -> float:
+        """The mean step of a layout whose rows are dealt as these costs say."""
+        return self._run(layout, ranks, batches)[0]
+
+    def _one(self, probe: Probe) -> Observation:
+        layout, draws = probe.layout, self._random
+        ranks = [RankCost(cost, most) for cost, most in zip(layout.costs, layout.tokens, strict=True) if cost]
+        seconds, own, works, largest = self._run(layout, ranks, 1 if layout.length else BATCHES)
+        full = tuple(i for i in layout.active if largest[i] > self.walls[i])
+        if full:
+            return OutOfMemory(probe, full, "full", 1.0)
+        factor = draws.gauss(1, self.noise)
+        memory = tuple(BASE_BYTES + TOKEN_BYTES * tokens if tokens else None for tokens in largest)
+        step, parts = seconds * factor, tuple(part and part * factor for part in own)
+        return Timed(probe, step, step * 0.997, step * 1.003, 30, memory, parts, step, 2.0, work=works)
+
+    def _run(
+        self, layout: Layout, ranks: Sequence[RankCost], batches: int
+    ) -> tuple[float, tuple[float | None, ...], tuple[Work | None, ...], list[int]]:
+        steps, dealt = [], [self._passes(layout, ranks) for _ in range(batches)]
+        sums = [[0.0] * 4 for _ in self.costs]
+        largest = [0] * len(self.costs)
+        for parts in dealt:
+            own = {i: _work(passes) for i, passes in parts.items()}
+            steps.append(max(self.step_s + self.costs[i].seconds_for(work) for i, work in own.items()))
+            for i, work in own.items():
+                amounts = msgspec.structs.astuple(work)
+                sums[i] = [each + amount / batches for each, amount in zip(sums[i], amounts, strict=True)]
+                largest[i] = max(largest[i], *(len(each) * max(each) for each in parts[i]))
+        works = tuple(Work(*sums[i]) if layout.shares[i] else None for i in range(len(sums)))
+        parts_s = tuple(work and self.step_s + self.costs[i].seconds_for(work) for i, work in enumerate(works))
+        return sum(steps) / batches + (self.sync_s if len(layout.active) > 1 else 0.0), parts_s, works, largest
+
+    def _passes(self, layout: Layout, ranks: Sequence[RankCost]) -> dict[int, list[list[int]]]:
+        """The lengths of the rows of each device's passes in a step."""
+        if layout.length:
+            (i,) = layout.active
+            return {i: [[layout.length] * layout.pass_rows[i]] * layout.passes(i)}
+        batch = [self._random.choice(self.lengths) for _ in range(layout.global_batch)]
+        if ranks:
+            passes = Dealer(tuple(ranks), tuple(float(layout.shares[i]) for i in layout.active)).deal(batch).passes
+            dealt = zip(layout.active, passes, strict=True)
+            return {i: [[batch[row] for row in each] for each in own] for i, own in dealt}
+        parts = {i: batch[start:stop] for i, (start, stop) in enumerate(bounds(layout.shares)) if stop > start}
+        rows = layout.pass_rows
+        return {i: [own[at : at + rows[i]] for at in range(0, len(own), rows[i])] for i, own in parts.items()}
+
+
+def _work(passes: Sequence[Sequence[int]]) -> Work:
+    padded = [(len(each) * max(each), max(each)) for each in passes]
+    tokens = sum(sum(each) for each in passes)
+    return Work(tokens, len(passes), sum(each for each, _ in padded), sum(each * longest for each, longest in padded))
