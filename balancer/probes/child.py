@@ -78,6 +78,8 @@ class RunningChild(Protocol):
 
     def find_stack(self) -> Stack | None: ...
 
+    def find_loss(self) -> str: ...
+
     def end(self) -> None: ...
 
 
@@ -144,6 +146,10 @@ class Child:
         while (stack := read_stack(self.stderr_tail)) is None and self.alive and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         return stack
+
+    def find_loss(self) -> str:
+        """Why its host doesn't answer; empty, as this one does."""
+        return ""
 
     def end(self) -> None:
         """Kill it and its process group now; safe to call twice."""

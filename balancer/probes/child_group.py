@@ -122,6 +122,9 @@ class ChildGroup:
                 failures[rank] = self._failure(rank, message)
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         ranks = range(len(self.children))
+        for rank in ranks if failures else ():  # the others may have failed because its host has gone
+            if rank not in replies and rank not in failures and (loss := self.children[rank].find_loss()):
+                failures[rank] = RankFailure(rank, "device", loss)
         if not failures:
             failures = {rank: self._silence(rank, seconds) for rank in ranks if rank not in replies}
         if failures:

@@ -23,7 +23,8 @@ from evener.devices.cluster.agents import HostLostError, find_agent
 from evener.devices.nvidia.probe_watch import Vitals
 from evener.devices.types import Device
 
-SILENT_SECONDS = 15.0  # a host that says nothing for so long has gone
+SILENT_SECONDS = 15.0  # a host that says nothing for so long has gone;
+ANSWER_SECONDS = 3.0  # or for so long, when a rank elsewhere has failed
 
 
 class RemoteChild:
@@ -69,6 +70,10 @@ class RemoteChild:
             return stack
         return None
 
+    def find_loss(self) -> str:
+        """Why its host doesn't answer; empty if it does."""
+        return self._host.find_loss()
+
     def end(self) -> None:
         """Kill it now."""
         self._host.forget(self._key)
@@ -100,6 +105,14 @@ class RemoteHost:
     def post(self, method: str, *arguments: Any) -> None:
         """Call a method of the servant without waiting."""
         self._servant.begin(method, *arguments)
+
+    def find_loss(self) -> str:
+        """Why the host doesn't answer; empty if it does."""
+        try:
+            self._servant.ask("available_memory_bytes", seconds=ANSWER_SECONDS)
+        except HostLostError as lost:
+            return lost.message
+        return ""
 
     def start_child(self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None) -> RemoteChild:
         """A new child there."""

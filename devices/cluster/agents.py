@@ -19,6 +19,7 @@ from evener.errors import DeviceError
 T = TypeVar("T")
 START_SECONDS = 10.0  # for all actors together
 ANSWER_SECONDS = 30.0  # the longest that any call takes
+PARENT_POLL_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 THREADS = 64  # of an actor: each call that waits holds one
 TICK_SECONDS = 0.2
@@ -39,6 +40,7 @@ class Servant:
     def __init__(self) -> None:
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to 1 for itself; children would inherit it
         self._kept: dict[str, Any] = {}
+        threading.Thread(target=_end_with_parent, name="raylet", daemon=True).start()
 
     def gpu_ids(self) -> tuple[str, ...]:
         """The GPUs that Ray holds for this actor, as CUDA_VISIBLE_DEVICES names them."""
@@ -63,6 +65,14 @@ class Servant:
         kept = self._kept.pop(name, None)
         if kept is not None:
             kept.close()
+
+
+def _end_with_parent() -> None:
+    """End this process soon after the raylet that started it, and with it what it started: Ray itself doesn't."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_SECONDS)
+    os._exit(1)
 
 
 class Agent:

@@ -55,7 +55,7 @@ def connect(address: str = "") -> None:
 
 
 def list_nodes() -> tuple[Node, ...]:
-    """Every node that is alive, by host."""
+    """Every host with a node that is alive; one that has just ended may still count."""
     import ray
     from ray._private.state import available_resources_per_node
 
@@ -71,7 +71,8 @@ def list_nodes() -> tuple[Node, ...]:
         for node in ray.nodes()
         if node["Alive"]
     ]
-    return tuple(sorted(found, key=lambda node: (node.host, node.id)))
+    by_host = {node.host: node for node in found}
+    return tuple(by_host[host] for host in sorted(by_host))
 
 
 def _join(address: str) -> None:

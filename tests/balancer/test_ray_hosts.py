@@ -1,0 +1,242 @@
+"""Probes on the hosts of a Ray cluster: two nodes on loopback, of which each test uses a core of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from evener.balancer.events import ProbeProgress
+from evener.balancer.probes.child_prober import ChildProber
+from evener.balancer.request import Request
+from evener.balancer.session import Session
+from evener.balancer.store.locks import lock_devices
+from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Stage, Timed, layout_of, solo
+from evener.devices.cluster.discovery import describe_versions
+from evener.devices.discover import discover
+from evener.devices.types import Device
+from evener.errors import DeviceError, RequestError
+from evener.plan import load_plan, to_toml
+from tests.support.frameworks import skip_without
+from tests.support.probers import child_prober
+from tests.support.ray_cluster import FIRST, NODE, SECOND, THIRD, kill_raylet, running_cluster
+
+skip_without("ray")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("cores_of_one_user"),
+]
+BOTH = f"ray:{FIRST}/cpu:0,ray:{SECOND}/cpu:1"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """The cluster, to which this process is connected."""
+    with running_cluster() as cluster:
+        discover("ray", ray_address=cluster.address)
+        yield cluster
+
+
+@pytest.fixture
+def devices(cluster: Any) -> tuple[Device, ...]:
+    """A slice of the CPU on each of two hosts."""
+    return discover(BOTH).devices
+
+
+def measure(prober: ChildProber, *layouts: Layout, seconds: float = 0.2) -> list[Observation]:
+    """What comes of these layouts, measured at once."""
+    stages: list[Stage] = ["solo" if layout.kind == "solo" else "split" for layout in layouts]
+    probes = tuple(Probe(layout, stage, seconds) for layout, stage in zip(layouts, stages, strict=True))
+    return sorted(prober.measure(probes, lambda _: None, threading.Event()), key=lambda seen: probes.index(seen.probe))
+
+
+def children(name: str = "evener.balancer.probes.worker") -> list[psutil.Process]:
+    """Every process of this machine that a prober started, or that has another word in its command."""
+    processes = [(process, process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    return [process for process, command in processes if any(name in word for word in command)]
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+    """Wait until it holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"it never came: {what}"
+        time.sleep(0.05)
+
+
+def test_devices_of_every_host_or_of_those_that_are_named(cluster: Any) -> None:
+    every = discover("ray/cpu/1")
+    assert [device.label for device in every.devices] == [f"{FIRST}/CPU:0", f"{SECOND}/CPU:0"]
+    assert not any("versions" in note for note in every.notes), "both run this very code"
+    assert "evener" in describe_versions()
+    limited = discover(f"ray:{SECOND}/cpu:1@50%+1GiB").devices
+    assert [(device.host, device.id, device.limit.percent) for device in limited] == [(SECOND, "cpu-1-of-2", 50.0)]
+    for spec, words in (
+        ("ray:10.9.9.9", "no host"),
+        (f"ray:{SECOND}/cpu:99", f"{SECOND}: There is no slice"),
+        (f"ray:{FIRST}/cpu:0,ray:{FIRST}/cpu:0", "named twice"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            discover(spec)
+    with pytest.raises(DeviceError, match=SECOND):
+        discover(f"ray:{SECOND}/gpu:0")
+
+
+def test_hosts_are_probed_at_once_and_together(devices: tuple[Device, ...]) -> None:
+    prober = child_prober(devices, base_ms=5.0)
+    try:
+        alone = measure(prober, solo(2, 0, 8), solo(2, 1, 8))
+        (group,) = measure(prober, layout_of((8, 4)))
+        assert len(children()) == 4
+    finally:
+        prober.close()
+    assert all(isinstance(seen, Timed) and seen.step_seconds >= 0.005 for seen in (*alone, group)), (alone, group)
+    assert isinstance(group, Timed)
+    assert all(group.device_seconds)
+    until(lambda: not children(), "the children's end")
+
+
+def test_what_fails_there_is_an_observation_here(devices: tuple[Device, ...]) -> None:
+    outcomes = {"memory": OutOfMemory, "raise": Failed, "kill": Failed}
+    for fail, kind in outcomes.items():
+        prober = child_prober(devices, fail=fail, at_share=6)
+        try:
+            well, ill = measure(prober, solo(2, 0, 4), solo(2, 1, 8))
+        finally:
+            prober.close()
+        assert isinstance(well, Timed), well
+        assert type(ill) is kind, ill
+        assert isinstance(ill, OutOfMemory | Failed)
+        assert ill.devices == (1,)
+        assert kind is OutOfMemory or f"{SECOND}/CPU:1" in ill.detail
+
+
+def test_a_device_is_locked_on_its_host(devices: tuple[Device, ...]) -> None:
+    with lock_devices("", devices), pytest.raises(DeviceError, match=f"{SECOND}/CPU:1 is being measured"):
+        lock_devices("", devices[1:])
+    with lock_devices("", devices[1:]):
+        pass
+
+
+def test_a_plan_names_the_hosts(devices: tuple[Device, ...], tmp_path: Path) -> None:
+    settings = {"base_ms": 2.0, "per_sample_ms": 0.1}
+    request = Request(BOTH, workload="synthetic", framework="tensorflow", settings=settings, budget_seconds=6.0)
+    session = Session(request)
+    try:
+        events = list(session.events())
+    finally:
+        session.close()
+    plan = events[-1].plan  # type: ignore[union-attr]
+    assert [(share.host, share.device) for share in plan.layout.share] == [
+        (FIRST, "cpu-0-of-2"),
+        (SECOND, "cpu-1-of-2"),
+    ]
+    file = tmp_path / "plan.toml"
+    file.write_bytes(to_toml(plan))
+    assert load_plan(file) == plan
+
+
+SCRIPT = """
+import torch
+import sizes
+
+class Model(torch.nn.Linear):
+    def forward(self, rows):
+        assert len(rows) < 64, "too many"
+        return super().forward(rows)
+
+def build(width=4):
+    model = Model(sizes.INPUTS, width)
+    return model, torch.optim.SGD(model.parameters(), 0.01), torch.nn.functional.mse_loss
+
+def sample_batch(n):
+    return torch.ones(n, sizes.INPUTS), torch.ones(n, 4)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_of_the_users_own_is_measured_on_every_host(devices: tuple[Device, ...], tmp_path: Path) -> None:
+    skip_without("torch")
+    folder = tmp_path / "work"
+    folder.mkdir()
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    (folder / "sizes.py").write_text("INPUTS = 8\n")
+    prober = child_prober(devices, f"{script}:build", "torch")
+    try:
+        alone = measure(prober, solo(2, 0, 8), solo(2, 1, 64))
+        (group,) = measure(prober, layout_of((8, 4)))
+    finally:
+        prober.close()
+    assert isinstance(alone[0], Timed), alone
+    assert isinstance(group, Timed), group
+    assert isinstance(alone[1], Failed)
+    assert "train.py" in alone[1].detail
+    assert "evener-" not in alone[1].detail, "the path is the user's own"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [(8, 0, 0), (8, 8, 8)], ids=["solo", "group"])
+def test_a_host_that_goes_in_the_middle_is_named(cluster: Any, shares: tuple[int, ...]) -> None:
+    """Its devices fail for good; the other hosts go on."""
+    node = cluster.add_node(node_ip_address=THIRD, **NODE)
+    until(lambda: THIRD in str(discover("ray/cpu/1").devices), "the third host")
+    devices = discover(f"ray:{THIRD}/cpu:0,{BOTH}").devices
+    prober = child_prober(devices, base_ms=5.0)
+    found: list[Observation] = []
+    started = threading.Event()
+    probe = Probe(layout_of(shares), "solo" if shares[1] == 0 else "split", 300.0, 0, True)
+
+    def note(progress: ProbeProgress) -> None:
+        if progress.phase == "measuring":
+            started.set()
+
+    def run() -> None:
+        found.extend(prober.measure((probe,), note, threading.Event()))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert started.wait(60)
+        kill_raylet(node)
+        thread.join(60)
+        assert not thread.is_alive()
+        (seen,) = found
+        assert isinstance(seen, Failed)
+        assert (seen.cause, seen.devices) == ("device", (0,)), seen
+        assert f"its host {THIRD} has" in seen.detail
+        (again,) = measure(prober, solo(3, 0, 8))
+        assert isinstance(again, Failed), again
+        assert again.cause == "device"
+        assert all(isinstance(one, Timed) for one in measure(prober, solo(3, 1, 8), solo(3, 2, 8)))
+    finally:
+        prober.close()
+        cluster.remove_node(node, allow_graceful=False)
+    until(lambda: not children(), "the children's end")
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_a_driver_that_was_killed(cluster: Any, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "evener", "balance", "--devices", BOTH, "--workload", "synthetic", "--share"]
+    before = {process.pid for process in children("Servant")}
+    driver = subprocess.Popen(
+        [*command, "--ray-address", cluster.address, "--budget", "60s"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ},
+    )
+    until(lambda: len(children()) >= 2, "its children")
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    until(lambda: not children(), "the children's end")
+    until(lambda: {process.pid for process in children("Servant")} <= before, "the actors' end")
