@@ -21,6 +21,8 @@ from evener.keras_split.engines.mirrored import Mirrored, UnevenMirroredStrategy
 from evener.keras_split.engines.multiworker import Group, Workers, group_from_environment
 from evener.keras_split.engines.towers import Towers
 from evener.keras_split.fit_hooks import FitHooks
+from evener.keras_split.group_shares import order_by_device
+from evener.launched import launched_plan
 from evener.passes import batch_in_one_pass, largest_pass
 from evener.plan import Plan, load_plan
 from evener.plan_check import check_fit, check_global_batch, describe
@@ -33,8 +35,9 @@ ONE_PROCESS = "The plan was measured with a process for each device; this is one
 class Split:
     """How one training is divided among several devices; `build` or `model` makes a Keras model train so.
 
-    `Split("plan.toml")` takes devices and shares from a plan. `Split(gpus=2)`, `Split(gpus=[0, 1], ratios=[768, 560])`
-    mean what they meant to `multi_gpu_model`; `devices` takes TensorFlow's names instead. Make it before the model.
+    `Split("plan.toml")` takes devices and shares from a plan, `Split()` from that of evener launch.
+    `Split(gpus=2)`, `Split(gpus=[0, 1], ratios=[768, 560])` mean what they meant to `multi_gpu_model`; `devices` takes
+    TensorFlow's names instead. Make it before the model.
     PlanError, RequestError or DeviceError if it can't be done; SplitWarning, or PlanError with `strict`, where the plan
     was made for something else.
     """
@@ -53,6 +56,8 @@ class Split:
         if engine not in ENGINES:
             raise RequestError(f"There is no engine {engine!r}.", f"Choose one of {', '.join(ENGINES)}.")
         check_backend()
+        if plan is None and gpus is None and devices is None:
+            plan = launched_plan()
         _check_one(plan, gpus, devices)
         if plan is not None and ratios is not None:
             raise RequestError("Both a plan and ratios are given.", "Give one of them; the plan has its own ratios.")
@@ -217,10 +222,14 @@ class Split:
         shares, micros = (
             [each for each in figures if each] for figures in (self.plan.shares(size), self.plan.micros(size))
         )
+        if self.group is not None:
+            check_fit(self.plan, devices=None, world=self.group.size, workload_digest=None, strict=False)
+            order = order_by_device(active, self.group)
+            shares, micros = ([sizes[place] for place in order] for sizes in (shares, micros))
+            active = tuple(active[place] for place in order)
         cut = Cut(shares, micros=() if micros == shares else micros)
         if self.group is None:
             return tf_devices.name_plan_devices(self.plan), cut, size
-        check_fit(self.plan, devices=None, world=self.group.size, workload_digest=None, strict=False)
         return tuple(share.device for share in active), cut, size
 
     def _check_against_plan(self, model: Any) -> None:
@@ -271,7 +280,7 @@ def _check_one(plan: object, gpus: object, devices: object) -> None:
     if sum(given is not None for given in (plan, gpus, devices)) != 1:
         raise RequestError(
             "A Split needs a plan, or gpus, or devices, and only one of them.",
-            'Write Split("plan.toml") or Split(gpus=2).',
+            'Write Split("plan.toml") or Split(gpus=2), or start the script with evener launch.',
         )
 
 

@@ -33,6 +33,7 @@ _MODULES = {  # of the commands, in the order of --help
     "devices": "machine",
     "doctor": "machine",
     "monitor": "monitor",
+    "launch": "launch",
     "export": "export",
     "report": "export",
     "runs": "runs",
@@ -124,9 +125,12 @@ def main(arguments: list[str]) -> int:
 
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; a fault becomes one sentence, never a traceback."""
-    as_json = "--json" in arguments
+    of_script = arguments[:1] == ["launch"]  # most of them
+    as_json = "--json" in arguments and not of_script
     try:
-        result = app(args=spread_lists(arguments), standalone_mode=False, prog_name="evener")
+        result = app(
+            args=arguments if of_script else spread_lists(arguments), standalone_mode=False, prog_name="evener"
+        )
         sys.stdout.flush()
     except EvenerError as fault:
         return report_fault(fault, as_json and not isinstance(fault, OutputError))

@@ -1,0 +1,57 @@
+"""`evener launch`: a training by a plan, a process for each of its devices."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from evener.tui.launch.job import Job, make_job
+from evener.tui.text.formatting import plain
+from evener.tui.text.launch_line import write_line
+
+app = typer.Typer()
+
+
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def launch(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="The file that --export wrote.")],
+    script: Annotated[list[str], typer.Argument(metavar="SCRIPT ARGS...", help="Or -m MODULE ARGS...")],
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", min=0, help="Start all processes again, so often, if one fails.")
+    ] = 0,
+    host: Annotated[
+        str | None, typer.Option("--host", help="Which of the plan's hosts this is. Default: by name and addresses.")
+    ] = None,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option("--rendezvous", help="HOST:PORT where hosts find each other. Default: the first host, 29400."),
+    ] = None,
+) -> int:
+    """Train by a plan: start the script once for each of its devices, as torchrun does, or by TF_CONFIG for Keras.
+
+    Split() and with_plan(Trainer) in the script find the plan by themselves.
+    """
+    job = make_job(plan, script, host, rendezvous)
+    if rendezvous is None:
+        _say_other_hosts(job, max_restarts)
+    if job.plan.framework == "torch" and len(job.plan.layout.active) > 1:
+        from evener.tui.launch.torch_agent import run_agent as start
+    else:
+        from evener.tui.launch.children import run_children as start
+    code, failure = start(job, max_restarts)
+    if failure:
+        others = "; the others were stopped" if len(job.plan.layout.active) > 1 else ""
+        print(f"evener: {failure}{others}", file=sys.stderr)
+    return code
+
+
+def _say_other_hosts(job: Job, max_restarts: int) -> None:
+    address = "{}:{}".format(*job.meeting)
+    restarts = ["--max-restarts", str(max_restarts)] if max_restarts else []
+    for other in job.hosts:
+        if other != job.host:
+            words = [*restarts, "--host", other, "--rendezvous", address, str(job.path), *job.command]
+            print(f"evener: on {plain(other)} run: {plain(write_line(words))}", file=sys.stderr, flush=True)

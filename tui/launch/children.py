@@ -1,0 +1,110 @@
+"""The processes of this host as children of this one: a single one, or those of Keras that TF_CONFIG joins."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from evener.balancer.probes.launch_plan import find_free_ports
+from evener.start_rank import STARTS
+from evener.tui.launch.job import Job
+from evener.tui.launch.torch_agent import describe_end
+
+POLL_SECONDS = 0.1
+END_SECONDS = 30.0  # that a process has to end after SIGTERM
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run_children(job: Job, max_restarts: int) -> tuple[int, str]:
+    """Start the processes and wait for their end, all again if one fails: the exit code, and which failed and how."""
+    with _caught_signals() as caught:
+        for attempt in range(max_restarts + 1):
+            running = _start(job)
+            try:
+                failed = _wait(running, caught)
+            finally:
+                _end(running, caught[0] if caught else signal.SIGTERM)
+            if caught:
+                return 128 + caught[0], ""
+            if failed is None or attempt == max_restarts:
+                break
+    if failed is None:
+        return 0, ""
+    first = job.plan.layout.active.index(job.own[0])
+    return 1, f"rank {first + failed} {describe_end(running[failed].returncode)}"
+
+
+def _start(job: Job) -> list[subprocess.Popen[bytes]]:
+    environment = job.environment(_cluster(job))
+    starts = json.loads(environment[STARTS])
+    command = [sys.executable, "-m", "evener.start_rank", *job.command]
+    return [subprocess.Popen(command, env={**environment, STARTS: json.dumps([start])}) for start in starts]
+
+
+def _cluster(job: Job) -> list[dict[str, str]]:
+    """TF_CONFIG of each process of this host, where there are several in all; their order is the plan's."""
+    active = job.plan.layout.active
+    if len(active) == 1 or job.plan.layout.engine != "multiworker":
+        return []
+    if len(job.hosts) == 1:
+        peers = [f"127.0.0.1:{port}" for port in find_free_ports(len(active))]
+    else:
+        peers = [f"{share.host}:{job.meeting[1] + i}" for i, share in enumerate(active)]
+    own = [i for i, share in enumerate(active) if share.host == job.host]
+    configs = ({"cluster": {"worker": peers}, "task": {"type": "worker", "index": i}} for i in own)
+    return [{"TF_CONFIG": json.dumps(config)} for config in configs]
+
+
+def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> int | None:
+    """Until all have ended well or one hasn't, which is returned, or a signal comes."""
+    while not caught:
+        codes = [process.poll() for process in running]
+        failed = next((i for i, code in enumerate(codes) if code), None)
+        if failed is not None or None not in codes:
+            return failed
+        time.sleep(POLL_SECONDS)
+    return None
+
+
+def _end(running: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    """End those that still run, by force if they don't end by themselves; Ctrl-C on a terminal they get from it."""
+    for process in running:
+        if process.poll() is None and not (number == signal.SIGINT and _is_in_foreground()):
+            process.send_signal(number)
+    deadline = time.monotonic() + END_SECONDS
+    for process in running:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _is_in_foreground() -> bool:
+    """Whether a terminal sends its signals to this process and its children."""
+    with suppress(OSError):
+        return os.tcgetpgrp(0) == os.getpgrp()
+    return False
+
+
+@contextmanager
+def _caught_signals() -> Iterator[list[int]]:
+    """The numbers of signals that ask this process to end; the children get them from here."""
+    caught: list[int] = []
+
+    def take(number: int, _frame: FrameType | None) -> None:
+        caught.append(number)
+
+    earlier = {number: signal.signal(number, take) for number in _ENDING}
+    try:
+        yield caught
+    finally:
+        for number, action in earlier.items():
+            signal.signal(number, action)

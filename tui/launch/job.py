@@ -1,0 +1,149 @@
+"""What this host has to start for a plan: its shares on their devices, and where the processes of all hosts meet."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from evener.devices.child_environment import child_environment, import_path
+from evener.devices.discover import discover
+from evener.devices.types import Device
+from evener.errors import DeviceError, PlanError, RequestError
+from evener.launched import DEVICE, HOST, PLAN, find_host
+from evener.plan import Plan, Share, load_plan, to_json
+from evener.start_rank import STARTS
+from evener.tui.launch.network import find_interface
+
+PORT = 29400  # PyTorch's own for a rendezvous
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A training as this host starts it."""
+
+    plan: Plan
+    path: Path
+    command: tuple[str, ...]  # of the script: its name or -m and a module, and its arguments
+    host: str  # this one, as the plan names it; empty where all is on one
+    meeting: tuple[str, int]  # host and port where the processes of all hosts find each other
+    own: tuple[Share, ...]  # of this host
+    processes: tuple[tuple[Device, ...], ...]  # the devices of each process of this host
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """All hosts that take part, in the plan's order."""
+        return tuple(dict.fromkeys(share.host for share in self.plan.layout.active))
+
+    @property
+    def identity(self) -> str:
+        """The same on every host that has this plan."""
+        return f"evener-{zlib.crc32(to_json(self.plan)):08x}"
+
+    def environment(self, more: Sequence[dict[str, str]] = ()) -> dict[str, str]:
+        """Of the processes: all that they share, and for `start_rank` what each has for itself, with `more`."""
+        variables = {**os.environ, PLAN: str(self.path), "PYTHONPATH": import_path(os.environ.get("PYTHONPATH", ""))}
+        if self.host:
+            variables[HOST] = self.host
+            others = [host for host in self.hosts if host != self.host]
+            interface = find_interface(others[0]) if others else ""
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ():
+                variables.setdefault(name, interface)
+        starts = [self._start(devices) for devices in self.processes]
+        for start, own in zip(starts, more, strict=False):
+            start["variables"].update(own)
+        return {**variables, STARTS: json.dumps(starts)}
+
+    def _start(self, devices: tuple[Device, ...]) -> dict[str, dict[str, str]]:
+        """A process on its devices. PyTorch's see all GPUs of the host that compute: theirs is that of LOCAL_RANK."""
+        child = child_environment(devices, self.plan.framework)
+        variables = {**child.variables, DEVICE: devices[0].id if len(devices) == 1 else ""}
+        if self.plan.framework == "torch" and devices[0].kind == "gpu":
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(share.device for share in self.own)
+        start: dict[str, dict[str, str]] = {"variables": variables, "cores": child.cores}  # type: ignore[dict-item]
+        return start
+
+
+def make_job(path: Path, command: Sequence[str], host: str | None, meeting: str | None) -> Job:
+    """The training by the plan in this file; EvenerError, in a sentence, if it can't be started here."""
+    plan = load_plan(path)
+    _check(plan, command)
+    active = plan.layout.active
+    here = _choose_host(plan, host)
+    own = tuple(share for share in active if share.host == here)
+    devices = _find_devices(own)
+    one_process = plan.framework != "torch" and plan.layout.engine != "multiworker"
+    if one_process and len(own) < len(active):
+        raise PlanError(
+            f"The plan's engine is {plan.layout.engine}, one process, but its devices are on several hosts.",
+            "Make it with evener balance --engine multiworker.",
+        )
+    return Job(
+        plan=plan,
+        path=path.absolute(),
+        command=tuple(command),
+        host=here,
+        meeting=_parse_meeting(meeting) if meeting else (active[0].host, PORT),
+        own=own,
+        processes=(devices,) if one_process else tuple((device,) for device in devices),
+    )
+
+
+def _check(plan: Plan, command: Sequence[str]) -> None:
+    if plan.layout.kind == "place":
+        raise PlanError(
+            f"The plan places a model's parts ({plan.layout.placement}) in one process.",
+            "Start the script with python.",
+        )
+    if plan.layout.kind == "pack":
+        raise PlanError(
+            f"The plan packs {plan.layout.processes} trainings of their own onto one device.", "Start each with python."
+        )
+    script = command[0]
+    if script != "-m" and not Path(script).is_file():
+        remedy = "Options of launch stand before the plan." if script.startswith("-") else "Correct its name."
+        raise RequestError(f"There is no script {script}.", remedy)
+    if command == ["-m"]:
+        raise RequestError("-m names no module.", "Write evener launch PLAN -m MODULE.")
+
+
+def _choose_host(plan: Plan, named: str | None) -> str:
+    hosts = list(dict.fromkeys(share.host for share in plan.layout.active))
+    found = find_host(hosts) if named is None else named
+    if found in hosts:
+        return found
+    listed = ", ".join(filter(None, hosts)) or "this one alone"
+    if named is None:
+        raise RequestError(
+            f"It isn't clear which of the plan's hosts this machine is: {listed}.", "Say it with --host."
+        )
+    raise RequestError(f"{named!r} is none of the plan's hosts: {listed}.", "Correct --host.")
+
+
+def _find_devices(shares: Sequence[Share]) -> tuple[Device, ...]:
+    try:
+        return discover(",".join(map(_request, shares)), only_visible=False).devices
+    except RequestError as fault:
+        raise DeviceError(
+            fault.message, "Make a plan for what is here, or launch this one where it was made."
+        ) from None
+
+
+def _request(share: Share) -> str:
+    """A device of the plan as `--devices` names it."""
+    if share.device.startswith("cpu-"):
+        _, number, _, count = share.device.split("-")
+        return f"cpu/{count}:{number}"
+    if share.device.startswith("sim-"):
+        raise DeviceError(f"The plan is for a simulated device, {share.device}.", "Make one for real devices.")
+    return share.device
+
+
+def _parse_meeting(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise RequestError(f"--rendezvous {text} is no address.", f"Write HOST:PORT, as in node1:{PORT}.")
+    return host, int(port)

@@ -1,0 +1,73 @@
+"""The processes of this host under PyTorch's elastic agent, as torchrun starts them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from typing import Any
+
+from evener.errors import DeviceError, RequestError
+from evener.tui.launch.job import Job
+
+JOIN_SECONDS = 600  # in which every host has to be there
+
+
+def run_agent(job: Job, max_restarts: int) -> tuple[int, str]:
+    """Start the processes and wait for their end: the exit code, and which rank failed and how."""
+    try:
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import RendezvousError
+        from torch.distributed.launcher import LaunchConfig, elastic_launch
+    except ImportError as error:
+        raise RequestError(
+            f"PyTorch can't be imported ({error}).", 'Install it: pip install "evener[torch]".'
+        ) from None
+    logging.disable(logging.CRITICAL)  # the agent's own words about what is said here in a sentence
+    os.environ.update(job.environment())
+    with tempfile.TemporaryDirectory(prefix="evener-launch-") as folder:
+        config = LaunchConfig(
+            nproc_per_node=len(job.processes),
+            max_restarts=max_restarts,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            **_meet(job),
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", "evener.start_rank", *job.command)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            return 1, f"rank {rank} {describe_end(failure.exitcode)}"
+        except SignalException as error:
+            return 128 + error.sigval, ""
+        except RendezvousError as error:
+            host, port = job.meeting
+            raise DeviceError(
+                f"The processes on {', '.join(job.hosts)} didn't meet at {host}:{port}: {error}.".replace("..", "."),
+                "Run the line for each other host there, and see that the port can be reached.",
+            ) from None
+    return 0, ""
+
+
+def _meet(job: Job) -> dict[str, Any]:
+    """Where the agents of all hosts find each other; alone, at any free port."""
+    if len(job.hosts) == 1:
+        place: dict[str, Any] = {"rdzv_endpoint": "localhost:0", "run_id": f"{job.identity}-{os.getpid()}"}
+    else:
+        host, port = job.meeting
+        times = {"timeout": JOIN_SECONDS, "join_timeout": JOIN_SECONDS, "read_timeout": JOIN_SECONDS}
+        place = {
+            "rdzv_endpoint": f"{host}:{port}",
+            "run_id": job.identity,
+            "local_addr": job.host,
+            "rdzv_configs": {**times, "is_host": host == job.host},
+        }
+    return {"rdzv_backend": "c10d", "min_nodes": len(job.hosts), "max_nodes": len(job.hosts), **place}
+
+
+def describe_end(code: int) -> str:
+    """How a process ended, after "rank 0"."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
