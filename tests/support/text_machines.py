@@ -96,7 +96,7 @@ class TextMachine:
                 sums[i] = [each + amount / batches for each, amount in zip(sums[i], amounts, strict=True)]
                 largest[i] = max(largest[i], *(len(each) * max(each) for each in parts[i]))
         works = tuple(Work(*sums[i]) if layout.shares[i] else None for i in range(len(sums)))
-        parts_s = tuple(work and self.step_s + self.costs[i].seconds_for(work) for i, work in enumerate(works))
+        parts_s = tuple(self.step_s + self.costs[i].seconds_for(work) if work else None for i, work in enumerate(works))
         return sum(steps) / batches + (self.sync_s if len(layout.active) > 1 else 0.0), parts_s, works, largest
 
     def _passes(self, layout: Layout, ranks: Sequence[RankCost]) -> dict[int, list[list[int]]]:

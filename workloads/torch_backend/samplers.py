@@ -117,7 +117,7 @@ def read_lengths(given: Any, rows: int) -> Lengths | None:
         tokens = [int(each) for each in given]
     except (TypeError, ValueError):
         raise RequestError(
-            f"The lengths of the training data are a {type(given).__name__}.", "Give a whole number for each row."
+            f"The lengths of the training data are of type {type(given).__name__}.", "Give a whole number for each row."
         ) from None
     lengths = Lengths(tokens, rows)
     return None if min(tokens) == max(tokens) else lengths

@@ -43,7 +43,7 @@ app = typer.Typer()
 
 
 @app.command()
-@takes_request(*TRAINING, *(name for name in SEARCH if name != "objective"))
+@takes_request(*TRAINING, *SEARCH)
 def compare(
     request: Request,
     layouts: Annotated[
