@@ -93,9 +93,9 @@ def test_ranks_with_another_plan_are_named() -> None:
 def test_this_machine_is_found_among_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     own = socket.gethostname()
     assert find_host(["", ""]) == ""
-    assert find_host([own, "192.0.2.1"]) == own
-    assert find_host(["127.0.0.2", "192.0.2.1"]) == "127.0.0.2"  # by address
+    assert find_host([own, "203.0.113.1"]) == own
+    assert find_host(["127.0.0.2", "203.0.113.1"]) == "127.0.0.2"  # by address
     assert find_host(["127.0.0.2", "127.0.0.3"]) == ""  # unclear
-    assert find_host(["192.0.2.1", "nowhere.invalid"]) == ""
+    assert find_host(["203.0.113.1", "nowhere.invalid"]) == ""
     monkeypatch.setenv("EVENER_HOST", "127.0.0.3")
     assert find_host(["127.0.0.2", "127.0.0.3"]) == "127.0.0.3"

@@ -1,0 +1,304 @@
+"""`evener launch`: which processes start on which devices, and how a training ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from evener.errors import DeviceError, EvenerError, RequestError
+from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
+from evener.start_rank import STARTS
+from evener.tui.cli.main import run
+from evener.tui.launch.job import make_job
+from evener.tui.launch.network import find_interface
+from evener.tui.text.launch_line import launch_line
+from tests.support.torch_start import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINING = str(ROOT / "tests/support/launched_training.py")
+HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.3")
+SECONDS = 240
+
+
+def plan(devices: list[str], hosts: tuple[str, ...] = (), **changes: Any) -> Plan:
+    """A plan for these devices, each with two rows less than the one before; "(out)" behind one leaves it out."""
+    shares = tuple(
+        Share(device.removesuffix("(out)"), i, "a device", 0, 0.0, host=(hosts or [""] * len(devices))[i])
+        for i, device in enumerate(devices)
+    )
+    batches = tuple(0 if device.endswith("(out)") else 2 * (len(devices) - i) for i, device in enumerate(devices))
+    kind = changes.pop("kind", "split" if sum(map(bool, batches)) > 1 else "solo")
+    made = Plan(
+        created="2026-11-22T12:00:00Z",
+        workload="torch_mnist",
+        framework="torch",
+        precision="float32",
+        xla=False,
+        layout=make_layout(kind, shares, batches, engine=changes.pop("engine", ""), placement="by layer"),
+        throughput=Throughput(100.0, 99.0, 101.0),
+        evidence=(),
+        search=SearchSummary(1, 0, 1.0, 0, "test"),
+        fingerprint=Fingerprint((), "", {}, ""),
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A script in the folder of the test, with files of plans beside it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    return "train.py"
+
+
+def starts(made: Plan, script: str, **options: str) -> list[dict[str, Any]]:
+    """What each process of this host gets."""
+    made.save("plan.toml")
+    job = make_job(Path("plan.toml"), [script], options.get("host"), options.get("meeting"))
+    environment = job.environment()
+    assert environment["EVENER_PLAN"] == str(Path("plan.toml").absolute())
+    found: list[dict[str, Any]] = json.loads(environment[STARTS])
+    return found
+
+
+def test_each_slice_that_computes_gets_a_process_on_its_cores(script: str) -> None:
+    count = len(os.sched_getaffinity(0))
+    made = starts(plan([f"cpu-{i}-of-{count}{'' if i else '(out)'}" for i in range(count)]), script)
+    assert [start["variables"]["EVENER_DEVICE"] for start in made] == [f"cpu-{i}-of-{count}" for i in range(1, count)]
+    assert all(len(start["cores"]) == 1 and start["variables"]["OMP_NUM_THREADS"] == "1" for start in made)
+
+
+def test_pytorch_counts_the_gpus_that_compute_as_local_ranks_do(script: str, fake_nvml: Callable[..., Any]) -> None:
+    """All see them, in the plan's order; a process of Keras sees its own, and one process of all sees all."""
+    ids = [device.id for device in _gpus(fake_nvml(gpus=3))]
+    torch = starts(plan([ids[2], ids[1] + "(out)", ids[0]]), script)
+    assert [start["variables"]["EVENER_DEVICE"] for start in torch] == [ids[2], ids[0]]
+    assert {start["variables"]["CUDA_VISIBLE_DEVICES"] for start in torch} == {f"{ids[2]},{ids[0]}"}
+    for engine, visible in {"multiworker": [ids[2], ids[0]], "towers": [f"{ids[2]},{ids[0]}"]}.items():
+        keras = starts(plan([ids[2], ids[0]], framework="tensorflow", engine=engine), script)
+        assert [start["variables"]["CUDA_VISIBLE_DEVICES"] for start in keras] == visible
+
+
+def _gpus(_: object) -> Any:
+    from evener.devices.discover import discover
+
+    return discover("gpu").devices
+
+
+def test_a_host_starts_its_own_shares(script: str) -> None:
+    made = plan(["cpu-0-of-1", "cpu-0-of-1", "cpu-0-of-1"], ("127.0.0.2", "203.0.113.1", "203.0.113.2"))
+    assert len(starts(made, script)) == 1
+    job = make_job(Path("plan.toml"), [script], "203.0.113.2", "node:4711")
+    assert (job.host, job.hosts, job.meeting) == (
+        "203.0.113.2",
+        ("127.0.0.2", "203.0.113.1", "203.0.113.2"),
+        ("node", 4711),
+    )
+    assert make_job(Path("plan.toml"), [script], None, None).meeting == ("127.0.0.2", 29400)
+    assert find_interface("127.0.0.1") == "lo"
+    assert find_interface("nowhere.invalid") == ""
+
+
+@pytest.mark.parametrize(
+    ("devices", "changes", "named", "error"),
+    [
+        (["cpu-0-of-9999"], {}, "can't be cut into 9999", DeviceError),
+        (["sim-0-p100"], {}, "a simulated device", DeviceError),
+        (["GPU-nowhere"], {}, "GPU-nowhere", DeviceError),
+        (["cpu-0-of-1"], {"kind": "place"}, r"places a model's parts \(by layer\)", RequestError),
+        (["cpu-0-of-1"], {"kind": "pack"}, "packs 1 trainings", RequestError),
+        (["cpu-0-of-1", "cpu-0-of-1"], {"hosts": HOSTS}, "--host", RequestError),
+    ],
+)
+def test_what_cannot_be_started_here_is_one_sentence(
+    devices: list[str],
+    changes: dict[str, Any],
+    named: str,
+    error: type[EvenerError],
+    script: str,
+    fake_nvml: Callable[..., Any],
+) -> None:
+    fake_nvml(gpus=1)
+    with pytest.raises(error, match=named):
+        starts(plan(devices, **changes), script)
+
+
+def test_what_is_typed_wrong_is_one_sentence(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan(["cpu-0-of-1"]).save("plan.toml")
+    for words, named in {
+        "plan.toml elsewhere.py": "no script elsewhere.py",
+        "nowhere.toml train.py": "nowhere.toml can't be read",
+        "train.py train.py": "train.py",
+        "plan.toml --max-restarts 2 train.py": "stand before the plan",
+        "plan.toml -m": "names no module",
+        "--host here plan.toml train.py": "'here' is none of the plan's hosts",
+        "--rendezvous 29400 plan.toml train.py": "--rendezvous 29400 is no address",
+    }.items():
+        assert run(["launch", *words.split()]) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert named in said
+
+
+def test_the_line_to_launch_names_the_users_script() -> None:
+    made = plan(["cpu-0-of-1"], workload="my train.py:build")
+    assert launch_line(made, "plan.toml") == "evener launch plan.toml 'my train.py'"
+    assert launch_line(plan(["cpu-0-of-1"], workload="torch_mnist"), "a.toml") == "evener launch a.toml train.py"
+    assert launch_line(plan(["sim-0-p100"]), "plan.toml") == ""
+    assert launch_line(plan(["cpu-0-of-1"], kind="place"), "plan.toml") == ""
+
+
+# ---------------------------------------------------------------------- real processes
+
+SCRIPT = """
+import os, sys, time
+again = os.environ.get("TORCHELASTIC_RESTART_COUNT") or str(int(os.path.exists("again")))
+open("again", "w")
+rank = os.environ.get("RANK", "0")
+print(rank, os.environ["EVENER_DEVICE"], *os.sched_getaffinity(0), again, *sys.argv[1:], flush=True)
+if sys.argv[1] == "fail":
+    raise SystemExit(3)
+if rank == "0" and again == "0":
+    os.kill(os.getpid(), 9)
+open(f"ready{rank}", "w")
+try:
+    time.sleep(300)
+except KeyboardInterrupt:
+    print(rank, "interrupted", flush=True)
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts evener in the folder of the test; it is ended with it."""
+    running: list[subprocess.Popen[str]] = []
+
+    def begin(*words: str, module: str = "evener", **variables: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "EVENER_LIVE_DIR": str(tmp_path / "live"), **variables}
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", module, *words],
+            cwd=tmp_path,
+            env={**environment, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        running.append(process)
+        return process
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def need_torch_and_two_cpus() -> None:
+    pytest.importorskip("torch")
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two CPUs")
+
+
+def wait_for(paths: list[Path], process: subprocess.Popen[str]) -> None:
+    while not all(path.exists() for path in paths):
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize("ranks", [1, 2], ids=["own children", "elastic agent"])
+def test_processes_are_started_again_and_end_by_ctrl_c(ranks: int, start: Callable[..., Any], tmp_path: Path) -> None:
+    """The first to be killed takes the others with it; after that each runs on its device again, until a signal."""
+    if ranks == 2:
+        need_torch_and_two_cpus()
+    (tmp_path / "train.py").write_text(SCRIPT)
+    plan([f"cpu-{i}-of-{ranks}" for i in range(ranks)], framework="torch").save(tmp_path / "plan.toml")
+    process = start("launch", "--max-restarts", "1", "plan.toml", "train.py", "--json", "--gpus", "0,1")
+    wait_for([tmp_path / f"ready{rank}" for rank in range(ranks)], process)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130, errors
+    lines = output.splitlines()
+    for rank in range(ranks):
+        last = [line.split() for line in lines if line.startswith(f"{rank} cpu")][-1]
+        assert last[1] == f"cpu-{rank}-of-{ranks}"
+        assert last[-4:] == ["1", "--json", "--gpus", "0,1"]
+        assert f"{rank} interrupted" in lines
+    assert "evener" not in errors
+
+
+@pytest.mark.slow
+def test_a_failure_is_one_sentence_and_exit_code_1(start: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    plan(["cpu-0-of-1"]).save(tmp_path / "plan.toml")
+    process = start("launch", "plan.toml", "-m", "train", "fail")
+    output, errors = process.communicate(timeout=SECONDS)
+    assert (process.returncode, errors) == (1, "evener: rank 0 ended with exit code 3\n")
+    assert output.endswith("fail\n")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.parametrize("by", ["evener launch", "torchrun"])
+def test_one_and_two_shares_on_two_hosts_learn_what_one_process_learns(
+    by: str, start: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Two loopback addresses play the hosts: by the line that launch prints, and by torchrun's as docs have them."""
+    need_torch_and_two_cpus()
+    made = plan(["cpu-0-of-1", "cpu-0-of-2", "cpu-1-of-2"], HOSTS)
+    layout = make_layout("split", made.layout.share, (1, 5, 2))
+    msgspec.structs.replace(made, layout=layout).save(tmp_path / "plan.toml")
+    port = free_port()
+    if by == "torchrun":
+        meet = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.2:{port}"]
+        words = [TRAINING, str(tmp_path), "plan.toml"]
+        running = [
+            start(*meet, "--nproc-per-node", count, *words, module="torch.distributed.run", EVENER_HOST=host)
+            for host, count in (("127.0.0.2", "1"), ("127.0.0.3", "2"))
+        ]
+    else:
+        meeting = f"127.0.0.3:{port}"  # not the first host of the plan
+        second = start("launch", "--host", "127.0.0.3", "--rendezvous", meeting, "plan.toml", TRAINING, str(tmp_path))
+        first = start("launch", "--host", "127.0.0.2", "--rendezvous", meeting, "plan.toml", TRAINING, str(tmp_path))
+        running = [first, second]
+    errors = [process.communicate(timeout=2 * SECONDS)[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0], "\n".join(errors)
+    check_ranks(tmp_path)
+
+
+def check_ranks(folder: Path) -> None:
+    import torch
+
+    from tests.support import launched_training, torch_ranks
+
+    weights, losses = torch_ranks.reference(torch_ranks.CASES[launched_training.NAME], 8)
+    ranks = [torch.load(folder / f"{rank}.pt") for rank in range(3)]
+    assert sorted((rank["host"], rank["rows"]) for rank in ranks) == sorted(zip(HOSTS, (1, 5, 2), strict=True))
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(losses, abs=1e-12)
+        for mine, expected in zip(rank["weights"], weights, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_the_first_host_prints_the_line_for_the_second(start: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    plan(["cpu-0-of-1", "cpu-0-of-1"], HOSTS[:2]).save(tmp_path / "my plan.toml")
+    process = start("launch", "--host", "127.0.0.2", "my plan.toml", "train.py", "--epochs", "3")
+    line = process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    head, _, command = line.rstrip().partition(" run: ")
+    assert head == "evener: on 127.0.0.3"
+    place = ["--host", "127.0.0.3", "--rendezvous", "127.0.0.2:29400"]
+    assert shlex.split(command) == [
+        *("evener", "launch", *place, str(tmp_path / "my plan.toml"), "train.py", "--epochs", "3")
+    ]
