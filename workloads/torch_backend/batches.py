@@ -23,11 +23,11 @@ from evener.torch_split.loader import Loader, StepListener, check_options, count
 from evener.torch_split.nested_batch import each_item, each_tensor
 from evener.torch_split.sampler import UnevenBatchSampler
 from evener.workloads.torch_backend.samplers import (
-    DealtRows,
-    EndlessRows,
+    CountedEndlessSampler,
+    CountedLengthSampler,
+    CountedSampler,
     EndlessSampler,
-    RandomRows,
-    RowsOfOneLength,
+    OneLengthSampler,
     read_lengths,
 )
 
@@ -54,24 +54,25 @@ class Data:
     def sampler(self, sizes: Sequence[int], rank: int) -> UnevenBatchSampler:
         """Full batches of whole epochs; of fewer rows than a batch, rows in turn."""
         few = sum(sizes) > self.rows
-        if self.lengths is not None:
-            rows = EndlessRows(self.rows, sizes, rank) if few else RandomRows(self.rows, sizes, rank, drop_last=True)
-            return rows.count_by(self.lengths)
+        if self.lengths is None:
+            if few:
+                return EndlessSampler(self.rows, sizes, rank)
+            return UnevenBatchSampler(self.rows, sizes, rank, drop_last=True)
         if few:
-            return EndlessSampler(self.rows, sizes, rank)
-        return UnevenBatchSampler(self.rows, sizes, rank, drop_last=True)
+            return CountedEndlessSampler(self.rows, sizes, rank).count_by(self.lengths)
+        return CountedSampler(self.rows, sizes, rank, drop_last=True).count_by(self.lengths)
 
     def dealt(self, sizes: Sequence[int], rank: int, dealer: Dealer) -> UnevenBatchSampler:
         """Global batches of as many rows, dealt by cost."""
         assert self.lengths is not None
         whole, tokens = sum(sizes) <= self.rows, self.lengths.tokens
-        rows = DealtRows(self.rows, sizes, rank, lengths=tokens, dealer=dealer, drop_last=whole)
+        rows = CountedLengthSampler(self.rows, sizes, rank, lengths=tokens, dealer=dealer, drop_last=whole)
         return rows.count_by(self.lengths)
 
     def of_one_length(self, sizes: Sequence[int], rank: int, length: int) -> UnevenBatchSampler:
         """Endless steps on rows that are padded to this length."""
         assert self.lengths is not None
-        return RowsOfOneLength(self.lengths.nearest(length, sizes[rank]), sizes, rank).count_by(self.lengths)
+        return OneLengthSampler(self.lengths.nearest(length, sizes[rank]), sizes, rank).count_by(self.lengths)
 
 
 class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
@@ -173,7 +174,7 @@ class Batches:
                 check_rows(as_pair(each), max(1, rows))
             return batch
         pair = as_pair(send(batch, self._sent_to))
-        if not isinstance(self._sampler, DealtRows):
+        if not isinstance(self._sampler, CountedLengthSampler):
             check_rows(pair, self.rows)
         return pair
 

@@ -81,19 +81,19 @@ class _Counted(UnevenBatchSampler):
             yield rows
 
 
-class RandomRows(_Counted):
+class CountedSampler(_Counted):
     """Rows as they come."""
 
 
-class EndlessRows(_Counted, EndlessSampler):
+class CountedEndlessSampler(_Counted, EndlessSampler):
     """The same where the data have fewer rows than a batch."""
 
 
-class DealtRows(_Counted, LengthSampler):
+class CountedLengthSampler(_Counted, LengthSampler):
     """Rows of global batches, dealt by their cost."""
 
 
-class _SameRows(UnevenBatchSampler):
+class _RepeatingSampler(UnevenBatchSampler):
     """Endless steps on the same rows, which all ranks have."""
 
     def __init__(self, rows: torch.Tensor, sizes: Sequence[int], rank: int) -> None:
@@ -105,7 +105,7 @@ class _SameRows(UnevenBatchSampler):
         return repeat(self._rows, len(self))
 
 
-class RowsOfOneLength(_Counted, _SameRows):
+class OneLengthSampler(_Counted, _RepeatingSampler):
     """The same, with what they compute."""
 
 

@@ -69,7 +69,7 @@ class Decoder(nn.Module):  # type: ignore[misc]  # torch is not followed
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(longest, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(DecoderBlock(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
 
@@ -82,7 +82,7 @@ class Decoder(nn.Module):  # type: ignore[misc]  # torch is not followed
         return logits
 
 
-class Block(nn.Module):  # type: ignore[misc]  # torch is not followed
+class DecoderBlock(nn.Module):  # type: ignore[misc]  # torch is not followed
     """Attention to the tokens before, then a dense layer, each added to what comes in."""
 
     def __init__(self, width: int, heads: int) -> None:
