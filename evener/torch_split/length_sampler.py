@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 from zlib import crc32
 
@@ -50,23 +50,28 @@ class LengthSampler(UnevenBatchSampler):
         """The rows of each rank in that batch; 0 for one that only keeps step."""
         return self.deal_at(first, self.epoch if epoch is None else epoch).sizes
 
+    def pass_sizes(self, first: int, epoch: int) -> tuple[int, ...]:
+        """The rows that count of each of this rank's passes in that batch."""
+        return tuple(map(len, self.deal_at(first, epoch).passes[self.rank])) or (0,)
+
     def batches(self) -> Iterator[torch.Tensor]:
         """The rows of each pass, from the epoch and position of now."""
-        return self._passes(self.epoch, self._firsts())
+        return chain.from_iterable(self.steps())
+
+    def steps(self) -> Iterator[list[torch.Tensor]]:
+        """The same, all passes of a batch at once."""
+        return (self._passes(first, epoch) for epoch in (self.epoch,) for first in self._firsts())
 
     def _firsts(self) -> range:
         """Where the batches begin that are left of this epoch."""
         return range(self.position, self.length, self.global_batch)[: self.steps_left]
 
-    def _passes(self, epoch: int, firsts: range) -> Iterator[torch.Tensor]:
-        order = self._draw(epoch)
-        for first in firsts:
-            passes = self.deal_at(first, epoch).passes[self.rank]
-            for places in passes:
-                yield order[first + torch.tensor(places)]
-            if not passes:  # the shortest row, to keep step with
-                rows = order[first : first + self.global_batch]
-                yield rows[self._lengths[rows].argmin()].reshape(1)
+    def _passes(self, first: int, epoch: int) -> list[torch.Tensor]:
+        rows = self._draw(epoch)[first : first + self.global_batch]
+        passes = self.deal_at(first, epoch).passes[self.rank]
+        if not passes:  # the shortest row, to keep step with
+            return [rows[self._lengths[rows].argmin()].reshape(1)]
+        return [rows[torch.tensor(places)] for places in passes]
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
         """The batch of each step: one pass as it is where no rank has more, else a DealtBatch."""
@@ -74,10 +79,9 @@ class LengthSampler(UnevenBatchSampler):
 
     def _join(self, fetched: Iterator[Any], epoch: int, firsts: range) -> Iterator[Any]:
         for first in firsts:
-            deal = self.deal_at(first, epoch)
-            rows = tuple(map(len, deal.passes[self.rank])) or (0,)
+            rows = self.pass_sizes(first, epoch)
             passes = list(islice(fetched, len(rows)))
-            yield DealtBatch(passes, rows) if deal.in_passes else passes[0]
+            yield DealtBatch(passes, rows) if self.deal_at(first, epoch).in_passes else passes[0]
 
     def digest(self, epoch: int) -> int:
         """What tells other lengths, or another order of the user's own, from these."""
