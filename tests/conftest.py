@@ -17,6 +17,7 @@ from hypothesis import settings
 
 from tests.support.children import end_with_this_process
 from tests.support.fake_nvml import FakeNvml
+from tests.support.rank_server import RankServer
 
 NEED_TORCH = ["evener/test_torch_*.py", "workloads/test_torch_recipe.py"]  # they import it at the top
 collect_ignore_glob = [] if find_spec("torch") else NEED_TORCH
@@ -27,6 +28,8 @@ settings.load_profile("evener")
 def pytest_configure() -> None:
     """A killed test run leaves no training behind that would hold a GPU's memory; the recorded journals are trusted."""
     end_with_this_process()
+    paths = [str(Path(__file__).parent / "support" / "light_keras"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     for path in (Path(__file__).parent / "recorded").glob("*.jsonl"):
         with suppress(OSError):
             path.chmod(0o644)  # a checkout under umask 002 lets the group write them
@@ -79,6 +82,20 @@ def no_process_group_left() -> Iterator[None]:
     if distributed and distributed.is_initialized():
         distributed.destroy_process_group()
         pytest.fail("it left a process group open")
+
+
+@pytest.fixture(scope="session")
+def trainer_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    """`trainer_ranks("module.function", *arguments, world=2)`: what each rank of it saved, see rank_server.py."""
+    torch, folder = pytest.importorskip("torch"), tmp_path_factory.mktemp("ranks")
+    with RankServer() as server:
+
+        def run(function: str, *arguments: Any, world: int = 1) -> list[Any]:
+            own = folder / str(len(list(folder.iterdir())))
+            server.run(function, own, *arguments, world=world)
+            return [torch.load(own / f"{rank}.pt") for rank in range(world)]
+
+        yield run
 
 
 @pytest.fixture

@@ -11,16 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-LIGHTLY = (  # Keras would load both packages for parts that no test uses, 1.5 s in every process
-    "import runpy, sys; sys.modules |= {'matplotlib': None, 'sklearn': None}; "
-    "del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
-)
+HOME = Path(__file__).parents[2]
 
 
 def start(script: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
     """One process of a script, with these environment variables."""
-    command = [sys.executable, "-c", LIGHTLY, str(script), *words]
-    environment = {**os.environ, **variables}
+    command = [sys.executable, str(script), *words]
+    paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(HOME))))
+    environment = {**os.environ, "PYTHONPATH": paths, **variables}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
