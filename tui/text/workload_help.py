@@ -15,6 +15,8 @@ build() and trains what it returns; evener's own process only parses it. So keep
                     --set name=value gives it parameters.
   training_data()   Beside build(): returns what your training uses. Keras: (x, y) arrays, or a tf.data pipeline of
                     single samples. PyTorch: a data set.
+  lengths(dataset)  Beside them, or as `lengths` of the data set, where rows are of unequal length (PyTorch): the tokens
+                    of each row. Shares are then of what rows cost, and layouts are compared by tokens/s.
   sample_batch(n)   Instead of training_data(): returns (x, y) of n rows. Keras makes rows up if there is neither.
 
 The framework is the one that the file imports; --framework tensorflow or torch says it where that isn't clear."""
