@@ -14,6 +14,7 @@ if not all(map(find_spec, ("torch", "transformers", "lightning", "accelerate")))
 
 import torch
 
+from evener.costs import Cost
 from evener.errors import RequestError
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend import user_model
@@ -45,10 +46,14 @@ def test_its_own_steps_are_measured(build: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(user_model.UserRecipe, "build_recipe", lambda _: recipe)
     workload: Any = user_model.build("train.py:build", CPU, {})
     for shares, micro in (((6,), ()), ((8,), (3,))):
-        workload.prepare(shares, micro)
+        if recipe.data.lengths is not None and micro:
+            workload.prepare_dealt(shares, (Cost(1e-6, 1.0, 0.0),), (0,))
+        else:
+            workload.prepare(shares, micro)
         workload.step()
         workload.synchronize()
         assert workload.loss_is_finite()
+    assert (workload.work() is not None) == (build is a_trainer)
     after = [tensor.detach() for tensor in recipe.module.parameters()]
     moved = torch.linalg.vector_norm(torch.cat([(a - b).flatten() for a, b in zip(after, before, strict=True)]))
     assert moved > 0

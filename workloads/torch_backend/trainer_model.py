@@ -48,6 +48,8 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch is not followe
 
 
 def _from_trainer(trainer: Any) -> Recipe:
+    from evener.huggingface.checks import needs_equal_passes
+    from evener.huggingface.dealt_rows import find_lengths
     from evener.huggingface.trainer import training_rows
 
     optimizer = trainer.create_optimizer()
@@ -72,7 +74,8 @@ def _from_trainer(trainer: Any) -> Recipe:
         return loss
 
     rows, collate = training_rows(trainer)
-    data = _to_data(rows, collate, {"num_workers": trainer.args.dataloader_num_workers})
+    lengths = None if needs_equal_passes(trainer) else find_lengths(trainer)
+    data = _to_data(rows, collate, {"num_workers": trainer.args.dataloader_num_workers, "lengths": lengths})
     return Recipe(LossModule(trainer.model, compute), optimizer, None, data)
 
 
