@@ -17,7 +17,6 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     budget_seconds: float | None
     replayed: int
     notes: tuple[str, ...] = ()  # to show: what `auto` chose, devices that others use
-    virtual_time: bool = False  # simulated devices: seconds are those of their clock
 
 
 class ProbeStarted(msgspec.Struct, frozen=True, tag=True):

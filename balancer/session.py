@@ -109,7 +109,6 @@ class Session(EventThread):
                 budget_seconds=header.request.budget_seconds,
                 replayed=len(self._seen),
                 notes=self._resolved.notes,
-                virtual_time=self._resolved.machine is not None,
             )
         )
 

@@ -9,23 +9,12 @@ import msgspec
 
 from evener.balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
 from evener.balancer.search.search import is_even
-from evener.balancer.types import Belief, Layout, Observation, OutOfMemory, Probe, Result, Timed, layout_of
+from evener.balancer.types import Belief, Layout, Observation, OutOfMemory, Result, Timed, layout_of
 from evener.devices.types import Device
 from evener.plan import BEST_SINGLE, BEST_SPLIT, EVEN_SPLIT, LARGER_BATCH, SOLO_PREFIX, Plan, Throughput
 
 KEPT_OBSERVATIONS = 2000
 SUM = "sum of solos"
-
-
-class Running(msgspec.Struct, frozen=True):
-    """A measurement in progress."""
-
-    probe: Probe
-    phase: str
-    samples_per_second: float | None
-    relative_interval: float | None
-    since_seconds: float
-    phase_seconds: float = 0.0  # how long it has been in this phase
 
 
 class Seen(NamedTuple):
@@ -45,7 +34,7 @@ class SessionState(msgspec.Struct, frozen=True):
     budget_seconds: float | None = None
     replayed: int = 0
     notes: tuple[str, ...] = ()  # about the devices
-    running: tuple[Running, ...] = ()
+    running: tuple[ProbeProgress, ...] = ()
     seen: tuple[Seen, ...] = ()
     belief: Belief | None = None
     best: Result | None = None
@@ -95,10 +84,10 @@ def advance(state: SessionState, event: Event) -> SessionState:
             notes=event.notes,
         )
     if isinstance(event, ProbeStarted):
-        running = Running(event.probe, "starting", None, None, event.at_seconds)
-        return replace(state, running=(*_without(state, event.probe), running), paused=False, at_seconds=at_seconds)
+        running = _with(state, ProbeProgress(event.probe, "starting", None, None, event.at_seconds))
+        return replace(state, running=running, paused=False, at_seconds=at_seconds)
     if isinstance(event, ProbeProgress):
-        return replace(state, running=_progressed(state, event), at_seconds=at_seconds)
+        return replace(state, running=_with(state, event), at_seconds=at_seconds)
     if isinstance(event, Observed):
         return _observed(state, event, at_seconds)
     if isinstance(event, Paused):
@@ -106,25 +95,15 @@ def advance(state: SessionState, event: Event) -> SessionState:
     return replace(state, running=(), paused=False, finished=event, at_seconds=at_seconds)
 
 
-def _without(state: SessionState, probe: Probe) -> tuple[Running, ...]:
-    return tuple(each for each in state.running if each.probe != probe)
-
-
-def _progressed(state: SessionState, event: ProbeProgress) -> tuple[Running, ...]:
-    before = next((each for each in state.running if each.probe == event.probe), None)
-    since = before.since_seconds if before is not None else event.at_seconds
-    now = Running(
-        event.probe, event.phase, event.samples_per_second, event.relative_interval, since, event.phase_seconds
-    )
-    if before is None:
-        return (*state.running, now)
-    return tuple(now if each is before else each for each in state.running)
+def _with(state: SessionState, newest: ProbeProgress) -> tuple[ProbeProgress, ...]:
+    """What runs, with the newest report of one probe."""
+    return tuple(({each.probe: each for each in state.running} | {newest.probe: newest}).values())
 
 
 def _observed(state: SessionState, event: Observed, at_seconds: float) -> SessionState:
     return msgspec.structs.replace(
         state,
-        running=_without(state, event.seen.probe),
+        running=tuple(each for each in state.running if each.probe != event.seen.probe),
         seen=(*state.seen, Seen(event.seen, event.at_seconds))[-KEPT_OBSERVATIONS:],
         belief=event.belief,
         best=event.best,
@@ -290,7 +269,7 @@ def seconds_left(state: SessionState) -> float | None:
     return max(0.0, state.budget_seconds - state.at_seconds)
 
 
-def own_speed(running: Running, device: int) -> float:
+def own_speed(running: ProbeProgress, device: int) -> float:
     """One device's part of the samples/s of a running measurement."""
     layout = running.probe.layout
     return (running.samples_per_second or 0.0) * layout.shares[device] / max(1, layout.global_batch)

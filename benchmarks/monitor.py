@@ -44,10 +44,10 @@ import sys, threading
 from evener.tui.app import app
 from evener.tui.runtime import snapshot_publisher as feed
 def loaded(self, post):
-    for place, _ in enumerate(self._source.devices()):
-        self._source.set_load(place, 1100.0 - 40 * place, 600)
+    for place, _ in enumerate(self.source.devices()):
+        self.source.set_load(place, 1100.0 - 40 * place, 600)
     begin(self, post)
-begin, feed.SnapshotPublisher.start = feed.SnapshotPublisher.start, loaded
+begin, feed.SnapshotPublisher.post_to = feed.SnapshotPublisher.post_to, loaded
 sys.exit(app.run_app({DEVICES!r}))
 """
 NVITOP = "from nvitop.cli import main; main()"

@@ -11,6 +11,7 @@ import argparse
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 from evener.devices.discover import discover, open_source
@@ -71,8 +72,8 @@ def main() -> None:
     source = NvmlSource(found.devices, library=library) if is_gpu else open_source(found)
     snapshots: list[Snapshot] = []
     started, used = time.perf_counter(), time.process_time()
-    with Sampler(source, options.interval) as sampler:
-        sampler.subscribe(snapshots.append)
+    with closing(Sampler(source, options.interval)) as sampler:
+        sampler.start(snapshots.append)
         time.sleep(options.seconds)
     elapsed, used = time.perf_counter() - started, time.process_time() - used
     _print_ticks(snapshots, used / elapsed)

@@ -23,6 +23,7 @@ import termios
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 
@@ -121,7 +122,8 @@ def run_monitor(seconds: float) -> int:
     """Sample the CPU's slices ten times a second, report a training, and draw every snapshot."""
     reporter = Reporter()
     drawn = 0
-    with Sampler(open_source(discover("cpu")), 0.1) as sampler:
+    with closing(Sampler(open_source(discover("cpu")), 0.1)) as sampler:
+        sampler.start()
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             reporter.report(8, devices=["cpu-0-of-2"], workload="soak")

@@ -40,7 +40,7 @@ from evener.devices.sampler import History
 from evener.devices.simulated.source import SimulatedSource
 from evener.live import Reporter
 from evener.tui.app.app import EvenerApp
-from evener.tui.runtime.snapshot_publisher import Post, ProbeLoad, Sampled, SnapshotPublisher
+from evener.tui.runtime.snapshot_publisher import Post, Sampled, SnapshotPublisher
 
 HALF_HOUR = 1800  # ticks
 SAMPLE_TICKS = 150  # two rounds of all keys at all sizes, so that every sample finds the app in the same state
@@ -66,6 +66,7 @@ class TickPublisher(SnapshotPublisher):
 
     interval_seconds = 1.0
     state = ""
+    source: SimulatedSource
 
     def __init__(self, devices: str) -> None:
         machine = discover(devices).machine
@@ -83,21 +84,22 @@ class TickPublisher(SnapshotPublisher):
     def _clock(self) -> float:
         return self._seconds
 
-    def start(self, post: Post) -> None:
+    def post_to(self, post: Post) -> None:
         """Ticks may come from now on."""
         self._post = post
         self.started.set()
 
-    def stop(self) -> None:
+    def close(self, wait_seconds: float = 0.0) -> bool:
         """Ticks are ignored from now on."""
         self._post = None
         self._reporter.close()
+        return True
 
     def history(self, device_id: str, metric: str) -> tuple[float | None, ...]:
         """The same history as the sampler's."""
         return self._history.values(device_id, metric)
 
-    def set_loads(self, loads: Mapping[str, ProbeLoad]) -> None:
+    def set_loads(self, loads: Mapping[str, tuple[float, int]]) -> None:
         """No search runs here."""
 
     def tick(self) -> None:

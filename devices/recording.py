@@ -35,7 +35,7 @@ _headers = msgspec.json.Decoder(RecordingHeader)
 _BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-class Recorder:
+class Recorder(AbstractContextManager["Recorder"]):
     """Writes snapshots to a new file; it stops by itself before the file grows beyond `largest_bytes`."""
 
     def __init__(self, path: Path, hostname: str = "", largest_bytes: int = LARGEST_RECORDING_BYTES) -> None:
@@ -65,15 +65,8 @@ class Recorder:
     def _explained(self) -> AbstractContextManager[None]:
         return as_request_error(f"The recording {self.path} can't be written", "Name a file in a folder of yours.")
 
-    def close(self) -> None:
-        """Let go of the file; it may be called twice."""
-        self._stream.close()
-
-    def __enter__(self) -> Recorder:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._stream.close()
 
 
 def _plain_file(path: Path) -> BinaryIO:
@@ -160,16 +153,12 @@ class Recording:
     def _find_lines(self) -> list[int]:
         """Where each whole line begins; the file must hold at least one snapshot."""
         starts: list[int] = []
-        while True:
-            start = self._stream.tell()
-            row = self._stream.readline(LONGEST_LINE_BYTES)
-            if not row.endswith(b"\n"):
-                if len(row) >= LONGEST_LINE_BYTES:
-                    raise RequestError(f"{self.path}, line {len(starts) + 2}, is longer than any snapshot.", REMEDY)
-                break
-            starts.append(start)
+        while (row := self._stream.readline(LONGEST_LINE_BYTES)).endswith(b"\n"):
+            starts.append(self._stream.tell() - len(row))
             if len(starts) > MOST_SNAPSHOTS:
                 raise RequestError(f"{self.path} is longer than {MOST_SNAPSHOTS} snapshots.", REMEDY)
+        if len(row) >= LONGEST_LINE_BYTES:
+            raise RequestError(f"{self.path}, line {len(starts) + 2}, is longer than any snapshot.", REMEDY)
         if not starts:
             raise RequestError(f"{self.path} holds no snapshot.", REMEDY)
         return starts

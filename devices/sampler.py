@@ -1,4 +1,4 @@
-"""Samples a source on its own thread, keeps the history, notifies subscribers; a source that hangs blocks nobody."""
+"""Samples a source on its own thread, keeps the history, notifies a subscriber; a source that hangs blocks nobody."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from evener.devices.types import DeviceSample, ProcessSample, Reading, Snapshot, Source, State
 
-Subscriber = Callable[[Snapshot], None]
+Subscriber = Callable[[Snapshot], object]
 HISTORY_TICKS = 600
 SHORTEST_INTERVAL_SECONDS = 0.1
 OVERDUE_INTERVALS = 2.5  # a tick this late makes the last snapshot stale
@@ -25,20 +25,20 @@ log = logging.getLogger(__name__)
 
 
 class Sampler:
-    """One polling thread over a source. Subscribers are called on the sampler's threads, one at a time.
+    """One polling thread over a source. The subscriber is called on the sampler's threads, once at a time.
 
     Ticks are whole intervals from the start; those that a slow source missed are skipped.
     """
 
-    def __init__(self, source: Source, interval_seconds: float = 1.0, history_ticks: int = HISTORY_TICKS) -> None:
+    def __init__(self, source: Source, interval_seconds: float = 1.0) -> None:
         if not interval_seconds >= SHORTEST_INTERVAL_SECONDS:
             raise ValueError(f"an interval of {interval_seconds} s is below {SHORTEST_INTERVAL_SECONDS} s")
         self.source = source
         self.interval_seconds = interval_seconds
-        self._history = History(history_ticks)
-        self._subscribers: list[Subscriber] = []
-        self._lock = threading.Lock()  # guards what readers see; never held while the source or a subscriber runs
-        self._telling = threading.Lock()  # one subscriber call at a time
+        self._history = History(HISTORY_TICKS)
+        self._subscriber: Subscriber = lambda _: None
+        self._lock = threading.Lock()  # guards what readers see; never held while the source or the subscriber runs
+        self._notifying = threading.Lock()  # one call at a time
         self._stop = threading.Event()
         self._last: Snapshot | None = None
         self._sampled_at = time.monotonic()
@@ -47,8 +47,9 @@ class Sampler:
             threading.Thread(target=self._watch, name="evener-sampler-watch", daemon=True),
         )
 
-    def start(self) -> None:
-        """Take the first sample at once and go on every interval."""
+    def start(self, subscriber: Subscriber | None = None) -> None:
+        """Take the first sample at once and go on every interval; `subscriber` gets every snapshot."""
+        self._subscriber = subscriber or self._subscriber
         self._sampled_at = time.monotonic()
         for thread in self._threads:
             thread.start()
@@ -64,25 +65,6 @@ class Sampler:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
         return not self._threads[0].is_alive()
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
-        """Call `subscriber` with every snapshot from now on; returns what ends it."""
-        with self._lock:
-            self._subscribers.append(subscriber)
-
-        def unsubscribe() -> None:
-            with self._lock:
-                if subscriber in self._subscribers:
-                    self._subscribers.remove(subscriber)
-
-        return unsubscribe
 
     def latest(self) -> Snapshot | None:
         """The newest snapshot, marked stale when the source is overdue; None before the first."""
@@ -117,26 +99,23 @@ class Sampler:
         with self._lock:
             self._last, self._sampled_at = snapshot, time.monotonic()
             self._history.add(snapshot)
-        self._tell(snapshot)
+        self._notify(snapshot)
 
     def _watch(self) -> None:
-        """Send subscribers a stale snapshot in each interval that the source is overdue."""
+        """Send the subscriber a stale snapshot in each interval that the source is overdue."""
         while not self._stop.wait(self.interval_seconds):
             latest = self.latest()
             if latest is not None and latest is not self._last:
-                self._tell(latest)
+                self._notify(latest)
 
-    def _tell(self, snapshot: Snapshot) -> None:
-        with self._lock:
-            subscribers = tuple(self._subscribers)
-        with self._telling:
-            for subscriber in subscribers:
-                if self._stop.is_set():
-                    return
-                try:
-                    subscriber(snapshot)
-                except Exception:
-                    log.exception("a subscriber failed; sampling goes on")
+    def _notify(self, snapshot: Snapshot) -> None:
+        with self._notifying:
+            if self._stop.is_set():
+                return
+            try:
+                self._subscriber(snapshot)
+            except Exception:
+                log.exception("the subscriber failed; sampling goes on")
 
 
 class History:

@@ -37,7 +37,7 @@ class Device(msgspec.Struct, frozen=True):
     def label(self) -> str:
         """Short name for people: GPU:0, CPU:1, SIM:0; in a cluster 10.0.0.2/GPU:0."""
         short = f"{self.kind.upper()}:{self.index}"
-        return f"{self.host}/{short}" if self.host else short
+        return f"{self.host}/{short}" if self.host and self.host.isprintable() else short  # journals are foreign text
 
     @property
     def usable_memory_bytes(self) -> int | None:

@@ -184,7 +184,7 @@ def to_json(plan: Plan, schema: int | None = None) -> bytes:
 
 
 def _ordered(plan: Plan, schema: int | None) -> dict[str, Any]:
-    data: dict[str, Any] = _as_unicode(msgspec.to_builtins(plan))
+    data: dict[str, Any] = as_unicode(msgspec.to_builtins(plan))
     for share in _all_shares(data):
         for key in ("cost", "tokens", "host"):
             if not share[key]:
@@ -236,13 +236,13 @@ def _upgrade(layout: PlanLayout) -> PlanLayout:
     return msgspec.structs.replace(layout, share=tuple(shares))
 
 
-def _as_unicode(data: Any) -> Any:
+def as_unicode(data: Any) -> Any:
     """The same data; bytes of a file name that aren't text become question marks, as no file format holds them."""
     if isinstance(data, str):
         return data.encode("utf-8", "replace").decode()
     if isinstance(data, dict):
-        return {_as_unicode(key): _as_unicode(item) for key, item in data.items()}
-    return [_as_unicode(item) for item in data] if isinstance(data, (list, tuple)) else data
+        return {as_unicode(key): as_unicode(item) for key, item in data.items()}
+    return [as_unicode(item) for item in data] if isinstance(data, (list, tuple)) else data
 
 
 def _decode(text: bytes, source: str) -> Any:

@@ -39,7 +39,7 @@ class CpuSource:
     def sample(self) -> Snapshot:
         """All slices now."""
         started = self._builder.begin()
-        host = self._builder.host()
+        host = self._builder.meter.read()
         if started >= self._slow_due:
             self._slow_due = started + SLOW_PERIOD_SECONDS
             self._heat = read_heat()
@@ -51,7 +51,8 @@ class CpuSource:
         """Nothing is held."""
 
     def _sample(self, device: Device, host: HostSample) -> DeviceSample:
-        busy = [self._builder.by_cpu[core] for core in device.cores if core in self._builder.by_cpu]
+        by_cpu = self._builder.meter.by_cpu
+        busy = [by_cpu[core] for core in device.cores if core in by_cpu]
         clock, clock_max = self._clocks.get(device.id, (UNSUPPORTED, UNSUPPORTED))
         return DeviceSample(
             device=device,

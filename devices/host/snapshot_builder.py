@@ -38,7 +38,7 @@ class SnapshotBuilder:
         self.clock = clock
         self.interval_seconds = 0.0  # from the tick before to this one
         self._started = clock()
-        self._meter = HostMeter()
+        self.meter = HostMeter()
         self._book = ProcessTable()
         self._rates = rates or TrainingRates()
 
@@ -64,21 +64,12 @@ class SnapshotBuilder:
             interval_seconds=self.interval_seconds,
             devices=devices,
             processes=processes,
-            host=host or self.host(),
+            host=host or self.meter.read(),
             sampling_seconds=self.clock() - self._started,
             driver=driver,
             notes=notes,
             parents=parents,
         )
-
-    @property
-    def by_cpu(self) -> Mapping[int, float]:
-        """Busy share of each logical CPU, as of the last host line; empty before the second."""
-        return self._meter.by_cpu
-
-    def host(self) -> HostSample:
-        """The machine now."""
-        return self._meter.read()
 
     def complete(
         self, samples: Sequence[DeviceSample], seen: Mapping[str, Sequence[OnDevice]]

@@ -58,7 +58,7 @@ class SimulatedSource:
         """The simulated devices, in order."""
         return self._devices
 
-    def set_load(self, position: int, samples_per_second: float, share: int) -> None:
+    def set_load(self, position: int, samples_per_second: float = 0.0, share: int = 0) -> None:
         """From now on the device trains so fast, at `share` samples a step; 0 samples/s: it idles."""
         with self._lock:
             self._states[position].load = SimulatedLoad(max(0.0, samples_per_second), share)

@@ -183,7 +183,8 @@ class Rig:
 def rig(fake_nvml: Callable[..., Any]) -> Iterator[Rig]:
     """Two GPUs, sampled."""
     made = Rig(fake_nvml(2))
-    with made.sampler:
+    made.sampler.start()
+    with contextlib.closing(made.sampler):
         wait_for(lambda: made.latest(State.VALUE))
         yield made
         made.nvml.release()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
+from evener.tui.screens.runs import RunPanel
 from evener.tui.widgets.lines import Lines
 
 
@@ -18,6 +19,19 @@ async def until(pilot: Pilot[Any], condition: Callable[[], object], what: str) -
             return
         await pilot.pause(0.02)
     pytest.fail(f"it never came: {what}")
+
+
+async def open_form(pilot: Pilot[Any]) -> None:
+    """The Balance screen with its form, its devices listed."""
+    await pilot.press("2")
+    await until(pilot, lambda: "[x] GPU:1" in text(pilot.app, "#pick-devices"), "the form")
+
+
+async def open_runs(pilot: Pilot[Any], count: int) -> RunPanel:
+    """The screen of runs, with so many."""
+    await pilot.press("3")
+    await until(pilot, lambda: [each.count for each in pilot.app.screen.query(RunPanel)] == [count], "the list")
+    return pilot.app.screen.query_one(RunPanel)
 
 
 def text(app: Any, selector: str) -> str:

@@ -28,7 +28,7 @@ from evener.balancer.types import (
 from evener.devices.sampler import History
 from evener.devices.types import Device, DeviceSample, HostSample, ProcessSample, Snapshot, value
 from evener.tui.app.app import EvenerApp
-from evener.tui.runtime.snapshot_publisher import ProbeLoad, Sampled, SnapshotPublisher
+from evener.tui.runtime.snapshot_publisher import Sampled, SnapshotPublisher
 
 GIB = 1024**3
 AT_SECONDS = 1_790_000_000.0  # a fixed moment, so that pictures don't change
@@ -112,12 +112,12 @@ class ScriptedPublisher(SnapshotPublisher):
 
     def __init__(self, *snapshots: Snapshot) -> None:
         self.stopped = False
-        self.loads: list[Mapping[str, ProbeLoad]] = []
+        self.loads: list[Mapping[str, tuple[float, int]]] = []
         self._snapshots = snapshots
         self._history = History(600)
         self._post: Callable[[Message], object] | None = None
 
-    def start(self, post: Callable[[Message], object]) -> None:
+    def post_to(self, post: Callable[[Message], object]) -> None:
         self._post = post
         for snapshot in self._snapshots:
             self.push(snapshot)
@@ -127,13 +127,14 @@ class ScriptedPublisher(SnapshotPublisher):
         assert self._post is not None
         self._post(Sampled(snapshot))
 
-    def stop(self) -> None:
+    def close(self, wait_seconds: float = 0.0) -> bool:
         self.stopped = True
+        return True
 
     def history(self, device_id: str, metric: str) -> tuple[float | None, ...]:
         return self._history.values(device_id, metric)
 
-    def set_loads(self, loads: Mapping[str, ProbeLoad]) -> None:
+    def set_loads(self, loads: Mapping[str, tuple[float, int]]) -> None:
         self.loads.append(dict(loads))
 
 
@@ -165,6 +166,18 @@ class ScriptedSession:
     def close(self) -> None:
         self.calls.append("close")
         self.asked.set()
+
+
+class ScriptedSearches:
+    """Makes sessions that play these events, and keeps what was asked for."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self._events = tuple(events)
+        self.requests: list[Any] = []
+
+    def __call__(self, request: Any) -> ScriptedSession:
+        self.requests.append(request)
+        return ScriptedSession(self._events)
 
 
 def _timed(layout: Layout, samples_per_second: float, stage: str = "solo", turn: int = 0) -> Timed:
@@ -282,6 +295,12 @@ def publisher_of() -> type[ScriptedPublisher]:
 def session_of() -> type[ScriptedSession]:
     """Makes a session that plays the events it is given."""
     return ScriptedSession
+
+
+@pytest.fixture
+def searches(events: list[Event]) -> ScriptedSearches:
+    """Makes sessions that play `events`."""
+    return ScriptedSearches(events)
 
 
 @pytest.fixture

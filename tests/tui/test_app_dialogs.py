@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from textual.events import MouseScrollDown
-from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
 from evener.plan import load_plan
@@ -19,7 +18,7 @@ from evener.tui.screens.runs import RunPanel
 from evener.tui.view.cells import cells
 from evener.tui.widgets.choices import OneOf, Ticks
 from evener.tui.widgets.lines import Lines
-from tests.support.pilots import text, until
+from tests.support.pilots import open_form, open_runs, text, until
 
 NOBODY = "~nobody-of-that-name/plan.toml"
 
@@ -27,21 +26,6 @@ NOBODY = "~nobody-of-that-name/plan.toml"
 def _words(app: Any, selector: str) -> str:
     """The text without its line breaks."""
     return " ".join(text(app, selector).split())
-
-
-async def _listed(pilot: Pilot[Any], runs: int) -> None:
-    """The screen of runs, with so many."""
-    await pilot.press("3")
-    await until(
-        pilot,
-        lambda: pilot.app.screen.query(RunPanel) and pilot.app.screen.query_one(RunPanel).count == runs,
-        "the list",
-    )
-
-
-async def _form(pilot: Pilot[Any]) -> None:
-    await pilot.press("2")
-    await until(pilot, lambda: "[x] GPU:1" in text(pilot.app, "#pick-devices"), "the form")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +78,7 @@ async def test_a_run_s_plan_is_exported_however_soon_it_is_asked_for(app_of: Any
     app = app_of()
     await asyncio.to_thread(_make_runs, 2)
     async with app.run_test(size=(120, 40)) as pilot:
-        await _listed(pilot, 2)
+        await open_runs(pilot, 2)
         panel = app.screen.query_one(RunPanel)
         panel.cursor = 1
         app.screen.action_export()
@@ -108,7 +92,7 @@ async def test_screens_can_be_opened_while_a_run_is_replayed(app_of: Any) -> Non
     app = app_of()
     await asyncio.to_thread(_make_runs, 1)
     async with app.run_test(size=(120, 40)) as pilot:
-        await _listed(pilot, 1)
+        await open_runs(pilot, 1)
         await pilot.press("r")
         await until(pilot, lambda: isinstance(app.screen, ReplayScreen), "the replay")
         replay = app.screen
@@ -126,7 +110,7 @@ async def test_an_own_workload_needs_a_name(app_of: Any) -> None:
     """Ticked and not named, nothing else is measured in its place."""
     app = app_of(session_maker=lambda _: pytest.fail("nothing may start"))
     async with app.run_test(size=(120, 40)) as pilot:
-        await _form(pilot)
+        await open_form(pilot)
         app.screen.query_one("#pick-workload").focus()
         await pilot.press("end", "space", "ctrl+s")
         assert "No workload of your own is named" in text(app, "#problem")
@@ -135,33 +119,27 @@ async def test_an_own_workload_needs_a_name(app_of: Any) -> None:
 
 @pytest.mark.parametrize(("imported", "presses", "framework"), [("torch", 0, "torch"), ("keras", 2, "torch")])
 async def test_a_typed_workload_runs_in_its_framework(
-    app_of: Any, events: Any, session_of: Any, own_folder: Path, imported: str, presses: int, framework: str
+    app_of: Any, searches: Any, own_folder: Path, imported: str, presses: int, framework: str
 ) -> None:
     """Its name ticks it; the framework is the one that its file imports, or the one that the form says."""
     (own_folder / "train.py").write_text(f"import {imported}\ndef build(): ...\n")
-    requests: list[Any] = []
-
-    def make(request: Any) -> Any:
-        requests.append(request)
-        return session_of(events)
-
-    app = app_of(session_maker=make)
+    app = app_of(session_maker=searches)
     async with app.run_test(size=(120, 40)) as pilot:
-        await _form(pilot)
+        await open_form(pilot)
         app.screen.query_one("#own", Input).value = "train.py:build"
         workloads = app.screen.query_one("#pick-workload", Ticks)
         await until(pilot, lambda: workloads.ticked == {workloads.count - 1}, "the tick")
         app.screen.query_one("#framework", OneOf).focus()
         await pilot.press(*["right"] * presses, "ctrl+s")
-        await until(pilot, lambda: requests, "the search")
-        assert (requests[0].workload, requests[0].framework) == ("train.py:build", framework)
+        await until(pilot, lambda: searches.requests, "the search")
+        assert (searches.requests[0].workload, searches.requests[0].framework) == ("train.py:build", framework)
         await until(pilot, lambda: app.balance.ended, "its end")
 
 
 async def test_a_wrong_number_is_named_as_its_field_is(app_of: Any) -> None:
     app = app_of()
     async with app.run_test(size=(120, 40)) as pilot:
-        await _form(pilot)
+        await open_form(pilot)
         app.screen.query_one("#max_global_batch", Input).value = "many"
         await pilot.press("ctrl+s")
         assert "max global batch 'many' is not a whole number" in text(app, "#problem")
@@ -174,7 +152,7 @@ async def test_the_palette_s_quit_asks_while_a_search_goes_on(app_of: Any, event
     """As the key does."""
     app = app_of(session_maker=lambda _: session_of(events, hold=True))
     async with app.run_test(size=(120, 40)) as pilot:
-        await _form(pilot)
+        await open_form(pilot)
         await pilot.press("ctrl+s")
         await until(pilot, lambda: app.balance.probes == 6, "the measurements")
         await pilot.press("ctrl+p", *"quit", "down", "enter")
@@ -197,7 +175,7 @@ async def test_only_the_focused_list_shows_its_cursor(app_of: Any) -> None:
     """Two cursors would leave open where the keys go."""
     app = app_of()
     async with app.run_test(size=(120, 40)) as pilot:
-        await _form(pilot)
+        await open_form(pilot)
         app.screen.query_one("#pick-devices").focus()
         await until(pilot, lambda: "▸" in text(app, "#pick-devices"), "the cursor")
         app.screen.query_one("#pick-workload").focus()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from textual.binding import Binding
 from textual.events import Key
-from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
 from evener.balancer.search.layouts import FAMILIES
@@ -26,15 +25,10 @@ from evener.tui.view.marks import UNICODE
 from evener.tui.widgets.choices import OneOf, Ticks
 from evener.tui.widgets.lists import ListPanel, SortedPanel
 from evener.tui.widgets.monitor import ProcessPanel
-from tests.support.pilots import text, until
+from tests.support.pilots import open_form, text, until
 
 LOCKED = DeviceError("GPU:0 is being measured by another evener (process 12).", "Wait for it, or use --share.")
 MISSING = RequestError("There is no file nope.py.", "Check the path.")
-
-
-async def _form(pilot: Pilot[Any]) -> None:
-    await pilot.press("2")
-    await until(pilot, lambda: "[x] GPU:1" in text(pilot.app, "#pick-devices"), "the form")
 
 
 def _label(app: Any, field: str) -> str:
@@ -68,7 +62,7 @@ async def test_a_start_that_fails_stays_in_the_form(app_of: Any, fault: Exceptio
 
     app = app_of(session_maker=fail)
     async with app.run_test(size=(80, 24)) as pilot:
-        await _form(pilot)
+        await open_form(pilot)
         app.screen.query_one("#own", Input).value = "nope.py:build"
         await pilot.press("ctrl+s")
         await until(pilot, lambda: said in " ".join(text(app, "#problem").split()), "the reason")
@@ -82,7 +76,7 @@ async def test_a_start_that_fails_stays_in_the_form(app_of: Any, fault: Exceptio
 async def test_a_wrong_field_is_marked_until_the_form_is_right(app_of: Any, events: Any, session_of: Any) -> None:
     app = app_of(session_maker=lambda _: session_of(events))
     async with app.run_test(size=(120, 40)) as pilot:
-        await _form(pilot)
+        await open_form(pilot)
         app.screen.query_one("#budget", Input).value = "soon"
         await pilot.press("ctrl+s")
         assert "budget 'soon' is not a time." in text(app, "#problem")
@@ -96,7 +90,7 @@ async def test_a_wrong_field_is_marked_until_the_form_is_right(app_of: Any, even
 async def test_enter_in_a_field_goes_on_to_the_next(app_of: Any) -> None:
     app = app_of(session_maker=lambda _: pytest.fail("nothing may start"))
     async with app.run_test(size=(120, 40)) as pilot:
-        await _form(pilot)
+        await open_form(pilot)
         app.screen.query_one("#budget", Input).focus()
         await pilot.press("enter")
         await until(pilot, lambda: app.screen.focused.id == "global_batch", "the next field")
@@ -107,7 +101,7 @@ async def test_keys_are_taken_in_the_order_in_which_they_were_pressed(app_of: An
     """However fast: text after Ctrl-U stays, text after three Tabs is in the third field."""
     app = app_of()
     async with app.run_test(size=(120, 40)) as pilot:
-        await _form(pilot)
+        await open_form(pilot)
         app.screen.query_one("#own", Input).focus()
         await until(pilot, lambda: app.screen.focused.id == "own", "the focus")
         tabs = [Key("tab", "\t")]
@@ -123,24 +117,18 @@ def _key(sign: str) -> Key:
     return Key(sign, sign)
 
 
-async def test_a_comparison_and_sharing_are_asked_for_in_the_form(app_of: Any, events: Any, session_of: Any) -> None:
-    requests: list[Any] = []
-
-    def make(request: Any) -> Any:
-        requests.append(request)
-        return session_of(events)
-
-    app = app_of(session_maker=make)
+async def test_a_comparison_and_sharing_are_asked_for_in_the_form(app_of: Any, searches: Any) -> None:
+    app = app_of(session_maker=searches)
     async with app.run_test(size=(120, 40)) as pilot:
-        await _form(pilot)
+        await open_form(pilot)
         assert not app.screen.query_one("#row-layouts").display
         app.screen.query_one("#task", OneOf).action_change(1)
         app.screen.query_one("#share", OneOf).action_change(1)
         await until(pilot, lambda: app.screen.query_one("#row-layouts").display, "the field of a comparison")
         await pilot.press("ctrl+s")
         await until(pilot, lambda: app.balance.ended, "its end")
-        assert requests[0].share
-        assert requests[0].compare.families == FAMILIES
+        assert searches.requests[0].share
+        assert searches.requests[0].compare.families == FAMILIES
 
 
 async def test_batches_of_one_s_own_are_timed_in_the_app(app_of: Any) -> None:

@@ -80,7 +80,7 @@ async def test_marked_processes_get_one_signal(app_of: Any, script: Any, monkeyp
     app = app_of(script.snapshot(processes=rows))
     async with app.run_test(size=(80, 24)) as pilot:
         panel = await _ready(pilot)
-        panel.sort_by("pid")
+        panel.action_sort("pid")
         await pilot.press("home", "down", "space", "space", "space")
         assert text(app, "#processes").count("◆") == 3
         await pilot.press("K", "t")
@@ -102,7 +102,7 @@ async def test_e_shows_a_process_s_environment_whole(app_of: Any, script: Any) -
         app = app_of(script.snapshot(processes=(row, script.process(child.pid, 1, start_time=5.0))))
         async with app.run_test(size=(80, 24)) as pilot:
             panel = await _ready(pilot)
-            panel.sort_by("device")
+            panel.action_sort("device")
             await pilot.press("home", "e")
             await until(pilot, lambda: isinstance(app.screen, DetailsDialog), "the environment")
             await until(pilot, lambda: app.screen.query_one("Text").text, "its lines")

@@ -16,8 +16,7 @@ from evener.errors import DeviceError, NoLayoutError
 from evener.tui.screens.dialogs import DetailsDialog
 from evener.tui.screens.export import SaveDialog
 from evener.tui.screens.run_dialogs import ContinueDialog, NoteDialog
-from evener.tui.screens.runs import RunPanel
-from tests.support.pilots import text, until
+from tests.support.pilots import open_runs, text, until
 
 PAIR = "sim:gtx1080ti,gtx1080"
 BOOM = """
@@ -36,16 +35,6 @@ def _search(**asked: Any) -> None:
         session.close()
 
 
-async def _listed(pilot: Pilot[Any], count: int) -> RunPanel:
-    await pilot.press("3")
-    await until(
-        pilot,
-        lambda: pilot.app.screen.query(RunPanel) and pilot.app.screen.query_one(RunPanel).count == count,
-        "the list",
-    )
-    return pilot.app.screen.query_one(RunPanel)
-
-
 async def _dialog(pilot: Pilot[Any], kind: type[Any]) -> None:
     await until(pilot, lambda: isinstance(pilot.app.screen, kind) and pilot.app.screen.query("Text"), "the dialog")
 
@@ -56,7 +45,7 @@ async def test_a_run_that_ended_is_continued_for_as_long_as_is_asked(app_of: Any
     before = runs.list_runs()[0]
     app = app_of()
     async with app.run_test(size=(120, 36)) as pilot:
-        await _listed(pilot, 1)
+        await open_runs(pilot, 1)
         await pilot.press("c")
         await _dialog(pilot, ContinueDialog)
         field = app.screen.query_one("#line", Input)
@@ -89,7 +78,7 @@ async def test_a_run_that_cannot_go_on_says_so_and_loses_nothing(app_of: Any, ev
     async with app.run_test(size=(120, 36)) as pilot:
         app.start_session(Request(), app.trainable)
         await until(pilot, lambda: app.balance.ended, "the search before")
-        await _listed(pilot, 1)
+        await open_runs(pilot, 1)
         await pilot.press("c")
         await _dialog(pilot, ContinueDialog)
         await pilot.press("enter")
@@ -103,7 +92,7 @@ async def test_the_list_is_sorted_filtered_marked_and_annotated(app_of: Any) -> 
     await asyncio.to_thread(_search, devices="sim:gtx1080", workload="keras_gru")
     app = app_of()
     async with app.run_test(size=(80, 24)) as pilot:
-        panel = await _listed(pilot, 2)
+        panel = await open_runs(pilot, 2)
         newest, oldest = [row.run for row in panel.rows]
         await pilot.press("S")
         assert [row.run for row in panel.rows] == [oldest, newest]
@@ -134,7 +123,7 @@ async def test_a_failed_run_says_why_and_shows_its_traceback_whole(app_of: Any, 
     (folder / "errors.txt").write_text("Traceback:\n" + BOOM + "word " * 60 + "\nValueError: the last line\n")
     app = app_of()
     async with app.run_test(size=(80, 24)) as pilot:
-        panel = await _listed(pilot, 2)
+        panel = await open_runs(pilot, 2)
         assert [row.run for row in panel.chosen_rows] == [run]
         await pilot.press("t")
         await _dialog(pilot, DetailsDialog)
@@ -159,7 +148,7 @@ async def test_a_failed_run_is_replayed_as_one_that_failed(app_of: Any) -> None:
     journal.with_name("errors.txt").write_text(f"Traceback:\n{text_of_all}KeyError: 3\n")
     app = app_of()
     async with app.run_test(size=(120, 36)) as pilot:
-        await _listed(pilot, 1)
+        await open_runs(pilot, 1)
         await pilot.press("r")
         await until(pilot, lambda: app.screen.query("#lanes") and app.screen.state.ended, "its end")
         await until(pilot, lambda: "✗ failed" in text(app, "#lanes"), "how it ended")
@@ -175,7 +164,7 @@ async def test_a_report_is_written_from_the_list(app_of: Any, tmp_path: Path) ->
     await asyncio.to_thread(_search, devices="sim:gtx1080")
     app = app_of()
     async with app.run_test(size=(120, 36)) as pilot:
-        await _listed(pilot, 1)
+        await open_runs(pilot, 1)
         await pilot.press("w")
         await _dialog(pilot, SaveDialog)
         app.screen.query_one("#path", Input).value = str(tmp_path / "run.html")

@@ -185,14 +185,8 @@ async def test_the_interval_changes_in_steps(app_of: Any) -> None:
         assert app.publisher.interval_seconds == 0.5
 
 
-async def test_a_search_from_form_to_exported_plan(app_of: Any, events: Any, session_of: Any, tmp_path: Path) -> None:
-    requests: list[Any] = []
-
-    def make(request: Any) -> Any:
-        requests.append(request)
-        return session_of(events)
-
-    app = app_of(session_maker=make)
+async def test_a_search_from_form_to_exported_plan(app_of: Any, searches: Any, tmp_path: Path) -> None:
+    app = app_of(session_maker=searches)
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
         await pilot.press("2")
@@ -202,7 +196,8 @@ async def test_a_search_from_form_to_exported_plan(app_of: Any, events: Any, ses
         app.screen.query_one("#engine").focus()
         await pilot.press("right", "right", "ctrl+s")
         await until(pilot, lambda: app.balance.ended, "the verdict")
-        assert (requests[0].devices, requests[0].global_batch, requests[0].engine) == ("gpu:0,1", 512, "mirrored")
+        (request,) = searches.requests
+        assert (request.devices, request.global_batch, request.engine) == ("gpu:0,1", 512, "mirrored")
         await until(pilot, lambda: "18 % faster than even" in text(app, "#search"), "the verdict's words")
         assert "820 (59 %)" in text(app, "#shares")
         assert "even split" in text(app, "#rivals")
@@ -255,7 +250,7 @@ async def test_probes_load_the_simulated_devices(app_of: Any, events: Any, sessi
         await pilot.press("2", "ctrl+s")
         await until(pilot, lambda: app.balance.ended, "the end")
         loads = [load for load in app.publisher.loads if load]
-        assert loads[0]["gpu-0"].samples_per_second == 683.0
+        assert loads[0]["gpu-0"][0] == 683.0
         assert app.publisher.loads[-1] == {}
 
 

@@ -20,7 +20,7 @@ from evener.devices.process_signals import send_signal
 from evener.errors import NoLayoutError, RequestError
 from evener.tui.runtime.run_replay import RunReplay
 from evener.tui.runtime.session_thread import SessionEnded, SessionReported, SessionThread
-from evener.tui.runtime.snapshot_publisher import ProbeLoad, Sampled, SnapshotPublisher
+from evener.tui.runtime.snapshot_publisher import Sampled, SnapshotPublisher
 
 
 def _wait(condition: Callable[[], object], seconds: float = 10.0) -> None:
@@ -49,11 +49,11 @@ def test_simulated_devices_follow_the_load_of_probes() -> None:
     """Memory and power rise with a probe's load and fall with its end."""
     feed = SnapshotPublisher(open_source(discover("sim:gtx1080ti")), 0.1)
     messages: list[Any] = []
-    feed.start(messages.append)
+    feed.post_to(messages.append)
     try:
         _wait(lambda: messages)
         idle = messages[-1].snapshot.devices[0]
-        feed.set_loads({idle.device.id: ProbeLoad(1200.0, 800)})
+        feed.set_loads({idle.device.id: (1200.0, 800)})
         _wait(lambda: (messages[-1].snapshot.devices[0].samples_per_second.current or 0) > 1000)
         busy = messages[-1].snapshot.devices[0]
         assert busy.power_watts.current > idle.power_watts.current + 50
@@ -62,7 +62,7 @@ def test_simulated_devices_follow_the_load_of_probes() -> None:
         _wait(lambda: messages[-1].snapshot.devices[0].samples_per_second.current == 0)
         assert feed.history(idle.device.id, "power_watts")
     finally:
-        feed.stop()
+        feed.close()
     count = len(messages)
     time.sleep(0.25)
     assert len(messages) == count, "no message comes after the end"

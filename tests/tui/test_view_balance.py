@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.balancer.events import Paused, ProbeStarted
+from evener.balancer.events import Paused, ProbeProgress, ProbeStarted
 from evener.balancer.result.number_format import write_share
 from evener.balancer.session_state import (
     RivalRate,
-    Running,
     Seen,
     SessionState,
     advance,
@@ -77,7 +76,7 @@ def test_passes_are_shown_with_shares_and_beside_the_wall() -> None:
     split = layout_of((820, 568), (410, 568))
     wall = OutOfMemory(Probe(solo(2, 0, 512), "solo", 1.0), (0,), "full", 1.0)
     belief = Belief((CurveSketch(0, (), (), 410, 512),), None, None, None, "")
-    running = (Running(Probe(layout_of((700, 568), (350, 568)), "split", 1.0), "measuring", None, None, 0.0),)
+    running = (ProbeProgress(Probe(layout_of((700, 568), (350, 568)), "split", 1.0), "measuring", None, None, 0.0),)
     state = SessionState(devices=("GPU:0", "GPU:1"), seen=(Seen(wall, 1.0),), belief=belief, running=running)
     state = msgspec.structs.replace(state, best=Result(split, Interval(100.0, 99.0, 101.0), 2))
     assert memory_wall(state, 0) == 512
@@ -308,7 +307,7 @@ def test_a_search_took_as_long_here_as_in_the_list_of_runs(events: Any) -> None:
 def test_while_models_are_built_it_is_said_where_and_for_how_long(events: Any) -> None:
     """In the search's own words, and in the lanes that are wide enough."""
     running = tuple(
-        Running(Probe(solo(2, device, 8), "solo", 10.0), "building", None, None, 0.0, seconds)
+        ProbeProgress(Probe(solo(2, device, 8), "solo", 10.0), "building", None, None, 0.0, seconds)
         for device, seconds in ((0, 12.4), (1, 11.0))
     )
     state = msgspec.structs.replace(_after(events, 1), running=running)

@@ -105,7 +105,7 @@ def test_titles_can_be_clicked(script: Any) -> None:
     rows = process_rows(script.snapshot(), Order())
     lines, _ = table_lines(PROCESSES, rows, 80, 5, UNICODE, Position())
     actions = {span.action for span in lines[0].spans if span.action}
-    assert actions == {f"screen.sort('{key}')" for key in sort_keys(PROCESS_COLUMNS)}
+    assert actions == {f"sort('{key}')" for key in sort_keys(PROCESS_COLUMNS)}
 
 
 def test_hostile_commands_and_users_are_harmless(script: Any) -> None:

@@ -19,7 +19,7 @@ from textual.screen import ModalScreen, Screen
 from textual.widgets import Input
 
 from evener.errors import RequestError
-from evener.tui.app.terminal_watch import HangUpWatch
+from evener.tui.app.terminal_watch import watching_terminal
 from evener.tui.app.theme import DARK, LIGHT, meanings
 from evener.tui.runtime.base_app import BaseApp
 from evener.tui.runtime.crash_log import write_crash_log
@@ -73,7 +73,7 @@ class EvenerApp(BaseApp):
                 loop.add_signal_handler(number, self.exit, 128 + number)
             except (ValueError, RuntimeError, NotImplementedError):
                 break  # not in the main thread: the caller handles signals
-        self.publisher.start(self.post_message)
+        self.publisher.post_to(self.post_message)
 
     async def on_event(self, event: Event) -> None:
         """Finish each key before the next one.
@@ -145,25 +145,21 @@ class EvenerApp(BaseApp):
         self._exit_renderables.clear()
 
 
-def run_app(
-    devices: str, *, theme: str | None = None, replay: Path | None = None, interval_seconds: float = 1.0, **options: Any
-) -> int:
+def run_app(devices: str, *, theme: str | None = None, replay: Path | None = None, **options: Any) -> int:
     """Run the app on this terminal and return the exit code; `options` are the app's own.
 
     RequestError and DeviceError (devices, replay file) are raised before the terminal is touched.
     """
     if theme not in (None, *THEMES):
         raise RequestError(f"--theme {theme!r} is not known.", "Choose dark or light; the app itself has more.")
-    publisher, trainable = open_publisher(devices, replay, interval_seconds)
+    publisher, trainable = open_publisher(devices, replay)
     app = EvenerApp(publisher, devices=devices, trainable=trainable, theme=theme or "dark", **options)
-    watch = HangUpWatch(app.hang_up, app.close_threads)
-    watch.start()
-    try:
-        with _drawing_on_the_terminal():
-            result = app.run()
-    finally:
-        app.close_threads()
-        watch.stop()
+    with watching_terminal(app.hang_up, app.close_threads):
+        try:
+            with _drawing_on_the_terminal():
+                result = app.run()
+        finally:
+            app.close_threads()
     if app.crash_log is not None or app.return_code == 1:
         where = f"the traceback is in {app.crash_log}" if app.crash_log else "its traceback could not be written"
         print(f"evener crashed; {where}.", file=sys.stderr)

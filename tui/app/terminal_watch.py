@@ -10,43 +10,36 @@ import os
 import select
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 2.0
 CODE = 129  # as after SIGHUP
 
 
-class HangUpWatch:
-    """When the terminal hangs up: calls `leave`, after a grace period `end`, then exits the process."""
+@contextmanager
+def watching_terminal(leave: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
+    """While the app runs on a terminal: when it hangs up, call `leave`, after a grace period `end`, then exit."""
+    stopped = threading.Event()
+    if sys.__stdin__ is not None and sys.__stdin__.isatty():
+        arguments = (sys.__stdin__.fileno(), stopped, leave, end)
+        threading.Thread(target=_watch, args=arguments, name="evener-hang-up", daemon=True).start()
+    try:
+        yield
+    finally:
+        stopped.set()
 
-    def __init__(self, leave: Callable[[], None], end: Callable[[], None]) -> None:
-        self._leave, self._end = leave, end
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="evener-hang-up", daemon=True)
 
-    def start(self) -> None:
-        """Start, if standard input is a terminal."""
-        if sys.__stdin__ is not None and sys.__stdin__.isatty():
-            self._thread.start()
-
-    def stop(self) -> None:
-        """The app has left the terminal; stop watching."""
-        self._stopped.set()
-
-    def _watch(self) -> None:
-        assert sys.__stdin__ is not None
-        poller = select.poll()
-        poller.register(sys.__stdin__.fileno(), 0)  # no events but hang-ups and errors, which poll always reports
-        while not self._stopped.is_set():
-            if poller.poll(0):
-                break
-            self._stopped.wait(POLL_SECONDS)
-        if self._stopped.is_set():
+def _watch(terminal: int, stopped: threading.Event, leave: Callable[[], None], end: Callable[[], None]) -> None:
+    poller = select.poll()
+    poller.register(terminal, 0)  # no events but hang-ups and errors, which poll always reports
+    while not poller.poll(0):
+        if stopped.wait(POLL_SECONDS):
             return
-        self._leave()
-        if not self._stopped.wait(GRACE_SECONDS):
-            ending = threading.Thread(target=self._end, daemon=True)
-            ending.start()
-            ending.join(GRACE_SECONDS)
-            os._exit(CODE)  # the main thread is blocked on the terminal
+    leave()
+    if not stopped.wait(GRACE_SECONDS):
+        ending = threading.Thread(target=end, daemon=True)
+        ending.start()
+        ending.join(GRACE_SECONDS)
+        os._exit(CODE)  # the main thread is blocked on the terminal

@@ -144,8 +144,7 @@ def _show_progress(session: Session, progress: Progress, as_json: bool) -> Finis
     with _live_lines(progress) if on_terminal else contextlib.nullcontext() as live:
         progress.drawn = on_terminal
         for event in session.events():
-            line = progress.take(event)
-            if line is not None:
+            if (line := progress.take(event)) is not None:
                 _say(line, live)
             if live is not None:
                 live.refresh()

@@ -21,7 +21,7 @@ from evener.devices.types import Device, DeviceSample, Snapshot
 from evener.errors import EvenerError
 from evener.tui.runtime.probe_session import ProbeSession
 from evener.tui.runtime.session_thread import SessionEnded, SessionReported, SessionThread
-from evener.tui.runtime.snapshot_publisher import ProbeLoad, Sampled, SnapshotPublisher
+from evener.tui.runtime.snapshot_publisher import Sampled, SnapshotPublisher
 from evener.tui.text.formatting import plain
 from evener.tui.view.marks import ASCII, UNICODE, Marks
 
@@ -54,7 +54,6 @@ class BaseApp(App[int]):
         *,
         devices: str = "auto",
         trainable: tuple[Device, ...] = (),
-        workload: str | None = None,
         readonly: bool = False,
         ascii: bool = False,  # noqa: A002 - the option's name
         session_maker: Callable[..., EventThread] = make_session,
@@ -63,7 +62,6 @@ class BaseApp(App[int]):
         self.publisher = publisher
         self.devices = devices
         self.trainable = trainable
-        self.workload = workload
         self.readonly = readonly
         self.marks: Marks = ASCII if ascii else UNICODE
         self._session_maker = session_maker
@@ -76,7 +74,7 @@ class BaseApp(App[int]):
         """Stop the session and the sampling, and wait for them; no probe child outlives this."""
         if self._session is not None:
             self._session.close()
-        self.publisher.stop()
+        self.publisher.close()
 
     def on_sampled(self, message: Sampled) -> None:
         """Keep the newest snapshot; screens watch it."""
@@ -146,12 +144,12 @@ class BaseApp(App[int]):
 
     def _publish_loads(self) -> None:
         """Tell the publisher how fast the running probes train on each device."""
-        loads: dict[str, ProbeLoad] = {}
+        loads: dict[str, tuple[float, int]] = {}
         for running in self.balance.running:
             for position in running.probe.layout.active:
                 if running.samples_per_second is not None and position < len(self._session_devices):
                     share = running.probe.layout.pass_rows[position]
-                    loads[self._session_devices[position].id] = ProbeLoad(own_speed(running, position), share)
+                    loads[self._session_devices[position].id] = own_speed(running, position), share
         self.publisher.set_loads(loads)
 
     def session_samples(self) -> tuple[DeviceSample | None, ...]:

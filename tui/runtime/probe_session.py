@@ -41,8 +41,7 @@ class ProbeSession(EventThread):
         """Ends after the last run, or after one that failed."""
         resolved = self._resolved
         labels = tuple(device.label for device in resolved.devices)
-        virtual = resolved.machine is not None
-        self._events.put(Started("", labels, resolved.workload, None, 0, resolved.notes, virtual))
+        self._events.put(Started("", labels, resolved.workload, None, 0, resolved.notes))
         for turn in range(RUNS):
             self._going.wait()
             if self._halt.is_set() or not isinstance(self._run(turn), Timed):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from textual.message import Message
 
@@ -16,7 +14,7 @@ from evener.devices.discover import discover, open_source
 from evener.devices.recording import Recording
 from evener.devices.sampler import Sampler
 from evener.devices.simulated.source import SimulatedSource
-from evener.devices.types import Device, Snapshot, Source
+from evener.devices.types import Device, Snapshot
 
 Post = Callable[[Message], object]
 
@@ -32,70 +30,30 @@ class Sampled(Message):
         return isinstance(message, Sampled)
 
 
-class ProbeLoad(NamedTuple):
-    """What a running probe does to one device."""
-
-    samples_per_second: float
-    share: int  # samples of each step
-
-
-class SnapshotPublisher:
-    """Posts a source's snapshots to the app; the source is sampled on a thread of its own."""
-
-    def __init__(self, source: Source, interval_seconds: float = 1.0) -> None:
-        self._source = source
-        self._sampler = Sampler(source, interval_seconds)
-        self._post: Post | None = None
-
-    @property
-    def interval_seconds(self) -> float:
-        """Time between two snapshots."""
-        return self._sampler.interval_seconds
-
-    @interval_seconds.setter
-    def interval_seconds(self, seconds: float) -> None:
-        self._sampler.interval_seconds = seconds
+class SnapshotPublisher(Sampler):
+    """Posts a source's snapshots to the app."""
 
     @property
     def state(self) -> str:
         """Where a recording is; empty for live readings."""
-        source = self._source
-        if not isinstance(source, Recording):
-            return ""
-        return f"replay {source.position + 1}/{len(source)}"
+        source = self.source
+        return f"replay {source.position + 1}/{len(source)}" if isinstance(source, Recording) else ""
 
-    def start(self, post: Post) -> None:
-        """Take the first sample at once, and post `Sampled` messages from any thread until stopped."""
-        self._post = post
-        self._sampler.subscribe(self._publish)
-        self._sampler.start()
+    def post_to(self, post: Post) -> None:
+        """Start, and post `Sampled` messages from any thread until closed."""
+        self.start(lambda snapshot: post(Sampled(snapshot)))
 
-    def stop(self) -> None:
-        """Stop sampling and close the source; may be called twice."""
-        self._post = None
-        with contextlib.suppress(RuntimeError):
-            self._sampler.close()
+    def set_loads(self, loads: Mapping[str, tuple[float, int]]) -> None:
+        """Samples/s and share of the probes that run now, by device id.
 
-    def history(self, device_id: str, metric: str) -> tuple[float | None, ...]:
-        """A metric's newest values, one per tick, oldest first."""
-        return self._sampler.history(device_id, metric)
-
-    def set_loads(self, loads: Mapping[str, ProbeLoad]) -> None:
-        """Which devices, by id, run probes now: simulated ones act on it; on real ones, probes report themselves."""
-        if isinstance(self._source, SimulatedSource):
-            for position, device in enumerate(self._source.devices()):
-                load = loads.get(device.id)
-                speed, share = (load.samples_per_second, load.share) if load is not None else (0.0, 0)
-                self._source.set_load(position, speed, share)
-
-    def _publish(self, snapshot: Snapshot) -> None:
-        if self._post is not None:
-            self._post(Sampled(snapshot))
+        Simulated devices act on it; on real ones, probes report themselves.
+        """
+        if isinstance(self.source, SimulatedSource):
+            for position, device in enumerate(self.source.devices()):
+                self.source.set_load(position, *loads.get(device.id, ()))
 
 
-def open_publisher(
-    devices: str, replay: Path | None, interval_seconds: float
-) -> tuple[SnapshotPublisher, tuple[Device, ...]]:
+def open_publisher(devices: str, replay: Path | None) -> tuple[SnapshotPublisher, tuple[Device, ...]]:
     """The publisher for `--devices` or a recording, and the devices that a search may use.
 
     RequestError and DeviceError say what is wrong with either one.
@@ -104,7 +62,7 @@ def open_publisher(
         recorded = Recording(replay)
         return SnapshotPublisher(recorded, max(0.1, recorded.interval_seconds)), recorded.devices()
     found = discover(devices, only_visible=False)
-    return SnapshotPublisher(open_source(found), interval_seconds), _trainable(found.devices)
+    return SnapshotPublisher(open_source(found)), _trainable(found.devices)
 
 
 def _trainable(devices: tuple[Device, ...]) -> tuple[Device, ...]:

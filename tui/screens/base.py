@@ -74,10 +74,6 @@ class SortedScreen(PanelScreen):
         """The list."""
         return self.query_one(SortedPanel)
 
-    def action_sort(self, key: str) -> None:
-        """Sort by a column; the action of its title."""
-        self.sorted_panel.sort_by(key)
-
     def action_filter(self) -> None:
         """Ask for the words that rows must match."""
         field = self.query_one("#filter", Input)

@@ -34,7 +34,7 @@ class Text(Lines):
 class Dialog(UsesApp, ModalScreen[AnswerT], Generic[AnswerT]):
     """A box over the screen; Escape closes it without an answer."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "leave", "Close")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "dismiss", "Close")]
 
     def __init__(self, title: str) -> None:
         super().__init__()
@@ -50,10 +50,6 @@ class Dialog(UsesApp, ModalScreen[AnswerT], Generic[AnswerT]):
     def content(self) -> Iterable[Widget]:
         """What is inside the frame."""
         raise NotImplementedError
-
-    def action_leave(self) -> None:
-        """Close without an answer."""
-        self.dismiss(None)
 
     @property
     def text_width(self) -> int:
@@ -91,8 +87,8 @@ class ConfirmDialog(Dialog[bool]):
     """Asks before something that can't be undone; only its own button, or `y`, says yes."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("y", "answer(True)", "Yes"),
-        Binding("n", "answer(False)", "No"),
+        Binding("y", "dismiss(True)", "Yes"),
+        Binding("n", "dismiss(False)", "No"),
         Binding("left,right", "app.focus_next", "Other", show=False),
     ]
 
@@ -117,10 +113,6 @@ class ConfirmDialog(Dialog[bool]):
     def on_button_pressed(self, event: Button.Pressed) -> None:
         """Answer by button."""
         self.dismiss(event.button.id == "yes")
-
-    def action_answer(self, yes: bool) -> None:
-        """Answer by key."""
-        self.dismiss(yes)
 
 
 def confirm(app: App[int], action: str, question: str, then: Callable[[], Any]) -> None:

@@ -28,7 +28,7 @@ class ReplayScreen(RunActions, PanelScreen):
         Binding("p,space", "pause(True)", "Pause"),
         Binding("p,space", "pause(False)", "Resume"),
         Binding("t", "traceback", "Traceback"),
-        Binding("escape,b", "back", "Back", key_display="esc"),
+        Binding("escape,b", "dismiss", "Back", key_display="esc"),
     ]
 
     def __init__(self, name: str, header: Header, events: Iterable[Event]) -> None:
@@ -88,7 +88,3 @@ class ReplayScreen(RunActions, PanelScreen):
         self._thread.pause(paused)
         self.refresh_bindings()
         self.redraw()
-
-    def action_back(self) -> None:
-        """Back to the list."""
-        self.dismiss(None)

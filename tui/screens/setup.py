@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import ClassVar, cast
 
+from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
@@ -31,6 +32,7 @@ from evener.tui.view.cells import Span, clean, cut, line, text_lines
 from evener.tui.view.devices import short_name
 from evener.tui.widgets.choices import OneOf, Ticks
 from evener.tui.widgets.lines import Lines
+from evener.tui.widgets.lists import ListPanel
 from evener.workloads import registry
 
 _OWN = "your own"
@@ -95,7 +97,7 @@ class Setup(UsesApp, VerticalScroll):
         choices |= {"share": ("no", "yes")} if self._simulated else {"engine": ENGINES, "share": ("no", "yes")}
         for name, words in choices.items():
             yield self._row(name, OneOf(words, id=name))
-        own = Input(self._own_workload(), "file.py:build", id="own", compact=True)
+        own = Input(placeholder="file.py:build", id="own", compact=True)
         yield self._row("own", own, *(() if self._simulated else (OneOf(_FRAMEWORKS, id="framework"),)))
         fields = {"layouts": "", "batches": "", **_SEARCH_FIELDS, "settings": ""}
         for name, default in (fields | {"pace": "0.2"} if self._simulated else fields).items():
@@ -110,10 +112,6 @@ class Setup(UsesApp, VerticalScroll):
         devices = self.evener.trainable
         return bool(devices) and devices[0].kind == "sim"
 
-    def _own_workload(self) -> str:
-        given = self.evener.workload or ""
-        return given if ":" in given else ""
-
     def on_mount(self) -> None:
         """List the devices of this machine and the workloads of the registry."""
         devices = self.evener.trainable
@@ -121,9 +119,7 @@ class Setup(UsesApp, VerticalScroll):
         self.query_one("#pick-devices", Ticks).offer(rows, frozenset(range(len(rows))))
         entries = [registry.find(name) for name in registry.names()]
         kind = devices[0].kind if devices else "gpu"
-        given = self.evener.workload or registry.default_name("tensorflow", kind)
-        names = [entry.name for entry in entries]
-        ticked = len(names) if ":" in given else names.index(given) if given in names else 0
+        ticked = registry.names().index(registry.default_name("tensorflow", kind))
         self.query_one("#pick-workload", Ticks).offer(
             [*((entry.name, entry.summary) for entry in entries), (_OWN, "the function named below; its code is run")],
             frozenset({ticked}),
@@ -191,37 +187,27 @@ class Setup(UsesApp, VerticalScroll):
             row.query_one(".label", Static).update(f"{sign}{_label((row.id or '').removeprefix('row-'))}")
         if text:
             self.call_after_refresh(self.query_one(f"#{wrong}").focus)
-        self._show_problem()
+        self._explain()
         self.call_after_refresh(self.redraw)
 
     @property
     def _problem_rows(self) -> int:
         return max(1, len(self.query_one("#problem", Lines).lines))
 
-    def _show_problem(self) -> None:
-        problem = self.query_one("#problem", Lines)
+    @on(DescendantFocus)
+    @on(ListPanel.Moved)
+    def _explain(self) -> None:
+        """Show the complaint; without one, explain the field or the row under its cursor."""
+        problem, field = self.query_one("#problem", Lines), self.screen.focused
         room = problem.size.width or self.app.size.width - _BUTTON_CELLS  # 0 before the first layout
-        problem.show(text_lines(self._complaint, room, _COMPLAINT_ROWS, "bad") if self._complaint else ())
-        self.query_one("#send").styles.height = problem.styles.height = self._problem_rows
-
-    def on_descendant_focus(self, event: DescendantFocus) -> None:
-        """Explain the field."""
-        self._hint(event.widget)
-
-    def on_list_panel_moved(self) -> None:
-        """Explain the row."""
-        self._hint(self.screen.focused)
-
-    def _hint(self, field: Widget | None) -> None:
-        """Explain this field or the row under its cursor, unless a complaint is shown."""
-        text = _HINTS.get(getattr(field, "id", None) or "", "")
-        if isinstance(field, Ticks) and field.chosen is not None:
-            _, text = field.chosen
-        problem = self.query_one("#problem", Lines)
-        if not self._complaint:
-            room = problem.size.width or self.app.size.width - _BUTTON_CELLS  # 0 before the first layout
+        if self._complaint:
+            problem.show(text_lines(self._complaint, room, _COMPLAINT_ROWS, "bad"))
+        else:
+            row = field.chosen if isinstance(field, Ticks) else None
+            text = row[1] if row is not None else _HINTS.get(getattr(field, "id", None) or "", "")
             shown = cut(clean(text), max(1, room - 2), self.evener.marks.ellipsis)
             problem.show([line(Span(f" {shown}", "dim"))])
+        self.query_one("#send").styles.height = problem.styles.height = self._problem_rows
 
     def _read(self) -> tuple[Request, tuple[Device, ...], tuple[int, ...]]:
         devices = self.evener.trainable

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.balancer.events import Event, Observed, Started
-from evener.balancer.session_state import Running, SessionState, advance, seconds_left
+from evener.balancer.events import Event, Observed, ProbeProgress, Started
+from evener.balancer.session_state import SessionState, advance, seconds_left
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 from evener.tui.text.formatting import duration, half_width, percent, plain, rate, write_share
 
@@ -59,7 +59,7 @@ class Progress:
         return [*lines, counts if left is None else f"{counts}, at most {duration(left)} left", *self.said]
 
 
-def _running_words(running: Running, labels: Sequence[str]) -> str:
+def _running_words(running: ProbeProgress, labels: Sequence[str]) -> str:
     words = f"{layout_words(running.probe.layout, labels)}: {running.phase}"
     if running.samples_per_second is None and running.phase_seconds >= 1:
         words += f" for {duration(running.phase_seconds)}"

@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from evener.plan import as_unicode
+
 _UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
@@ -19,7 +21,7 @@ def json_text(data: object) -> str:
     try:
         text = msgspec.json.encode(data).decode()
     except UnicodeEncodeError:
-        text = msgspec.json.encode(_as_unicode(msgspec.to_builtins(data))).decode()
+        text = msgspec.json.encode(as_unicode(msgspec.to_builtins(data))).decode()
     return harmless_json(text.encode())
 
 
@@ -38,11 +40,3 @@ def _harmless(text: str, escape: Callable[[str], str]) -> str:
     if text.isascii() and "\x7f" not in text:
         return text
     return "".join(escape(sign) if sign > "\x7e" and unicodedata.category(sign) in _UNSAFE else sign for sign in text)
-
-
-def _as_unicode(data: object) -> object:
-    if isinstance(data, str):
-        return data.encode("utf-8", "replace").decode()
-    if isinstance(data, dict):
-        return {_as_unicode(key): _as_unicode(item) for key, item in data.items()}
-    return [_as_unicode(item) for item in data] if isinstance(data, list | tuple) else data

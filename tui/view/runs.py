@@ -24,10 +24,6 @@ _STATE_TONES: dict[str, Tone] = {
 }
 
 
-def _created(row: RunSummary) -> str:
-    return row.created.replace("T", " ").removesuffix("Z")
-
-
 def _devices(row: RunSummary, width: int, marks: Marks) -> tuple[Span, ...]:
     listed = clean(", ".join(row.devices))
     return (Span(listed if len(listed) <= width else cut(brief_devices(row.devices), width, marks.ellipsis)),)
@@ -74,7 +70,13 @@ def run_words(summary: RunSummary) -> str:
 RUN_COLUMNS: tuple[Column[RunSummary], ...] = (
     TAG,
     Column("run", ("run",), 20, text_cell(lambda row: row.run, "strong"), "left", lambda row: row.run),
-    Column("created", ("created, UTC",), 19, text_cell(_created, "dim"), "left"),
+    Column(
+        "created",
+        ("created, UTC",),
+        19,
+        text_cell(lambda row: row.created.replace("T", " ").removesuffix("Z"), "dim"),
+        "left",
+    ),
     Column("devices", ("devices",), 8, _devices, "left", lambda row: ", ".join(row.devices)),
     Column("workload", ("workload",), 11, _workload, "left", lambda row: row.workload),
     Column("state", ("state",), 10, _state, "left", lambda row: row.state),

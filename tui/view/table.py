@@ -33,8 +33,23 @@ class Grid(NamedTuple, Generic[RowT]):
     flexible: Mapping[str, int]
 
     def widths(self, width: int) -> dict[str, int]:
-        """Cells for each column in `width` cells, without the cursor's sign in front."""
-        return column_widths(self.columns, self.growth, self.flexible, width - 1)
+        """Cells for each column in `width`, with the cursor's sign in front and one blank between two.
+
+        Columns start at their least widths. Each step of `growth` (a column, its next width) is taken in order where it
+        fits; then the flexible columns share the rest, up to their limits. Both may name columns that aren't there.
+        """
+        widths = {column.key: column.least for column in self.columns}
+        left = width - sum(widths.values()) - len(widths)
+        for key, wider in self.growth:
+            more = wider - widths.get(key, wider)
+            if 0 < more <= left:
+                widths[key] = wider
+                left -= more
+        for key in filter(widths.__contains__, self.flexible):
+            more = max(0, min(left, self.flexible[key] - widths[key]))
+            widths[key] += more
+            left -= more
+        return widths
 
 
 class Order(NamedTuple):
@@ -74,38 +89,7 @@ def text_cell(text: Callable[[RowT], str], tone: Tone = "text") -> Callable[[Row
     return lambda row, width, marks: (Span(cut(clean(text(row)), width, marks.ellipsis), tone),)
 
 
-def column_widths(
-    columns: Sequence[Column[RowT]],
-    growth: Sequence[tuple[str, int]],
-    flexible: Mapping[str, int],
-    total: int,
-) -> dict[str, int]:
-    """Cells for each column in `total`, one blank between two.
-
-    Columns start at their least widths. Each step of `growth` (a column, its next width) is taken in order where it
-    fits; then the flexible columns share the rest, up to their limits. Both may name columns that aren't there.
-    """
-    widths = {column.key: column.least for column in columns}
-    left = total - sum(widths.values()) - (len(widths) - 1)
-    for key, width in growth:
-        more = width - widths.get(key, width)
-        if 0 < more <= left:
-            widths[key] = width
-            left -= more
-    for key in filter(widths.__contains__, flexible):
-        more = max(0, min(left, flexible[key] - widths[key]))
-        widths[key] += more
-        left -= more
-    return widths
-
-
-def heading(
-    columns: Sequence[Column[RowT]],
-    widths: Mapping[str, int],
-    marks: Marks,
-    order: Order = UNSORTED,
-    more: str = "",
-) -> Line:
+def _heading(columns: Sequence[Column[RowT]], widths: Mapping[str, int], marks: Marks, order: Order, more: str) -> Line:
     """The titles; `more` is at the right end, over the last ones."""
     spans: list[Span] = [Span(" ")]
     for column in columns:
@@ -115,7 +99,7 @@ def heading(
             mark = marks.descending if order.descending else marks.ascending
         room = max(0, width - len(mark))
         title = next((text for text in column.titles if len(text) <= room), cut(column.titles[-1], room, ""))
-        action = f"screen.sort('{column.key}')" if column.value is not None else ""
+        action = f"sort('{column.key}')" if column.value is not None else ""
         spans.append(Span(fit(title + mark, width, column.align, ""), "strong" if mark else "title", action))
         spans.append(Span(" ", "title"))
     width = span_cells(spans) - 1
@@ -178,7 +162,7 @@ def table_lines(
     shown = rows[first : first + room]
     below = len(rows) - first - len(shown)
     hidden = [f"{mark}{count}" for mark, count in ((marks.ascending, first), (marks.descending, below)) if count]
-    head = heading(grid.columns, widths, marks, order, "".join(f" {sign}" for sign in (note, *hidden) if sign))
+    head = _heading(grid.columns, widths, marks, order, "".join(f" {sign}" for sign in (note, *hidden) if sign))
     lines = [head]
     for place, row in enumerate(shown, first):
         here = position.active and place == position.cursor

@@ -178,14 +178,14 @@ class SortedPanel(ListPanel[RowT]):
     def action_next_sort(self) -> None:
         """Sort by the next column."""
         keys = sort_keys(self.COLUMNS)
-        self.sort_by(keys[(keys.index(self.order.key) + 1) % len(keys)])
+        self.action_sort(keys[(keys.index(self.order.key) + 1) % len(keys)])
 
     def action_reverse(self) -> None:
         """Reverse the order."""
-        self.sort_by(self.order.key)
+        self.action_sort(self.order.key)
 
-    def sort_by(self, key: str) -> None:
-        """Sort by a column; the same column again reverses the order."""
+    def action_sort(self, key: str) -> None:
+        """Sort by a column, as a click on its title does; the same column again reverses the order."""
         self.order = chosen_order(self.COLUMNS, key, self.order)
         self.redraw()
 
