@@ -232,4 +232,5 @@ class Problem(msgspec.Struct, frozen=True):
     spend_all: bool = False  # the best layouts are measured until the budget is spent, however sure the plan is
     longest_step_seconds: float | None = None  # a free batch whose step takes longer on a device is not tried there
     micro: bool = True  # a share may be taken in several passes; False: it must fit in one
+    hosts: tuple[int, ...] = ()  # the number of each device's host; empty: all are on one
     lengths: tuple[int, ...] = ()  # of rows, in tokens, rising, an even sample; empty: shares are by rows

@@ -130,7 +130,7 @@ class _SimulatedProbe:
         crowd = len(self._busy | set(active)) > 1 if layout.kind != "split" else len(active) > 1
         parts = tuple(self._own_seconds(i, crowd) if share else None for i, share in enumerate(layout.shares))
         slowest = max((part for part in parts if part is not None), default=0.0)
-        return max(SHORTEST_STEP_SECONDS, slowest + machine.sync.seconds(len(active))), parts
+        return max(SHORTEST_STEP_SECONDS, slowest + machine.sync_seconds(active)), parts
 
     def _own_seconds(self, position: int, crowd: bool) -> float:
         layout, machine = self._probe.layout, self._machine

@@ -23,6 +23,7 @@ from evener.balancer.result.explain import (
     name_candidate,
     name_rivals,
 )
+from evener.balancer.result.explain_hosts import explain_hosts
 from evener.balancer.result.number_format import join_words, relative_error
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.search import Search, Stop
@@ -78,6 +79,7 @@ def build_outcome(
     doubts = measurements.find_doubts(seen, chosen.layout, relative_error(*msgspec.structs.astuple(chosen.throughput)))
     tokens = Tokens(search.mean_length, search.padding(chosen.layout))
     sentence = explain(chosen, rivals, labels, Costs(search.sync_seconds(), search.apart_seconds), tokens)
+    sentence += explain_hosts(chosen, search.results(), devices, search.network_seconds)
     warnings = (
         *header.notes,
         *search.options.left_out,

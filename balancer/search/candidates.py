@@ -150,10 +150,17 @@ class Candidates:
             return [self._model.level(layout)] if layout and self._model.safely_fits(layout) else []
         chosen = self._preferred(found)
         layouts = [chosen, *self._promising(chosen), max(found, key=lambda layout: found[layout])]
+        layouts += self._on_other_hosts(chosen, found)
         if chosen.in_passes and (one_pass := self._predictions.one_pass_split):
             layout = self._predictions.layout(one_pass)
             layouts += [layout] if self._model.safely_fits(layout) else []
         return [self._level(layout) for layout in layouts]
+
+    def _on_other_hosts(self, chosen: Layout, found: dict[Layout, float]) -> list[Layout]:
+        """Against a split on one host the fastest measured one across hosts, or the other way round."""
+        one_host = self._model.count_hosts(chosen) == 1
+        others = [layout for layout in found if (self._model.count_hosts(layout) == 1) != one_host]
+        return [max(others, key=lambda layout: found[layout])] if others else []
 
     def _level(self, layout: Layout) -> Layout:
         """Equal shares if they safely fit and no measurement could distinguish them from the layout's."""

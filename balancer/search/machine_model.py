@@ -13,7 +13,7 @@ from evener.balancer.search.model.evidence import DeviceEvidence
 from evener.balancer.search.model.memory import UNBOUNDED
 from evener.balancer.search.model.pass_curve import PassCurve, fit_extra, hope_for_extra, step_in_passes
 from evener.balancer.search.model.step_time import Curve, Point, fit_curve
-from evener.balancer.search.model.sync_cost import fit_sync_costs
+from evener.balancer.search.model.sync_cost import ExchangeCosts, ExchangeSample, fit_exchange_costs
 from evener.balancer.search.model.throughput_drop import FALL
 from evener.balancer.search.observations import Observations, relative_error
 from evener.balancer.search.ranking import LEAST_GAIN, smallest_gain
@@ -43,6 +43,7 @@ class MachineModel:
     def __init__(self, problem: Problem, seen: Observations, longest_step_seconds: float | None) -> None:
         self.problem, self.seen = problem, seen
         self.quantum = problem.multiple_of
+        self.hosts = problem.hosts or (0,) * problem.devices
         self.devices: tuple[DeviceEvidence, ...] = tuple(seen.device(i) for i in range(problem.devices))
         self._longest_step = longest_step_seconds
 
@@ -126,30 +127,39 @@ class MachineModel:
         return best
 
     @cached_property
-    def sync_costs(self) -> tuple[float, ...]:
-        """[k]: seconds of k devices' gradient exchange that aren't hidden behind computation."""
-        return fit_sync_costs([self._sync_sample(one) for one in self.splits], self.problem.devices)
+    def exchange(self) -> ExchangeCosts:
+        """The gradient exchange that isn't hidden behind computation, within a host and across hosts."""
+        samples = [self._exchange_sample(one) for one in self.splits]
+        return fit_exchange_costs(samples, self.problem.devices, len(set(self.hosts)))
 
     @cached_property
     def sync_seconds(self) -> float | None:
         """The cost for as many devices as the split measured last has, if any was."""
-        return self.sync_costs[len(self.splits[-1].probe.layout.active)] if self.splits else None
+        return self._exchange_seconds(self.splits[-1].probe.layout) if self.splits else None
 
-    def _sync_sample(self, split: Timed) -> tuple[int, float, float]:
+    def _exchange_seconds(self, layout: Layout) -> float:
+        return self.exchange.seconds(len(layout.active), self.count_hosts(layout))
+
+    def count_hosts(self, layout: Layout) -> int:
+        """On how many hosts its devices are."""
+        return len({self.hosts[i] for i in layout.active})
+
+    def _exchange_sample(self, split: Timed) -> ExchangeSample:
         layout = split.probe.layout
         own = [split.device_seconds[i] for i in layout.active]
         if all(own):
             slowest = max(t for t in own if t)
         else:
             slowest = max((self._seconds(i, layout, c) for i in layout.active if (c := self.alone[i])), default=0.0)
-        return len(layout.active), split.step_seconds - slowest, relative_error(split) * split.step_seconds
+        error = relative_error(split) * split.step_seconds
+        return len(layout.active), self.count_hosts(layout), split.step_seconds - slowest, error
 
     def predicted_rate(self, layout: Layout) -> float:
         """Samples/s of a solo or split layout by the curves; 0 if one of them is unknown."""
         active = layout.active
         curves = [(self.in_splits if len(active) > 1 else self.alone)[i] for i in active]
         times = [self._seconds(i, layout, curve) for i, curve in zip(active, curves, strict=True) if curve]
-        seconds = max(times) + self.sync_costs[len(active)] if len(times) == len(active) else math.inf
+        seconds = max(times) + self._exchange_seconds(layout) if len(times) == len(active) else math.inf
         return layout.global_batch / seconds if seconds > 0 else 0.0
 
     def _seconds(self, position: int, layout: Layout, curve: Curve) -> float:

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from evener.balancer.search import waterfill
+from evener.balancer.search.host_choice import split_over_hosts
 from evener.balancer.search.machine_model import MachineModel
 from evener.balancer.search.model.step_time import Curve
 from evener.balancer.search.ranking import smallest_gain
-from evener.balancer.search.waterfill import Allocation, DeviceCurve
+from evener.balancer.search.waterfill import Allocation, Costs, DeviceCurve
 from evener.balancer.types import Layout
 
 INSURED = 0.85  # of the tolerance: aimed at, so that a small disappointment still passes
@@ -67,10 +68,14 @@ class Predictions:
         return self._split(self._reachable if self._problem.global_batch is None else self.model.split_curves)
 
     def _split(self, devices: Sequence[DeviceCurve]) -> Allocation | None:
-        problem, costs = self._problem, self.model.sync_costs
-        if problem.global_batch is not None:
-            return waterfill.split_fixed(devices, costs, problem.global_batch, self._quantum)
-        return waterfill.split_free(devices, costs, self._quantum, problem.max_global_batch)
+        batch, limit, quantum = self._problem.global_batch, self._problem.max_global_batch, self._quantum
+
+        def solve(devices: Sequence[DeviceCurve], costs: Costs) -> Allocation | None:
+            if batch is not None:
+                return waterfill.split_fixed(devices, costs, batch, quantum)
+            return waterfill.split_free(devices, costs, quantum, limit)
+
+        return split_over_hosts(devices, self.model.hosts, self.model.exchange, solve, quantum, batch)
 
     def _gains(self, several: Allocation, one: Allocation | None) -> bool:
         """Whether passes make it faster by a gain that is worth a measurement."""
@@ -168,7 +173,10 @@ class Predictions:
         if problem.global_batch is not None or not problem.tolerance or not tops:
             return None
         rate, limit = max(tops) * (1 - part * problem.tolerance), problem.max_global_batch
-        found = [waterfill.smallest_reaching(self._reachable, self.model.sync_costs, rate, quantum, limit)]
+        hosts = {self.model.hosts[i] for i, _ in self.fastest_split.shares} if self.fastest_split else set()
+        near = [device for device in self._reachable if self.model.hosts[device.position] in hosts]
+        costs = self.model.exchange.on(len(hosts))
+        found = [waterfill.smallest_reaching(near, costs, rate, quantum, limit) if near else None]
         for device in self.model.split_curves:
             alone = self.model.alone[device.position]
             if alone:

@@ -191,6 +191,10 @@ class Search:
         """Seconds of the budget that the probes took."""
         return self._seen.spent_seconds()
 
+    def network_seconds(self, hosts: int) -> float:
+        """What keeping devices in step costs more if they are on so many hosts; 0 where that isn't known."""
+        return 0.0 if self._text else self._predictions.model.exchange.across[hosts]
+
     def sync_seconds(self) -> float | None:
         """The cost of keeping as many devices in step as the last split had; None before any was measured."""
         if self._text:

@@ -92,7 +92,7 @@ def split_free(
 ) -> Allocation | None:
     """The layout of most samples/s on `fewest` devices or more, with at most `limit` samples; None if none fits."""
     devices = [device for device in devices if device.limit >= quantum]
-    times = _finish_times(devices, quantum)
+    times = finish_times(devices, quantum)
     found = [one for time in times if (one := _best_count(devices, costs, time, quantum, limit, fewest))]
     if limit is not None and sum(device.limit for device in devices) > limit:
         capped = split_fixed(devices, costs, limit // quantum * quantum, quantum, fewest)
@@ -115,7 +115,7 @@ def smallest_reaching(
     devices = [device for device in devices if device.limit >= quantum]
     reached: dict[int, tuple[int, float, float]] = {}  # k -> samples, and finish times (too early, early enough)
     before = 0.0
-    for seconds in _finish_times(devices, quantum):
+    for seconds in finish_times(devices, quantum):
         for k, total in enumerate(accumulate(sorted(_most(devices, seconds, quantum), reverse=True)), 1):
             if k >= fewest and k not in reached and total >= rate * (seconds + costs[k]):
                 reached[k] = (total, before, seconds)
@@ -251,7 +251,8 @@ def _count_for(devices: Sequence[DeviceCurve], seconds: float, batch: int, quant
     return 0
 
 
-def _finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
+def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
+    """When some device's curve bends, it is full, or it has done a quantum; of many devices, some of these."""
     times = sorted({t for x in devices for t in (*_breakpoints(x, x.limit), x.curve.seconds(quantum))})
     most = MOST_TIMES if len(devices) <= EXACT_DEVICES else 2 * SWEEP
     if len(times) > most:

@@ -19,6 +19,7 @@ NOTHING = Facts()  # is known yet
 def make_problem(header: Header, spend_all: bool = False) -> Problem:
     """What the search was asked to solve; with `spend_all` it measures the best layouts until the budget is spent."""
     request = header.request
+    names = list(dict.fromkeys(device.host for device in header.devices))
     return Problem(
         devices=len(header.devices),
         memory_bytes=tuple(device.usable_memory_bytes for device in header.devices),
@@ -30,6 +31,7 @@ def make_problem(header: Header, spend_all: bool = False) -> Problem:
         largest_share=header.largest_share,
         micro=allows_passes(request, header.framework),
         spend_all=spend_all,
+        hosts=tuple(names.index(device.host) for device in header.devices) if len(names) > 1 else (),
     )
 
 

@@ -3,6 +3,7 @@
 device_seconds(b) = ceil_to(stall_ms, passes(b)) / compute share * (1 + contention while others work)
 passes(b)         = sum of curve(m) over the passes of m rows, less what the further ones don't repeat of a step
 step_seconds      = max over devices with samples of device_seconds + (base_ms + per_device_ms * (k - 1) for k >= 2)
+                    + (network_ms + per_host_ms * (h - 1) for h >= 2 hosts)
 pack_seconds(b,N) = N * device_seconds(b) / pack_gain(N), for N trainings side by side on one device
 placement         = the step time of a model whose parts lie on several devices, as a curve of its own
 memory_bytes(b)   = memory_base_mib + memory_per_sample_mib * b, or the bent line of memory_curve
@@ -34,14 +35,18 @@ Curve = Annotated[Points, Meta(min_length=2)]
 
 
 class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Exposed cost of keeping k replicas in step, once a step."""
+    """Exposed cost of keeping k replicas in step, once a step; more if they are on several hosts."""
 
     base_ms: Amount = 0.0
     per_device_ms: Amount = 0.0
+    network_ms: Amount = 0.0
+    per_host_ms: Amount = 0.0
 
-    def seconds(self, devices: int) -> float:
-        """Cost for so many devices with samples; one device waits for nobody."""
-        return (self.base_ms + self.per_device_ms * (devices - 1)) / 1000 if devices >= 2 else 0.0
+    def seconds(self, devices: int, hosts: int = 1) -> float:
+        """Cost for so many devices with samples on so many hosts; one device waits for nobody."""
+        within = self.base_ms + self.per_device_ms * (devices - 1) if devices >= 2 else 0.0
+        across = self.network_ms + self.per_host_ms * (hosts - 1) if hosts >= 2 else 0.0
+        return (within + across) / 1000
 
 
 class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,6 +63,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     pass_overhead_ms: Amount | None = None  # a further pass costs this beside its rows; None: as a step of its rows
     contention: Amount = 0.0  # relative slow-down while other devices work too
     pack_gain: Points = ()  # (trainings side by side, combined throughput / that of one); flat beyond the last
+    host: str = ""  # the machine that it is in, where a file has several
     source: str = ""  # where the figures come from
 
     def __post_init__(self) -> None:
@@ -169,6 +175,7 @@ class Machine(msgspec.Struct, frozen=True):
                 kind="sim",
                 memory_bytes=round(device.memory_mib * MIB),
                 limit=self.limit(position),
+                host=device.host,
             )
             for position, device in enumerate(self.devices)
         )
@@ -196,7 +203,11 @@ class Machine(msgspec.Struct, frozen=True):
         passes = [-(-share // rows) if share else 0 for share, rows in zip(shares, micro or shares, strict=True)]
         together = len(active) > 1
         parts = (self.device_seconds(position, shares[position], together, passes[position]) for position in active)
-        return max(parts, default=0.0) + self.sync.seconds(len(active))
+        return max(parts, default=0.0) + self.sync_seconds(active)
+
+    def sync_seconds(self, active: Sequence[int]) -> float:
+        """Cost of keeping these devices in step."""
+        return self.sync.seconds(len(active), len({self.devices[position].host for position in active}))
 
     def samples_per_second(self, shares: Sequence[int], micro: Sequence[int] = ()) -> float:
         """Combined throughput without noise; 0 if nobody has samples, infinite if a step takes no time."""

@@ -106,7 +106,7 @@ def test_hosts_are_probed_at_once_and_together(devices: tuple[Device, ...]) -> N
 
 
 def test_what_fails_there_is_an_observation_here(devices: tuple[Device, ...]) -> None:
-    outcomes = {"memory": OutOfMemory, "raise": Failed, "kill": Failed}
+    outcomes: dict[str, type[object]] = {"memory": OutOfMemory, "raise": Failed, "kill": Failed}
     for fail, kind in outcomes.items():
         prober = child_prober(devices, fail=fail, at_share=6)
         try:

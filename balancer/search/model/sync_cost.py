@@ -1,7 +1,8 @@
-"""The time of gradient exchange that isn't hidden behind computation: c_k = base + each * (k - 1), from splits.
+"""The time of gradient exchange that isn't hidden behind computation: c = within_k + across_h, from splits.
 
-For a number of devices never measured, c_k is assumed low (optimism in the face of uncertainty): from one measured
-cost, fewer devices pay in proportion and more pay the same. So a promising number gets tried and then measured.
+within_k = base + each * (k - 1) for k devices; across_h is a line too, in the hosts that they are on, above that of as
+many devices on one host. For a number never measured it is assumed low (optimism in the face of uncertainty): from one
+measured cost, fewer pay in proportion and more pay the same. So a promising number gets tried and then measured.
 """
 
 from __future__ import annotations
@@ -9,9 +10,35 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
+
 from evener.balancer.search.model.regression import rising_line
 
-SyncSample = tuple[int, float, float]  # devices, seconds, standard error in seconds
+SyncSample = tuple[int, float, float]  # devices or hosts, seconds, standard error in seconds
+ExchangeSample = tuple[int, int, float, float]  # devices, hosts, seconds, standard error in seconds
+
+
+class ExchangeCosts(msgspec.Struct, frozen=True):
+    """Seconds of exchange that isn't hidden, within a host and across hosts."""
+
+    within: tuple[float, ...]  # [k]: of k devices on one host
+    across: tuple[float, ...] = (0.0, 0.0)  # [h]: more, if they are on h hosts
+
+    def seconds(self, devices: int, hosts: int) -> float:
+        """Of so many devices on so many hosts."""
+        return self.within[devices] + self.across[hosts]
+
+    def on(self, hosts: int) -> tuple[float, ...]:
+        """[k]: of k devices on so many hosts."""
+        more = self.across[hosts]
+        return tuple(cost + more if k > 1 else cost for k, cost in enumerate(self.within))
+
+
+def fit_exchange_costs(samples: Sequence[ExchangeSample], devices: int, hosts: int) -> ExchangeCosts:
+    """Of up to so many devices and hosts. What nobody measured on one host alone counts as the network's."""
+    within = fit_sync_costs([(k, cost, error) for k, h, cost, error in samples if h == 1], devices)
+    across = [(h, cost - within[k], error) for k, h, cost, error in samples if h > 1]
+    return ExchangeCosts(within, fit_sync_costs(across, hosts))
 
 
 def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...]:

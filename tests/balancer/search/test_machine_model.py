@@ -62,7 +62,7 @@ def test_a_device_that_is_full_at_the_smallest_share_is_left_out() -> None:
 
 def test_a_rate_is_that_of_the_slowest_share_and_of_keeping_in_step() -> None:
     found = model(*SOLOS, (SPLIT, "split"))
-    assert found.sync_costs[1:] == (pytest.approx(0.0), pytest.approx(0.005))
+    assert found.exchange.within[1:] == (pytest.approx(0.0), pytest.approx(0.005))
     assert found.sync_seconds == pytest.approx(0.005)
     assert found.predicted_rate(SPLIT) == pytest.approx(600 / 0.065, rel=1e-3)
     assert found.predicted_rate(Layout("split", (100, 300))) == pytest.approx(400 / 0.085, rel=1e-3)
@@ -80,7 +80,7 @@ def test_splits_without_their_devices_own_times_cost_what_the_curves_leave() -> 
     unknown = Timed(
         one.probe, one.step_seconds, one.low_seconds, one.high_seconds, 20, (None, None), (None, None), 0.1, 1.0
     )
-    assert model(*SOLOS, extra=(unknown,)).sync_costs[2] == pytest.approx(0.005, rel=0.02)
+    assert model(*SOLOS, extra=(unknown,)).exchange.within[2] == pytest.approx(0.005, rel=0.02)
     assert found.splits == ()
 
 
