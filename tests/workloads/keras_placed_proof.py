@@ -1,12 +1,7 @@
-"""Run in a process of its own: steps of keras_towers wherever its operations lie, compared with one device.
-
-Prints a JSON object: the largest relative differences by placement, and the devices of the traced operations.
-"""
+"""Steps of keras_towers wherever its operations lie, compared with one device; a part of keras_steps.py."""
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 import keras
@@ -24,8 +19,9 @@ SMALL: dict[str, Any] = {**SIZES, "learning_rate": 0.01}
 TWO = ("CPU:0", "CPU:1")
 
 
-def main() -> None:
-    """Compare every placement with one device, then print."""
+def placed() -> dict[str, Any]:
+    """The largest relative differences by placement, and the devices of the traced operations."""
+    keras.utils.set_random_seed(1)
     answer: dict[str, Any] = {}
     for placement in ("towers", "alternate"):
         place = Place(TWO, placement=placement)
@@ -36,7 +32,7 @@ def main() -> None:
         answer[placement]["sent"] = sent(workload)
     answer["dense"] = by_hand()
     answer["resnet50"] = resnet50().count_params()
-    print(json.dumps(answer))
+    return answer
 
 
 def gradients(workload: Any, start: list[Any]) -> float:
@@ -126,9 +122,3 @@ def difference(one: Any, other: Any) -> float:
     """Relative to the largest value."""
     one, other = np.asarray(one), np.asarray(other)
     return float(np.abs(one - other).max() / max(np.abs(other).max(), 1e-30))
-
-
-if __name__ == "__main__":
-    keras.utils.set_random_seed(1)
-    main()
-    sys.stdout.flush()

@@ -1,4 +1,7 @@
-"""Keras workloads as a probe steps them: alone, over several devices of a process, and in a group of processes."""
+"""Keras workloads as a probe steps them: alone, over several devices of a process, and in a group of processes.
+
+Placed on two devices, a network's outputs, gradients and trained weights are those of one.
+"""
 
 from __future__ import annotations
 
@@ -205,3 +208,45 @@ def test_training_data_that_cannot_be_fed_is_refused(seen: Any, name: str, says:
     words = seen("alone")[0]["fed"][name]
     assert says in words
     assert "\n" not in words
+
+
+@pytest.fixture
+def placed(seen: Any) -> Any:
+    """What keras_towers did over two devices."""
+    return seen("together")[0]["placed"]
+
+
+@pytest.mark.parametrize("placement", ["towers", "alternate"])
+def test_a_placement_has_one_devices_outputs_and_gradients(placed: Any, placement: str) -> None:
+    """In single precision, on two logical devices, against one tape over the whole model."""
+    assert placed[placement]["gradients"] <= 1e-5
+    assert placed[placement]["weights"] <= 1e-5
+
+
+def test_a_word_that_comes_often_moves_its_row_as_adam_has_it(placed: Any) -> None:
+    """What a group of processes learns from the summed gradient, and Keras' sparse step does not."""
+    assert placed["dense"] <= 1e-3
+
+
+def test_towers_lie_one_on_each_device(placed: Any) -> None:
+    where = placed["towers"]["devices"]
+    assert where["user_conv_1"] == where["user_dense_1"] == ["CPU:0"]
+    assert where["item_conv_1"] == where["item_pool_1"] == where["item_dense_1"] == ["CPU:1"]
+
+
+def test_alternate_moves_at_each_operation(placed: Any) -> None:
+    """Convolution, pool and dense of each tower; the gradient of an operation is where it was."""
+    where = placed["alternate"]["devices"]
+    assert [where[f"user_{kind}_1"] for kind in ("conv", "pool", "dense")] == [["CPU:1"], ["CPU:0"], ["CPU:0"]]
+    assert [where[f"item_{kind}_1"] for kind in ("conv", "pool", "dense")] == [["CPU:0"], ["CPU:1"], ["CPU:1"]]
+    assert where["MaxPoolGrad"] == ["CPU:0", "CPU:1"]
+
+
+def test_the_profiler_sees_that_alternating_sends_more_often(placed: Any) -> None:
+    """The weights' own arithmetic stays with them, so what is sent is activations and their gradients."""
+    assert 0 < placed["towers"]["sent"] < placed["alternate"]["sent"]
+
+
+def test_resnet50_has_its_published_size(placed: Any) -> None:
+    """25,636,712 parameters with ImageNet's 1000 classes: 23,587,712 and 2048 x 10 + 10 with ten."""
+    assert placed["resnet50"] == 23_587_712 + 2048 * 10 + 10

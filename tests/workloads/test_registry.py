@@ -183,3 +183,8 @@ def test_settings_reach_the_users_function(tmp_path: Path) -> None:
     assert own.sample_batch(5) == 5
     with pytest.raises(RequestError, match="takes no setting 'unit'"):
         user_code.load(f"{script}:build", {"unit": 1})
+
+
+def test_the_registry_names_the_placements() -> None:
+    assert registry.find("keras_towers").placements == ("single", "towers", "alternate")
+    assert registry.find("keras_resnet50").placements == ()
