@@ -19,11 +19,12 @@ Passes = tuple[tuple[tuple[int, ...], ...], ...]  # of each rank, the places in 
 
 
 class Deal(msgspec.Struct, frozen=True):
-    """The passes of each rank, their seconds by the costs, and the tokens that all of them compute."""
+    """The passes of each rank; their seconds by the costs, and their tokens without and with padding, rank by rank."""
 
     passes: Passes
     seconds: tuple[float, ...]
-    tokens: int  # with padding
+    tokens: tuple[int, ...]
+    padded: tuple[int, ...]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -88,9 +89,11 @@ class Dealer(msgspec.Struct, frozen=True):
         return tuple(dealt)
 
     def _make(self, passes: Passes, lengths: Sequence[int]) -> Deal:
-        padded = [[(len(each), max(lengths[row] for row in each)) for each in own] for own in passes]
-        seconds = (sum(rank.cost.seconds(*each) for each in own) for rank, own in zip(self.ranks, padded, strict=True))
-        return Deal(passes, tuple(seconds), sum(rows * length for own in padded for rows, length in own))
+        cut = [[(len(each), max(lengths[row] for row in each)) for each in own] for own in passes]
+        seconds = (sum(rank.cost.seconds(*each) for each in own) for rank, own in zip(self.ranks, cut, strict=True))
+        tokens = (sum(lengths[row] for each in own for row in each) for own in passes)
+        padded = (sum(rows * length for rows, length in own) for own in cut)
+        return Deal(passes, tuple(seconds), tuple(tokens), tuple(padded))
 
 
 def make_dealer(batches: Sequence[int], micros: Sequence[int], shares: Sequence[Share]) -> Dealer:

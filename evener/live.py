@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -44,6 +45,15 @@ WINDOW_SECONDS = 5.0  # that samples/s is averaged over
 Devices = Sequence[str | int | Share]
 
 
+class _Point(NamedTuple):
+    """What was counted until then."""
+
+    at: float  # monotonic seconds
+    samples: int
+    tokens: int
+    padded: int
+
+
 class Reporter:
     """Counts one training's samples and reports them to the monitor; safe in threads and across forks."""
 
@@ -58,9 +68,9 @@ class Reporter:
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._ticks = start_ticks(self._pid)
-        self._samples = 0
+        self._samples = self._tokens = self._padded = 0
         self._step = 0
-        self._points: deque[tuple[float, int]] = deque()  # (monotonic seconds, samples so far)
+        self._points: deque[_Point] = deque()
         self._reported_at = 0.0  # monotonic seconds
         self._next_write = 0.0
         self._file: Path | None = None
@@ -74,26 +84,32 @@ class Reporter:
         framework: str = "",
         batches: Sequence[int] | None = None,
         timed: bool = True,
+        tokens: tuple[int, int] = (0, 0),
     ) -> None:
         """Count one optimizer step on `samples` samples; the other arguments are those of `evener.report`.
 
-        A step that isn't `timed`, such as one that compiles, is left out of samples/s.
+        A step that isn't `timed`, such as one that compiles, is left out of samples/s. `tokens` are those of its
+        samples, without and with padding.
         """
         if samples.__class__ is not int or samples < 0:
             samples = _whole(samples)
         with self._lock:
             self._samples += samples
+            self._tokens += tokens[0]
+            self._padded += tokens[1]
             self._step += 1
             now = time.monotonic()
             if not timed:
-                self._leave_out(now - self._reported_at, samples)
+                self._leave_out(now - self._reported_at, samples, *tokens)
             self._reported_at = now
             if now >= self._next_write:
                 self._next_write = now + INTERVAL_SECONDS
-                rate = self._rate(now)
-                if rate is not None and self._ticks is not None:
+                found = self._rates(now)
+                if found is not None and self._ticks is not None:
+                    rate, tokens_rate, padding = found
                     described = _describe(devices or (), batches, rate)
-                    self._write(LiveRecord(clean(framework), clean(workload), rate, self._step, time.time(), described))
+                    names = (clean(framework), clean(workload))
+                    self._write(LiveRecord(*names, rate, self._step, time.time(), described, tokens_rate, padding))
                     self._delay_next(time.monotonic() - now)
 
     def close(self) -> None:
@@ -105,18 +121,22 @@ class Reporter:
             self._file = None
             self._points.clear()
 
-    def _leave_out(self, seconds: float, samples: int) -> None:
+    def _leave_out(self, seconds: float, *counts: int) -> None:
         """Move earlier points up to a step, as if it had taken no time and had no samples."""
-        self._points = deque((then + seconds, count + samples) for then, count in self._points)
+        self._points = deque(_Point(then.at + seconds, *map(operator.add, then[1:], counts)) for then in self._points)
 
-    def _rate(self, now: float) -> float | None:
-        """Samples/s over the window; None at the first point, which only starts the clock."""
+    def _rates(self, now: float) -> tuple[float, float, float] | None:
+        """Samples/s, tokens/s and padding over the window; None at the first point, which only starts the clock."""
         points = self._points
-        points.append((now, self._samples))
-        while len(points) > 2 and now - points[0][0] > WINDOW_SECONDS:
+        points.append(_Point(now, self._samples, self._tokens, self._padded))
+        while len(points) > 2 and now - points[0].at > WINDOW_SECONDS:
             points.popleft()
-        then, before = points[0]
-        return (self._samples - before) / (now - then) if now > then else None
+        first, last = points[0], points[-1]
+        seconds, padded = last.at - first.at, last.padded - first.padded
+        if seconds <= 0:
+            return None
+        tokens = last.tokens - first.tokens
+        return (last.samples - first.samples) / seconds, tokens / seconds, 1 - tokens / padded if padded else 0.0
 
     def _write(self, record: LiveRecord) -> None:
         """Replace the last record, in the first folder that can be written; `_file` is None if none can."""

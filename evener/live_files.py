@@ -26,6 +26,7 @@ _NAME = re.compile(r"(\d{1,10})\.(\d{1,20})\.(\d{1,9})\.(json|tmp)", re.ASCII)  
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+Part = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Text = Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)]
 
 
@@ -47,6 +48,8 @@ class LiveRecord(msgspec.Struct, frozen=True):
     step: Count
     updated_at: Rate
     devices: Annotated[tuple[LiveDevice, ...], msgspec.Meta(max_length=MOST_DEVICES)]
+    tokens_per_second: Rate = 0.0
+    padding: Part = 0.0
 
 
 class Training(msgspec.Struct, frozen=True):
@@ -60,6 +63,8 @@ class Training(msgspec.Struct, frozen=True):
     step: int  # reports so far
     updated_at: float  # seconds since the epoch; old where it validates, waits or hangs
     devices: tuple[LiveDevice, ...]  # empty where it named none
+    tokens_per_second: float = 0.0  # without padding; 0 where rows have no lengths
+    padding: float = 0.0  # the part of the computed tokens that is padding
 
 
 def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...]:

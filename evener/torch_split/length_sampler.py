@@ -54,6 +54,11 @@ class LengthSampler(UnevenBatchSampler):
         """The rows that count of each of this rank's passes in that batch."""
         return tuple(map(len, self.deal_at(first, epoch).passes[self.rank])) or (0,)
 
+    def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
+        """The tokens of this rank's rows in that batch, without and with padding."""
+        deal = self.deal_at(first, epoch)
+        return deal.tokens[self.rank], deal.padded[self.rank]
+
     def batches(self) -> Iterator[torch.Tensor]:
         """The rows of each pass, from the epoch and position of now."""
         return chain.from_iterable(self.steps())

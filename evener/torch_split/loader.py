@@ -37,8 +37,8 @@ class StepListener:
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
         """The loop gets this batch, of which the ranks have these rows."""
 
-    def done(self, rows: int) -> None:
-        """The loop is done with a batch of so many rows on this rank."""
+    def done(self, rows: int, tokens: tuple[int, int]) -> None:
+        """The loop is done with a batch of so many rows on this rank, and so many tokens without and with padding."""
 
     def end(self, origin: Epoch) -> None:
         """An epoch is over, or left."""
@@ -118,7 +118,7 @@ class Loader:
                 listener.begin(origin, sizes, batch)
                 self._steps = step + 1
                 yield batch
-                listener.done(sizes[sampler.rank])
+                listener.done(sizes[sampler.rank], sampler.count_tokens(first + step * full, epoch))
         finally:
             if ahead is not None:
                 ahead.close()

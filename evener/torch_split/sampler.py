@@ -124,6 +124,10 @@ class UnevenBatchSampler:
         """The batch of each step from what is fetched for this sampler."""
         return fetched
 
+    def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
+        """The tokens of this rank's rows in a batch, without and with padding; 0 where rows have no lengths."""
+        return (0, 0)
+
     def digest(self, epoch: int) -> int | None:
         """What tells the user's own order of an epoch from another; None without one."""
         return None if self.order is None else self.order.digest(epoch)

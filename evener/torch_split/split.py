@@ -315,10 +315,13 @@ class Split:
             dist.all_reduce(figure)
         return figure if figure.ndim else float(figure)
 
-    def report(self, rows: int | None = None) -> None:
-        """Tell the monitor that a step on this rank's rows is done; the loader does so itself."""
+    def report(self, rows: int | None = None, tokens: tuple[int, int] = (0, 0)) -> None:
+        """Tell the monitor that a step on this rank's rows is done; the loader does so itself.
+
+        `tokens` are those of the rows, without and with padding.
+        """
         done = self._weights.sizes[self.rank] if rows is None else rows
-        self._reporter.report(done, devices=self._live, framework="torch", workload=self._workload)
+        self._reporter.report(done, devices=self._live, framework="torch", workload=self._workload, tokens=tokens)
 
     def close(self) -> None:
         """Leave the process group and stop reporting; done at exit if the group was made here."""

@@ -16,10 +16,14 @@ from evener.torch_split.loader import StepListener
 
 
 class Steps(StepListener):
-    """Hears of one loader's steps; `report` is called with this rank's rows once a step of a training is done."""
+    """Hears of one loader's steps; `report` gets this rank's rows and tokens of each step of a training."""
 
     def __init__(
-        self, weights: BatchWeights, report: Callable[[int], None], device: torch.device, training: bool
+        self,
+        weights: BatchWeights,
+        report: Callable[[int, tuple[int, int]], None],
+        device: torch.device,
+        training: bool,
     ) -> None:
         self._weights = weights
         self._report = report
@@ -38,10 +42,10 @@ class Steps(StepListener):
         """The loop gets this batch."""
         self._weights.take(origin, sizes, batch)
 
-    def done(self, rows: int) -> None:
+    def done(self, rows: int, tokens: tuple[int, int]) -> None:
         """The loop is done with it."""
         if self._training:
-            self._report(rows)
+            self._report(rows, tokens)
 
     def end(self, origin: Epoch) -> None:
         """An epoch is over, or left."""

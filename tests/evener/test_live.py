@@ -86,6 +86,15 @@ def test_the_figure_is_that_of_the_last_seconds(reporter: Reporter, clock: Clock
     assert read_trainings()[0].samples_per_second == pytest.approx(32)
 
 
+def test_tokens_and_padding_are_those_of_the_last_seconds(reporter: Reporter, clock: Clock, folder: Path) -> None:
+    train(reporter, clock, 60)
+    (training,) = read_trainings()
+    assert (training.tokens_per_second, training.padding) == (0, 0)
+    train(reporter, clock, 12, tokens=(300, 400))
+    (training,) = read_trainings()
+    assert (training.tokens_per_second, training.padding) == pytest.approx((1200, 0.25))
+
+
 def test_steps_longer_than_the_window_have_a_figure(reporter: Reporter, clock: Clock) -> None:
     train(reporter, clock, 120, step_seconds=20)
     assert read_trainings()[0].samples_per_second == pytest.approx(1.6)

@@ -149,7 +149,8 @@ class Heard(StepListener):
     def begin(self, origin: Any, sizes: Sequence[int], batch: Any) -> None:
         self.begun.append(tuple(sizes))
 
-    def done(self, rows: int) -> None:
+    def done(self, rows: int, tokens: tuple[int, int]) -> None:
+        assert tokens == (0, 0)
         self.ended.append(rows)
 
 
