@@ -39,8 +39,10 @@ def _is_here(name: str) -> bool:
     return False
 
 
-def resolve(name: str) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[object, ...]]]:
-    """What the resolver knows of a host, for UDP; nothing if it doesn't know it."""
+def resolve(
+    name: str, port: int = 0
+) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[object, ...]]]:
+    """The addresses of a host, for UDP; none if it can't be found."""
     with suppress(OSError, UnicodeError):
-        return list(socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM))
+        return list(socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM))
     return []

@@ -21,7 +21,7 @@ from evener.start_rank import STARTS
 from evener.tui.cli.main import run
 from evener.tui.launch.job import make_job
 from evener.tui.launch.network import find_interface
-from evener.tui.text.launch_line import launch_line
+from evener.tui.text.launch_line import launch_hint
 from tests.support.torch_start import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,11 +98,11 @@ def _gpus(_: object) -> Any:
 def test_a_host_starts_its_own_shares(script: str) -> None:
     made = plan(["cpu-0-of-1", "cpu-0-of-1", "cpu-0-of-1"], ("127.0.0.2", "203.0.113.1", "203.0.113.2"))
     assert len(starts(made, script)) == 1
-    job = make_job(Path("plan.toml"), [script], "203.0.113.2", "node:4711")
+    job = make_job(Path("plan.toml"), [script], "203.0.113.2", "localhost:4711")
     assert (job.host, job.hosts, job.meeting) == (
         "203.0.113.2",
         ("127.0.0.2", "203.0.113.1", "203.0.113.2"),
-        ("node", 4711),
+        ("localhost", 4711),
     )
     assert make_job(Path("plan.toml"), [script], None, None).meeting == ("127.0.0.2", 29400)
     assert find_interface("127.0.0.1") == "lo"
@@ -142,19 +142,21 @@ def test_what_is_typed_wrong_is_one_sentence(script: str, capsys: pytest.Capture
         "plan.toml --max-restarts 2 train.py": "stand before the plan",
         "plan.toml -m": "names no module",
         "--host here plan.toml train.py": "'here' is none of the plan's hosts",
+        "--rendezvous nowhere.invalid:29400 plan.toml train.py": "nowhere.invalid can't be found",
         "--rendezvous 29400 plan.toml train.py": "--rendezvous 29400 is no address",
     }.items():
-        assert run(["launch", *words.split()]) == 2
+        assert run(["launch", *words.split()]) == (3 if "can't be found" in named else 2)
         (said,) = capsys.readouterr().err.splitlines()
         assert named in said
 
 
 def test_the_line_to_launch_names_the_users_script() -> None:
     made = plan(["cpu-0-of-1"], workload="my train.py:build")
-    assert launch_line(made, "plan.toml") == "evener launch plan.toml 'my train.py'"
-    assert launch_line(plan(["cpu-0-of-1"], workload="torch_mnist"), "a.toml") == "evener launch a.toml train.py"
-    assert launch_line(plan(["sim-0-p100"]), "plan.toml") == ""
-    assert launch_line(plan(["cpu-0-of-1"], kind="place"), "plan.toml") == ""
+    assert launch_hint(made, "plan.toml") == "to train by it: evener launch plan.toml 'my train.py'"
+    hosts = launch_hint(plan(["cpu-0-of-1", "cpu-0-of-1"], HOSTS), "a.toml")
+    assert hosts == "to train by it, on each of its hosts: evener launch a.toml train.py"
+    assert launch_hint(plan(["sim-0-p100"]), "plan.toml") == ""
+    assert launch_hint(plan(["cpu-0-of-1"], kind="place"), "plan.toml") == ""
 
 
 # ---------------------------------------------------------------------- real processes

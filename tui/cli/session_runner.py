@@ -20,6 +20,7 @@ from evener.errors import NoLayoutError
 from evener.tui.cli.output_files import check_plan_file, check_replaceable
 from evener.tui.cli.streams import ReaderGoneError, report_fault
 from evener.tui.text.formatting import plain
+from evener.tui.text.launch_line import launch_hint
 from evener.tui.text.progress import Progress
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ def _print_next_step(finished: Finished, export: Path | None, replayed: int) -> 
     """Where the plan is, how to go on with what was interrupted, and that nothing was measured if nothing was."""
     written = f"plan written to {plain(str(export))}" if export is not None else ""
     print(f"evener: {written or f'to write the plan: evener export {finished.run} -o plan.toml'}", file=sys.stderr)
+    if hint := launch_hint(finished.plan, str(export or "plan.toml")):
+        print(f"evener: {plain(hint)}", file=sys.stderr)
     resume = f"evener balance --resume {finished.run}"
     if finished.interrupted:
         print(f"evener: to go on: {resume}", file=sys.stderr)

@@ -14,7 +14,7 @@ from evener.devices.child_environment import child_environment, import_path
 from evener.devices.discover import discover
 from evener.devices.types import Device
 from evener.errors import DeviceError, PlanError, RequestError
-from evener.launched import DEVICE, HOST, PLAN, find_host
+from evener.launched import DEVICE, HOST, PLAN, find_host, resolve
 from evener.plan import Plan, Share, load_plan, to_json
 from evener.start_rank import STARTS
 from evener.tui.launch.network import find_interface
@@ -81,12 +81,15 @@ def make_job(path: Path, command: Sequence[str], host: str | None, meeting: str 
             f"The plan's engine is {plan.layout.engine}, one process, but its devices are on several hosts.",
             "Make it with evener balance --engine multiworker.",
         )
+    place = _parse_meeting(meeting) if meeting else (active[0].host, PORT)
+    if place[0] and not resolve(place[0]):
+        raise DeviceError(f"The host {place[0]} can't be found.", "Give its address: --rendezvous ADDRESS:PORT.")
     return Job(
         plan=plan,
         path=path.absolute(),
         command=tuple(command),
         host=here,
-        meeting=_parse_meeting(meeting) if meeting else (active[0].host, PORT),
+        meeting=place,
         own=own,
         processes=(devices,) if one_process else tuple((device,) for device in devices),
     )

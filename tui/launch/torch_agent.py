@@ -17,6 +17,10 @@ JOIN_SECONDS = 600  # in which every host has to be there
 
 def run_agent(job: Job, max_restarts: int) -> tuple[int, str]:
     """Start the processes and wait for their end: the exit code, and which rank failed and how."""
+    environment = job.environment()
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # of the agent, which says each time that a host isn't there yet
     try:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -27,7 +31,9 @@ def run_agent(job: Job, max_restarts: int) -> tuple[int, str]:
             f"PyTorch can't be imported ({error}).", 'Install it: pip install "evener[torch]".'
         ) from None
     logging.disable(logging.CRITICAL)  # the agent's own words about what is said here in a sentence
-    os.environ.update(job.environment())
+    if "TORCH_CPP_LOG_LEVEL" not in environment:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
+    os.environ.update(environment)
     with tempfile.TemporaryDirectory(prefix="evener-launch-") as folder:
         config = LaunchConfig(
             nproc_per_node=len(job.processes),

@@ -7,6 +7,7 @@ import glob
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from textual.suggester import Suggester
@@ -15,6 +16,7 @@ from textual.widgets import Input
 from evener.errors import EvenerError, RequestError
 from evener.plan import Plan
 from evener.tui.screens.dialogs import FieldDialog, confirm
+from evener.tui.text.launch_line import launch_hint
 
 MOST_ENTRIES = 5000  # of a folder that is searched for completions
 
@@ -48,12 +50,19 @@ class PathInput(Input):
 class SaveDialog(FieldDialog):
     """Asks for a path, and again before it replaces a file; `save` may take a while."""
 
-    def __init__(self, what: str, name: str, endings: Sequence[str], save: Callable[[Path], object]) -> None:
+    def __init__(
+        self,
+        what: str,
+        name: str,
+        endings: Sequence[str],
+        save: Callable[[Path], object],
+        next_step: Callable[[str], str] = lambda _path: "",
+    ) -> None:
         hint = f"Enter writes the file: {' or '.join(endings)}. Tab completes the path."
         super().__init__(
             f"Write the {what}", PathInput(name, name, suggester=PathSuggester(), id="path", compact=True), hint
         )
-        self._what, self._endings, self._save = what, endings, save
+        self._what, self._endings, self._save, self._next_step = what, endings, save, next_step
 
     async def take(self, text: str) -> bool:
         """Write, or ask first."""
@@ -83,13 +92,14 @@ class SaveDialog(FieldDialog):
         except EvenerError as fault:
             self.tell(str(fault), bad=True)
             return False
-        self.evener.say(f"The {self._what} was written to {path}.")
+        then = self._next_step(str(path))
+        self.evener.say(f"The {self._what} was written to {path}{then and f'; {then}'}.")
         return True
 
 
 def plan_dialog(plan: Plan) -> SaveDialog:
     """Writes a plan."""
-    return SaveDialog("plan", "plan.toml", (".toml", ".json"), plan.save)
+    return SaveDialog("plan", "plan.toml", (".toml", ".json"), plan.save, partial(launch_hint, plan))
 
 
 def report_dialog(run: str) -> SaveDialog:

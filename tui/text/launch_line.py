@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from evener.plan import Plan
 
 
-def launch_line(plan: Plan, path: str) -> str:
-    """What to type for a plan in this file; empty where there is nothing to launch."""
+def launch_hint(plan: Plan, path: str) -> str:
+    """How to train by a plan in this file, as a part of a sentence; empty where there is nothing to launch."""
     active = plan.layout.active
     if plan.layout.kind not in ("solo", "split") or any(share.device.startswith("sim-") for share in active):
         return ""
     script, colon, _ = plan.workload.rpartition(":")
-    return write_line([path, script if colon else "train.py"])
+    line = write_line([path, script if colon else "train.py"])
+    where = ", on each of its hosts" if active[0].host else ""
+    return f"to train by it{where}: {line}"
 
 
 def write_line(words: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from evener.tui.cli.options import RunName
 from evener.tui.cli.output_files import check_new, check_plan_file, check_replaceable
 from evener.tui.report.page import save_report
 from evener.tui.text.formatting import plain
+from evener.tui.text.launch_line import launch_hint
 from evener.tui.text.safe_documents import harmless_json, toml_text
 
 ForceOption = Annotated[bool, typer.Option("--force", "-f", help="Replace the file if it is there.")]
@@ -50,6 +51,8 @@ def export(
         return
     plan.save(output, schema=schema)
     print(f"evener: plan written to {plain(str(output))}", file=sys.stderr)
+    if hint := launch_hint(plan, str(output)):
+        print(f"evener: {plain(hint)}", file=sys.stderr)
 
 
 @app.command()

@@ -49,9 +49,10 @@ def launch(
 
 
 def _say_other_hosts(job: Job, max_restarts: int) -> None:
-    address = "{}:{}".format(*job.meeting)
+    """Print what to run on each other host."""
     restarts = ["--max-restarts", str(max_restarts)] if max_restarts else []
     for other in job.hosts:
         if other != job.host:
-            words = [*restarts, "--host", other, "--rendezvous", address, str(job.path), *job.command]
-            print(f"evener: on {plain(other)} run: {plain(write_line(words))}", file=sys.stderr, flush=True)
+            place = ["--host", other, "--rendezvous", "{}:{}".format(*job.meeting)]
+            line = write_line([*restarts, *place, str(job.path), *job.command])
+            print(f"evener: on {plain(other)} run: {plain(line)}", file=sys.stderr, flush=True)
