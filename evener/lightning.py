@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from evener.errors import RequestError
+from evener.torch_split.model_checks import check_normalization
 from evener.torch_split.pass_loader import PassLoader
 from evener.torch_split.pass_sampler import PassSampler
 from evener.torch_split.sampler import UnevenBatchSampler
@@ -50,6 +51,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._accumulated = self._accumulated or trainer.accumulate_grad_batches
             trainer.accumulate_grad_batches = self._accumulated * self._passes
         super().setup(trainer)
+        if trainer.state.fn == "fit":  # layers are those that train only now
+            rows = max(-(-share // self._passes) for share in self._split.shares)
+            check_normalization(self.model, "loss", self._split.world, rows if self._passes > 1 else None)
 
     def _check(self, trainer: Any) -> None:
         if trainer._accelerator_connector.use_distributed_sampler:

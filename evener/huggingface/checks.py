@@ -7,6 +7,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.errors import RequestError
+from evener.torch_split.model_checks import is_sharded
 
 TOKEN_MEANS = (
     "transformers.trainer",
@@ -64,7 +65,21 @@ def check_setup(trainer: Any) -> None:
 
 def needs_equal_passes(trainer: Any) -> bool:
     """Whether ranks meet in every pass: FSDP gathers weights there, TRL's trainers their metrics."""
-    return bool(trainer.is_fsdp_enabled) or any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__)
+    if trainer.is_fsdp_enabled or is_sharded(trainer.model):
+        return True
+    return any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__)
+
+
+def check_experts(model: Any) -> None:
+    """RequestError for an auxiliary loss of experts, where a step is several passes."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "output_router_logits", False) and getattr(text, "router_aux_loss_coef", 0.0):
+        raise RequestError(
+            "The model adds an auxiliary loss of its experts to each pass: it would count once for every pass, and"
+            " depend on the rows in it.",
+            "Set model.config.output_router_logits=False, or router_aux_loss_coef=0.0.",
+        )
 
 
 def check_loss(trainer: Any, batches: list[Any], items: Any) -> None:

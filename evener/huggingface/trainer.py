@@ -20,7 +20,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 
 from evener.errors import RequestError
-from evener.huggingface.checks import check_loss, check_setup, check_trainer_class, needs_equal_passes
+from evener.huggingface.checks import check_experts, check_loss, check_setup, check_trainer_class, needs_equal_passes
 from evener.live import Reporter
 from evener.plan import Plan
 from evener.torch_split.loader import count_rows
@@ -63,6 +63,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     _plan_options: dict[str, Any]
     args: Any
     state: Any
+    _tr_loss: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -72,6 +73,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         if is_cpu(shares.share):
             settle(device, shares.share)
         self._shares: RankShares = shares.with_equal_passes() if needs_equal_passes(self) else shares
+        if sum(self._shares.passes) > 1:
+            check_experts(self.model)
         self._accumulated: int = self.args.gradient_accumulation_steps  # global batches of an optimizer step
         passes = self._shares.passes[self._shares.rank]
         self.args = copy.copy(self.args)  # the user's own stay as they are
@@ -195,6 +198,11 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             tokens = torch.tensor(self._tokens, device=self.args.device, dtype=torch.int64)
             self.state.num_input_tokens_seen += int(self.accelerator.gather(tokens).sum())
             self._tokens = 0
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """What wasn't logged yet is the mean over ranks too: the trainer takes the first rank's own."""
+        self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
+        return super()._finalize_training(*args, **kwargs)
 
     # ------------------------------------------------------------------ checkpoints
 

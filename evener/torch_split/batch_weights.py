@@ -104,10 +104,11 @@ class BatchWeights:
         models = list(self.models if given is None else given)
         if len(self._shares) == 1 or not in_passes:
             return models
-        if any(map(model_checks.is_sharded, models)):
+        if any(map(model_checks.is_sharded, models)) and not self._has_equal_passes():
             raise RequestError(
-                "FSDP gathers weights in each pass, and rows dealt by length make different numbers of passes.",
-                "Use DistributedDataParallel, or leave lengths out.",
+                "FSDP gathers weights in each pass, and the ranks have different numbers of passes in this batch.",
+                "Use DistributedDataParallel, or a plan without passes (evener balance --micro off) and no lengths; if"
+                " only the last batch is short, drop_last=True.",
             )
         if not models:
             raise RequestError(
@@ -120,6 +121,13 @@ class BatchWeights:
                 "Leave static_graph out of split.wrap.",
             )
         return models
+
+    def _has_equal_passes(self) -> bool:
+        """Whether all ranks take as many passes for the batch whose parts are computed."""
+        batch = self._open
+        if batch is None or batch.origin.dealt:
+            return False
+        return len({max(1, count_passes(*each)) for each in zip(batch.sizes, self._micros, strict=True)}) == 1
 
     def close_parts(self) -> None:
         """All passes of a batch are computed."""

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from evener.errors import RequestError
 
+_ENGINES = {"DeepSpeedEngine": "DeepSpeed", "MegatronEngine": "Megatron-LM", "FullyShardedDataParallel": "FSDP1"}
 _frozen_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> handle
 
 
@@ -30,9 +31,28 @@ def find_ddp(model: Any) -> Any:
 
 
 def is_sharded(model: Any) -> bool:
-    """Whether FSDP shards its parameters."""
-    kinds = {"FSDPModule", "FullyShardedDataParallel"}
-    return any(kind.__name__ in kinds for module in model.modules() for kind in type(module).__mro__)
+    """Whether FSDP2 shards its parameters."""
+    return "FSDPModule" in _class_names(model)
+
+
+def check_exchange(model: Any) -> None:
+    """RequestError if another library exchanges the gradients, or the parts of a row."""
+    names = _class_names(model)
+    for name, library in _ENGINES.items():
+        if name in names:
+            raise RequestError(
+                f"{library} takes its own mean of gradients over ranks, which a plan can't weigh.",
+                "Use DistributedDataParallel, or FSDP2 (fully_shard) with Split(..., weigh='loss').",
+            )
+    if not is_sharded(model) and any(type(each.data).__name__ == "DTensor" for each in model.parameters()):
+        raise RequestError(
+            "The model is in tensor parallelism, which puts several ranks on one row.",
+            "Use DistributedDataParallel, or FSDP2 (fully_shard) with Split(..., weigh='loss').",
+        )
+
+
+def _class_names(model: Any) -> set[str]:
+    return {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
 
 
 def check_not_inside_ddp() -> None:

@@ -35,7 +35,7 @@ from evener.torch_split.dealt_batch import DealtBatch
 from evener.torch_split.gather import gather_rows
 from evener.torch_split.length_sampler import LengthSampler, check_dealt
 from evener.torch_split.loader import Loader, check_options, count_rows, warn_of_short_batches
-from evener.torch_split.model_checks import check_normalization, find_ddp, is_sharded
+from evener.torch_split.model_checks import check_exchange, check_normalization, find_ddp, is_sharded
 from evener.torch_split.model_digest import model_digest
 from evener.torch_split.parts import Part, in_turn, make_parts, weigh_by_count
 from evener.torch_split.process import choose_device, find_stand, join, settle, visible_gpus
@@ -202,6 +202,7 @@ class Split:
             if self._weights.in_passes:
                 self._weights.follow(moved)
             return moved
+        check_exchange(module)
         if is_sharded(module):
             return self._follow_sharded(model)
         ddp = find_ddp(module)
@@ -214,11 +215,6 @@ class Split:
         return made
 
     def _follow_sharded(self, model: Model) -> Model:
-        if self._weights.in_passes:
-            raise RequestError(
-                "FSDP gathers weights in each pass, and the ranks have different numbers of passes.",
-                "Make a plan without passes (evener balance --micro off), or use DistributedDataParallel.",
-            )
         if self.weigh == "gradients":
             raise RequestError(
                 "FSDP shards the model, and its mean over ranks can't be weighted.",

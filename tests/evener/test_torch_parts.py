@@ -245,6 +245,18 @@ def test_models_whose_passes_would_wait_for_each_other_are_refused(one_rank_of_t
         next(split.parts(batch, models=[model]))
 
 
+@pytest.mark.parametrize(
+    ("kind", "library"),
+    [("DeepSpeedEngine", "DeepSpeed"), ("MegatronEngine", "Megatron-LM"), ("FullyShardedDataParallel", "FSDP1")],
+)
+def test_a_model_whose_gradients_another_library_exchanges_is_refused(
+    one_rank_of_two: Split, kind: str, library: str
+) -> None:
+    engine = type(kind, (torch.nn.Linear,), {})
+    with pytest.raises(RequestError, match=f"{library} takes its own mean of gradients.*FSDP2"):
+        one_rank_of_two.wrap(torch.nn.Sequential(engine(3, 1)))
+
+
 def test_gradients_are_exchanged_in_the_last_pass_only(one_rank_of_two: Split) -> None:
     """Of all wrapped models, or of those that are given; an outer no_sync holds."""
     split = one_rank_of_two

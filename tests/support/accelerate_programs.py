@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from tests.support.huggingface_programs import SEED, Ordered
+from evener.errors import EvenerError
+from evener.torch_split import Split
+from tests.support.huggingface_programs import SEED, Ordered, make_plan
 from tests.support.lightning_programs import EPOCHS, points
 
 ROWS = 45
@@ -60,11 +67,12 @@ LOOPS: dict[str, Callable[..., None]] = {
     "prepared": plain,  # the split's loader too: accelerate leaves it as it is
     "accumulated": accumulated,
     "in passes": in_passes,
+    "resumed": plain,
 }
 
 
-def train(name: str, split: Any = None) -> dict[str, Any]:
-    """By a split, or in one process without."""
+def train(name: str, split: Any = None, folder: str = "") -> dict[str, Any]:
+    """By a split, or in one process without; "resumed" in two halves, the second from a saved state."""
     window = WINDOW if name == "accumulated" else 1
     options = GradientAccumulationPlugin(num_steps=window, sync_with_dataloader=False)
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=options)
@@ -76,11 +84,33 @@ def train(name: str, split: Any = None) -> dict[str, Any]:
         model, loader = split.wrap(model), split.loader(points(ROWS), seed=SEED)
     if name == "prepared":
         loader = accelerator.prepare(loader)
-    for epoch in range(EPOCHS):
+    if name == "resumed" and split is not None:
+        halve(accelerator, model, optimizer, loader, split, folder)
+    for epoch in range(1 if name == "resumed" and split is not None else 0, EPOCHS):
         sampler.set_epoch(epoch)
         LOOPS[name](accelerator, model, optimizer, loader, split)
+    found = {"weights": [tensor.detach().clone() for tensor in module.state_dict().values()]}
+    found["predicted"] = predict(accelerator, model)
     accelerator.free_memory()
-    return {"weights": [tensor.detach().clone() for tensor in module.state_dict().values()]}
+    return found
+
+
+def halve(accelerator: Any, model: Any, optimizer: Any, loader: Any, split: Any, folder: str) -> None:
+    """An epoch of which the second half is computed twice, the first time in vain."""
+    accelerator.register_for_checkpointing(loader)
+    plain(accelerator, model, optimizer, islice(loader, 3), split)
+    accelerator.save_state(folder)
+    plain(accelerator, model, optimizer, loader, split)
+    accelerator.load_state(folder)
+    plain(accelerator, model, optimizer, loader, split)
+
+
+def predict(accelerator: Any, model: Any) -> torch.Tensor:
+    """Of rows that don't go evenly into batches or ranks, by a loader that accelerate shares out."""
+    loader = accelerator.prepare(DataLoader(points(21), batch_size=4))
+    model.eval()
+    with torch.no_grad():
+        return torch.cat([accelerator.gather_for_metrics(model(inputs)) for inputs, _ in loader])
 
 
 def refuse(split: Any) -> str:
@@ -89,10 +119,67 @@ def refuse(split: Any) -> str:
     module = network()
     data = DataLoader(points(ROWS), batch_size=4)
     model, optimizer, loader = accelerator.prepare(module, torch.optim.AdamW(module.parameters()), data)
+    found = sentence(lambda: plain(accelerator, split.wrap(model), optimizer, loader, split))
+    accelerator.free_memory()
+    return found
+
+
+def train_sharded(split: Any = None, drop_last: bool = True) -> dict[str, Any]:
+    """FSDP2 with AdamW and clipping, in passes."""
+    model: Any = network()
+    if split is not None:
+        for part in (*model, model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (split.world,)))
+        model = split.wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    loader: Any = DataLoader(points(ROWS), batch_sampler=Ordered(ROWS, drop_last=drop_last))
+    loader = loader if split is None else split.loader(points(ROWS), seed=SEED, drop_last=drop_last)
+    for _ in range(EPOCHS):
+        for batch in loader:
+            for part in [None] if split is None else split.parts(batch):
+                inputs, targets = batch if part is None else part.batch
+                loss = torch.nn.functional.mse_loss(model(inputs), targets)
+                loss.backward() if part is None else part.backward(loss)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        loader.batch_sampler.set_epoch(loader.batch_sampler.epoch + 1) if split is None else None
+    weights = [tensor.detach().clone() for tensor in model.state_dict().values()]
+    return {"weights": [each.full_tensor() if split is not None else each for each in weights]}
+
+
+def refuse_parallel(split: Any) -> str:
+    """The sentence for a model in tensor parallelism."""
+    model = parallelize_module(network(), init_device_mesh("cpu", (split.world,)), {"0": ColwiseParallel()})
+    return sentence(lambda: split.wrap(model))
+
+
+def sentence(called: Callable[[], Any]) -> str:
+    """The error that it ends with; empty if it doesn't."""
     try:
-        plain(accelerator, split.wrap(model), optimizer, loader, split)
-    except Exception as error:
+        called()
+    except EvenerError as error:
         return str(error)
-    finally:
-        accelerator.free_memory()
     return ""
+
+
+def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> None:
+    """Every loop as one rank; under a plan with passes those that know of them."""
+    torch.set_num_threads(1)
+    plan = make_plan(shares, micros)
+    names = list(LOOPS) if shares == micros else ["in passes"]
+    found: dict[str, Any] = {name: train(name, Split(plan), str(folder / "state")) for name in names}
+    found["parallel"] = refuse_parallel(Split(plan))
+    if shares == micros:
+        found["refused"] = refuse(Split(plan))
+        sharded = make_plan(shares, [-(-share // 2) for share in shares])
+        found["sharded in passes"] = train_sharded(Split(sharded, weigh="loss"))
+        found["a short batch"] = sentence(lambda: train_sharded(Split(sharded, weigh="loss"), drop_last=False))
+    torch.save(found, folder / f"{rank}.pt")
+
+
+def reference_all(folder: Path, rank: int) -> None:
+    """Every loop in one process."""
+    torch.set_num_threads(1)
+    found = {name: train(name) for name in LOOPS}
+    torch.save({**found, "sharded in passes": train_sharded()}, folder / f"{rank}.pt")

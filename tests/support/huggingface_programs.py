@@ -1,26 +1,29 @@
-"""Trainings by transformers' and TRL's trainers that one process and several ranks must end with the same weights.
+"""Trainings by transformers' Trainer that one process and several ranks must end with the same weights.
 
-    RANK=0 WORLD_SIZE=2 ... python huggingface_programs.py result.pt SHARE[:MICRO] ...
-
-The script trains every program by `with_plan`; `reference` trains it with the bare trainer in one process, with nothing
-of the adapter but the order of rows.
+Ranks train by `with_plan`; a reference is trained by the bare trainer in one process, with nothing of the adapter but
+the order of rows. tests/support/rank_server.py runs the functions that take a folder and a rank.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+import torch._dynamo  # so that ranks needn't
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from evener.costs import Cost
 from evener.huggingface import with_plan
 from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
+from evener.torch_split.row_order import RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
 
 GLOBAL_BATCH = 8
@@ -35,20 +38,30 @@ class Program(msgspec.Struct, frozen=True):
     rows: int = 41  # five full batches and one of a single row
     arguments: dict[str, Any] = {}
     resume_after: int = 0  # steps: stop there, and go on from the checkpoint
+    three_ranks: bool = False  # also in passes by three
+    sharded: bool = False
+    by_cost: bool = False
 
 
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 0.5}
+COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 PROGRAMS = {
-    "tokens": Program(arguments=ADAM),
-    "tokens, 45 rows, cosine": Program(rows=45, arguments={**ADAM, "lr_scheduler_type": "cosine"}),
-    "tokens, accumulated": Program(rows=45, arguments={**ADAM, "gradient_accumulation_steps": 2}),
+    "tokens": Program(arguments=ADAM, three_ranks=True),
+    "tokens, accumulated, cosine": Program(
+        rows=45, arguments={**ADAM, "lr_scheduler_type": "cosine", "gradient_accumulation_steps": 2}
+    ),
     "tokens by length": Program(rows=45, arguments={**ADAM, "train_sampling_strategy": "group_by_length"}),
     "rows": Program("plain", arguments=ADAM),
     "rows, accumulated, drop last": Program(
-        "plain", 45, {**ADAM, "gradient_accumulation_steps": 2, "dataloader_drop_last": True}
+        "plain", 45, {**ADAM, "gradient_accumulation_steps": 2, "dataloader_drop_last": True}, three_ranks=True
     ),
+    "rows, compiled": Program("plain", 21, {**ADAM, **COMPILED}),
     "rows by a compute_loss": Program("own loss", 45, ADAM),
-    "resumed": Program(rows=45, arguments=ADAM, resume_after=8),
+    "bf16": Program("float32", 21, {**ADAM, "optim": "sgd", "bf16": True}),
+    "resumed": Program(rows=45, arguments=ADAM, resume_after=8, three_ranks=True),
+    "tokens by cost": Program(rows=45, arguments={**ADAM, "gradient_accumulation_steps": 2}, by_cost=True),
+    "rows by cost": Program("own loss", 41, ADAM, by_cost=True),
+    "tokens, FSDP2": Program(rows=45, arguments=ADAM, sharded=True),
 }
 
 
@@ -98,7 +111,8 @@ class Plain(torch.nn.Module):
         self.layers = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": torch.nn.functional.mse_loss(self.layers(x), y)}
+        predicted = self.layers(x)
+        return {"loss": torch.nn.functional.mse_loss(predicted, y), "predicted": predicted}
 
 
 class OwnLoss(Trainer):
@@ -129,7 +143,7 @@ class OrderedLoader(DataLoader[Any]):
         self.batch_sampler.set_epoch(epoch)
 
 
-def make_plan(batches: tuple[int, ...], micros: tuple[int, ...] | None = None) -> Plan:
+def make_plan(batches: Sequence[int], micros: Sequence[int] | None = None) -> Plan:
     """A plan for CPU slices."""
     devices = tuple(Share(f"cpu-{i}-of-{len(batches)}", i, "a device", 0, 0.0) for i in range(len(batches)))
     kind: Any = "split" if len(batches) > 1 else "solo"
@@ -139,12 +153,31 @@ def make_plan(batches: tuple[int, ...], micros: tuple[int, ...] | None = None) -
         framework="torch",
         precision="float32",
         xla=False,
-        layout=make_layout(kind, devices, batches, micros=micros),
+        layout=make_layout(kind, devices, tuple(batches), micros=tuple(micros) if micros else None),
         throughput=Throughput(100.0, 99.0, 101.0),
         evidence=(),
         search=SearchSummary(1, 0, 1.0, 0, "test"),
         fingerprint=Fingerprint((), "", {}, ""),
     )
+
+
+def plan_by_cost(plan: Plan) -> Plan:
+    """Its shares, each with a device as fast as its rows say, on which a pass costs as much as a few tokens."""
+    shares = tuple(
+        msgspec.structs.replace(
+            share, micro=share.batch, cost=Cost(3 / share.batch, 1 / share.batch, 0.01 / share.batch), tokens=40
+        )
+        for share in plan.layout.share
+    )
+    return msgspec.structs.replace(plan, layout=msgspec.structs.replace(plan.layout, share=shares))
+
+
+def tiny_llama(kind: Any = LlamaForCausalLM, **options: Any) -> Any:
+    """One layer; the same weights each time."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    return kind(LlamaConfig(vocab_size=WORDS, **sizes, **heads, **options))
 
 
 def compute_in_float64(model: Any) -> Any:
@@ -168,19 +201,10 @@ def token_loss(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: An
 
 def make_parts(program: Program) -> dict[str, Any]:
     """Model, data and collator of a program."""
-    torch.manual_seed(0)
     if program.model == "plain":
+        torch.manual_seed(0)
         return {"model": Plain(), "train_dataset": Points(program.rows)}
-    config = LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-    )
-    model = compute_in_float64(LlamaForCausalLM(config))
+    model = tiny_llama() if program.model == "float32" else compute_in_float64(tiny_llama())
     return {"model": model, "train_dataset": Texts(program.rows), "data_collator": pad_texts}
 
 
@@ -202,70 +226,89 @@ def make_arguments(program: Program, folder: str, **changes: Any) -> TrainingArg
     }
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         options["ddp_backend"] = "gloo"
-    return TrainingArguments(folder, **{**options, **program.arguments, **changes})
+    if program.sharded:
+        options |= {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
+    made = TrainingArguments(folder, **{**options, **program.arguments, **changes})
+    if program.sharded and made.device:  # accelerate shards on GPUs only: it takes these CPUs for some
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return made
 
 
 def describe(trainer: Any, output: Any) -> dict[str, Any]:
     """What a training ended with."""
+    weights = [tensor.detach().clone() for tensor in trainer.model.state_dict().values()]
     return {
-        "weights": [tensor.detach().clone() for tensor in trainer.model.state_dict().values()],
+        "weights": [tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for tensor in weights],
         "losses": [round(entry["loss"], 6) for entry in trainer.state.log_history if "loss" in entry],
+        "mean loss": output.training_loss,
         "steps": trainer.state.global_step,
         "tokens": trainer.state.num_input_tokens_seen,
-        "samples": round(output.metrics["train_samples_per_second"] * output.metrics["train_runtime"], 1),
+        "samples": output.metrics["train_samples_per_second"] * output.metrics["train_runtime"],
         "total": trainer.get_total_train_batch_size(trainer.args),
+        "predicted": predict(trainer),
     }
 
 
-def train(program: Program, plan: Plan, folder: str, resumed_by: Plan | None = None) -> dict[str, Any]:
-    """By the adapter; if it stops on the way, the rest is trained by `resumed_by`."""
-    kind = with_plan(OwnLoss if program.model == "own loss" else Trainer, plan)
+def predict(trainer: Any) -> Any:
+    """Of rows that don't go evenly into batches or ranks."""
+    if not isinstance(trainer.train_dataset, Points) or trainer.args.dataloader_drop_last:
+        return None
+    return torch.tensor(trainer.predict(Points(21)).predictions)
+
+
+def choose_class(program: Program) -> Any:
+    """The trainer class of a program."""
+    return OwnLoss if program.model == "own loss" else Trainer
+
+
+def train(program: Program, plan: Plan, folder: Path, resumed_by: Plan) -> dict[str, Any]:
+    """By the adapter; if it stops on the way, the rest is trained by `resumed_by`, unless a checkpoint is there."""
+    kind, path = with_plan(choose_class(program), plan_by_cost(plan) if program.by_cost else plan), str(folder)
+    checkpoint = folder / f"checkpoint-{program.resume_after}"
     if not program.resume_after:
-        trainer = kind(args=make_arguments(program, folder), **make_parts(program))
+        trainer = kind(args=make_arguments(program, path), **make_parts(program))
         return describe(trainer, trainer.train())
-    saves = {"save_strategy": "steps", "save_steps": program.resume_after}
-    trainer = kind(args=make_arguments(program, folder, **saves), **make_parts(program))
-    trainer.train()
-    again = with_plan(Trainer, resumed_by or plan)(args=make_arguments(program, folder), **make_parts(program))
-    return describe(again, again.train(resume_from_checkpoint=f"{folder}/checkpoint-{program.resume_after}"))
+    if not checkpoint.exists():
+        saves = {"save_strategy": "steps", "save_steps": program.resume_after, "max_steps": program.resume_after}
+        kind(args=make_arguments(program, path, **saves), **make_parts(program)).train()
+    again = with_plan(Trainer, resumed_by)(args=make_arguments(program, path), **make_parts(program))
+    return describe(again, again.train(resume_from_checkpoint=str(checkpoint)))
 
 
 def reference(program: Program) -> dict[str, Any]:
     """By the bare trainer in this process, in the order of rows that the adapter has."""
-    base = OwnLoss if program.model == "own loss" else Trainer
 
-    class Reference(base):  # type: ignore[misc, valid-type]
+    class Reference(choose_class(program)):  # type: ignore[misc]
         def get_train_dataloader(self) -> DataLoader[Any]:
-            own = self._get_train_sampler(self.train_dataset)
+            own: Any = self._get_train_sampler(self.train_dataset)
             order = None
             if type(own).__name__ == "LengthGroupedSampler":
-                from evener.torch_split.row_order import RowOrder
-
                 own.batch_size = GLOBAL_BATCH
                 order = RowOrder(own, program.rows, SEED)
             sampler = Ordered(program.rows, drop_last=self.args.dataloader_drop_last, order=order)
             return OrderedLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator)
 
+    whole = msgspec.structs.replace(program, sharded=False)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = make_arguments(program, folder, per_device_train_batch_size=GLOBAL_BATCH)
+        arguments = make_arguments(whole, folder, per_device_train_batch_size=GLOBAL_BATCH)
         trainer = Reference(args=arguments, **make_parts(program))
         return describe(trainer, trainer.train())
 
 
-def main() -> None:
-    """Train every program as one rank."""
+def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> None:
+    """Every program as one rank; three ranks go on from the checkpoints of two."""
     torch.set_num_threads(1)
-    result, *given = sys.argv[1:]
-    pairs = [tuple(map(int, one.split(":"))) for one in given]
-    plan = make_plan(tuple(pair[0] for pair in pairs), tuple(pair[-1] for pair in pairs))
-    other = make_plan(tuple(pair[0] for pair in reversed(pairs)))
-    folder = Path(result).parent
-    found = {
-        name: train(program, plan, str(folder / name.replace(",", "").replace(" ", "_")), other)
+    plan, other = make_plan(shares, micros), make_plan(shares[::-1])
+    found: dict[str, Any] = {
+        name: train(program, plan, folder.parent / "checkpoints" / name, other)
         for name, program in PROGRAMS.items()
+        if len(shares) == 2 or program.three_ranks
     }
-    torch.save(found, result)
+    found["threads"] = {str(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")}
+    torch.save(found, folder / f"{rank}.pt")
 
 
-if __name__ == "__main__":
-    main()
+def reference_all(folder: Path, rank: int) -> None:
+    """Every program in one process."""
+    torch.set_num_threads(1)
+    torch.save({name: reference(program) for name, program in PROGRAMS.items()}, folder / f"{rank}.pt")

@@ -1,13 +1,12 @@
-"""Trainings by Lightning that one process and several ranks must end with the same weights.
+"""Trainings by Lightning that one process and several ranks must end with the same weights, and what is refused.
 
-RANK=0 WORLD_SIZE=2 ... python lightning_programs.py result.pt SHARE[:MICRO] ...
+tests/support/rank_server.py runs the functions that take a folder and a rank.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
-from importlib import import_module
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import msgspec
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from evener.errors import EvenerError
 from evener.torch_split import Split
 from tests.support.huggingface_programs import SEED, Ordered, Points, make_plan
 
@@ -34,7 +34,7 @@ class Program(msgspec.Struct, frozen=True):
 
 PROGRAMS = {
     "plain": Program(options={"gradient_clip_val": 0.5}),
-    "accumulated": Program(45, {"accumulate_grad_batches": 2}),
+    "accumulated": Program(45, {"accumulate_grad_batches": 2, "precision": "64-true"}),
     "validated": Program(45, validate=True),
     "manual": Program(manual=True),
     "resumed": Program(45, resume_after=8),
@@ -44,10 +44,11 @@ PROGRAMS = {
 class Module(pl.LightningModule):
     """Two layers; logs its loss over the epoch."""
 
-    def __init__(self, manual: bool) -> None:
+    def __init__(self, manual: bool, normalize: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
+        between = torch.nn.BatchNorm1d(7) if normalize else torch.nn.Tanh()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(5, 7), between, torch.nn.Linear(7, 1)).double()
         self.automatic_optimization = not manual
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -76,13 +77,9 @@ def points(rows: int) -> TensorDataset:
 def make_trainer(program: Program, folder: str, **options: Any) -> pl.Trainer:
     """A quiet trainer on CPUs."""
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    saves = {"enable_checkpointing": False, "num_sanity_val_steps": 0, "default_root_dir": folder}
-    return pl.Trainer(
-        accelerator="cpu",
-        max_epochs=EPOCHS,
-        use_distributed_sampler=False,
-        **{**quiet, **saves, **program.options, **options},
-    )
+    saves = {"enable_checkpointing": False, "num_sanity_val_steps": 0}
+    own = {"max_epochs": EPOCHS, "use_distributed_sampler": False, "default_root_dir": folder}
+    return pl.Trainer(accelerator="cpu", **{**quiet, **saves, **own, **program.options, **options})
 
 
 def describe(module: Module, trainer: pl.Trainer) -> dict[str, Any]:
@@ -101,6 +98,8 @@ def train(program: Program, split: Any, folder: str) -> dict[str, Any]:
         loader = split.loader(points(program.rows), seed=SEED)
         held_out = split.loader(points(16), shuffle=False, training=False) if program.validate else None
         trainer.fit(module, loader, held_out, ckpt_path=path)
+        if held_out is not None:
+            trainer.validate(module, held_out, verbose=False)
         return module, trainer
 
     if not program.resume_after:
@@ -118,6 +117,8 @@ def reference(program: Program) -> dict[str, Any]:
         loader = DataLoader(points(program.rows), batch_sampler=Epochs(program.rows))
         held_out = DataLoader(points(16), batch_size=8) if program.validate else None
         trainer.fit(module, loader, held_out)
+        if held_out is not None:
+            trainer.validate(module, held_out, verbose=False)
         return describe(module, trainer)
 
 
@@ -129,26 +130,48 @@ class Epochs(Ordered):
         return self
 
 
-def main() -> None:
-    """Train every program as one rank."""
+def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> None:
+    """Every program as one rank, but manual optimization in passes."""
     torch.set_num_threads(1)
-    result, *given = sys.argv[1:]
-    pairs = [tuple(map(int, one.split(":"))) for one in given]
-    split = Split(make_plan(tuple(pair[0] for pair in pairs), tuple(pair[-1] for pair in pairs)))
-    passes = any(share != micro for share, micro in zip(split.shares, split.micros, strict=True))
-    found: dict[str, Any] = {
-        name: train(program, split, str(Path(result).parent / name))
+    split = Split(make_plan(shares, micros))
+    found = {
+        name: train(program, split, str(folder / name))
         for name, program in PROGRAMS.items()
-        if not (program.manual and passes)
+        if not (program.manual and shares != micros)
     }
-    accelerate = import_module("tests.support.accelerate_programs")  # which has rows and epochs from here
-    split = Split(split.plan)  # as loops of one's own have it
-    for name in accelerate.LOOPS:
-        if name == "in passes" or not passes:
-            found[f"accelerate, {name}"] = accelerate.train(name, split)
-    found["accelerate, refused"] = accelerate.refuse(split)
-    torch.save(found, result)
+    torch.save(found, folder / f"{rank}.pt")
 
 
-if __name__ == "__main__":
-    main()
+def reference_all(folder: Path, rank: int) -> None:
+    """Every program in one process."""
+    torch.set_num_threads(1)
+    torch.save({name: reference(program) for name, program in PROGRAMS.items()}, folder / f"{rank}.pt")
+
+
+def refuse_all(folder: Path, rank: int) -> None:
+    """What is refused, or said, of a share in two passes; and whether a second training is as the first."""
+    split = Split(make_plan((8,), (4,)))
+
+    def fit(module: Module, loader: Any = None, **options: Any) -> str:
+        trainer = make_trainer(Program(), str(folder), strategy=split.strategy(), devices=1, max_epochs=1, **options)
+        data = split.loader(points(16)) if loader is None else loader
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                trainer.fit(module, data)
+            except EvenerError as error:
+                return str(error)
+        return " ".join(str(each.message) for each in said)
+
+    found: dict[str, Any] = {
+        "manual": fit(Module(True)),
+        "another loader": fit(Module(False), DataLoader(points(16), batch_size=8)),
+        "shared out again": fit(Module(False), use_distributed_sampler=True),
+        "normalized": fit(Module(False, normalize=True)),
+        "accumulated": [],
+    }
+    trainer = make_trainer(Program(), str(folder), strategy=split.strategy(), devices=1, accumulate_grad_batches=2)
+    for _ in range(2):
+        trainer.fit(Module(False), split.loader(points(16)))
+        found["accumulated"].append(trainer.accumulate_grad_batches)
+    torch.save(found, folder / f"{rank}.pt")

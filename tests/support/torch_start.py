@@ -17,25 +17,23 @@ def free_port() -> int:
         return port
 
 
+def rank_environment(gpus: bool = False) -> dict[str, str]:
+    """What every rank sees, whatever its number."""
+    root, given = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
+    common = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    common["PYTHONPATH"] = os.pathsep.join(filter(None, [root, given]))
+    return common if gpus else {**common, "CUDA_VISIBLE_DEVICES": ""}
+
+
 def run_ranks(
     script: Path, world: int, arguments: Callable[[int], Sequence[str]], folder: Path, gpus: bool = False
 ) -> None:
     """Run `script` in `world` processes, each with the arguments of its rank; AssertionError if one fails."""
-    common: dict[str, object] = {
-        "WORLD_SIZE": world,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-        "OMP_NUM_THREADS": 1,
-        "EVENER_LIVE_DIR": folder / "live",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
-    }
-    if not gpus:
-        common["CUDA_VISIBLE_DEVICES"] = ""
+    places = {"WORLD_SIZE": str(world), "MASTER_PORT": str(free_port()), "EVENER_LIVE_DIR": str(folder / "live")}
     children = []
     for rank in range(world):
-        place = {**common, "RANK": rank, "LOCAL_RANK": rank}
-        environment = {**os.environ, **{key: str(value) for key, value in place.items()}}
+        place = {**rank_environment(gpus), **places, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         command = [sys.executable, "-W", "ignore", str(script), *arguments(rank)]
-        children.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        children.append(subprocess.Popen(command, env={**os.environ, **place}, stderr=subprocess.PIPE, text=True))
     errors = [child.communicate(timeout=240)[1] for child in children]
     assert [child.returncode for child in children] == [0] * world, "\n".join(errors)

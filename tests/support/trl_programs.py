@@ -1,12 +1,8 @@
-"""The same for TRL's trainers and adapters of PEFT; see tests/support/huggingface_programs.py.
-
-RANK=0 WORLD_SIZE=2 ... python trl_programs.py result.pt SHARE[:MICRO] ...
-"""
+"""The same for TRL's trainers and adapters of PEFT; see tests/support/huggingface_programs.py."""
 
 from __future__ import annotations
 
 import copy
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,11 +14,20 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from evener.huggingface import with_plan
-from tests.support.huggingface_programs import ADAM, GLOBAL_BATCH, SEED, WORDS, Ordered, OrderedLoader, make_plan
+from tests.support.huggingface_programs import (
+    ADAM,
+    GLOBAL_BATCH,
+    SEED,
+    WORDS,
+    Ordered,
+    OrderedLoader,
+    make_plan,
+    tiny_llama,
+)
 
 ROWS = 21  # two full batches and one of five rows
 KINDS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
@@ -57,25 +62,14 @@ def make_rows(kind: str) -> Dataset:
 
 def make_parts(kind: str, folder: str, **changes: Any) -> dict[str, Any]:
     """What the trainer of a program is made of."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=1,
-        num_labels=1,
-    )
-    model = (LlamaForSequenceClassification if kind == "reward" else LlamaForCausalLM)(config).double()
+    head = LlamaForSequenceClassification if kind == "reward" else LlamaForCausalLM
+    model = tiny_llama(head, pad_token_id=1, num_labels=1).double()
     _, options, more = KINDS[kind]
     arguments = options(
         folder,
         use_cpu=True,
         bf16=False,
-        num_train_epochs=2,
+        num_train_epochs=1,
         lr_scheduler_type="constant",
         report_to=[],
         save_strategy="no",
@@ -114,19 +108,18 @@ def reference(kind: str) -> dict[str, Any]:
         return describe(trainer)
 
 
-def main() -> None:
-    """Train every program as one rank."""
+def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> None:
+    """Every program as one rank."""
     torch.set_num_threads(1)
-    result, *given = sys.argv[1:]
-    pairs = [tuple(map(int, one.split(":"))) for one in given]
-    plan = make_plan(tuple(pair[0] for pair in pairs), tuple(pair[-1] for pair in pairs))
-    found = {}
+    plan, found = make_plan(shares, micros), {}
     for kind, (trainer_class, _, _) in KINDS.items():
-        trainer = with_plan(trainer_class, plan)(**make_parts(kind, str(Path(result).parent / kind[:3])))
+        trainer = with_plan(trainer_class, plan)(**make_parts(kind, str(folder / kind[:3])))
         trainer.train()
         found[kind] = describe(trainer)
-    torch.save(found, result)
+    torch.save(found, folder / f"{rank}.pt")
 
 
-if __name__ == "__main__":
-    main()
+def reference_all(folder: Path, rank: int) -> None:
+    """Every program in one process."""
+    torch.set_num_threads(1)
+    torch.save({kind: reference(kind) for kind in KINDS}, folder / f"{rank}.pt")

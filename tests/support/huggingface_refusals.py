@@ -1,0 +1,112 @@
+"""What a Trainer by a plan refuses, or leaves as it was, in one process; see tests/support/huggingface_programs.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM, Trainer
+
+from evener.errors import EvenerError
+from evener.huggingface import with_plan
+from evener.huggingface.checks import check_setup
+from tests.support.huggingface_programs import OwnLoss, Program, make_arguments, make_parts, make_plan
+
+SMALL = Program(rows=12)
+
+
+def sentence(called: Callable[[], Any]) -> str:
+    """The error that it ends with; empty if it doesn't."""
+    try:
+        called()
+    except EvenerError as error:
+        return str(error)
+    return ""
+
+
+def refuse_training(folder: Path, kind: Any = Trainer, model: Any = None, micro: int = 8, **arguments: Any) -> str:
+    """The sentence that ends a training before its first step."""
+    parts = make_parts(SMALL)
+    parts["model"] = model or parts["model"]
+    before = [tensor.clone() for tensor in parts["model"].parameters()]
+    chosen = make_arguments(SMALL, str(folder / "refused"), **arguments)
+    found = sentence(lambda: with_plan(kind, make_plan((8,), (micro,)))(args=chosen, **parts).train())
+    assert not found or all(map(torch.equal, before, parts["model"].parameters()))
+    return found
+
+
+def refuse_setup(**changes: Any) -> str:
+    """The sentence for a trainer of which these are otherwise; the hardware and packages for them aren't here."""
+    none = {name: lambda: 1 for name in ("get_tp_size", "get_cp_size", "get_sp_size")}
+    arguments = SimpleNamespace(n_gpu=changes.pop("n_gpu", 1), auto_find_batch_size=False)
+    whole: dict[str, Any] = {"model": torch.nn.Linear(1, 1), "is_deepspeed_enabled": False, "is_fsdp_enabled": False}
+    plugin = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=changes.pop("fsdp_version", 2)))
+    state = SimpleNamespace(state=plugin)
+    return sentence(
+        lambda: check_setup(SimpleNamespace(args=arguments, accelerator=state, **{**whole, **none, **changes}))
+    )
+
+
+def mixture() -> Any:
+    """A mixture of experts with its auxiliary loss."""
+    sizes = {"vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "num_local_experts": 2}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, output_router_logits=True))
+
+
+def in_parallel() -> Any:
+    """A model that is wrapped already."""
+    wrapped = torch.nn.parallel.DistributedDataParallel.__new__(torch.nn.parallel.DistributedDataParallel)
+    torch.nn.Module.__init__(wrapped)
+    return wrapped
+
+
+def refuse_checkpoint(folder: Path) -> dict[str, Any]:
+    """Of another global batch, and the same by `global_batch`."""
+    path, program = str(folder / "saved"), Program(rows=16)
+    arguments = make_arguments(program, path, save_strategy="epoch", num_train_epochs=1)
+    with_plan(Trainer, make_plan((8,)))(args=arguments, **make_parts(program)).train()
+    again, checkpoint = make_arguments(program, path), str(folder / "saved" / "checkpoint-2")
+    smaller = with_plan(Trainer, make_plan((4,)))(args=again, **make_parts(program))
+    same = with_plan(Trainer, make_plan((4,)), global_batch=8)(args=again, **make_parts(program))
+    return {
+        "evener.json": (Path(checkpoint) / "evener.json").read_text(),
+        "another global batch": sentence(lambda: smaller.train(resume_from_checkpoint=checkpoint)),
+        "the same by global_batch": same.train(resume_from_checkpoint=checkpoint).global_step,
+    }
+
+
+def keep_arguments(folder: Path) -> dict[str, Any]:
+    """What the user's arguments are after a trainer was made of them, and the trainer's."""
+    arguments = make_arguments(SMALL, str(folder))
+    trainer = with_plan(Trainer, make_plan((8,), (3,)))(args=arguments, **make_parts(SMALL))
+    both = {"the user's": arguments, "the trainer's": trainer.args}
+    return {who: (each.gradient_accumulation_steps, each.per_device_train_batch_size) for who, each in both.items()}
+
+
+def refuse_all(folder: Path, rank: int) -> None:
+    """Every sentence."""
+    unmarked = type("Unmarked", (OwnLoss,), {"loss_is_scaled_for_ga": None})
+    generates = type("Generates", (Trainer,), {"_generate_and_score_completions": None})
+    found = {
+        "auto_find_batch_size": refuse_training(folder, auto_find_batch_size=True),
+        "a mean over each rank's tokens": refuse_training(folder, average_tokens_across_devices=False),
+        "batch_rebalance": refuse_training(folder, train_sampling_strategy="batch_rebalance"),
+        "an unknown compute_loss": refuse_training(folder, unmarked),
+        "rows that are generated": refuse_training(folder, generates),
+        "no trainer": refuse_training(folder, object),
+        "experts in passes": refuse_training(folder, model=mixture(), micro=4),
+        "experts at once": refuse_training(folder, model=mixture()),
+        "several GPUs": refuse_setup(n_gpu=2),
+        "a wrapped model": refuse_setup(model=in_parallel()),
+        "DeepSpeed": refuse_setup(is_deepspeed_enabled=True),
+        "FSDP1": refuse_setup(is_fsdp_enabled=True, fsdp_version=1),
+        "tensor parallelism": refuse_setup(get_tp_size=lambda: 2),
+        "nothing": refuse_setup(is_fsdp_enabled=True),
+        **refuse_checkpoint(folder),
+        **keep_arguments(folder),
+    }
+    torch.save(found, folder / f"{rank}.pt")

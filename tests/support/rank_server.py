@@ -1,0 +1,98 @@
+"""Ranks that are forked from one process, which imports their frameworks once; run as a script, it is that process.
+
+It imports what trains without computing anything, so a forked rank is as good as a new one and starts at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tests.support.torch_start import free_port, rank_environment
+
+SECONDS = 300  # no rank takes so long, so it hangs
+
+
+class RankServer:
+    """Starts functions of modules as ranks; use it as a context."""
+
+    def __enter__(self) -> RankServer:
+        own = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
+        command = [sys.executable, "-W", "ignore", "-m", "tests.support.rank_server"]
+        root = Path(__file__).parents[2]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process: Any = subprocess.Popen(command, env={**own, **rank_environment()}, cwd=root, text=True, **pipes)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        with self._process:
+            self._process.stdin.close()
+
+    def run(self, function: str, folder: Path, *arguments: Any, world: int = 1) -> None:
+        """`module.function(folder, rank, *arguments)` in `world` processes; AssertionError if one fails."""
+        folder.mkdir(exist_ok=True)
+        places = {"MASTER_PORT": str(free_port()), "EVENER_LIVE_DIR": str(folder / "live")}
+        request = {"function": function, "folder": str(folder), "arguments": arguments, "world": world}
+        self._process.stdin.write(json.dumps({**request, "environment": places}) + "\n")
+        self._process.stdin.flush()
+        failed = json.loads(self._process.stdout.readline())
+        assert not failed, "\n".join((folder / f"rank{rank}.txt").read_text()[-4000:] for rank in failed)
+
+
+def serve() -> None:
+    """Fork the ranks of each request, and answer which of them failed."""
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        request = json.loads(line)
+        module, _, function = request["function"].rpartition(".")
+        called = getattr(import_module(module), function)
+        os.environ.update(request["environment"])
+        ranks = {fork_rank(called, request, rank): rank for rank in range(request["world"])}
+        print(json.dumps(wait_for(ranks)), file=answers, flush=True)
+    os._exit(0)  # taking all modules down takes seconds
+
+
+def fork_rank(called: Any, request: dict[str, Any], rank: int) -> int:
+    """The process of one rank."""
+    process = os.fork()
+    if process:
+        return process
+    folder = Path(request["folder"])
+    log = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT, 0o600)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    if request["world"] > 1:
+        os.environ.update(WORLD_SIZE=str(request["world"]), RANK=str(rank), LOCAL_RANK=str(rank))
+    signal.alarm(SECONDS)
+    try:
+        called(folder, rank, *request["arguments"])
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+def wait_for(ranks: dict[int, int]) -> list[int]:
+    """The ranks that failed by themselves; once one has, the others would wait for it."""
+    left = dict(ranks)
+    failed: list[int] = []
+    while left:
+        process, status = os.wait()
+        rank = left.pop(process)
+        if status and not failed:
+            failed.append(rank)
+            for other in left:
+                os.kill(other, 9)
+    return failed
+
+
+if __name__ == "__main__":
+    serve()
