@@ -5,13 +5,15 @@ Predictions deal batches drawn from the lengths of the data, as the training's l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from statistics import fmean
 
 from evener.balancer.search.layouts import RETREAT
+from evener.balancer.search.model.device_groups import FEWEST_COMMON, is_noise
 from evener.balancer.search.model.memory import Memory
-from evener.balancer.search.model.step_cost import StepCost, WorkPoint, fit_step_cost
+from evener.balancer.search.model.step_cost import MISFIT, StepCost, WorkPoint, fit_step_cost
 from evener.balancer.search.observations import Observations, relative_error
 from evener.balancer.types import Layout, Observation, OutOfMemory, Problem, Timed
 from evener.costs import RankCost, Work
@@ -57,14 +59,40 @@ class TextModel:
 
     @cached_property
     def alone(self) -> tuple[StepCost | None, ...]:
-        """Each device's cost as its own process, while the others are busy too."""
-        return tuple(fit_step_cost(self._points(i)) for i in range(self.problem.devices))
+        """Each device's cost as its own process, while the others are busy too; indistinguishable ones share one."""
+        found: list[StepCost | None] = [None] * self.problem.devices
+        for group in self._groups():
+            cost = fit_step_cost(point for i in group for point in self._points(i).values())
+            for i in group:
+                found[i] = cost
+        return tuple(found)
 
-    def _points(self, position: int) -> Iterator[WorkPoint]:
+    def _groups(self) -> list[list[int]]:
+        groups: list[list[int]] = []
+        for i in self.live:
+            group = next((group for group in groups if self._same_speed(group[0], i)), None)
+            if group is None:
+                groups.append([i])
+            else:
+                group.append(i)
+        return groups
+
+    def _same_speed(self, one: int, other: int) -> bool:
+        """Whether noise alone explains how their times of the same passes differ."""
+        ours, theirs = self._points(one), self._points(other)
+        pairs = [(ours[key], theirs[key]) for key in ours if key in theirs]
+        gaps = [math.log(a.seconds / b.seconds) for a, b in pairs]
+        return len(pairs) >= FEWEST_COMMON and is_noise(gaps, [math.hypot(a.error, b.error) for a, b in pairs])
+
+    def _points(self, position: int) -> dict[tuple[int, ...], WorkPoint]:
+        """Of a device alone, by what it ran: rows, of a pass, and their length."""
+        found: dict[tuple[int, ...], WorkPoint] = {}
         for seen in self.tried_alone(position):
-            work = _work(seen, position)
+            work, layout = _work(seen, position), seen.probe.layout
             if isinstance(seen, Timed) and work:
-                yield WorkPoint(work, seen.step_seconds, relative_error(seen))
+                key = layout.shares[position], layout.pass_rows[position], layout.length
+                found[key] = WorkPoint(work, seen.step_seconds, max(relative_error(seen), MISFIT))
+        return found
 
     @cached_property
     def costs(self) -> tuple[StepCost | None, ...]:

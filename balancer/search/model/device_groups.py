@@ -41,6 +41,11 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
         return False
     gaps = [math.log(a.seconds / b.seconds * (b.batch / a.batch) ** 0.5) for a, b in pairs]
     errors = [math.hypot(max(a.error, LEAST_ERROR), max(b.error, LEAST_ERROR)) for a, b in pairs]
+    return is_noise(gaps, errors)
+
+
+def is_noise(gaps: Sequence[float], errors: Sequence[float]) -> bool:
+    """Whether the logarithms of time ratios differ from 0 by no more than their errors explain."""
     if any(abs(gap) > BATCH_ERRORS * error for gap, error in zip(gaps, errors, strict=True)):
         return False
     weights = [1 / error**2 for error in errors]

@@ -14,7 +14,7 @@ FEWEST_POINTS = 3
 
 
 class WorkPoint(msgspec.Struct, frozen=True):
-    """One measured step; `error` is its relative standard error."""
+    """One measured step; `error` is its relative standard error, at least MISFIT."""
 
     work: Work
     seconds: float
@@ -44,7 +44,7 @@ def fit_step_cost(points: Iterable[WorkPoint]) -> StepCost | None:
     if len(found) < FEWEST_POINTS:
         return None
     rows = [(1.0, one.work.passes, one.work.padded, one.work.padded_lengths) for one in found]
-    errors = [max(one.error, MISFIT) * one.seconds for one in found]
+    errors = [one.error * one.seconds for one in found]
     step_s, *rates = fit_rates(rows, [one.seconds for one in found], errors)
     cost = Cost(*rates)
     return StepCost(step_s, cost) if cost.is_valid() else None

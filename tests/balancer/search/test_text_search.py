@@ -173,3 +173,12 @@ def test_lengths_are_counted_without_padding() -> None:
     for one in timed:
         assert one.tokens == pytest.approx(32 * search.mean_length, rel=0.2)
         assert 0 < one.padding < 0.3
+
+
+def test_devices_of_one_speed_have_one_cost_in_spite_of_noise() -> None:
+    """And others have not."""
+    search, _ = TextMachine((FAST, SLOW, FAST), noise=0.01).searched(global_batch=64)
+    alone = [one.layout for one in search.solos() if one]
+    costs = [cost for layout in alone for cost in layout.costs if cost]
+    assert len(costs) == 3
+    assert costs[0] == costs[2] != costs[1]
