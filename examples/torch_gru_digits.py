@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -61,9 +62,9 @@ def accuracy(split: Split, model: Any, loader: Any) -> float:
     return split.total(right) / split.total(rows)
 
 
-def train(options: argparse.Namespace, batch: int, seed: int) -> dict[str, float]:
+def train(options: argparse.Namespace, ratios: list[float], batch: int, seed: int) -> dict[str, float]:
     """One training of one cell of the table."""
-    split = Split(ratios=options.ratios, global_batch=batch)
+    split = Split(ratios=ratios, global_batch=batch)
     training, testing = data()
     loader = split.loader(training, seed=seed)
     torch.manual_seed(seed)
@@ -81,20 +82,17 @@ def train(options: argparse.Namespace, batch: int, seed: int) -> dict[str, float
     return dict(zip(COLUMNS, [*found, seconds], strict=True))
 
 
-def column(options: argparse.Namespace) -> None:
-    """Every cell for the devices of this process group; the first rank prints each as a line of JSON."""
+def column(options: argparse.Namespace, ratios: list[float]) -> Iterator[dict[str, float]]:
+    """Every cell for the devices of this process group."""
     for batch in options.batches:
         for seed in range(options.seeds):
-            cell = {"batch": batch, **train(options, batch, seed)}
-            if Split(ratios=options.ratios, global_batch=batch).rank == 0:
-                print(json.dumps(cell), flush=True)
+            yield {"batch": batch, **train(options, ratios, batch, seed)}
 
 
-def measure(ratios: list[float], arguments: list[str]) -> list[dict[str, float]]:
-    """The cells of one column, from a process for each ratio."""
-    shares = [str(ratio) for ratio in ratios]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(shares))]
-    command += [__file__, "--column", *arguments, "--ratios", *shares]
+def several_devices(count: int) -> list[dict[str, float]]:
+    """The cells of several devices' column, from a process for each of them."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    command += [__file__, "--column", *sys.argv[1:]]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -133,12 +131,13 @@ def main() -> None:
     parser.add_argument("--column", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.column:
-        return column(options)
+        for found in column(options, options.ratios):
+            if os.environ["RANK"] == "0":
+                print(json.dumps(found), flush=True)
+        return
 
-    words = ["epochs", "units", "layers", "dense", "seeds"]
-    arguments = [word for name in words for word in (f"--{name}", str(getattr(options, name)))]
-    arguments += ["--batches", *map(str, options.batches)]
-    one, several = measure([1.0], arguments), measure(options.ratios, arguments)
+    torch.set_num_threads(1)
+    one, several = list(column(options, [1.0])), several_devices(len(options.ratios))
     columns = {1: one, len(options.ratios): several}
     titles = [f"{name} ({count})" for count in columns for name in COLUMNS]
     print("|".join(["", "Epochs", "Batch size", *titles, ""]))
@@ -148,7 +147,6 @@ def main() -> None:
         print("|".join(["", str(options.epochs), str(batch), *figures, ""]))
     if options.seeds > 1:
         print(*(verdict(one, several, batch) for batch in options.batches), sep="\n")
-    return None
 
 
 if __name__ == "__main__":

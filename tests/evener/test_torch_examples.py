@@ -18,7 +18,9 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
-ABORTS = "terminate called without an active exception"  # seldom, on a busy machine, as PyTorch's gloo ranks end
+# A gloo thread that lets go of its last tensors while Python ends aborts the rank: seldom, on a busy machine, and known
+# (github.com/pytorch/pytorch/issues/190489).
+ABORTS = "terminate called without an active exception"
 
 
 def run(folder: Path, *words: str) -> str:
@@ -59,20 +61,15 @@ def epochs(text: str) -> list[list[str]]:
 
 
 def test_training_by_a_plan_learns_what_one_device_learns(plan: str, tmp_path: Path) -> None:
-    """Two ranks of 24 and 8 print the losses and accuracies of one process on batches of 32, and the plan's figure."""
-    script, words = str(EXAMPLES / "torch_train.py"), ["--rows", "1000", "--epochs", "2"]
-    two = run(tmp_path, *TORCHRUN, "2", script, "--plan", plan, *words)
-    one = run(tmp_path, script, "--global-batch", "32", *words)
-    assert len(epochs(two)) == 2
-    for ours, expected in zip(epochs(two), epochs(one), strict=True):
-        assert [float(figure) for figure in ours] == pytest.approx([float(figure) for figure in expected], abs=2e-3)
+    """Two ranks of 24 and 8 print the loss and accuracy of one process on batches of 32, and the plan's figure.
+
+    Their time is over in the first epoch, which both of them end.
+    """
+    script, rows = str(EXAMPLES / "torch_train.py"), ("--rows", "1000")
+    two = run(tmp_path, *TORCHRUN, "2", script, "--plan", plan, *rows, "--seconds", "0.01")
+    (ours,), (expected,) = epochs(two), epochs(run(tmp_path, script, "--global-batch", "32", *rows, "--epochs", "1"))
+    assert [float(figure) for figure in ours] == pytest.approx([float(figure) for figure in expected], abs=2e-3)
     assert re.search(r"^[\d,]+ samples/s over 1 epochs; the plan says 960$", two, re.MULTILINE)
-
-
-def test_seconds_end_every_rank_after_the_same_epoch(plan: str, tmp_path: Path) -> None:
-    script = str(EXAMPLES / "torch_train.py")
-    text = run(tmp_path, *TORCHRUN, "2", script, "--plan", plan, "--rows", "300", "--seconds", "0.01")
-    assert len(epochs(text)) == 1
 
 
 def test_the_recurrent_experiment_gives_its_table(tmp_path: Path) -> None:
