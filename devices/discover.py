@@ -47,6 +47,10 @@ def open_source(discovery: Discovery) -> Source:
         from evener.devices.simulated.source import SimulatedSource
 
         return SimulatedSource(discovery.machine)
+    if host := discovery.devices[0].host:
+        raise RequestError(
+            "The monitor shows the devices of one machine, without Ray.", f"Run evener monitor on {host}."
+        )
     if discovery.devices[0].kind == "gpu":
         from evener.devices.nvidia.source import NvmlSource
 
