@@ -120,7 +120,7 @@ def timed(state: SessionState) -> list[Timed]:
 
 def best_solo(state: SessionState, device: int) -> Timed | None:
     """The fastest measurement of one device alone."""
-    layouts = ((each, each.probe.layout) for each in timed(state))
+    layouts = ((each, each.probe.layout) for each in timed(state) if not each.probe.layout.length)
     return _fastest([each for each, layout in layouts if layout.kind == "solo" and layout.active == (device,)])
 
 

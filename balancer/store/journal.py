@@ -251,6 +251,9 @@ def _layout_sound(layout: Layout, header: Header) -> bool:
         and any(shares)
         and 1 <= layout.processes <= MOST_DEVICES
         and len(layout.pass_rows) == len(shares)
+        and len(layout.costs) == len(layout.tokens) in (0, len(shares))
+        and all(cost.is_valid() for cost in layout.costs if cost)
+        and min(layout.length, *layout.tokens, 0) >= 0
         and all(min(1, share) <= rows <= share for rows, share in zip(layout.pass_rows, shares, strict=False))
     )
 
@@ -268,6 +271,8 @@ def _observation_sound(seen: Observation) -> bool:
         and seen.step_seconds > 0
         and list(times) == sorted(times)
         and len(seen.memory_bytes) == len(seen.device_seconds) == len(seen.probe.layout.shares)
+        and len(seen.work) in (0, len(seen.device_seconds))
+        and all(_sane(msgspec.structs.astuple(work)) for work in seen.work if work)
     )
 
 

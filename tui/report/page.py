@@ -18,7 +18,7 @@ from evener.tui.report.figures import (
     figure_module,
     save_sheet,
 )
-from evener.tui.text.formatting import duration, rate, unbroken, write_share
+from evener.tui.text.formatting import duration, percent, rate, unbroken, write_share
 from evener.whole_files import write_atomically
 
 REPORT_FORMATS = (".html", ".png", ".svg")
@@ -106,17 +106,19 @@ def _probes(report: RunReport) -> str:
 
 
 def _ranking(report: RunReport) -> str:
+    heads = ("tokens/s", "padding") if report.plan.throughput.tokens_per_second else ()
     rows = [
         (
             bar.name,
             bar.where,
+            *((rate(bar.throughput.tokens_per_second), percent(bar.throughput.padding, 1)) if heads else ()),
             rate(bar.throughput.samples_per_second),
             f"{rate(bar.throughput.low)} – {rate(bar.throughput.high)}",
             f"{bar.step_seconds * 1000:.2f}",
         )
         for bar in report.ranking
     ]
-    return _table(("layout", "where", "samples/s", "95 % interval", "step ms"), rows, numbers_from=2)
+    return _table(("layout", "where", *heads, "samples/s", "95 % interval", "step ms"), rows, numbers_from=2)
 
 
 def _facts(report: RunReport) -> str:
