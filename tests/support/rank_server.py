@@ -1,6 +1,7 @@
 """Ranks that are forked from one process, which imports their frameworks once; run as a script, it is that process.
 
-It imports what trains without computing anything, so a forked rank is as good as a new one and starts at once.
+It imports what trains without computing anything, so a forked rank is as good as a new one and starts at once. It is no
+child of the tests' process: others of its tests count their children, or kill them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class RankServer:
         root = Path(__file__).parents[2]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process: Any = subprocess.Popen(command, env={**own, **rank_environment()}, cwd=root, text=True, **pipes)
+        self._process.wait()
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -47,7 +49,9 @@ class RankServer:
 
 
 def serve() -> None:
-    """Fork the ranks of each request, and answer which of them failed."""
+    """Fork the ranks of each request, and answer which of them failed; until nobody can ask any more."""
+    if os.fork():
+        os._exit(0)
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         request = json.loads(line)
