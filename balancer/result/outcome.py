@@ -83,6 +83,7 @@ def build_outcome(
     warnings = (
         *header.notes,
         *search.options.left_out,
+        *explain_by_rows(search),
         *explain_failures(search, labels),
         *explain_unmeasured(search, labels, why_stopped in (Stop.INTERRUPTED.value, Stop.CUT_OFF.value)),
         *unfinished,
@@ -121,6 +122,14 @@ def explain_failures(search: Search, labels: Sequence[str]) -> tuple[str, ...]:
         why = seen.detail.rstrip(".") if isinstance(seen, Failed) else "it ran out of memory"
         lines.append(f"Not compared: {name_candidate(candidate, len(labels))}: {why}.")
     return tuple(lines)
+
+
+def explain_by_rows(search: Search) -> tuple[str, ...]:
+    """What was asked for and isn't compared with rows that are dealt by cost."""
+    asked = [word for family, word in (("pack", "packs"), ("place", "placements")) if family in search.options.families]
+    if not asked or not search.mean_length:
+        return ()
+    return (f"Not compared: {join_words(asked)}, which train by rows; --objective samples compares by rows.",)
 
 
 def explain_unmeasured(search: Search, labels: Sequence[str], interrupted: bool = False) -> tuple[str, ...]:
