@@ -140,6 +140,8 @@ class ProcessSample(msgspec.Struct, frozen=True, kw_only=True):
     cpu_percent: Reading = UNSUPPORTED
     command: str = ""  # cleaned of control characters
     samples_per_second: Reading = UNSUPPORTED
+    tokens_per_second: Reading = UNSUPPORTED  # without padding; of trainings whose rows have lengths
+    padding_percent: Reading = UNSUPPORTED  # of the tokens that they compute
     parent_pid: int = 0  # who started it; 0: unknown
 
 

@@ -80,8 +80,12 @@ class SnapshotBuilder:
         rates = self._rates.by_process(devices, pids)
         there = [(device, each) for device in devices for each in _on(device, seen.get(device.id, ()), rates)]
         looks = {pid: self._book.look(pid) for pid in {each.pid for _, each in there}}
-        rows = tuple(_row(device, each, looks[each.pid], rates.get((each.pid, device.id))) for device, each in there)
-        return tuple(_with_rate(sample, rates) for sample in samples), rows
+        rows = []
+        for device, each in there:
+            tokens, padding = self._rates.tokens(each.pid)
+            row = _row(device, each, looks[each.pid], rates.get((each.pid, device.id)))
+            rows.append(msgspec.structs.replace(row, tokens_per_second=tokens, padding_percent=padding))
+        return tuple(_with_rate(sample, rates) for sample in samples), tuple(rows)
 
     def _parents(self, processes: Sequence[ProcessSample]) -> tuple[ProcessSample, ...]:
         """What started the processes and is on no device, up to their shells; evener itself is one of them."""

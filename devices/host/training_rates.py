@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from evener.devices.types import Device, Reading, State
+from evener.devices.types import UNSUPPORTED, Device, Reading, State
 from evener.live import Training, read_trainings
 
 READ_PERIOD_SECONDS = 0.5  # a training writes no more often
@@ -41,6 +41,16 @@ class TrainingRates:
                 earlier, _ = rates.get((training.pid, device.id), (0.0, 0.0))
                 rates[training.pid, device.id] = (earlier + rate, age)
         return rates
+
+    def tokens(self, pid: int) -> tuple[Reading, Reading]:
+        """Tokens/s and padding in per cent of the process, as `by_process` read them last."""
+        found = [each for each in self._trainings if each.pid == pid and each.tokens_per_second]
+        if not found:
+            return UNSUPPORTED, UNSUPPORTED
+        newest = max(found, key=lambda training: training.updated_at)
+        age = max(0.0, time.time() - newest.updated_at)
+        state = State.VALUE if age <= OLD_SECONDS else State.STALE
+        return Reading(state, newest.tokens_per_second, age), Reading(state, 100 * newest.padding, age)
 
 
 def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from evener.devices.cpu.slices import slices
@@ -15,7 +16,7 @@ from evener.devices.cpu.source import CpuSource
 from evener.devices.host.metrics import HostMeter, ProcessReading, ProcessTable, clean_text
 from evener.devices.host.snapshot_builder import OnDevice, SnapshotBuilder
 from evener.devices.host.training_rates import TrainingRates, rate_reading
-from evener.devices.types import Device, DeviceSample, Reading, State
+from evener.devices.types import UNSUPPORTED, Device, DeviceSample, Reading, State
 from evener.live import LiveDevice, Training
 
 SLICE = Device("cpu-0-of-2", 0, "CPU", "cpu", 1 << 30, (0,))
@@ -108,6 +109,17 @@ def test_a_training_that_names_no_device_counts_where_the_driver_sees_it() -> No
     assert rates.by_process([SLICE, OTHER], {}) == {}
     seen = rates.by_process([SLICE, OTHER], {SLICE.id: [7], OTHER.id: [3, 7]})
     assert {key: rate for key, (rate, _) in seen.items()} == {(7, SLICE.id): 15.0, (7, OTHER.id): 15.0}
+
+
+def test_tokens_are_those_of_the_newest_report_with_any() -> None:
+    fresh, old = training(30.0, 7), training(30.0, 8, age=60.0)
+    texts = [msgspec.structs.replace(each, tokens_per_second=900.0, padding=0.25) for each in (fresh, old)]
+    rates = TrainingRates(lambda: [*texts, training(1.0, 7), training(1.0, 9)])
+    rates.by_process([], {})
+    tokens, padding = rates.tokens(7)
+    assert (tokens.current, padding.current) == (900.0, 25.0)
+    assert rates.tokens(8)[0].state is State.STALE
+    assert rates.tokens(9) == (UNSUPPORTED, UNSUPPORTED)
 
 
 def test_reports_are_read_at_most_twice_a_second() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -114,6 +115,16 @@ def test_hostile_commands_and_users_are_harmless(script: Any) -> None:
     assert "\x1b" not in shown
     assert "\x07" not in shown
     assert "\u202e" not in shown
+
+
+def test_tokens_and_padding_are_shown_where_rows_have_lengths(script: Any) -> None:
+    texts = script.process(tokens_per_second=value(12_345), padding_percent=value(8.4))
+    shown, other = (
+        " ".join(line.text for line in process_details(row, "now", 60)) for row in (texts, script.process())
+    )
+    assert re.search(r"12.345 tokens/s", shown)
+    assert "8 % of the computed tokens" in shown
+    assert "tokens" not in other
 
 
 def test_no_process_is_said(script: Any) -> None:

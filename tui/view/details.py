@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from evener.devices.types import DeviceSample, ProcessSample, Reading, State
-from evener.tui.text.formatting import duration, percent, size
+from evener.tui.text.formatting import duration, percent, rate, size
 from evener.tui.view.cells import Line, Span, Tone, clean, line, text_lines, whole_lines
 from evener.tui.view.devices import memory_tone
 from evener.tui.view.figures import (
@@ -106,9 +106,17 @@ def process_details(row: ProcessSample, started: str, width: int) -> tuple[Line,
         _reading("SM busy", row.sm_percent, percents, "accent"),
         _reading("CPU", row.cpu_percent, lambda number: f"{percent(number / 100)} of a core"),
         _reading("throughput", row.samples_per_second, samples_rate, "speed"),
+        *(_token_facts(row) if row.tokens_per_second.value is not None else ()),
         _fact("command", ""),
     ]
     return (*facts, *text_lines(row.command, width, 12, indent=3))
+
+
+def _token_facts(row: ProcessSample) -> tuple[Line, ...]:
+    return (
+        _reading("tokens", row.tokens_per_second, lambda number: f"{rate(number)} tokens/s", "speed"),
+        _reading("padding", row.padding_percent, lambda number: f"{percents(number)} of the computed tokens"),
+    )
 
 
 def environment_lines(variables: Mapping[str, str], width: int) -> tuple[Line, ...]:
