@@ -36,7 +36,7 @@ def main() -> None:
                 balance(options, path)
             plan = load_plan(path)
             said = probe(options, plan) if options.one_plan else plan.throughput.samples_per_second
-            trained = train(options, path, plan)
+            trained = train(options, path)
             ratios.append(trained / said)
             shares = " + ".join(str(share) for share in plan.layout.batches)
             print(f"| {number} | {shares} | {said:,.0f} | {trained:,.0f} | {ratios[-1]:.3f} |", flush=True)
@@ -96,17 +96,12 @@ def probe(options: argparse.Namespace, plan: Plan) -> float:
     return float(answer["runs"][0]["samples_per_second"])
 
 
-def train(options: argparse.Namespace, path: Path, plan: Plan) -> float:
+def train(options: argparse.Namespace, path: Path) -> float:
     """Samples/s of the example script with the plan."""
-    words = ["--plan", str(path), "--seconds", f"{options.seconds:g}"]
-    words += ["--rows", str(options.rows)] if options.rows else []
-    if options.framework == "torch":
-        count = str(len(plan.layout.active))
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
-        text = run([*torchrun, str(EXAMPLES / "torch_train.py"), *words])
-    else:
-        apart = ["--processes"] if plan.layout.engine == "multiworker" else []
-        text = run([sys.executable, str(EXAMPLES / "keras_train.py"), *words, *apart])
+    script = EXAMPLES / ("torch_train.py" if options.framework == "torch" else "keras_train.py")
+    rows = ["--rows", str(options.rows)] if options.rows else []
+    launch = [sys.executable, "-m", "evener", "launch", str(path), str(script)]
+    text = run([*launch, "--seconds", f"{options.seconds:g}", *rows])
     found = RATE.findall(text)
     if not found:
         raise SystemExit(f"The example says no samples/s:\n{text[-2000:]}")

@@ -1,7 +1,7 @@
 """Train a small network with accelerate and a plan: two lines differ.
 
     evener balance --framework torch --workload examples/accelerate_train.py:build --export plan.toml
-    accelerate launch --num_processes 2 examples/accelerate_train.py --plan plan.toml
+    evener launch plan.toml examples/accelerate_train.py
 
 A plan with shares in passes needs one more loop, over split.parts: see docs/training_torch.md.
 """
@@ -44,12 +44,11 @@ def build() -> tuple[Any, ...]:
 def main() -> None:
     """Train, and print a line per epoch on the first rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", required=True, help="a file written by evener balance --export")
     parser.add_argument("--epochs", type=int, default=3)
     options = parser.parse_args()
 
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    split = Split(options.plan)
+    split = Split()
     torch.manual_seed(0)
     module = network()
     model, optimizer = accelerator.prepare(module, torch.optim.Adam(module.parameters(), 1e-3))

@@ -1,10 +1,8 @@
 """Train a small Llama from its configuration with transformers' Trainer and a plan: two lines differ.
 
-    evener balance --framework torch --workload examples/hf_train.py:build --export plan.toml
-    torchrun --nproc-per-node 2 examples/hf_train.py --plan plan.toml
-    python examples/hf_train.py                                # one device, without a plan
-
-The number behind --nproc-per-node is that of the devices that have a share in the plan.
+evener balance --framework torch --workload examples/hf_train.py:build --export plan.toml
+evener launch plan.toml examples/hf_train.py --planned
+python examples/hf_train.py                                # one device, without a plan
 """
 
 from __future__ import annotations
@@ -65,11 +63,11 @@ def build() -> Any:
 def main() -> None:
     """Train, by a plan if one is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", help="a file written by evener balance --export")
+    parser.add_argument("--planned", action="store_true", help="by the plan of evener launch")
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--epochs", type=float, default=1.0)
     options = parser.parse_args()
-    kind = with_plan(Trainer, options.plan) if options.plan else Trainer  # 2
+    kind = with_plan(Trainer) if options.planned else Trainer  # 2
     trainer = make_trainer(kind, options.rows, options.epochs)
     result = trainer.train()
     if trainer.is_world_process_zero():

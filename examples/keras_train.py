@@ -1,24 +1,18 @@
 """Train a Keras model by a plan: three lines of a training script, and samples/s at the end.
 
     evener balance --workload examples/keras_train.py:build --export plan.toml
-    python examples/keras_train.py --plan plan.toml
+    evener launch plan.toml examples/keras_train.py
 
-A plan over CPU slices was measured with a process for each slice; `--processes` starts them in the same way. A plan for
-keras_mnist or keras_maxer trains that network.
+A plan for keras_mnist or keras_maxer trains that network.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import socket
-import subprocess
-import sys
 import time
 from typing import Any
 
-from evener.plan import Plan, Share, load_plan
+from evener.plan import Plan
 
 ROWS = 60_000
 FEWEST_STEPS = 20  # an epoch, so that what happens between epochs weighs little
@@ -40,32 +34,19 @@ def training_data() -> Any:
 
 
 def main() -> None:
-    """Train, or start the processes that do."""
-    options = parse()
-    plan = load_plan(options.plan)
-    if options.processes and "TF_CONFIG" not in os.environ:
-        raise SystemExit(start_processes(plan))
-    train(options, plan)
-
-
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Train a small network by a plan.")
-    parser.add_argument("--plan", required=True, help="a file written by evener balance --export")
+    """Train by the plan of evener launch."""
+    parser = argparse.ArgumentParser(description="Train a small network by the plan of evener launch.")
     parser.add_argument(
         "--seconds", type=float, default=10.0, help="train for about this long, by the plan's samples/s"
     )
     parser.add_argument("--rows", type=int, default=ROWS, help="the least number of pictures to train on")
-    parser.add_argument("--processes", action="store_true", help="a process for each device of the plan")
-    return parser.parse_args()
+    options = parser.parse_args()
 
-
-def train(options: argparse.Namespace, plan: Plan) -> None:
-    """The training script itself: the split takes three lines."""
     from evener.keras_split import Report, Split
 
-    split = Split(plan)  # before the first tensor
-
+    split = Split()  # before the first tensor
+    plan = split.plan
+    assert plan is not None
     make_model, make_data = parts(plan)
     model = split.build(make_model)
     batch = plan.layout.global_batch
@@ -99,36 +80,6 @@ def whole_batches(rows: int, batch: int, one: tuple[Any, Any]) -> int:
     """The number of rows in whole batches: enough for an epoch, if they fit into memory."""
     fit: int = MOST_BYTES // sum(array.nbytes for array in one)
     return max(1, min(max(rows, FEWEST_STEPS * batch), fit) // batch) * batch
-
-
-def start_processes(plan: Plan) -> int:
-    """Run this script once for each device of the plan, on its own cores as the probes did; the exit status of all."""
-    from evener.devices.child_environment import child_environment
-    from evener.devices.discover import discover
-
-    devices = discover(",".join(request_for(share) for share in plan.layout.active)).devices
-    doors = [socket.create_server(("127.0.0.1", 0)) for _ in devices]
-    peers = [f"127.0.0.1:{door.getsockname()[1]}" for door in doors]
-    for door in doors:
-        door.close()
-    own = os.sched_getaffinity(0)
-    running = []
-    for rank, device in enumerate(devices):
-        child = child_environment([device], "tensorflow")
-        config = {"cluster": {"worker": peers}, "task": {"type": "worker", "index": rank}}
-        variables = {**os.environ, **child.variables, "TF_CONFIG": json.dumps(config)}
-        os.sched_setaffinity(0, child.cores or own)
-        running.append(subprocess.Popen([sys.executable, *sys.argv], env=variables))
-        os.sched_setaffinity(0, own)
-    return max(process.wait() for process in running)
-
-
-def request_for(share: Share) -> str:
-    """A device of the plan as `--devices` names it."""
-    if share.device.startswith("cpu-"):
-        _, number, _, count = share.device.split("-")
-        return f"cpu/{count}:{number}"
-    return share.device
 
 
 def clock_callback(wanted: int, batch: int) -> Any:

@@ -1,9 +1,7 @@
 """Train a small network in Lightning with a plan: three lines differ from a script for one device.
 
-    evener balance --framework torch --workload examples/lightning_train.py:build --export plan.toml
-    torchrun --nproc-per-node 2 examples/lightning_train.py --plan plan.toml
-
-The number behind --nproc-per-node is that of the devices that have a share in the plan.
+evener balance --framework torch --workload examples/lightning_train.py:build --export plan.toml
+evener launch plan.toml examples/lightning_train.py
 """
 
 from __future__ import annotations
@@ -57,11 +55,10 @@ def build() -> tuple[Classifier, TensorDataset]:
 def main() -> None:
     """Train, and print the rate and the last epoch's loss on the first rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", required=True, help="a file written by evener balance --export")
     parser.add_argument("--epochs", type=int, default=3)
     options = parser.parse_args()
 
-    split = Split(options.plan)  # 1
+    split = Split()  # 1
     torch.manual_seed(0)
     trainer = L.Trainer(
         max_epochs=options.epochs,

@@ -1,10 +1,8 @@
 """Train a small network in PyTorch with a plan: three lines and the loop over parts differ from one for one device.
 
-    evener balance --framework torch --workload examples/torch_train.py:build --export plan.toml
-    torchrun --nproc-per-node 2 examples/torch_train.py --plan plan.toml
-    python examples/torch_train.py --global-batch 256          # one device, without a plan
-
-The number behind --nproc-per-node is that of the devices that have a share in the plan; a wrong one is said.
+evener balance --framework torch --workload examples/torch_train.py:build --export plan.toml
+evener launch plan.toml examples/torch_train.py
+python examples/torch_train.py --global-batch 256          # one device, without a plan
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ def accuracy(split: Split, model: Any, loader: Any) -> float:
 def main() -> None:
     """Train, and print a line per epoch on the first rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", help="a file written by evener balance --export")
+    parser.add_argument("--plan", help="a file written by evener balance --export; evener launch says it")
     parser.add_argument("--global-batch", type=int, help="samples per step, if not the plan's")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--rows", type=int, default=ROWS)

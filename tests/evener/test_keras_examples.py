@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,9 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SECONDS = 550
 
 
-def run(name: str, *words: str) -> str:
+def run(name: str, *words: str, launch: Sequence[str] = ()) -> str:
     """What an example prints."""
-    command = [sys.executable, str(EXAMPLES / name), *words]
+    command = [sys.executable, *launch, str(EXAMPLES / name), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -53,8 +54,8 @@ def test_training_by_a_plan_reaches_its_steps(tmp_path: Path) -> None:
         fingerprint=Fingerprint((), "", {}, ""),
     )
     plan.save(tmp_path / "plan.toml")
-    words = ["--plan", str(tmp_path / "plan.toml"), "--seconds", "1", "--rows", "640", "--processes"]
-    text = run("keras_train.py", *words)
+    launch = ["-m", "evener", "launch", str(tmp_path / "plan.toml")]
+    text = run("keras_train.py", "--seconds", "1", "--rows", "640", launch=launch)
     assert "Shares 20, 12: 32 samples a step." in text
     assert re.search(r"samples/s over 30 steps; the plan says 960", text)
     assert text.count("Engine multiworker") == 1

@@ -1,4 +1,4 @@
-"""The PyTorch examples run as they stand, under torchrun, with small sizes."""
+"""The PyTorch examples run as they stand, by evener launch, with small sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, mak
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 # A gloo thread that lets go of its last tensors while Python ends aborts the rank: seldom, on a busy machine, and known
@@ -66,7 +65,7 @@ def test_training_by_a_plan_learns_what_one_device_learns(plan: str, tmp_path: P
     Their time is over in the first epoch, which both of them end.
     """
     script, rows = str(EXAMPLES / "torch_train.py"), ("--rows", "1000")
-    two = run(tmp_path, *TORCHRUN, "2", script, "--plan", plan, *rows, "--seconds", "0.01")
+    two = run(tmp_path, "-m", "evener", "launch", plan, script, *rows, "--seconds", "0.01")
     (ours,), (expected,) = epochs(two), epochs(run(tmp_path, script, "--global-batch", "32", *rows, "--epochs", "1"))
     assert [float(figure) for figure in ours] == pytest.approx([float(figure) for figure in expected], abs=2e-3)
     assert re.search(r"^[\d,]+ samples/s over 1 epochs; the plan says 960$", two, re.MULTILINE)

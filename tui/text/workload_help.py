@@ -97,7 +97,7 @@ def workload_help() -> str:
             "train_keras.py, whole; evener balance --workload train_keras.py:build --export plan.toml measures it:",
             "",
             KERAS_EXAMPLE,
-            "train_torch.py, whole; start it with torchrun --nproc-per-node N for the N devices of its plan:",
+            "train_torch.py, whole; evener launch plan.toml train_torch.py starts it on the devices of its plan:",
             "",
             TORCH_EXAMPLE,
         ]
