@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 
 from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.protocol import Profiled
@@ -20,15 +21,12 @@ def profile_ranking(resolved: ResolvedRequest, search: Search, stop: threading.E
     if resolved.machine is not None:
         return [("simulated devices", "they run no framework that could be profiled")]
     ranked = [one.candidate for one in search.ranking()]
-    prober = make_prober(resolved)
     profiles: list[LayoutProfile] = []
-    try:
+    with closing(make_prober(resolved)) as prober:
         for one in ranked:
             if stop.is_set() or not isinstance(prober, ChildProber):
                 break
             if one.family == "solo" or len(one.layout.active) > 1:
                 name = name_candidate(one, len(resolved.devices))
                 profiles.append((name, prober.profile(one.layout, STEPS, stop)))
-    finally:
-        prober.close()
     return profiles

@@ -98,12 +98,11 @@ def timed_runs(
 
     NoLayoutError if the batch doesn't fit or the training fails, DeviceError if another session has a device.
     """
-    with lock_devices("", [] if resolved.request.share else [resolved.devices[i] for i in layout.active]):
-        prober = make_prober(resolved, error_file=new_error_file())
-        try:
-            yield _runs(prober, layout, resolved.devices, repeat, length, stop)
-        finally:
-            prober.close()
+    with (
+        lock_devices("", [] if resolved.request.share else [resolved.devices[i] for i in layout.active]),
+        contextlib.closing(make_prober(resolved, error_file=new_error_file())) as prober,
+    ):
+        yield _runs(prober, layout, resolved.devices, repeat, length, stop)
 
 
 def _runs(

@@ -20,18 +20,13 @@ def send_signal(row: ProcessSample, name: str) -> None:
     A descriptor holds the process while its start time and owner are checked, so the pid can't be reused meanwhile.
     """
     try:
-        held = os.pidfd_open(row.pid)
-    except (ProcessLookupError, OSError):
-        raise RequestError(f"Process {row.pid} has ended.", "Nothing was sent.") from None
-    try:
-        _check_same(row)
-        signal.pidfd_send_signal(held, SIGNALS[name])
-    except (ProcessLookupError, psutil.NoSuchProcess):
-        raise RequestError(f"Process {row.pid} has ended.", "Nothing was sent.") from None
+        with open(os.pidfd_open(row.pid), "rb") as held:
+            _check_same(row)
+            signal.pidfd_send_signal(held.fileno(), SIGNALS[name])
     except (PermissionError, psutil.AccessDenied):
         raise RequestError(f"You may not signal process {row.pid}.", "Nothing was sent.") from None
-    finally:
-        os.close(held)
+    except (OSError, psutil.NoSuchProcess):
+        raise RequestError(f"Process {row.pid} has ended.", "Nothing was sent.") from None
 
 
 def read_environment(row: ProcessSample) -> dict[str, str]:

@@ -20,20 +20,22 @@ SETTLE_SECONDS, SETTLE_READS = 0.4, 3  # a driver takes a while to reclaim the m
 
 def busy_notes(devices: Sequence[Device]) -> tuple[str, ...]:
     """A sentence for each GPU that computes now; ask before a session starts its own children."""
-    notes = []
     with suppress(DeviceError), opened() as nvml:
-        for device in devices:
-            with suppress(nvml.NVMLError):
-                handle = find_handle(nvml, device.id)
-                percent = float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-                if percent >= BUSY_PERCENT:
-                    pids = _pids(nvml, handle)
-                    whose = f"others' work (pid {pids})" if pids else "work of no named process"
-                    notes.append(
-                        f"{device.label} was busy {percent:.0f} % of the time with {whose} when this began: "
-                        "what is measured holds while that goes on."
-                    )
-    return tuple(notes)
+        return tuple(note for device in devices if (note := _busy_note(nvml, device)))
+    return ()
+
+
+def _busy_note(nvml: Library, device: Device) -> str:
+    """Empty for a GPU that is idle, or doesn't tell."""
+    with suppress(nvml.NVMLError):
+        handle = find_handle(nvml, device.id)
+        percent = float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+        if percent >= BUSY_PERCENT:
+            pids = _pids(nvml, handle)
+            whose = f"others' work (pid {pids})" if pids else "work of no named process"
+            begin = f"{device.label} was busy {percent:.0f} % of the time with {whose} when this began"
+            return f"{begin}: what is measured holds while that goes on."
+    return ""
 
 
 def full_notes(devices: Sequence[Device]) -> tuple[str, ...]:

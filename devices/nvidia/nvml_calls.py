@@ -18,6 +18,7 @@ from evener.devices.nvidia.nvml_library import (
 from evener.devices.types import PENDING, UNSUPPORTED, Reading, State, value
 
 RETRY_SECONDS = {State.UNSUPPORTED: 60.0, State.DENIED: 10.0}  # no answer is final: a driver may be updated
+VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # by nvml.h's type of a field
 FAILED_RETRY_SECONDS = 5.0  # at most, for what failed in passing
 Outcome = tuple[int, float]  # NVML's return code, and the number if it is 0
 
@@ -140,19 +141,12 @@ class Fields(Batch):
     ) -> None:
         super().__init__(nvml, ids, period)
         self._handle, self._scopes = handle, scopes or {}
-        self._members = {
-            nvml.NVML_VALUE_TYPE_DOUBLE: "dVal",
-            nvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",
-            nvml.NVML_VALUE_TYPE_UNSIGNED_LONG: "ulVal",
-            nvml.NVML_VALUE_TYPE_SIGNED_LONG_LONG: "sllVal",
-            nvml.NVML_VALUE_TYPE_SIGNED_INT: "siVal",
-        }
 
     def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
         asked = [(field, self._scopes[field]) if field in self._scopes else field for field in due]
         answers = self._nvml.nvmlDeviceGetFieldValues(self._handle, asked)
         return {
-            field: (each.nvmlReturn, getattr(each.value, self._members.get(each.valueType, "ullVal")))
+            field: (each.nvmlReturn, getattr(each.value, VALUE_MEMBERS[each.valueType]))
             for field, each in zip(due, answers, strict=True)
         }
 

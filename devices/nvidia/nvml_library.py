@@ -26,6 +26,15 @@ GONE_WORDS = {
     GPU_IS_LOST: "The GPU is lost: it fell off the bus, or was detached.",
     RESET_REQUIRED: "The GPU needs a reset.",
 }
+_FAULTS = {
+    LIBRARY_NOT_FOUND: ("No NVIDIA driver: libnvidia-ml.so.1 is not on this machine.", "Install the driver."),
+    DRIVER_NOT_LOADED: ("The NVIDIA driver is installed but not loaded.", "Load it with modprobe nvidia, or reboot."),
+    VERSION_MISMATCH: (
+        "The NVIDIA driver in the kernel and its library have different versions.",
+        "Reboot, or reload the kernel modules, after a driver update.",
+    ),
+    NO_PERMISSION: ("This user may not use the NVIDIA driver.", "Check the rights on /dev/nvidia*."),
+}
 DRIVER_GONE = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, VERSION_MISMATCH})
 
 
@@ -68,22 +77,8 @@ def failed_reading(code: int) -> Reading:
 
 def driver_fault(error: Exception) -> DeviceError:
     """The error for a driver that can't be used."""
-    known = {
-        LIBRARY_NOT_FOUND: ("No NVIDIA driver: libnvidia-ml.so.1 is not on this machine.", "Install the driver."),
-        DRIVER_NOT_LOADED: (
-            "The NVIDIA driver is installed but not loaded.",
-            "Load it with modprobe nvidia, or reboot.",
-        ),
-        VERSION_MISMATCH: (
-            "The NVIDIA driver in the kernel and its library have different versions.",
-            "Reboot, or reload the kernel modules, after a driver update.",
-        ),
-        NO_PERMISSION: ("This user may not use the NVIDIA driver.", "Check the rights on /dev/nvidia*."),
-    }
-    words = known.get(
-        error_code(error), (f"The NVIDIA driver does not answer: {error}.", "Check nvidia-smi and dmesg.")
-    )
-    return DeviceError(*words)
+    unknown = (f"The NVIDIA driver does not answer: {error}.", "Check nvidia-smi and dmesg.")
+    return DeviceError(*_FAULTS.get(error_code(error), unknown))
 
 
 @contextmanager

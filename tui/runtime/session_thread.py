@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 
 from textual.message import Message
@@ -81,14 +82,11 @@ class SessionThread:
     def _run(self) -> None:
         fault = remedy = ""
         try:
-            self._session = self._make()
-            try:
+            with closing(self._make()) as self._session:
                 if self._stopping.is_set():
                     self._session.stop()
                 for event in self._session.events():
                     self._post(SessionReported(self.source, event))
-            finally:
-                self._session.close()
         except EvenerError as error:
             fault, remedy = error.message, error.remedy
         except Exception as error:  # a bug becomes a sentence on the screen, with its traceback kept

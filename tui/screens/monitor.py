@@ -76,8 +76,7 @@ class MonitorScreen(SortedScreen):
 
     def _place_panels(self, snapshot: Snapshot) -> None:
         notes = self.query_one("#notes", Lines)
-        if notes.display != bool(snapshot.notes):
-            notes.display = bool(snapshot.notes)
+        notes.display = bool(snapshot.notes)
         filtering = self.query_one("#filter").has_class("-open")
         placed = (self.app.size, notes.display, filtering, len(snapshot.devices))
         if placed == self._placed:

@@ -159,11 +159,9 @@ class RunsScreen(RunActions, SortedScreen):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Offer only the keys that have an effect now."""
-        panels = self.query(RunPanel)
-        panel = panels.first() if panels else None
         if action not in ("go_on", "replay", "export", "report", "note", "delete", "traceback"):
             return True
-        chosen = panel.chosen if panel is not None else None
+        chosen = next((panel.chosen for panel in self.query(RunPanel)), None)
         if chosen is None:
             return False
         state, planned = chosen.state, chosen.probes > 0 and not has_failed(chosen)
