@@ -5,14 +5,12 @@ A session has one for each host of its devices; `remote_host` reaches those that
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
-import psutil
 
 from evener.balancer.probes.child import Child, Inbox
 from evener.balancer.probes.child_group import StoppedError
@@ -20,6 +18,7 @@ from evener.balancer.probes.interference import InterferenceMonitor
 from evener.balancer.probes.launch_plan import LOOPBACK, find_free_ports
 from evener.devices.child_environment import ChildEnvironment, child_environment
 from evener.devices.cpu.slices import available_memory_bytes
+from evener.devices.host.network import find_interface
 from evener.devices.nvidia.mps import MpsDaemon
 from evener.devices.nvidia.probe_watch import Vitals
 from evener.devices.types import Device
@@ -32,7 +31,7 @@ class LocalHost:
 
     def __init__(self, devices: Sequence[Device], framework: str, name: str = "") -> None:
         self._framework = framework
-        self._network = choose_interface(name) if name else {}
+        self._network = _choose_interface(devices, name)
         self.monitor = InterferenceMonitor(devices, name)
         self._children: set[Child] = set()
         self._mps = MpsDaemon()  # started when a pack needs it
@@ -93,18 +92,8 @@ class LocalHost:
             self._mps.close()
 
 
-def choose_interface(address: str) -> dict[str, str]:
-    """The variables by which gloo and NCCL use the interface that this address is on, unless they are set already."""
-    wanted = ipaddress.ip_address(address)
-    for name, addresses in psutil.net_if_addrs().items():
-        for each in addresses:
-            if each.netmask and each.family.name in ("AF_INET", "AF_INET6"):
-                network = ipaddress.ip_interface(f"{each.address.partition('%')[0]}/{_prefix(each.netmask)}").network
-                if wanted.version == network.version and wanted in network:
-                    return {variable: name for variable in INTERFACE_VARIABLES if variable not in os.environ}
-    return {}
-
-
-def _prefix(netmask: str) -> int:
-    """24 for 255.255.255.0 or ffff:ff00::."""
-    return bin(int(ipaddress.ip_address(netmask))).count("1")
+def _choose_interface(devices: Sequence[Device], name: str) -> dict[str, str]:
+    """The variables by which gloo and NCCL use the interface towards the other hosts, unless they are set already."""
+    others = [device.host for device in devices if device.host != name]
+    interface = find_interface(others[0]) if others else ""
+    return {variable: interface for variable in INTERFACE_VARIABLES if interface and variable not in os.environ}

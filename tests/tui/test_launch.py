@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from evener.devices.host.network import find_interface
 from evener.errors import DeviceError, EvenerError, RequestError
 from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
 from evener.start_rank import STARTS
 from evener.tui.cli.main import run
 from evener.tui.launch.job import make_job
-from evener.tui.launch.network import find_interface
 from evener.tui.text.launch_line import launch_hint
 from tests.support.torch_start import free_port
 

@@ -12,12 +12,12 @@ import msgspec
 
 from evener.devices.child_environment import child_environment, import_path
 from evener.devices.discover import discover
+from evener.devices.host.network import find_interface
 from evener.devices.types import Device
 from evener.errors import DeviceError, PlanError, RequestError
 from evener.launched import DEVICE, HOST, PLAN, find_host, resolve
 from evener.plan import Plan, Share, load_plan, to_json
 from evener.start_rank import STARTS
-from evener.tui.launch.network import find_interface
 
 PORT = 29400  # PyTorch's own for a rendezvous
 
