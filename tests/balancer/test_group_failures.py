@@ -27,6 +27,7 @@ def receive(*messages: tuple[int, Any], seconds: float = 600.0) -> GroupError:
         kernel_killed=False,
         stderr_tail="its last words",
         find_stack=lambda: Stack("building", "train.py:6", "its stack"),
+        find_loss=lambda: "",
     )
     group = ChildGroup([cast(Child, child)] * 2, inbox, RankMap((0, 1)))
     with pytest.raises(GroupError) as caught:
@@ -39,7 +40,7 @@ def test_a_silent_rank_is_not_the_culprit_when_another_failed(text: str) -> None
     """Whatever that one's words: nobody waited for the silent one as long as it may take."""
     started = time.monotonic()
     error = receive((1, ChildError(("RuntimeError",), text)))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
     assert [failure.rank for failure in error.failures] == [1]
     assert error.root.detail == f"RuntimeError: {text}"
 
@@ -76,7 +77,7 @@ def test_a_rank_that_floods_the_inbox_does_not_keep_the_others_waiting() -> None
         while not ended.is_set():
             inbox.put((0, Built({})))
 
-    child = cast(Child, SimpleNamespace(sample_memory=lambda: None))
+    child = cast(Child, SimpleNamespace(sample_memory=lambda: None, find_loss=lambda: ""))
     thread = threading.Thread(target=flood, daemon=True)
     thread.start()
     started = time.monotonic()
@@ -86,7 +87,7 @@ def test_a_rank_that_floods_the_inbox_does_not_keep_the_others_waiting() -> None
     while not inbox.empty():
         inbox.get()
     thread.join(5)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize(

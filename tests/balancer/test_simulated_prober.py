@@ -134,6 +134,6 @@ def test_paced_probes_take_real_time_report_and_stop_without_an_observation() ->
     started = time.monotonic()
     prober = SimulatedProber(MACHINE, 0, pace=1.0)
     assert not list(prober.measure((Probe(solo(2, 0, 64), "solo", 30.0),), reports.append, stop))
-    assert 0.3 < time.monotonic() - started < 3
+    assert 0.3 < time.monotonic() - started < 20
     assert reports
     assert reports[-1].at_seconds <= prober.now()

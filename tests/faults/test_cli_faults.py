@@ -31,7 +31,7 @@ HOME = Path(evener.__file__).parents[1]
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 BALANCE = ("balance", "--devices", "cpu", "--workload", "synthetic", "--max-global-batch", "256", "--set", "base_ms=10")
 SIMULATED = ("balance", "--devices", "sim:gtx1080ti,gtx1080", "--max-global-batch", "256")
-GONE_SECONDS = 2.0
+GONE_SECONDS = 10.0  # 2 on a machine of one's own
 Start = Callable[..., subprocess.Popen[bytes]]
 
 
@@ -100,11 +100,11 @@ def living(children: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def ends(process: subprocess.Popen[bytes], children: list[psutil.Process]) -> int:
-    """The exit code; children may outlive it by 2 s, and by 4 on a machine that others use."""
-    began = time.monotonic()
+    """The exit code; its children go with it."""
     code = process.wait(60)
+    began = time.monotonic()
     while living(children):
-        assert time.monotonic() - began < 2 * GONE_SECONDS, "children outlive it"
+        assert time.monotonic() - began < GONE_SECONDS, "children outlive it"
         time.sleep(0.02)
     return code
 
@@ -137,7 +137,7 @@ def test_a_signal_ends_with_the_best_plan_so_far(
     assert process.stdout is not None
     answer = json.loads(process.stdout.read())
     assert ends(process, children) == SIGNALS[number]
-    assert time.monotonic() - sent < 2 * GONE_SECONDS
+    assert time.monotonic() - sent < GONE_SECONDS
     assert answer["interrupted"]
     plan = load_plan("plan.toml")
     assert plan.search.why_stopped == Stop.INTERRUPTED.value

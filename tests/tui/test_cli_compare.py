@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -176,8 +175,8 @@ def test_an_interrupt_leaves_no_child() -> None:
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert json.loads(out)["interrupted"]
-    time.sleep(0.5)
-    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
 
 
 @pytest.mark.slow
