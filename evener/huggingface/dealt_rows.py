@@ -43,9 +43,8 @@ class DealtRows(Dataset):  # type: ignore[misc]  # torch is not followed
         return self._collate([self._dataset[row] for row in rows])
 
 
-def keep_list(passes: list[Any]) -> list[Any]:
-    """What collates the passes of a batch: each is collated already."""
-    return passes
+class PassList(list[Any]):
+    """The passes of a batch, each collated already."""
 
 
 def find_lengths(trainer: Any) -> list[int] | None:

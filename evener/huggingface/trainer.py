@@ -19,10 +19,13 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 
+from evener.dealing import make_dealer
 from evener.errors import RequestError
 from evener.huggingface.checks import check_experts, check_loss, check_setup, check_trainer_class, needs_equal_passes
+from evener.huggingface.dealt_rows import DealtRows, DealtSteps, PassList, find_lengths
 from evener.live import Reporter
 from evener.plan import Plan
+from evener.torch_split.length_sampler import LengthSampler
 from evener.torch_split.loader import count_rows
 from evener.torch_split.model_checks import check_normalization
 from evener.torch_split.pass_loader import PassLoader
@@ -95,8 +98,13 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         shares = self._shares
         check_normalization(self.model, "loss", shares.world, shares.pass_rows)
         dataset, collate = training_rows(self)
-        self._sampler = PassSampler(self._row_sampler(dataset), self._shares.passes[self._shares.rank])
-        args = self.args
+        rows, args = self._row_sampler(dataset), self.args
+        if isinstance(rows, LengthSampler):
+            check_experts(self.model)
+            self._sampler: PassSampler = DealtSteps(rows)
+            dataset, collate = DealtRows(dataset, collate), PassList
+        else:
+            self._sampler = PassSampler(rows, shares.passes[shares.rank])
         return PassLoader(
             dataset,
             self._sampler,
@@ -115,15 +123,18 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         if isinstance(order, LengthGroupedSampler):
             order.batch_size = self._shares.global_batch
         plain = order is None or isinstance(order, RandomSampler | SequentialSampler)
-        return UnevenBatchSampler(
-            rows,
-            self._shares.batches,
-            self._shares.rank,
-            shuffle=isinstance(order, RandomSampler),
-            seed=seed,
-            drop_last=self.args.dataloader_drop_last,
-            order=None if plain else RowOrder(order, rows, seed),
-        )
+        shares = self._shares
+        options: dict[str, Any] = {
+            "shuffle": isinstance(order, RandomSampler),
+            "seed": seed,
+            "drop_last": self.args.dataloader_drop_last,
+            "order": None if plain else RowOrder(order, rows, seed),
+        }
+        lengths = find_lengths(self) if shares.share.cost is not None and not needs_equal_passes(self) else None
+        if lengths is None:
+            return UnevenBatchSampler(rows, shares.batches, shares.rank, **options)
+        dealer = make_dealer(shares.batches, shares.micros, shares.shares)
+        return LengthSampler(rows, shares.batches, shares.rank, lengths=lengths, dealer=dealer, **options)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Rows of an optimizer step, over all ranks."""
@@ -140,12 +151,14 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         steps = range(first, first + len(batches) // sampler.passes)
         total = sum(sampler.global_rows(step) for step in steps)
         self._rows = deque((rows, total) for step in steps for rows in sampler.pass_sizes(step))
-        batches = [
-            batch if rows else _ignore_labels(batch) for batch, (rows, _) in zip(batches, self._rows, strict=True)
-        ]
-        items = self._get_num_items_in_batch(batches, device)
-        check_loss(self, batches, items)
-        return batches, items
+        passes = [each for batch in batches for each in _list_passes(batch)]
+        passes = [each if rows else _ignore_labels(each) for each, (rows, _) in zip(passes, self._rows, strict=True)]
+        items = self._get_num_items_in_batch(passes, device)
+        check_loss(self, passes, items)
+        if not isinstance(sampler, DealtSteps):
+            return passes, items
+        left = iter(passes)
+        return [PassList(islice(left, len(batch))) for batch in batches], items
 
     def _next_global_batch(self) -> int:
         """Its place in the epoch; steps are counted as the trainer does, also after a checkpoint."""
@@ -154,7 +167,16 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return done % updates * self._accumulated
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """One pass: its mean loss is weighted by its rows; a loss over all ranks' tokens has its weight already."""
+        """One pass, or all that a batch was dealt in; the last one exchanges the gradients."""
+        *others, last = _list_passes(inputs)
+        losses = []
+        for each in others:
+            with self.accelerator.no_sync(model):
+                losses.append(self._train_pass(model, each, num_items_in_batch))
+        return sum(losses, self._train_pass(model, last, num_items_in_batch))
+
+    def _train_pass(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
+        """Its mean loss is weighted by its rows; a loss over all ranks' tokens has its weight already."""
         rows, total = self._rows.popleft()
         self._pass_rows = rows
         if self._counts_tokens(num_items_in_batch):
@@ -193,11 +215,15 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         """Tokens of all passes, summed over the ranks once an optimizer step, as ranks differ in their passes."""
         if self.args.include_num_input_tokens_seen == "no":
             return
-        self._tokens += _count_tokens(self, inputs) if self._pass_rows else 0
+        self._tokens += sum(_count_tokens(self, each) for each in _list_passes(inputs)) if self._pass_rows else 0
         if not self._rows:
             tokens = torch.tensor(self._tokens, device=self.args.device, dtype=torch.int64)
             self.state.num_input_tokens_seen += int(self.accelerator.gather(tokens).sum())
             self._tokens = 0
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Of all passes."""
+        return sum(super(_PlanMixin, self).floating_point_ops(each) for each in _list_passes(inputs))
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """What wasn't logged yet is the mean over ranks too: the trainer takes the first rank's own."""
@@ -248,6 +274,11 @@ def _check_checkpoint(path: Path, rows: int, step_rows: int) -> None:
             f" training has {step_rows} of {rows}.",
             f"Give with_plan(..., global_batch=N) the number that makes {state['step_rows']}, and the same data set.",
         )
+
+
+def _list_passes(inputs: Any) -> list[Any]:
+    """Of a batch: those that it was dealt in, or itself."""
+    return inputs if isinstance(inputs, PassList) else [inputs]
 
 
 def _ignore_labels(batch: Any) -> Any:
