@@ -12,7 +12,7 @@ from evener.tui.view.cells import Span, cells, clean, cut, fit, pad, span_cells,
 from evener.tui.view.charts import axis_ticks, bar, graph, nice_ceiling, spark
 from evener.tui.view.figures import reading_text, short, short_bytes, whole
 from evener.tui.view.marks import ASCII, UNICODE, to_ascii
-from evener.tui.view.table import Column, column_widths, window
+from evener.tui.view.table import Column, Grid, window
 
 MARKS = st.sampled_from([UNICODE, ASCII])
 TEXTS = st.text(alphabet=st.characters(exclude_categories=["Cs", "Cc", "Mn", "Me", "Cf"]), max_size=40)
@@ -171,9 +171,9 @@ def _columns() -> tuple[Column[int], ...]:
 
 
 def test_columns_grow_in_order_while_they_fit() -> None:
-    assert column_widths(_columns(), (("b", 6), ("a", 9)), {}, 11) == {"a": 3, "b": 3, "c": 3}
-    assert column_widths(_columns(), (("b", 6), ("a", 9)), {}, 15) == {"a": 3, "b": 6, "c": 3}
-    assert column_widths(_columns(), (("b", 6), ("a", 9)), {"c": 5}, 40) == {"a": 9, "b": 6, "c": 5}
+    assert Grid(_columns(), (("b", 6), ("a", 9)), {}).widths(12) == {"a": 3, "b": 3, "c": 3}
+    assert Grid(_columns(), (("b", 6), ("a", 9)), {}).widths(16) == {"a": 3, "b": 6, "c": 3}
+    assert Grid(_columns(), (("b", 6), ("a", 9)), {"c": 5}).widths(41) == {"a": 9, "b": 6, "c": 5}
 
 
 @given(st.integers(1, 100), st.integers(0, 99), st.integers(1, 30), st.integers(0, 99))
