@@ -1,8 +1,9 @@
-"""Exploration where rows are of unequal length: passes of a few sizes, then whole batches alone, then splits.
+"""Exploration where rows are of unequal length: passes of a few sizes, then whole batches, split and alone.
 
 Passes of short, middling and long rows, several of one size, and larger ones until they take clearly longer give each
-device's cost; all devices run at the same time. A global batch dealt to each alone tests that cost. The split that the
-costs predict is measured up to three times, each with what the devices' own work in the last one showed.
+device's cost; all devices run at the same time. Then the split is measured that the costs predict, and the global batch
+on each device alone, which tests its cost. Up to two more splits follow, with what the devices' own work in the last
+one showed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ MOST_ALONE = 3  # tries of a global batch on one device: smaller passes follow w
 MOST_SPLITS = 3
 MOST_FAILED = 2  # splits
 PROBES_TO_EXPECT = 7  # of each device alone
+PASS_SECONDS = 2.0  # the longest probe of passes of one length: a cost is made of several
 
 
 class TextStage:
@@ -36,24 +38,23 @@ class TextStage:
 
     def next_probes(self) -> tuple[Probe, ...]:
         """The next probe of every device alone, or the next split; empty when the stage is over."""
-        alone = self._next_alone(self._next_passes, self._text.live) or self._next_alone(
-            self._next_whole, self._text.able
-        )
-        if alone:
-            return alone
-        layout = self._next_split()
-        ends_with: Stage = "split" if self._text.splits else "race"
-        return (self._probe(layout, "split", MOST_SPLITS),) if layout and self._affords(layout, ends_with) else ()
+        if passes := self._next_alone(self._next_passes, self._text.live):
+            return passes
+        first = () if self._text.splits else self._next_split()
+        return first or self._next_alone(self._next_whole, self._text.able) or self._next_split()
 
     def _next_alone(self, choose: Callable[[int], Layout | None], devices: Sequence[int]) -> tuple[Probe, ...]:
-        """A probe of each device alone for which there is another layout that the budget affords."""
-        layouts = {i: layout for i in devices if (layout := choose(i)) and self._affords(layout, "solo")}
+        """A probe of each device alone for which there is another layout, if the budget affords all of them."""
+        layouts = {i: layout for i in devices if (layout := choose(i))}
+        if not all(self._affords(layout, "solo") for layout in layouts.values()):
+            return ()
         turn = 1 + max((len(self._text.tried_alone(i)) for i in layouts), default=0)
         left = max(1, PROBES_TO_EXPECT - turn)
         return tuple(self._probe(layout, "solo", left, turn) for layout in layouts.values())
 
     def _probe(self, layout: Layout, stage: Stage, left: int, turn: int = 0) -> Probe:
-        return Probe(layout, stage, self._budget.probe_seconds(layout, stage, left, self._seconds(layout)), turn)
+        seconds = self._budget.probe_seconds(layout, stage, left, self._seconds(layout))
+        return Probe(layout, stage, min(seconds, PASS_SECONDS) if layout.length else seconds, turn)
 
     def _affords(self, layout: Layout, ends_with: Stage) -> bool:
         return self._budget.affords(layout, ends_with, self._seconds(layout))
@@ -112,13 +113,14 @@ class TextStage:
         layout = self._text.layout((position,), self._text.batch)
         return layout if all(one.probe.layout.tokens != layout.tokens for one in tried) else None
 
-    def _next_split(self) -> Layout | None:
+    def _next_split(self) -> tuple[Probe, ...]:
         """The split that the costs predict to be fastest, if it isn't much like one before."""
         tried = [one for one in self._text.seen.in_stage("split") if one.probe.layout.costs]
         failed = sum(1 for one in tried if isinstance(one, Failed))
         if not self._with_splits or len(tried) >= MOST_SPLITS or failed >= MOST_FAILED:
-            return None
+            return ()
         layout = self._text.best_split
         if layout is None or any(self._text.same_dealing(layout, one.probe.layout) for one in tried):
-            return None
-        return layout
+            return ()
+        affordable = self._affords(layout, "split" if self._text.splits else "race")
+        return (self._probe(layout, "split", MOST_SPLITS),) if affordable else ()
