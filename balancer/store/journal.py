@@ -174,17 +174,11 @@ def read(path: Path) -> Record:
     *lines, incomplete = content.split(b"\n")
     if not lines:
         raise RequestError(f"{path} holds no whole line.", "Delete the run: nothing was measured in it.")
-    entries = [_entry(text, path, number) for number, text in enumerate(lines, 1)]
-    header, rest = entries[0], entries[1:]
+    header, *rest = (_entry(text, path, number) for number, text in enumerate(lines, 1))
     if not isinstance(header, Header):
         raise RequestError(f"{path}: line 1 is no header.", "The file is not a journal, or was changed.")
-    others = []
-    for number, entry in enumerate(rest, 2):
-        if isinstance(entry, Header):
-            raise RequestError(f"{path}: line {number} is a second header.", "Delete the file from that line on.")
-        _check(entry, header, f"{path}: line {number}")
-        others.append(entry)
-    return Record(header, tuple(others), len(content) - len(incomplete))
+    entries = tuple(_checked(entry, header, f"{path}: line {number}") for number, entry in enumerate(rest, 2))
+    return Record(header, entries, len(content) - len(incomplete))
 
 
 def _entry(text: bytes, path: Path, number: int) -> Entry:
@@ -226,8 +220,10 @@ def _too_new(path: Path, schema: int) -> RequestError:
     return RequestError(message, "Update evener on this machine.")
 
 
-def _check(entry: LaterEntry, header: Header, where: str) -> None:
-    """RequestError for numbers that no measurement on the header's devices can have."""
+def _checked(entry: Entry, header: Header, where: str) -> LaterEntry:
+    """The entry; RequestError for a second header, and numbers that no measurement on the header's devices can have."""
+    if isinstance(entry, Header):
+        raise RequestError(f"{where} is a second header.", "Delete the file from that line on.")
     match entry:
         case AskedEntry():
             sound = all(_layout_sound(probe.layout, header) for probe in entry.probes)
@@ -241,6 +237,7 @@ def _check(entry: LaterEntry, header: Header, where: str) -> None:
         raise RequestError(
             f"{where} holds numbers that no measurement has.", "Delete the file from it on to keep what is above it."
         )
+    return entry
 
 
 def _layout_sound(layout: Layout, header: Header) -> bool:

@@ -7,6 +7,7 @@ import platform
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -18,13 +19,11 @@ def write_crash_log(error: BaseException) -> Path | None:
     text = f"evener on Python {platform.python_version()}, {platform.platform()}\n\n"
     text += "".join(traceback.format_exception(error))
     for folder in (Path(platformdirs.user_state_dir("evener")) / "crashes", Path(tempfile.gettempdir())):
-        try:
+        with suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = folder / name
             # new and private: in a shared folder, an existing name could be another user's link
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as stream:
                 stream.write(text)
-        except OSError:
-            continue
-        return path
+            return path
     return None

@@ -138,16 +138,13 @@ def spread(left: tuple[Span, ...], right: tuple[Span, ...], width: int) -> Line:
 
 def wrap(text: str, width: int, most: int) -> tuple[str, ...]:
     """`text` broken at spaces, but not within figures, into at most `most` lines of at most `width` cells."""
-    lines: list[str] = []
-    current = ""
+    lines = [""]
     for word in filter(None, unbroken(text).split(" ")):
-        longer = f"{current} {word}" if current else word
-        if cells(longer) <= width or not current:
-            current = longer
-            continue
-        lines.append(current)
-        current = word
-    lines.append(current)
+        longer = f"{lines[-1]} {word}" if lines[-1] else word
+        if cells(longer) <= width or not lines[-1]:
+            lines[-1] = longer
+        else:
+            lines.append(word)
     shown = [cut(row, width).replace(NO_BREAK, " ") for row in lines[:most]]
     if len(lines) > most and shown:
         shown[-1] = cut(f"{shown[-1]} …", width) if cells(shown[-1]) + 2 <= width else cut(shown[-1] + "  ", width)

@@ -145,6 +145,4 @@ def traffic(sample: DeviceSample) -> Reading:
         return next((part for part in parts if part.state is not State.UNSUPPORTED), parts[0])
     total = sum(part.value or 0.0 for part in known)
     stale = [part for part in known if part.state is State.STALE]
-    if stale:
-        return Reading(State.STALE, total, max(part.age_seconds for part in stale))
-    return value(total)
+    return Reading(State.STALE, total, max(part.age_seconds for part in stale)) if stale else value(total)

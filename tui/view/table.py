@@ -94,9 +94,8 @@ def _heading(columns: Sequence[Column[RowT]], widths: Mapping[str, int], marks: 
     spans: list[Span] = [Span(" ")]
     for column in columns:
         width = widths[column.key]
-        mark = ""
-        if column.key == order.key:
-            mark = marks.descending if order.descending else marks.ascending
+        sign = marks.descending if order.descending else marks.ascending
+        mark = sign if column.key == order.key else ""
         room = max(0, width - len(mark))
         title = next((text for text in column.titles if len(text) <= room), cut(column.titles[-1], room, ""))
         action = f"sort('{column.key}')" if column.value is not None else ""
