@@ -31,7 +31,7 @@ import torch
 def network():
     return torch.nn.Linear(4, 2)
 """
-PROBE = ["probe", "-d", "cpu/2:0", "--workload", "train.py:build", "--framework", "torch", "--batches", "8"]
+PROBE = ["probe", "--workload", "train.py:build", "--framework", "torch", "--batches", "8"]
 
 
 @pytest.fixture
@@ -49,8 +49,11 @@ def test_files_named_like_evener_s_packages_are_no_obstacle(project: Path) -> No
     """By the command, and by `python -m`, which looks for modules in the folder first."""
     skip_without("torch")
     ways = ([str(Path(sys.executable).with_name("evener"))], [sys.executable, "-m", "evener"])
-    options = ["--repeat", "1", "--steps", "20", "--share", "--json"]
-    running = [subprocess.Popen([*way, *PROBE, *options], cwd=project, stdout=-1, stderr=-1, text=True) for way in ways]
+    commands = [
+        [*way, *PROBE, "-d", f"cpu/2:{core}", "--repeat", "1", "--steps", "20", "--json"]
+        for core, way in enumerate(ways)
+    ]
+    running = [subprocess.Popen(each, cwd=project, stdout=-1, stderr=-1, text=True) for each in commands]
     for process, (answer, errors) in [(process, process.communicate(timeout=200)) for process in running]:
         assert process.returncode == 0, answer + errors
         (run,) = json.loads(answer)["runs"]
