@@ -32,15 +32,17 @@ class ChildEnd(msgspec.Struct, frozen=True):
     stderr_tail: str
 
 
+Script = tuple[ScriptCopy, str]  # with the name of its function
 Relayed = tuple[int, Message, ChildEnd]  # a child's key, its message, and how it stood then
 
 
 class HostServant:
     """One host's children and drivers. Its methods are called from another machine, each in a thread of its own."""
 
-    def __init__(self, devices: Sequence[Device], framework: str, name: str, script: ScriptCopy | None) -> None:
+    def __init__(self, devices: Sequence[Device], framework: str, name: str, script: Script | None) -> None:
         self._local = LocalHost(devices, framework, name)
-        self._script = WrittenScript(script) if script else None
+        self._script = WrittenScript(script[0]) if script else None
+        self._function = script[1] if script else ""
         self._inbox: Inbox = queue.Queue(INBOX)
         self._children: dict[int, Child] = {}
 
@@ -52,7 +54,7 @@ class HostServant:
     def send(self, key: int, command: Command) -> None:
         """Send a child a command; the user's script lies elsewhere here."""
         if self._script and isinstance(command, Build):
-            command = msgspec.structs.replace(command, workload=self._script.workload)
+            command = msgspec.structs.replace(command, workload=f"{self._script.path}:{self._function}")
         self._children[key].send(command)
 
     def receive(self) -> list[Relayed]:

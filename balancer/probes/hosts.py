@@ -12,7 +12,7 @@ from evener.balancer.probes.child import Inbox, RunningChild
 from evener.balancer.probes.launch_plan import LOOPBACK
 from evener.balancer.probes.local_host import LocalHost
 from evener.balancer.probes.remote_host import RemoteHost
-from evener.balancer.probes.script_copy import copy_script
+from evener.balancer.probes.script_copy import copy_workload
 from evener.devices.child_environment import ChildEnvironment
 from evener.devices.cluster.agents import HostLostError
 from evener.devices.nvidia.probe_watch import Vitals
@@ -49,7 +49,7 @@ class Hosts:
         self._by_name: dict[str, Host] = {}
         for name in group_by_host(devices):
             here = LocalHost(devices, framework)
-            self._by_name[name] = RemoteHost(devices, framework, name, copy_script(workload)) if name else here
+            self._by_name[name] = RemoteHost(devices, framework, name, copy_workload(workload)) if name else here
 
     def find(self, device: Device) -> Host:
         """The host of a device."""

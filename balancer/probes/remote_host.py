@@ -13,10 +13,9 @@ from typing import Any
 
 from evener.balancer.probes.child import HostLost, Inbox
 from evener.balancer.probes.child_group import StoppedError
-from evener.balancer.probes.host_servant import ChildEnd, HostServant
+from evener.balancer.probes.host_servant import ChildEnd, HostServant, Script
 from evener.balancer.probes.launch_plan import LOOPBACK
 from evener.balancer.probes.protocol import Command
-from evener.balancer.probes.script_copy import ScriptCopy
 from evener.balancer.probes.stack_dump import Stack
 from evener.devices.child_environment import ChildEnvironment
 from evener.devices.cluster.agents import HostLostError, find_agent
@@ -86,7 +85,7 @@ class RemoteChild:
 class RemoteHost:
     """One host of the cluster; HostLostError if its actor doesn't answer."""
 
-    def __init__(self, devices: Sequence[Device], framework: str, name: str, script: ScriptCopy | None) -> None:
+    def __init__(self, devices: Sequence[Device], framework: str, name: str, script: Script | None) -> None:
         self._name = name
         self._gpus = {i for i, device in enumerate(devices) if device.host == name and device.kind == "gpu"}
         self._servant = find_agent(name).keep(HostServant, tuple(devices), framework, name, script)

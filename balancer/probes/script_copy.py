@@ -19,23 +19,26 @@ class ScriptCopy(msgspec.Struct, frozen=True):
     """A script's files by their path below its folder."""
 
     folder: str  # where they are from
-    name: str  # of the workload below it: "train.py:build"
+    name: str  # of the script
     files: dict[str, bytes]
 
 
-def copy_script(workload: str) -> ScriptCopy | None:
-    """The files of `file.py:function`; None for a workload that is installed. RequestError if they are too large."""
-    home, _, function = workload.rpartition(":")
-    if not home or not names_a_file(home):
-        return None
-    script = Path(home).resolve()
+def copy_script(script: Path) -> ScriptCopy:
+    """The script and what lies beside it; RequestError if that is too large."""
+    script = script.resolve()
     files = {str(path.relative_to(script.parent)): path.read_bytes() for path in _list_sources(script.parent)}
     if sum(map(len, files.values())) > LARGEST_BYTES:
         raise RequestError(
             f"The Python files beside {script} take more than {LARGEST_BYTES >> 20} MiB.",
             "Move the script to a folder of its own, so that it can be sent to the other hosts.",
         )
-    return ScriptCopy(str(script.parent), f"{script.name}:{function}", files)
+    return ScriptCopy(str(script.parent), script.name, files)
+
+
+def copy_workload(workload: str) -> tuple[ScriptCopy, str] | None:
+    """The script of `file.py:function`, and the function; None for a workload that is installed."""
+    home, _, function = workload.rpartition(":")
+    return (copy_script(Path(home)), function) if home and names_a_file(home) else None
 
 
 def _list_sources(folder: Path) -> Iterator[Path]:
@@ -58,8 +61,8 @@ class WrittenScript:
             path.write_bytes(content)
 
     @property
-    def workload(self) -> str:
-        """The name by which a child on this host finds it."""
+    def path(self) -> str:
+        """Where the script is here."""
         return f"{self._folder}/{self._script.name}"
 
     def name_origin(self, text: str) -> str:

@@ -61,12 +61,13 @@ def _assign_terms(terms: Sequence[Term], nodes: Sequence[Node]) -> dict[str, lis
     """The terms of each host, in the order of the request."""
     wanted: dict[str, list[Term]] = {}
     for term in terms:
-        for node in nodes if term.host == EVERY_HOST else (_find_node(term.host or "", nodes),):
+        for node in nodes if term.host == EVERY_HOST else (find_node(term.host or "", nodes),):
             wanted.setdefault(node.host, []).append(term)
     return wanted
 
 
-def _find_node(host: str, nodes: Sequence[Node]) -> Node:
+def find_node(host: str, nodes: Sequence[Node]) -> Node:
+    """The node with this address or name; RequestError if there is none, or several."""
     found = [node for node in nodes if host in (node.host, node.name)]
     there = ", ".join(node.host if node.host == node.name else f"{node.host} ({node.name})" for node in nodes)
     if not found:

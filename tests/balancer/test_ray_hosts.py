@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -25,8 +26,10 @@ from evener.devices.cluster.discovery import describe_versions
 from evener.devices.discover import discover
 from evener.devices.types import Device
 from evener.errors import DeviceError, RequestError
-from evener.plan import load_plan, to_toml
+from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, load_plan, make_layout, to_toml
+from evener.tui.launch.cluster import launch_on_cluster
 from tests.support.frameworks import skip_without
+from tests.support.launched_checks import check_ranks
 from tests.support.probers import child_prober
 from tests.support.ray_cluster import FIRST, NODE, SECOND, THIRD, kill_raylet, running_cluster
 
@@ -240,3 +243,60 @@ def test_nothing_is_left_of_a_driver_that_was_killed(cluster: Any, tmp_path: Pat
     driver.wait()
     until(lambda: not children(), "the children's end")
     until(lambda: {process.pid for process in children("Servant")} <= before, "the actors' end")
+
+
+@pytest.mark.slow
+def test_a_plan_over_hosts_is_launched_on_all_of_them(cluster: Any, tmp_path: Path) -> None:
+    """1 + 2 slices, oversubscribed: the weights of one process, to 1e-12."""
+    skip_without("torch")
+    devices = discover(f"ray:{FIRST}/cpu/1:0,ray:{SECOND}/cpu").devices
+    assert len(devices) == 3
+    templates = tuple(Share(each.id, each.index, each.name, 0, 0.0, host=each.host) for each in devices)
+    plan = msgspec.structs.replace(empty_plan(), layout=make_layout("split", templates, (1, 5, 2)))
+    plan.save(tmp_path / "plan.toml")
+    root = Path(__file__).parents[2]
+    (tmp_path / "train.py").write_text(LAUNCHED.format(root=str(root)))
+    command = [sys.executable, "-m", "evener", "launch", "--ray", "--ray-address", cluster.address]
+    answer = subprocess.run(
+        [*command, "plan.toml", "train.py", str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=280
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    check_ranks(tmp_path, (FIRST, SECOND, SECOND))
+    assert f"[{SECOND}] hello" in answer.stdout
+    (tmp_path / "train.py").write_text("raise SystemExit(7)")
+    answer = subprocess.run([*command, "plan.toml", "train.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert answer.returncode == 1, answer.stdout + answer.stderr
+    assert "ended with exit code 7" in answer.stdout
+    until(lambda: not children("evener.start_rank"), "the processes' end")
+
+
+def test_a_cluster_that_shrank_since_the_plan_is_said(cluster: Any, tmp_path: Path) -> None:
+    shares = (Share("cpu-0-of-1", 0, "EPYC", 0, 0.0, host="10.9.9.9"),)
+    msgspec.structs.replace(empty_plan(), layout=make_layout("solo", shares, (8,))).save(tmp_path / "plan.toml")
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(RequestError, match=r"no host '10\.9\.9\.9'"):
+        launch_on_cluster(tmp_path / "plan.toml", [str(tmp_path / "train.py")], 0, None, "")
+
+
+LAUNCHED = """
+import runpy, sys
+print("hello", flush=True)
+sys.path.insert(0, {root!r})
+runpy.run_module("tests.support.launched_training", run_name="__main__")
+"""
+
+
+def empty_plan() -> Plan:
+    """A plan that only lacks its layout."""
+    return Plan(
+        created="2026-11-22T12:00:00Z",
+        workload="torch_mnist",
+        framework="torch",
+        precision="float32",
+        xla=False,
+        layout=make_layout("solo", (), ()),
+        throughput=Throughput(100.0, 99.0, 101.0),
+        evidence=(),
+        search=SearchSummary(1, 0, 1.0, 0, "test"),
+        fingerprint=Fingerprint((), "", {}, ""),
+    )

@@ -84,11 +84,11 @@ def test_gpus_that_ray_gave_to_others_are_left_out(fake_nvml: Callable[..., Any]
 
 
 def test_a_host_is_found_by_its_address_or_its_only_name() -> None:
-    assert discovery._find_node("big", NODES) is discovery._find_node("10.0.0.1", NODES)
+    assert discovery.find_node("big", NODES) is discovery.find_node("10.0.0.1", NODES)
     with pytest.raises(RequestError, match=r"no host 'tiny'\. It has 10\.0\.0\.1 \(big\)"):
-        discovery._find_node("tiny", NODES)
+        discovery.find_node("tiny", NODES)
     with pytest.raises(RequestError, match="the name of 2 hosts"):
-        discovery._find_node("small", NODES)
+        discovery.find_node("small", NODES)
 
 
 def test_versions_that_differ_or_are_missing_are_said() -> None:

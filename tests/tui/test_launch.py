@@ -22,6 +22,7 @@ from evener.start_rank import STARTS
 from evener.tui.cli.main import run
 from evener.tui.launch.job import make_job
 from evener.tui.text.launch_line import launch_hint
+from tests.support.launched_checks import check_ranks
 from tests.support.torch_start import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -274,21 +275,7 @@ def test_one_and_two_shares_on_two_hosts_learn_what_one_process_learns(
         running = [first, second]
     errors = [process.communicate(timeout=2 * SECONDS)[1] for process in running]
     assert [process.returncode for process in running] == [0, 0], "\n".join(errors)
-    check_ranks(tmp_path)
-
-
-def check_ranks(folder: Path) -> None:
-    import torch
-
-    from tests.support import launched_training, torch_ranks
-
-    weights, losses = torch_ranks.reference(torch_ranks.CASES[launched_training.NAME], 8)
-    ranks = [torch.load(folder / f"{rank}.pt") for rank in range(3)]
-    assert sorted((rank["host"], rank["rows"]) for rank in ranks) == sorted(zip(HOSTS, (1, 5, 2), strict=True))
-    for rank in ranks:
-        assert rank["losses"] == pytest.approx(losses, abs=1e-12)
-        for mine, expected in zip(rank["weights"], weights, strict=True):
-            torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+    check_ranks(tmp_path, HOSTS)
 
 
 @pytest.mark.slow

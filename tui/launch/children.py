@@ -24,7 +24,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def run_children(job: Job, max_restarts: int) -> tuple[int, str]:
     """Start the processes and wait for their end, all again if one fails: the exit code, and which failed and how."""
-    with _caught_signals() as caught:
+    with caught_signals() as caught:
         for attempt in range(max_restarts + 1):
             running = _start(job)
             try:
@@ -95,7 +95,7 @@ def _is_in_foreground() -> bool:
 
 
 @contextmanager
-def _caught_signals() -> Iterator[list[int]]:
+def caught_signals() -> Iterator[list[int]]:
     """The numbers of signals that ask this process to end; the children get them from here."""
     caught: list[int] = []
 

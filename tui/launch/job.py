@@ -70,7 +70,7 @@ class Job(msgspec.Struct, frozen=True):
 def make_job(path: Path, command: Sequence[str], host: str | None, meeting: str | None) -> Job:
     """The training by the plan in this file; EvenerError, in a sentence, if it can't be started here."""
     plan = load_plan(path)
-    _check(plan, command)
+    check_plan(plan, command)
     active = plan.layout.active
     here = _choose_host(plan, host)
     own = tuple(share for share in active if share.host == here)
@@ -95,7 +95,8 @@ def make_job(path: Path, command: Sequence[str], host: str | None, meeting: str 
     )
 
 
-def _check(plan: Plan, command: Sequence[str]) -> None:
+def check_plan(plan: Plan, command: Sequence[str]) -> None:
+    """RequestError for a plan that isn't trained by processes, or a script that isn't there."""
     if plan.layout.kind == "place":
         raise PlanError(
             f"The plan places a model's parts ({plan.layout.placement}) in one process.",

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from evener.errors import RequestError
+from evener.tui.cli.options import RayAddressOption
 from evener.tui.launch.job import Job, make_job
 from evener.tui.text.formatting import plain
 from evener.tui.text.launch_line import write_line
@@ -29,11 +31,21 @@ def launch(
         str | None,
         typer.Option("--rendezvous", help="HOST:PORT where hosts find each other. Default: the first host, 29400."),
     ] = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Start it on all hosts of the plan, through the Ray cluster that they are in.")
+    ] = False,
+    ray_address: RayAddressOption = "",
 ) -> int:
     """Train by a plan: start the script once for each of its devices, as torchrun does, or by TF_CONFIG for Keras.
 
     Split() and with_plan(Trainer) in the script find the plan by themselves.
     """
+    if ray and host is not None:
+        raise RequestError("--host says which host this is, and --ray starts all of them.", "Give one of them.")
+    if ray:
+        from evener.tui.launch.cluster import launch_on_cluster
+
+        return launch_on_cluster(plan, script, max_restarts, rendezvous, ray_address)
     job = make_job(plan, script, host, rendezvous)
     if rendezvous is None:
         _say_other_hosts(job, max_restarts)
