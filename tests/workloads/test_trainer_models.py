@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ if not all(map(find_spec, ("torch", "transformers", "lightning", "accelerate")))
 
 import torch
 
-from evener.costs import Cost
 from evener.errors import RequestError
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend import user_model
@@ -23,7 +23,7 @@ from tests.support.frameworks import LazyModule
 
 programs: Any = LazyModule("tests.support.huggingface_programs")
 lightning_programs: Any = LazyModule("tests.support.lightning_programs")
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.slow
 CPU = Place(devices=("CPU:0",))
 
 
@@ -36,34 +36,53 @@ def a_module() -> Any:
     return lightning_programs.Module(manual=False), lightning_programs.points(32)
 
 
-@pytest.mark.parametrize("build", [a_trainer, a_module])
-def test_its_own_steps_are_measured(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = find_recipe("train.py:build", build())
+def probe(built: Any) -> tuple[int, float]:
+    """(rows of the data, how far two steps moved the weights); a rank of `trainer_ranks` calls it."""
+    recipe = find_recipe("train.py:build", built)
     assert recipe is not None
     assert recipe.data is not None
-    assert recipe.data.rows == 32
     before = [tensor.detach().clone() for tensor in recipe.module.parameters()]
-    monkeypatch.setattr(user_model.UserRecipe, "build_recipe", lambda _: recipe)
+    kind: Any = user_model.UserRecipe
+    kind.build_recipe = lambda _: recipe
     workload: Any = user_model.build("train.py:build", CPU, {})
     for shares, micro in (((6,), ()), ((8,), (3,))):
-        if recipe.data.lengths is not None and micro:
-            workload.prepare_dealt(shares, (Cost(1e-6, 1.0, 0.0),), (0,))
-        else:
-            workload.prepare(shares, micro)
+        workload.prepare(shares, micro)
         workload.step()
         workload.synchronize()
         assert workload.loss_is_finite()
-    assert (workload.work() is not None) == (build is a_trainer)
     after = [tensor.detach() for tensor in recipe.module.parameters()]
-    moved = torch.linalg.vector_norm(torch.cat([(a - b).flatten() for a, b in zip(after, before, strict=True)]))
+    moved = torch.cat([(a - b).flatten() for a, b in zip(after, before, strict=True)])
+    return recipe.data.rows, float(torch.linalg.vector_norm(moved))
+
+
+def refuse(built: Any) -> str:
+    try:
+        return str(find_recipe("train.py:build", built))
+    except RequestError as error:
+        return str(error)
+
+
+def probe_all(folder: Path, rank: int) -> None:
+    """Both kinds, and what isn't a kind."""
+    torch.set_num_threads(1)
+    found = {
+        "trainer": probe(a_trainer()),
+        "module": probe(a_module()),
+        "no data": refuse(lightning_programs.Module(manual=False)),
+        "by hand": refuse((lightning_programs.Module(manual=True), lightning_programs.points(8))),
+        "neither": refuse((torch.nn.Linear(1, 1), Path())),
+    }
+    torch.save(found, folder / f"{rank}.pt")
+
+
+def test_its_own_steps_are_measured_or_it_is_refused(trainer_ranks: Callable[..., list[Any]]) -> None:
+    (found,) = trainer_ranks("tests.workloads.test_trainer_models.probe_all")
+    rows, moved = found["trainer"]
+    assert rows == 32
+    assert 0 < moved <= 2 * 0.01 * (1 + 1e-6)  # two steps of length 1.0 times the clipped gradient
+    rows, moved = found["module"]
+    assert rows == 32
     assert moved > 0
-    if build is a_trainer:
-        assert moved <= 2 * 0.01 * (1 + 1e-6)  # two steps of length 1.0 times the clipped gradient
-
-
-def test_what_no_probe_can_step_is_refused() -> None:
-    with pytest.raises(RequestError, match="without data"):
-        find_recipe("train.py:build", lightning_programs.Module(manual=False))
-    with pytest.raises(RequestError, match="optimizes by hand"):
-        find_recipe("train.py:build", (lightning_programs.Module(manual=True), lightning_programs.points(8)))
-    assert find_recipe("train.py:build", (torch.nn.Linear(1, 1), Path())) is None
+    assert "without data" in found["no data"]
+    assert "optimizes by hand" in found["by hand"]
+    assert found["neither"] == "None"
