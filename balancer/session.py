@@ -13,7 +13,8 @@ from evener.balancer.probes.prober import Facts, Prober
 from evener.balancer.request import Request, ResolvedRequest
 from evener.balancer.result.explain_failure import explain_no_plan, explain_unfinished
 from evener.balancer.result.outcome import build_outcome
-from evener.balancer.search.search import Search, Stop
+from evener.balancer.search.decisions import Stop
+from evener.balancer.search.search import Search
 from evener.balancer.session_start import begin, reopen
 from evener.balancer.store import journal, replay, runs
 from evener.balancer.store.journal import AskedEntry, EndedEntry, FactsEntry, FailedEntry, ObservationEntry

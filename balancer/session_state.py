@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from evener.balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
-from evener.balancer.search.search import is_even
+from evener.balancer.search.layouts import is_even
 from evener.balancer.types import Belief, Layout, Observation, OutOfMemory, Result, Timed, layout_of
 from evener.devices.types import Device
 from evener.plan import BEST_SINGLE, BEST_SPLIT, EVEN_SPLIT, LARGER_BATCH, SOLO_PREFIX, Plan, Throughput

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from evener.balancer.result.number_format import half_width, join_words, percent, rate, write_share
-from evener.balancer.search.layouts import Candidate
+from evener.balancer.search.layouts import Candidate, is_even
 from evener.balancer.search.ranking import Standing, overlap
-from evener.balancer.search.search import is_even
 from evener.balancer.types import Interval, Layout, Result, Timed
 from evener.costs import Cost
 

@@ -9,7 +9,7 @@ from evener.balancer.events import ProbeProgress
 from evener.balancer.request import allows_passes
 from evener.balancer.result.explain_measurements import GIB, find_taken_bytes
 from evener.balancer.result.number_format import join_words, write_share
-from evener.balancer.search.search import Stop
+from evener.balancer.search.decisions import Stop
 from evener.balancer.store.journal import Header
 from evener.balancer.types import Belief, Failed, Observation, OutOfMemory, Timed
 from evener.devices.types import Device

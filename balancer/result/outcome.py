@@ -25,8 +25,9 @@ from evener.balancer.result.explain import (
 )
 from evener.balancer.result.explain_hosts import explain_hosts
 from evener.balancer.result.number_format import join_words, relative_error
+from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import Candidate
-from evener.balancer.search.search import Search, Stop
+from evener.balancer.search.search import Search
 from evener.balancer.store.journal import Header
 from evener.balancer.types import Failed, Interval, Layout, Observation, OutOfMemory, Result, Timed
 from evener.devices.limits import write_limit

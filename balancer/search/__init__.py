@@ -25,13 +25,18 @@ computation. A share fits while m0_i + m1_i * b_i is within the device's memory.
    while they gain (`packing`, `pack_sizes`). A candidate gets another turn while it may still gain more than a part of
    the tolerance; a tie that the rest of the budget can't resolve is a tie.
 
+Rows of unequal length: t_i is the sum over passes of fixed + r * L * (a + b * L) for r rows padded to L tokens, fitted to
+passes of a few sizes by least squares, nothing negative. Batches are dealt by these costs as the training deals them
+(`evener.dealing`), and `text_model`, `text_stage` and `text_candidates` take the place of curves, stages and candidates.
+
 `balance` asks for solo, even and split layouts, `compare` for all families; nothing else differs. Of layouts within the
 tolerance of the fastest, the smallest global batch is chosen. A layout that was measured as clearly faster is never
 passed over, whichever stage measured it.
 
 Reading order: `search` (ask, tell, best, why_stopped), `solo_stage`, `split_stage`, `candidates`, `race`, `ranking`
 (what to measure next, and who won), `predictions` and `waterfill` (which layouts are worth it), `observations` (the
-evidence), `machine_model` and `model/` (curves, memory, contention and exchange from noisy points), `budget`.
+evidence), `machine_model` and `model/` (curves, memory, contention and exchange from noisy points), `budget`,
+`decisions` (the same in words).
 
 Sources: functional performance models, Lastovetsky and Reddy (HeteroPar 2009): measure near the solution and solve
 again. Expected gain: Jones, Schonlau and Welch, "Efficient global optimization" (1998).

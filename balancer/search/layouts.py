@@ -118,3 +118,9 @@ def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
         if not rows[i]:
             return None
     return layout_of(layout.shares, tuple(rows))
+
+
+def is_even(layout: Layout, quantum: int = 1) -> bool:
+    """Whether the shares of the devices that take part are rows, and differ by at most one quantum."""
+    active = [layout.shares[i] for i in layout.active]
+    return layout.by_rows and len(active) > 1 and max(active) - min(active) <= quantum

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from enum import StrEnum
 from functools import cached_property
 from statistics import fmean
 
@@ -11,7 +10,18 @@ import msgspec
 
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.candidates import Candidates
-from evener.balancer.search.layouts import BALANCE, Candidate, LayoutOptions, PackMode, find_family
+from evener.balancer.search.decisions import (
+    Decision,
+    Stop,
+    explain_nobody,
+    explain_race,
+    explain_solo,
+    explain_split,
+    explain_text,
+    explain_too_long,
+    sketch_curve,
+)
+from evener.balancer.search.layouts import BALANCE, Candidate, LayoutOptions, PackMode, find_family, is_even
 from evener.balancer.search.machine_model import MachineModel, same_measurement
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.predictions import Predictions
@@ -26,7 +36,6 @@ from evener.balancer.search.text_model import TextModel
 from evener.balancer.search.text_stage import TextStage
 from evener.balancer.types import (
     Belief,
-    CurveSketch,
     Layout,
     Observation,
     Probe,
@@ -38,37 +47,6 @@ from evener.balancer.types import (
 )
 
 READINGS = ("_budget", "_candidates", "_race", "_decision")  # cached until the next observation
-SKETCHED = 24  # points of a curve for drawing
-WHY_SOLO = (
-    "a first time",
-    "the slope of time and memory",
-    "the largest batch that matters, or one on the way to it",
-    "what is still in doubt",
-)
-
-
-class Stop(StrEnum):
-    """Why a search ended."""
-
-    SETTLED = "Nothing left to measure is expected to change the plan by more than the tolerance."
-    TIED = "The leading layouts tie: more turns within the budget would not tell them apart."
-    ONLY_ONE = "There is one way to train on these devices, and it was measured."
-    BUDGET = "The budget is spent."
-    NO_FIT = "No layout of the global batch asked for fits the memory of these devices."
-    ROW_TOO_LONG = "A row is longer than any device can hold"
-    OUT_OF_MEMORY = "Every device ran out of memory at the smallest batch it was given"
-    ALL_LOST = "Every device failed"
-    LATE = "The budget was spent before the search had ended."
-    INTERRUPTED = "The search was interrupted."
-    CUT_OFF = "The run was cut off."
-
-
-class Decision(msgspec.Struct, frozen=True):
-    """What to measure now and what for; without probes, why the search ended."""
-
-    probes: tuple[Probe, ...]
-    doing: str
-    ended: str | None = None
 
 
 class Search:
@@ -219,7 +197,7 @@ class Search:
         """The search's view between two probes, to be drawn."""
         layout, rate = self._predict()
         return Belief(
-            curves=tuple(_sketch(self._predictions.model, i) for i in range(self.problem.devices)),
+            curves=tuple(sketch_curve(self._predictions.model, i) for i in range(self.problem.devices)),
             predicted=layout,
             predicted_samples_per_second=rate,
             sync_seconds=self.sync_seconds(),
@@ -355,16 +333,15 @@ class Search:
             return Decision(same if again[0].stage == "solo" else same[:1], "Tries once more what failed.")
         model = self._predictions.model
         if not model.live:
-            return Decision((), "Nothing more can be measured.", self._nobody(model))
+            return Decision((), "Nothing more can be measured.", explain_nobody(model))
         if self._text and not self._text.can_hold(model.live):
-            longest = self.problem.lengths[-1]
-            return Decision((), "Nothing more can be measured.", f"{Stop.ROW_TOO_LONG.value}: it has {longest} tokens.")
+            return Decision((), "Nothing more can be measured.", explain_too_long(self.problem.lengths[-1]))
         if self._explores(model) and (decision := self._explore(self._budget)):
             return decision
         if decision := self._repeat(ROUGH):
             return decision
         if probe := self._race.next_probe():
-            return Decision((probe,), self._explain_race(probe))
+            return Decision((probe,), explain_race(probe, len(self._candidates.running)))
         rest = Budget(self.problem, self.options, self._seen, race_is_over=True)
         if rest.seconds is not None and (decision := self._explore(rest)):
             return decision
@@ -382,11 +359,11 @@ class Search:
         """The next batch of every device alone, else the next split; None when nothing is wanted or affordable."""
         if self._text:
             probes = TextStage(self._text, budget, self._with_splits).next_probes()
-            return Decision(probes, _explain_text(probes[0].layout)) if probes else None
+            return Decision(probes, explain_text(probes[0].layout)) if probes else None
         if probes := SoloStage(self._predictions, budget).next_probes():
-            return Decision(probes, f"Measures every device alone: {WHY_SOLO[min(probes[0].turn, 3)]}.")
+            return Decision(probes, explain_solo(probes[0]))
         if probe := SplitStage(self._predictions, budget, self._with_splits).next_probe():
-            return Decision((probe,), _explain_split(self._predictions.model, probe))
+            return Decision((probe,), explain_split(self._predictions.model, probe))
         return None
 
     @property
@@ -413,57 +390,6 @@ class Search:
         if self._race.tied:
             return Stop.TIED.value
         return (Stop.SETTLED if len(found) > 1 else Stop.ONLY_ONE).value
-
-    def _nobody(self, model: MachineModel) -> str:
-        """Why no device can be used, each with its smallest failure."""
-        words = [
-            f"device {i}: {device.lost or f'out of memory at batch {device.memory.failed}'}"
-            for i, device in enumerate(model.devices)
-        ]
-        rule = Stop.ALL_LOST if all(device.lost for device in model.devices) else Stop.OUT_OF_MEMORY
-        return f"{rule.value}: {'; '.join(words)}."
-
-    def _explain_race(self, probe: Probe) -> str:
-        if probe.stage == "pack":
-            return f"Packs {probe.layout.processes} trainings on one device."
-        if probe.stage == "knobs":
-            return "Measures the winner with other knobs, in turns."
-        layouts = len(self._candidates.running)
-        if layouts == 1:
-            return f"Measures the only layout left, turn {probe.turn + 1}."
-        return f"Races {layouts} layouts in turns; this is turn {probe.turn + 1}."
-
-
-def is_even(layout: Layout, quantum: int = 1) -> bool:
-    """Whether the shares of the devices that take part are rows, and differ by at most one quantum."""
-    active = [layout.shares[i] for i in layout.active]
-    return layout.by_rows and len(active) > 1 and max(active) - min(active) <= quantum
-
-
-def _explain_split(model: MachineModel, probe: Probe) -> str:
-    if probe.stage == "rest":
-        return f"Measures device {probe.layout.active[0]} alone with the others at rest: it may beat every split."
-    first = "the fastest that the curves predict" if not model.splits else "what the last ones showed"
-    return f"Measures a real step split over {len(probe.layout.active)} devices: {first}."
-
-
-def _explain_text(layout: Layout) -> str:
-    if layout.length:
-        return f"Measures every device alone: what passes of rows of {layout.length} tokens and others cost."
-    if layout.kind == "solo":
-        return "Measures every device alone: the global batch, dealt by what its rows cost."
-    return f"Measures a real step, its rows dealt to {len(layout.active)} devices by what they cost."
-
-
-def _sketch(model: MachineModel, position: int) -> CurveSketch:
-    device, curve = model.devices[position], model.alone[position]
-    largest = model.limits[position] or device.memory.ran or None
-    points: tuple[tuple[int, float], ...] = ()
-    if curve and largest:
-        sizes = sorted({max(1, round(largest * n / SKETCHED)) for n in range(SKETCHED + 1)})
-        points = tuple((size, curve.seconds(size)) for size in sizes)
-    seen = tuple((p.batch, p.seconds) for p in device.alone)
-    return CurveSketch(position, points, seen, largest, device.memory.failed)
 
 
 def _result(one: Standing) -> Result:

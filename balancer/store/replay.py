@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from evener.balancer.probes.prober import Facts
 from evener.balancer.request import allows_passes
 from evener.balancer.result.outcome import Outcome, build_outcome
+from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import BALANCE
-from evener.balancer.search.search import Search, Stop
+from evener.balancer.search.search import Search
 from evener.balancer.store.journal import AskedEntry, Header, ObservationEntry, Record
 from evener.balancer.types import Observation, Probe, Problem
 from evener.errors import NoLayoutError

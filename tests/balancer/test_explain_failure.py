@@ -10,7 +10,7 @@ import pytest
 from evener.balancer.events import Event, Finished, ProbeProgress
 from evener.balancer.request import Request
 from evener.balancer.result.explain_failure import explain_no_plan, explain_unfinished, list_failures
-from evener.balancer.search.search import Stop
+from evener.balancer.search.decisions import Stop
 from evener.balancer.session import Session
 from evener.balancer.store.journal import Header
 from evener.balancer.types import Belief, CurveSketch, Failed, Layout, Observation, OutOfMemory, Probe, Timed, solo

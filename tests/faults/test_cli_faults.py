@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 import evener
-from evener.balancer.search.search import Stop
+from evener.balancer.search.decisions import Stop
 from evener.balancer.store import journal
 from evener.balancer.store.journal import Record
 from evener.balancer.types import Timed

@@ -10,8 +10,9 @@ import msgspec
 from evener.balancer.layout_profile import LayoutProfile
 from evener.balancer.probes.protocol import Profiled
 from evener.balancer.result.explain import PACK_MODES, name_all, waiting_share
+from evener.balancer.search.layouts import is_even
 from evener.balancer.search.ranking import Standing
-from evener.balancer.search.search import Search, is_even
+from evener.balancer.search.search import Search
 from evener.balancer.types import Failed, Observation, OutOfMemory, Timed
 from evener.tui.text.formatting import half_width, percent, plain, rate, size
 from evener.tui.text.progress import outcome_name, share_words

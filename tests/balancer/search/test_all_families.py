@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from evener.balancer.probes.simulated import SimulatedProber
+from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import BALANCE, LayoutOptions, Placement
-from evener.balancer.search.search import Search, Stop
+from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
 from evener.devices.simulated.machine import Machine, SimulatedDevice, SimulatedPlacement, Sync
 from tests.support import comparison_cases

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.result.outcome import explain_short_budget, explain_unmeasured
 from evener.balancer.search.budget import Budget
+from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import BALANCE, LayoutOptions, PackMode, Placement, shrink
 from evener.balancer.search.observations import Observations
-from evener.balancer.search.search import Search, Stop
+from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed, solo
 from evener.devices.simulated.machine import Machine, SimulatedDevice, SimulatedPlacement, Sync
 

@@ -13,12 +13,13 @@ from evener.balancer.search.layouts import (
     Placement,
     device_counts,
     find_family,
+    is_even,
     pack_on,
     place_on,
     shrink,
     split_evenly,
 )
-from evener.balancer.search.search import Search, is_even
+from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, solo
 from tests.support.search_machines import Bench
 

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.ranking import compare_turns, smallest_gain, throughput
-from evener.balancer.search.search import Search, Stop
+from evener.balancer.search.search import Search
 from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Problem, Timed
 from tests.support.search_machines import Bench, benches, searched
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.balancer.search.layouts import LayoutOptions
+from evener.balancer.search.layouts import LayoutOptions, is_even
 from evener.balancer.search.model.regression import fit_rates
-from evener.balancer.search.search import Search, is_even
+from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Timed
 from evener.costs import Cost, RankCost
 from tests.support.text_machines import TextMachine, lognormal

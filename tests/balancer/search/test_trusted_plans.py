@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from evener.balancer.events import Finished, Observed
 from evener.balancer.request import Request
+from evener.balancer.search.decisions import Stop
 from evener.balancer.search.ranking import TIE
-from evener.balancer.search.search import Search, Stop
+from evener.balancer.search.search import Search
 from evener.balancer.session import Session
 from evener.balancer.types import Observation, Problem, Result, Timed, solo
 from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync

@@ -1,0 +1,102 @@
+"""What a search does next and why it ended, in words, and what it believes of a device, to be drawn."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from evener.balancer.search.machine_model import MachineModel
+from evener.balancer.types import CurveSketch, Layout, Probe
+
+SKETCHED = 24  # points of a curve for drawing
+WHY_SOLO = (
+    "a first time",
+    "the slope of time and memory",
+    "the largest batch that matters, or one on the way to it",
+    "what is still in doubt",
+)
+
+
+class Stop(StrEnum):
+    """Why a search ended."""
+
+    SETTLED = "Nothing left to measure is expected to change the plan by more than the tolerance."
+    TIED = "The leading layouts tie: more turns within the budget would not tell them apart."
+    ONLY_ONE = "There is one way to train on these devices, and it was measured."
+    BUDGET = "The budget is spent."
+    NO_FIT = "No layout of the global batch asked for fits the memory of these devices."
+    ROW_TOO_LONG = "A row is longer than any device can hold"
+    OUT_OF_MEMORY = "Every device ran out of memory at the smallest batch it was given"
+    ALL_LOST = "Every device failed"
+    LATE = "The budget was spent before the search had ended."
+    INTERRUPTED = "The search was interrupted."
+    CUT_OFF = "The run was cut off."
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """What to measure now and what for; without probes, why the search ended."""
+
+    probes: tuple[Probe, ...]
+    doing: str
+    ended: str | None = None
+
+
+def explain_solo(probe: Probe) -> str:
+    """A batch on every device alone."""
+    return f"Measures every device alone: {WHY_SOLO[min(probe.turn, 3)]}."
+
+
+def explain_split(model: MachineModel, probe: Probe) -> str:
+    """A real step, or one device at rest."""
+    if probe.stage == "rest":
+        return f"Measures device {probe.layout.active[0]} alone with the others at rest: it may beat every split."
+    first = "the fastest that the curves predict" if not model.splits else "what the last ones showed"
+    return f"Measures a real step split over {len(probe.layout.active)} devices: {first}."
+
+
+def explain_text(layout: Layout) -> str:
+    """What rows of unequal length are measured for."""
+    if layout.length:
+        return f"Measures every device alone: what passes of rows of {layout.length} tokens and others cost."
+    if layout.kind == "solo":
+        return "Measures every device alone: the global batch, dealt by what its rows cost."
+    return f"Measures a real step, its rows dealt to {len(layout.active)} devices by what they cost."
+
+
+def sketch_curve(model: MachineModel, position: int) -> CurveSketch:
+    """A device's curve, for whoever draws it."""
+    device, curve = model.devices[position], model.alone[position]
+    largest = model.limits[position] or device.memory.ran or None
+    points: tuple[tuple[int, float], ...] = ()
+    if curve and largest:
+        sizes = sorted({max(1, round(largest * n / SKETCHED)) for n in range(SKETCHED + 1)})
+        points = tuple((size, curve.seconds(size)) for size in sizes)
+    seen = tuple((p.batch, p.seconds) for p in device.alone)
+    return CurveSketch(position, points, seen, largest, device.memory.failed)
+
+
+def explain_race(probe: Probe, layouts: int) -> str:
+    """A turn of one of the layouts that still run."""
+    if probe.stage == "pack":
+        return f"Packs {probe.layout.processes} trainings on one device."
+    if probe.stage == "knobs":
+        return "Measures the winner with other knobs, in turns."
+    if layouts == 1:
+        return f"Measures the only layout left, turn {probe.turn + 1}."
+    return f"Races {layouts} layouts in turns; this is turn {probe.turn + 1}."
+
+
+def explain_nobody(model: MachineModel) -> str:
+    """Why no device can be used, each with its smallest failure."""
+    words = [
+        f"device {i}: {device.lost or f'out of memory at batch {device.memory.failed}'}"
+        for i, device in enumerate(model.devices)
+    ]
+    rule = Stop.ALL_LOST if all(device.lost for device in model.devices) else Stop.OUT_OF_MEMORY
+    return f"{rule.value}: {'; '.join(words)}."
+
+
+def explain_too_long(tokens: int) -> str:
+    """Why rows of unequal length can't be trained."""
+    return f"{Stop.ROW_TOO_LONG.value}: it has {tokens} tokens."
