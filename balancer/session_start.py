@@ -30,9 +30,8 @@ class Opened(msgspec.Struct, frozen=True):
 def begin(request: Request | ResolvedRequest, locks: ExitStack) -> Opened:
     """Make a run; RequestError or DeviceError if it can't begin. `locks` gets what holds it."""
     found = request if isinstance(request, ResolvedRequest) else resolve.resolve_request(request)
-    request = found.request
     run = runs.new_id()
-    if not request.share:
+    if not found.request.share:
         locks.enter_context(lock_devices(run, found.devices))
     header = describe_run(run, found)
     replay.make_search(header, ())  # raises for a request that no search can meet, before a run is made

@@ -28,7 +28,7 @@ _DEVICE_CELLS = {column.key: column.draw for column in DEVICE_COLUMNS}
 class _Lane:
     """One device's row: the state, which device it is, and its newest sample where there is one."""
 
-    def __init__(self, state: SessionState, device: int, sample: DeviceSample | None) -> None:
+    def __init__(self, state: SessionState, device: int, sample: DeviceSample | None = None) -> None:
         self.state = state
         self.device = device
         self.sample = sample
@@ -187,6 +187,5 @@ def lane_lines(
     `samples`: the newest of each device, in the devices' order; none in a replay.
     """
     grid = Grid(lane_columns(width, sampled=bool(samples)), _GROWTH, {"device": 34})
-    newest = [*samples, *[None] * len(state.devices)]
-    lanes = [_Lane(state, device, newest[device]) for device in range(len(state.devices))]
+    lanes = [_Lane(state, device, *samples[device : device + 1]) for device in range(len(state.devices))]
     return table_lines(grid, lanes, width, height, marks, position)

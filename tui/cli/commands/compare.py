@@ -78,11 +78,8 @@ def compare(
             print(f"evener: {plain(finished.verdict, 1000)}", file=sys.stderr)
         else:
             tables = [ranking_table(found, labels), scaling_table(found), *packing_tables(found)]
-            lines = [
-                line
-                for table in (*tables, *transfer_tables(profiles))
-                for line in table.lines(form, terminal_columns())
-            ]
+            tables += transfer_tables(profiles)
+            lines = [line for table in tables for line in table.lines(form, terminal_columns())]
             print("\n".join([*lines, *_words(finished, form)]), flush=True)
 
     return run_session(lambda: Session(resolved), show, export, as_json)
