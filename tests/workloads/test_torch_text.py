@@ -128,6 +128,11 @@ def test_rows_of_equal_length_are_as_without_lengths() -> None:
     assert equal.lengths is None
     assert type(equal.sampler((8,), 0)) is type(plain.sampler((8,), 0))
     assert list(equal.sampler((5, 3), 1)) == list(plain.sampler((5, 3), 1))
+    workload = TorchWorkload(CPU, lambda: make_recipe(MODEL, {**TEXTS, "sigma": 0.0}, 0.001))
+    assert "lengths" not in workload.facts()
+    workload.prepare((4,))
+    workload.step()
+    assert workload.work() is None
 
 
 def test_the_longest_rows_up_to_a_length_stand_for_it() -> None:
