@@ -25,6 +25,8 @@ class BatchWeights:
         self.models: weakref.WeakSet[Any] = weakref.WeakSet()  # whose forward passes are looked at
         self._micros = tuple(micros) or tuple(shares)
         self._open: TakenBatch | None = None  # the batch whose parts are computed
+        self._hook_sizes: tuple[int, ...] = ()  # by which hooks weigh the gradients of its parts
+        self._loss_factor = 1.0  # of their losses
         self._shares = tuple(shares)
         self._rank = rank
         self._by_loss = by_loss
@@ -66,7 +68,7 @@ class BatchWeights:
         if len(sizes) > 1:
             OPTIMIZER_CHECK.trainer = self._reference
         self.batches.take(origin, sizes, data)
-        if self._weights.waiting is None:
+        if self._weights.waiting is None and not origin.dealt:
             self._weights.begin(sizes)
 
     def begin(self, sizes: Sequence[int]) -> None:
@@ -93,11 +95,18 @@ class BatchWeights:
         """What follows are passes of this batch."""
         self.refuse_in_parts("parts")
         self._open = self._identify(batch, True)
+        factor = self._weights.factor(self._open.sizes) if self._open.origin.dealt else 0.0
+        self._loss_factor = factor if factor and len(self._shares) > 1 else 1.0
+        self._hook_sizes = self._shares if factor else self._open.sizes
         return self._open
 
     def scale_part(self, loss: Any) -> Any:
-        """A pass's part of the loss, as `scale` has it where a hook doesn't weigh the gradients."""
-        return self.scale(loss) if self._by_loss else loss
+        """A pass's part of the loss, as `scale` has it where a hook doesn't weigh the gradients.
+
+        Where each batch weighs differently, the loss is weighted too: hooks on all parameters would be made anew for
+        each batch. They are still where a rank has no row, as its loss may be NaN.
+        """
+        return self.scale(loss) if self._by_loss else loss * self._loss_factor
 
     def list_models(self, given: Sequence[Any] | None, in_passes: bool) -> list[Any]:
         """The models that exchange gradients: those given, else all that are wrapped."""
@@ -162,7 +171,7 @@ class BatchWeights:
             return
         if model.training and batch.origin.training and getattr(model, "require_backward_grad_sync", True):
             self._weights.waiting = batch
-        self._weights.begin(batch.sizes)
+        self._weights.begin(batch.sizes if self._open is None else self._hook_sizes)
 
     def _identify(self, inputs: Any, training: bool) -> TakenBatch:
         batch = self.batches.find(inputs, training)

@@ -64,9 +64,13 @@ class GradientWeights:
         """From now on, gradients come from a step in which each rank has these rows; a rank may have none."""
         if sizes is not self._sizes:
             self._sizes = sizes
-            factor = gradient_weight(sizes, self._rank) / self.constant
+            factor = self.factor(sizes)
             if factor != self._factor:
                 self._scale_by(factor)
+
+    def factor(self, sizes: Sequence[int]) -> float:
+        """What gradients of such a step are multiplied by, beside the constant."""
+        return gradient_weight(sizes, self._rank) / self.constant
 
     def end(self) -> None:
         """The step is over: leave gradients alone until the next one begins."""

@@ -132,6 +132,12 @@ def test_two_loops_over_one_loader_keep_their_epochs(split: Split) -> None:
     assert rows == [whole[0], whole[6], *whole[1:6], *whole[7:]]
 
 
+def test_lightning_takes_no_lengths(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split, "_strategy", object())
+    with pytest.raises(RequestError, match="Lightning takes as many passes"):
+        split.loader(TEXTS, lengths=TEXTS.lengths)
+
+
 def sampler(rank: int, rows: int = 3) -> LengthSampler:
     dealer = Dealer((RankCost(Cost(0, 1, 0)),) * 4, (1.0,) * 4)
     return LengthSampler(rows, (2, 2, 2, 2), rank, lengths=[5, 9, 7][:rows], dealer=dealer)
