@@ -10,7 +10,7 @@ import msgspec
 
 from evener.devices.terms import Term, parse_request
 from evener.devices.this_machine import Discovery, find_here
-from evener.devices.types import Source
+from evener.devices.types import Device, Source
 from evener.errors import RequestError
 
 
@@ -19,13 +19,14 @@ def discover(
 ) -> Discovery:
     """The devices that `spec` names, in its order.
 
-    `only_visible`: `auto` and `gpu` keep to CUDA_VISIBLE_DEVICES; a GPU that is named is taken whatever it says.
+    `only_visible`: `auto` and `gpu` keep to CUDA_VISIBLE_DEVICES, and a cluster's devices to those that Ray reserves
+    for this process; a GPU of this machine that is named is taken whatever it says.
     RequestError: malformed, named twice, or not there. DeviceError: GPUs were asked for and the driver fails, or the
     Ray cluster at `ray_address` (default: RAY_ADDRESS, else this machine's) can't be used.
     """
-    found = _find(
-        parse_request(spec), (os.environ if environ is None else environ) if only_visible else {}, ray_address
-    )
+    terms = parse_request(spec)
+    variables = (os.environ if environ is None else environ) if only_visible else {}
+    found = _find_on_cluster(terms, ray_address, only_visible) if terms[0].host is not None else _find(terms, variables)
     counts = Counter((device.host, device.id) for device in found.devices)
     for device in found.devices:
         if counts[device.host, device.id] > 1:
@@ -33,12 +34,14 @@ def discover(
     return found
 
 
-def _find(terms: Sequence[Term], variables: Mapping[str, str], ray_address: str) -> Discovery:
-    if terms[0].host is not None:
-        from evener.devices.cluster.discovery import discover_cluster
-
-        return discover_cluster(terms, ray_address)
+def _find(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
     return _find_simulated(terms) if terms[0].kind == "sim" else find_here(terms, variables)
+
+
+def _find_on_cluster(terms: Sequence[Term], address: str, reserve: bool) -> Discovery:
+    from evener.devices.cluster.discovery import discover_cluster
+
+    return discover_cluster(terms, address, reserve)
 
 
 def open_source(discovery: Discovery) -> Source:
@@ -47,17 +50,22 @@ def open_source(discovery: Discovery) -> Source:
         from evener.devices.simulated.source import SimulatedSource
 
         return SimulatedSource(discovery.machine)
-    if host := discovery.devices[0].host:
-        raise RequestError(
-            "The monitor shows the devices of one machine, without Ray.", f"Run evener monitor on {host}."
-        )
-    if discovery.devices[0].kind == "gpu":
+    if discovery.devices[0].host:
+        from evener.devices.cluster.source import ClusterSource
+
+        return ClusterSource(discovery.devices, discovery.notes, open_here)
+    return open_here(discovery.devices, discovery.notes)
+
+
+def open_here(devices: tuple[Device, ...], notes: tuple[str, ...] = ()) -> Source:
+    """What samples devices of this machine."""
+    if devices[0].kind == "gpu":
         from evener.devices.nvidia.source import NvmlSource
 
-        return NvmlSource(discovery.devices, notes=discovery.notes)
+        return NvmlSource(devices, notes=notes)
     from evener.devices.cpu.source import CpuSource
 
-    return CpuSource(discovery.devices, notes=discovery.notes)
+    return CpuSource(devices, notes=notes)
 
 
 def _find_simulated(terms: Sequence[Term]) -> Discovery:

@@ -17,7 +17,7 @@ from evener.devices.cluster.connection import Node
 from evener.errors import DeviceError
 
 T = TypeVar("T")
-START_SECONDS = 10.0  # for all actors together
+START_SECONDS = 12.0  # for all actors together
 ANSWER_SECONDS = 30.0  # the longest that any call takes
 PARENT_POLL_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
@@ -78,8 +78,8 @@ def _end_with_parent() -> None:
 class Agent:
     """The actor of one host, as this process sees it."""
 
-    def __init__(self, node: Node, actor: Any) -> None:
-        self.node, self.host = node, node.host
+    def __init__(self, node: Node, actor: Any, reserves: bool = True) -> None:
+        self.node, self.host, self.reserves = node, node.host, reserves
         self._actor = actor
 
     def begin(self, method: str, *arguments: Any) -> Any:
@@ -135,8 +135,12 @@ class Kept:
         self._agent, self._name = agent, name
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Call a method of it without waiting; the agent's `finish` gets the answer."""
+        """Call a method of it without waiting; `finish` gets the answer."""
         return self._agent.begin("ask", self._name, method, *arguments)
+
+    def finish(self, call: Any, seconds: float) -> Any:
+        """The answer to such a call."""
+        return self._agent.finish(call, seconds)
 
     def ask(
         self, method: str, *arguments: Any, seconds: float = ANSWER_SECONDS, stop: threading.Event | None = None
@@ -150,13 +154,17 @@ class Kept:
             self._agent.finish(self._agent.begin("drop", self._name), CLOSE_SECONDS)
 
 
-def start_agents(nodes: Iterable[Node]) -> tuple[Agent, ...]:
-    """An agent on each node: the one that is there, or a new one. DeviceError names a host that can't have one."""
+def start_agents(nodes: Iterable[Node], reserve: bool = True) -> tuple[Agent, ...]:
+    """An agent on each node: the one that is there, or a new one. DeviceError names a host that can't have one.
+
+    With `reserve`, each holds all GPUs of its node that no other job has.
+    """
     agents = []
     for node in nodes:
         there = _agents.get(node.host)
-        if there is None or there.node.id != node.id or not there.alive():
-            _agents[node.host] = there = Agent(node, _start_actor(node))
+        if there is None or there.node.id != node.id or (reserve and not there.reserves) or not there.alive():
+            actor = _start_actor(node, node.free_gpus if reserve else 0)
+            _agents[node.host] = there = Agent(node, actor, reserve)
         agents.append(there)
     calls = [agent.begin("gpu_ids") for agent in agents]
     deadline = time.monotonic() + START_SECONDS
@@ -186,7 +194,7 @@ def end_agents() -> None:
         _agents.popitem()[1].end()
 
 
-def _start_actor(node: Node) -> Any:
+def _start_actor(node: Node, gpus: int) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -194,7 +202,7 @@ def _start_actor(node: Node) -> Any:
         ray.remote(Servant)
         .options(
             num_cpus=0,
-            num_gpus=node.free_gpus,
+            num_gpus=gpus,
             max_concurrency=THREADS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node.id, soft=False),
         )

@@ -33,16 +33,18 @@ class HostDevices(msgspec.Struct, frozen=True):
     taken: tuple[str, ...] = ()  # labels of GPUs that other jobs of the cluster hold
 
 
-def discover_cluster(terms: Sequence[Term], address: str = "") -> Discovery:
+def discover_cluster(terms: Sequence[Term], address: str = "", reserve: bool = True) -> Discovery:
     """The devices that the terms name on the hosts of the cluster at `address`.
 
+    With `reserve`, GPUs that other jobs hold are left out, and no other job gets these.
     RequestError: a host or device that isn't there. DeviceError: the cluster or one of its hosts can't be used.
     """
     connect(address)
     nodes = list_nodes()
     wanted = _assign_terms(terms, nodes)
-    agents = start_agents({node.host: node for node in nodes if node.host in wanted}[host] for host in wanted)
-    held = [agent.finish(agent.begin("gpu_ids")) for agent in agents]
+    by_host = {node.host: node for node in nodes}
+    agents = start_agents((by_host[host] for host in wanted), reserve)
+    held = [agent.finish(agent.begin("gpu_ids")) if reserve else None for agent in agents]
     calls = [
         agent.begin("call", find_on_host, wanted[agent.host], ids) for agent, ids in zip(agents, held, strict=True)
     ]
@@ -77,19 +79,19 @@ def find_node(host: str, nodes: Sequence[Node]) -> Node:
     return found[0]
 
 
-def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str]) -> HostDevices:
-    """Runs on the host: the devices that the terms name, of those that Ray holds for this process."""
+def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str] | None) -> HostDevices:
+    """Runs on the host: the devices that the terms name, of those that Ray holds for this process; None: of all."""
     versions = describe_versions()
     if terms[0].kind == "cpu":
         return HostDevices(find_here(terms, {}), versions)
-    held = ",".join(gpu_ids)
+    held = None if gpu_ids is None else ",".join(gpu_ids)
     every = _list_gpus()
     usable = visible_gpus(every, held)
     taken = tuple(device.label for device in every if device not in usable)
     if every and not usable:
         return HostDevices(Discovery(()), versions, f"Ray gives this process none of its GPUs ({', '.join(taken)}).")
     try:
-        found = find_here(terms, {"CUDA_VISIBLE_DEVICES": held} if every else {})
+        found = find_here(terms, {} if held is None or not every else {"CUDA_VISIBLE_DEVICES": held})
     except DeviceError as fault:
         return HostDevices(Discovery(()), versions, fault.message)
     ids = {device.id for device in usable}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,13 @@ from evener.balancer.request import Request
 from evener.balancer.session import Session
 from evener.balancer.store.locks import lock_devices
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Stage, Timed, layout_of, solo
+from evener.devices.cluster.agents import find_agent
 from evener.devices.cluster.discovery import describe_versions
-from evener.devices.discover import discover
-from evener.devices.types import Device
+from evener.devices.discover import discover, open_source
+from evener.devices.types import Device, State
 from evener.errors import DeviceError, RequestError
 from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, load_plan, make_layout, to_toml
+from evener.tui.cli.main import run
 from evener.tui.launch.cluster import launch_on_cluster
 from tests.support.frameworks import skip_without
 from tests.support.launched_checks import check_ranks
@@ -42,9 +46,9 @@ BOTH = f"ray:{FIRST}/cpu:0,ray:{SECOND}/cpu:1"
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The cluster, to which this process is connected."""
-    with running_cluster() as cluster:
+    with running_cluster(tmp_path_factory.mktemp("state")) as cluster:
         discover("ray", ray_address=cluster.address)
         yield cluster
 
@@ -62,10 +66,25 @@ def measure(prober: ChildProber, *layouts: Layout, seconds: float = 0.2) -> list
     return sorted(prober.measure(probes, lambda _: None, threading.Event()), key=lambda seen: probes.index(seen.probe))
 
 
-def children(name: str = "evener.balancer.probes.worker") -> list[psutil.Process]:
-    """Every process of this machine that a prober started, or that has another word in its command."""
+def list_processes(word: str) -> list[psutil.Process]:
+    """Every process with this in its command."""
     processes = [(process, process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
-    return [process for process, command in processes if any(name in word for word in command)]
+    return [process for process, command in processes if any(word in part for part in command)]
+
+
+def children() -> list[psutil.Process]:
+    """The children of probes that the cluster's actors started; other tests may run some of their own meanwhile."""
+    actors = {process.pid for process in list_processes("ray::Servant")}
+    found = []
+    for process in list_processes("evener.balancer.probes.worker"):
+        with contextlib.suppress(psutil.Error):
+            found += [process] if process.ppid() in actors else []
+    return found
+
+
+def until_gone(processes: Sequence[psutil.Process]) -> None:
+    """Wait until none of them runs."""
+    until(lambda: not any(process.is_running() for process in processes), f"the end of {processes}")
 
 
 def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
@@ -94,18 +113,37 @@ def test_devices_of_every_host_or_of_those_that_are_named(cluster: Any) -> None:
         discover(f"ray:{SECOND}/gpu:0")
 
 
+def test_the_monitor_reads_every_host(cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["monitor", "--devices", f"ray:{FIRST}/cpu:0,ray:{SECOND}/cpu", "--json", "--once"]) == 0
+    snapshot = json.loads(capsys.readouterr().out)
+    shown = [(each["device"]["host"], each["device"]["id"]) for each in snapshot["devices"]]
+    assert shown == [(FIRST, "cpu-0-of-2"), (SECOND, "cpu-0-of-2"), (SECOND, "cpu-1-of-2")]
+    assert all(each["utilization_percent"]["state"] == "value" for each in snapshot["devices"])
+    source = open_source(discover("ray/cpu/1", only_visible=False))
+    try:
+        found = find_agent(SECOND)
+        found.end()
+        samples = {sample.device.host: sample for sample in source.sample().devices}
+    finally:
+        source.close()
+    assert samples[SECOND].utilization_percent.state is State.LOST
+    assert SECOND in samples[SECOND].note
+    assert samples[FIRST].utilization_percent.state is not State.LOST
+
+
 def test_hosts_are_probed_at_once_and_together(devices: tuple[Device, ...]) -> None:
     prober = child_prober(devices, base_ms=5.0)
     try:
         alone = measure(prober, solo(2, 0, 8), solo(2, 1, 8))
         (group,) = measure(prober, layout_of((8, 4)))
-        assert len(children()) == 4
+        started = children()
+        assert len(started) == 4
     finally:
         prober.close()
     assert all(isinstance(seen, Timed) and seen.step_seconds >= 0.005 for seen in (*alone, group)), (alone, group)
     assert isinstance(group, Timed)
     assert all(group.device_seconds)
-    until(lambda: not children(), "the children's end")
+    until_gone(started)
 
 
 def test_what_fails_there_is_an_observation_here(devices: tuple[Device, ...]) -> None:
@@ -210,6 +248,7 @@ def test_a_host_that_goes_in_the_middle_is_named(cluster: Any, shares: tuple[int
     thread.start()
     try:
         assert started.wait(60)
+        began = children()
         kill_raylet(node)
         thread.join(60)
         assert not thread.is_alive()
@@ -224,13 +263,13 @@ def test_a_host_that_goes_in_the_middle_is_named(cluster: Any, shares: tuple[int
     finally:
         prober.close()
         cluster.remove_node(node, allow_graceful=False)
-    until(lambda: not children(), "the children's end")
+    until_gone(began)
 
 
 @pytest.mark.slow
 def test_nothing_is_left_of_a_driver_that_was_killed(cluster: Any, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "evener", "balance", "--devices", BOTH, "--workload", "synthetic", "--share"]
-    before = {process.pid for process in children("Servant")}
+    before = {process.pid for process in list_processes("ray::Servant")}
     driver = subprocess.Popen(
         [*command, "--ray-address", cluster.address, "--budget", "60s"],
         cwd=tmp_path,
@@ -239,10 +278,11 @@ def test_nothing_is_left_of_a_driver_that_was_killed(cluster: Any, tmp_path: Pat
         env={**os.environ},
     )
     until(lambda: len(children()) >= 2, "its children")
+    started = [*children(), *(each for each in list_processes("ray::Servant") if each.pid not in before)]
+    assert len(started) >= 4
     driver.send_signal(signal.SIGKILL)
     driver.wait()
-    until(lambda: not children(), "the children's end")
-    until(lambda: {process.pid for process in children("Servant")} <= before, "the actors' end")
+    until_gone(started)
 
 
 @pytest.mark.slow
@@ -267,7 +307,7 @@ def test_a_plan_over_hosts_is_launched_on_all_of_them(cluster: Any, tmp_path: Pa
     answer = subprocess.run([*command, "plan.toml", "train.py"], cwd=tmp_path, capture_output=True, text=True)
     assert answer.returncode == 1, answer.stdout + answer.stderr
     assert "ended with exit code 7" in answer.stdout
-    until(lambda: not children("evener.start_rank"), "the processes' end")
+    until(lambda: not [each for each in list_processes("evener.start_rank") if each.cwd() == str(tmp_path)], "its end")
 
 
 def test_a_cluster_that_shrank_since_the_plan_is_said(cluster: Any, tmp_path: Path) -> None:

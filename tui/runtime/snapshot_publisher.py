@@ -15,6 +15,7 @@ from evener.devices.recording import Recording
 from evener.devices.sampler import Sampler
 from evener.devices.simulated.source import SimulatedSource
 from evener.devices.types import Device, Snapshot
+from evener.errors import RequestError
 
 Post = Callable[[Message], object]
 
@@ -62,6 +63,10 @@ def open_publisher(devices: str, replay: Path | None) -> tuple[SnapshotPublisher
         recorded = Recording(replay)
         return SnapshotPublisher(recorded, max(0.1, recorded.interval_seconds)), recorded.devices()
     found = discover(devices, only_visible=False)
+    if found.machine is None and found.devices[0].host:
+        raise RequestError(
+            "The app shows the devices of one machine.", "Use evener monitor --once or -i 1, or the app on each host."
+        )
     return SnapshotPublisher(open_source(found)), _trainable(found.devices)
 
 

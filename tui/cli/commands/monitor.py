@@ -22,6 +22,7 @@ from evener.tui.cli.options import (
     AsciiOption,
     DevicesOption,
     JsonOption,
+    RayAddressOption,
     ReadonlyOption,
     ReplayOption,
     ThemeOption,
@@ -53,6 +54,7 @@ def monitor(
     only_visible: Annotated[bool, typer.Option("--only-visible", help="Only devices in CUDA_VISIBLE_DEVICES.")] = False,
     record: Annotated[Path | None, OUTPUT("--record", help="Write every reading to this file.")] = None,
     replay: ReplayOption = None,
+    ray_address: RayAddressOption = "",
     readonly: ReadonlyOption = False,
     ascii_only: AsciiOption = False,
     theme: ThemeOption = None,
@@ -68,7 +70,7 @@ def monitor(
     pause = 1.0 if interval is None else _parse_interval(interval)
     loops = not once and bool(interval or record)
     with contextlib.ExitStack() as stack:
-        source = stack.enter_context(contextlib.closing(_open(devices, only_visible, replay)))
+        source = stack.enter_context(contextlib.closing(_open(devices, only_visible, replay, ray_address)))
         _check_indices(source, chosen)
         recorder = stack.enter_context(Recorder(record, os.uname().nodename)) if record is not None else None
         for number, snapshot in enumerate(_snapshots(source, pause, loops=loops)):
@@ -94,12 +96,12 @@ def _parse_interval(text: str) -> float:
     return seconds
 
 
-def _open(devices: str, only_visible: bool, replay: Path | None) -> Source:
+def _open(devices: str, only_visible: bool, replay: Path | None, ray_address: str) -> Source:
     if replay is not None:
         return Recording(replay)
     from evener.devices.discover import discover, open_source
 
-    return open_source(discover(devices, only_visible=only_visible))
+    return open_source(discover(devices, only_visible=only_visible, ray_address=ray_address))
 
 
 def _check_indices(source: Source, only: tuple[int, ...] | None) -> None:
