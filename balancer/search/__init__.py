@@ -25,9 +25,9 @@ computation. A share fits while m0_i + m1_i * b_i is within the device's memory.
    while they gain (`packing`, `pack_sizes`). A candidate gets another turn while it may still gain more than a part of
    the tolerance; a tie that the rest of the budget can't resolve is a tie.
 
-Rows of unequal length: t_i is the sum over passes of fixed + r * L * (a + b * L) for r rows padded to L tokens, fitted to
-passes of a few sizes by least squares, nothing negative. Batches are dealt by these costs as the training deals them
-(`evener.dealing`), and `text_model`, `text_stage` and `text_candidates` take the place of curves, stages and candidates.
+Rows of unequal length: t_i is the sum over passes of fixed + r * L * (a + b * L) for r rows padded to L tokens, fitted
+to passes of a few sizes by least squares, nothing negative. Batches are dealt by these costs as the training deals them
+(`evener.dealing`); `text_model`, `text_stage` and `text_candidates` take the place of curves, stages and candidates.
 
 `balance` asks for solo, even and split layouts, `compare` for all families; nothing else differs. Of layouts within the
 tolerance of the fastest, the smallest global batch is chosen. A layout that was measured as clearly faster is never

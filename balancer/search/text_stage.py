@@ -74,9 +74,9 @@ class TextStage:
         middle, longest = self._quantile(MIDDLE), lengths[-1]
         tokens = max(ROWS * middle, longest)
         yield self._same_length(position, middle, tokens)
+        yield self._same_length(position, self._quantile(SHORT), tokens, PASSES)
         yield self._same_length(position, longest, tokens)
         yield self._same_length(position, self._quantile(LONG), tokens)
-        yield self._same_length(position, self._quantile(SHORT), tokens, PASSES)
         for _ in range(MOST_GROWN):
             tokens *= GROWTH
             if not self._worth_growing(position, middle, tokens):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -11,6 +11,7 @@ from evener.costs import Cost, Work
 
 MISFIT = 0.01  # relative: by so much a real step differs from any such cost, however well it was timed
 FEWEST_POINTS = 3
+CLEARLY = 4.0  # of squared standard errors
 
 
 class WorkPoint(msgspec.Struct, frozen=True):
@@ -39,12 +40,26 @@ class StepCost(msgspec.Struct, frozen=True):
 
 
 def fit_step_cost(points: Iterable[WorkPoint]) -> StepCost | None:
-    """The cost that explains the points; None with too few."""
+    """The cost that explains the points; None with too few.
+
+    What isn't rows and tokens is a pass's, unless the points clearly say that it is a step's: passes that were taken to
+    be free would be cut ever smaller.
+    """
     found = list(points)
     if len(found) < FEWEST_POINTS:
         return None
-    rows = [(1.0, one.work.passes, one.work.padded, one.work.padded_lengths) for one in found]
-    errors = [one.error * one.seconds for one in found]
-    step_s, *rates = fit_rates(rows, [one.seconds for one in found], errors)
-    cost = Cost(*rates)
-    return StepCost(step_s, cost) if cost.is_valid() else None
+    fits = [_fit(found, steps) for steps in (0.0, 1.0)]
+    best = fits[1] if _misfit(fits[1], found) < _misfit(fits[0], found) - CLEARLY else fits[0]
+    return best if best.cost.is_valid() else None
+
+
+def _fit(points: Sequence[WorkPoint], steps: float) -> StepCost:
+    rows = [(steps, one.work.passes, one.work.padded, one.work.padded_lengths) for one in points]
+    errors = [one.error * one.seconds for one in points]
+    step_s, *rates = fit_rates(rows, [one.seconds for one in points], errors)
+    return StepCost(step_s, Cost(*rates))
+
+
+def _misfit(cost: StepCost, points: Sequence[WorkPoint]) -> float:
+    """The sum of squared errors, each in its standard error."""
+    return sum(((cost.seconds(one.work) / one.seconds - 1) / one.error) ** 2 for one in points)

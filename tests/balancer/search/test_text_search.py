@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from evener.balancer.search.layouts import LayoutOptions, is_even
 from evener.balancer.search.model.regression import fit_rates
+from evener.balancer.search.model.step_cost import StepCost, WorkPoint, fit_step_cost
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Timed
-from evener.costs import Cost, RankCost
+from evener.costs import Cost, RankCost, Work
 from tests.support.text_machines import TextMachine, lognormal
 
 FAST = Cost(0.001, 2e-5, 1e-8)
@@ -182,3 +183,18 @@ def test_devices_of_one_speed_have_one_cost_in_spite_of_noise() -> None:
     costs = [cost for layout in alone for cost in layout.costs if cost]
     assert len(costs) == 3
     assert costs[0] == costs[2] != costs[1]
+
+
+def test_passes_are_not_taken_to_be_free() -> None:
+    """What a step takes beside its tokens is a pass's, until steps of several passes show that it isn't."""
+    true = StepCost(0.004, Cost(0.002, 2e-5, 1e-8))
+    works = [Work(row[2], *row[1:]) for row in ROWS]
+    points = [WorkPoint(work, true.seconds(work), 0.01) for work in works]
+    whole = fit_step_cost(points)
+    unsure = fit_step_cost(point for point in points if point.work.passes == 1)
+    assert whole is not None
+    assert whole.step_s == pytest.approx(0.004, rel=0.01)
+    assert whole.cost.fixed_s == pytest.approx(0.002, rel=0.01)
+    assert unsure is not None
+    assert unsure.step_s == 0
+    assert unsure.cost.fixed_s == pytest.approx(0.006, rel=0.01)
