@@ -73,7 +73,7 @@ def _check_world(plan: Plan, world: int | None) -> None:
     note = f" ({left_out} of its devices {'is' if left_out == 1 else 'are'} left out)" if left_out else ""
     raise PlanError(
         f"The plan trains on {expected}: {names}{note}, but the training has {world}, one for each process.",
-        f"Start {expected} (torchrun --nproc-per-node {expected}), or make a plan for {world}.",
+        f"Start {expected}, as evener launch does, or make a plan for {world}.",
     )
 
 

@@ -43,6 +43,7 @@ REFUSED = {
     "an unknown compute_loss": "OwnLoss.compute_loss may be",
     "rows that are generated": "generates the rows",
     "no trainer": "no Trainer class",
+    "no plan": "start the script with evener launch",
     "experts in passes": "output_router_logits=False",
     "several GPUs": "torchrun --nproc-per-node 2",
     "a wrapped model": "in DistributedDataParallel already",

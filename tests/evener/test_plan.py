@@ -452,7 +452,7 @@ def test_a_wrong_world_is_an_error_that_names_both_numbers(world: int) -> None:
     assert f"has {world}" in caught.value.message
     assert "on 2" in caught.value.message
     assert "(1 of its devices is left out)" in caught.value.message
-    assert "--nproc-per-node 2" in caught.value.remedy
+    assert "Start 2, as evener launch does" in caught.value.remedy
 
 
 @pytest.mark.parametrize("batch", [1, 0, -4, 2.0, True])

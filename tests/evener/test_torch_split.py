@@ -128,7 +128,7 @@ def test_a_wrong_world_is_refused_before_anyone_waits(
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(PlanError, match=named) as caught:
         Split(plan(batches))
-    assert f"--nproc-per-node {sum(map(bool, batches))}" in caught.value.remedy
+    assert f"Start {sum(map(bool, batches))}, as" in caught.value.remedy
 
 
 def test_no_torchrun_at_all_is_the_same_error() -> None:

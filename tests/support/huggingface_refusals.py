@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,9 +81,12 @@ def refuse_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def keep_arguments(folder: Path) -> dict[str, Any]:
-    """What the user's arguments are after a trainer was made of them, and the trainer's."""
+    """What the user's arguments are after a trainer was made of them by a launcher's plan, and the trainer's."""
     arguments = make_arguments(SMALL, str(folder))
-    trainer = with_plan(Trainer, make_plan((8,), (3,)))(args=arguments, **make_parts(SMALL))
+    make_plan((8,), (3,)).save(folder / "plan.toml")
+    os.environ["EVENER_PLAN"] = str(folder / "plan.toml")
+    trainer = with_plan(Trainer)(args=arguments, **make_parts(SMALL))
+    del os.environ["EVENER_PLAN"]
     both = {"the user's": arguments, "the trainer's": trainer.args}
     return {who: (each.gradient_accumulation_steps, each.per_device_train_batch_size) for who, each in both.items()}
 
@@ -98,6 +102,7 @@ def refuse_all(folder: Path, rank: int) -> None:
         "an unknown compute_loss": refuse_training(folder, unmarked),
         "rows that are generated": refuse_training(folder, generates),
         "no trainer": refuse_training(folder, object),
+        "no plan": sentence(lambda: with_plan(Trainer)),
         "experts in passes": refuse_training(folder, model=mixture(), micro=4),
         "experts at once": refuse_training(folder, model=mixture()),
         "several GPUs": refuse_setup(n_gpu=2),

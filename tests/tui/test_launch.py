@@ -255,7 +255,10 @@ def test_a_failure_is_one_sentence_and_exit_code_1(start: Callable[..., Any], tm
 def test_one_and_two_shares_on_two_hosts_learn_what_one_process_learns(
     by: str, start: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Two loopback addresses play the hosts: by the line that launch prints, and by torchrun's as docs have them."""
+    """Two loopback addresses play the hosts: by the line that launch prints, and by torchrun's as docs have them.
+
+    Before that, every rank hears that a share would be taken twice, and that a plan differs.
+    """
     need_torch_and_two_cpus()
     made = plan(["cpu-0-of-1", "cpu-0-of-2", "cpu-1-of-2"], HOSTS)
     layout = make_layout("split", made.layout.share, (1, 5, 2))
