@@ -20,7 +20,6 @@ MOST_SPLITS = 4
 MOST_OF_BENT = 7  # splits, if no simple curve fits a device's times
 PATIENT_SPLITS = 8  # while none has run
 MOST_FAILED = 2  # after this many failed splits no more are tried
-NEAR_GLOBAL = 0.04  # relative: a tolerable global batch this near to a measured one is not measured
 PROMISE = 0.02  # relative: a lone device predicted this much above its measurements is measured again
 HIDDEN = 1.3  # a device may be this many times as fast with the others at rest
 
@@ -64,7 +63,7 @@ class SplitStage:
         if (fastest := self._predictions.fastest_split) and self._gains(fastest):
             yield fastest
         late = self._budget.race_is_over  # then a smaller batch is not worth another race
-        if not late and (tolerable := self._predictions.tolerable) and self._smaller(tolerable):
+        if not late and (tolerable := self._predictions.tolerable):
             yield tolerable
 
     @property
@@ -80,13 +79,6 @@ class SplitStage:
         raced = max((seen.samples_per_second for seen in self._seen.timed_race()), default=0.0)
         gain = max(LEAST_GAIN, self._problem.tolerance if self._budget.race_is_over else 0.0)
         return wanted.samples_per_second > max(best, raced, self._predictions.single_rate) * (1 + gain)
-
-    def _smaller(self, wanted: Allocation) -> bool:
-        """Whether the smallest tolerable global batch is below every measured one that is fast enough."""
-        least = wanted.samples_per_second * (1 - LEAST_GAIN)
-        layouts = [seen.probe.layout for seen in self._model.fitting_splits]
-        enough = [layout.global_batch for layout in layouts if self._model.predicted_rate(layout) >= least]
-        return not enough or wanted.global_batch < min(enough) * (1 - NEAR_GLOBAL)
 
     def _next_single(self) -> Allocation | None:
         """One device alone, the others at rest, if it may win: it may hold a larger batch, or be faster uncontended."""
