@@ -10,16 +10,15 @@ from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
 from evener.devices.process_signals import read_environment
-from evener.devices.types import DeviceSample, Snapshot
+from evener.devices.types import Snapshot
 from evener.tui.screens.base import SortedScreen
 from evener.tui.screens.dialogs import DetailsDialog
 from evener.tui.screens.signals import SignalDialog
 from evener.tui.view.cells import Line, Span, line
 from evener.tui.view.details import device_details, environment_lines, process_details
 from evener.tui.view.monitor import arrange, host_line, note_line
-from evener.tui.view.processes import ProcessRow, identity
+from evener.tui.view.processes import identity
 from evener.tui.widgets.lines import Lines
-from evener.tui.widgets.lists import ListPanel
 from evener.tui.widgets.monitor import DevicePanel, GraphPanel, ProcessPanel
 
 _BARS = 3  # rows of the bar on top, the host and the keys
@@ -100,15 +99,10 @@ class MonitorScreen(SortedScreen):
         """The graphs follow the device under the cursor."""
         self.query_one(GraphPanel).take(self.query_one(DevicePanel).chosen)
 
-    def on_list_panel_opened(self, event: ListPanel.Opened) -> None:
-        """Show all details of the row."""
-        panel = event.panel
-        if isinstance(panel, DevicePanel) and panel.chosen is not None:
-            self._open_device(panel.chosen)
-        elif isinstance(panel, ProcessPanel) and panel.chosen is not None:
-            self._open_process(panel.chosen)
-
-    def _open_device(self, chosen: DeviceSample) -> None:
+    def action_open_device(self) -> None:
+        """Show all details of the device under the cursor."""
+        panel = self.query_one(DevicePanel)
+        chosen = panel.rows[panel.cursor]
         device_id = chosen.device.id
 
         def draw(width: int) -> tuple[Line, ...]:
@@ -118,7 +112,10 @@ class MonitorScreen(SortedScreen):
 
         self.app.push_screen(DetailsDialog(chosen.device.label, draw))
 
-    def _open_process(self, chosen: ProcessRow) -> None:
+    def action_open_process(self) -> None:
+        """Show all details of the process under the cursor."""
+        panel = self.query_one(ProcessPanel)
+        chosen = panel.rows[panel.cursor]
         key = identity(chosen.sample)
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(chosen.sample.start_time))
 

@@ -31,6 +31,7 @@ class RunPanel(SortedPanel[RunSummary]):
     """One row per run."""
 
     COLUMNS = RUN_COLUMNS
+    OPEN = "screen.replay"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "open", "Replay", show=False)]
 
     def __init__(self) -> None:
@@ -128,10 +129,6 @@ class RunsScreen(RunActions, SortedScreen):
         """The plans follow the cursor."""
         self._draw_plans()
         self.refresh_bindings()
-
-    def on_list_panel_opened(self) -> None:
-        """Enter replays."""
-        self.action_replay()
 
     def _draw_plans(self) -> None:
         """The run under the cursor, beside the first marked one if that is another."""

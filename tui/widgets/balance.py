@@ -53,10 +53,6 @@ class LanePanel(ListPanel[str]):
         self.entitle(clean(state.workload, 60) or "Devices", f"run {clean(state.run)}" if state.run else "")
         self.show(lines)
 
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """A row has no details of its own."""
-        return action != "open"
-
 
 class BalanceView(UsesApp, Widget):
     """Draws one state; on a small terminal the chart is dropped before the text."""

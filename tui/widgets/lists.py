@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Generic
 
 from textual.binding import Binding, BindingType
@@ -29,15 +28,10 @@ class ListPanel(Lines, Generic[RowT]):
         Binding("enter", "open", "Details", key_display="Enter"),
     ]
     HEADING_ROWS = 1
+    OPEN = ""  # the action that shows the row under the cursor in full; empty: rows have no details
 
     class Moved(Message):
         """The cursor is on another row."""
-
-    @dataclass
-    class Opened(Message):
-        """The user wants to see the row under the cursor in full."""
-
-        panel: ListPanel[Any]
 
     def __init__(self, title: str = "", *, id: str) -> None:  # noqa: A002 - Textual's name
         super().__init__(id=id, classes="panel", focusable=True)
@@ -77,10 +71,14 @@ class ListPanel(Lines, Generic[RowT]):
         """Move by as many rows as are visible."""
         self.action_move(pages * max(1, self.size.height - self.HEADING_ROWS))
 
-    def action_open(self) -> None:
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Offer details only where there are some."""
+        return action != "open" or bool(self.OPEN)
+
+    async def action_open(self) -> None:
         """Show the row under the cursor in full."""
-        if self.count:
-            self.post_message(self.Opened(self))
+        if self.count and self.OPEN:
+            await self.app.run_action(self.OPEN)
 
     def click_row(self, row: int, clicks: int) -> None:
         """Go to the row; a double click opens it."""
@@ -88,7 +86,7 @@ class ListPanel(Lines, Generic[RowT]):
         if self.top <= place < self.count:
             self.action_move(place - self.cursor)
             if clicks >= 2:
-                self.action_open()
+                self.call_later(self.action_open)
 
     def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
         """Move on."""

@@ -19,6 +19,8 @@ from evener.tui.widgets.lists import ListPanel, SortedPanel
 class DevicePanel(ListPanel[DeviceSample]):
     """One row per device."""
 
+    OPEN = "screen.open_device"
+
     def __init__(self) -> None:
         super().__init__("Devices", id="devices")
 
@@ -56,6 +58,7 @@ class ProcessPanel(SortedPanel[ProcessRow]):
     """One row per process on a device; as a tree also what started them."""
 
     COLUMNS = PROCESSES.columns
+    OPEN = "screen.open_process"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("t", "tree", "Tree"),
         Binding("e", "screen.environment", "Env"),
