@@ -85,6 +85,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self.args.per_device_train_batch_size = -(-self._shares.batches[self._shares.rank] // passes)
         self._train_batch_size = self.args.per_device_train_batch_size
         self._rows: deque[tuple[int, int]] = deque()  # of each pass to come, with those of the whole optimizer step
+        self._done = (0, (0, 0))  # rows of this rank in an optimizer step, and their tokens without and with padding
         self._pass_rows = 0  # of the pass that runs
         self._factor: float | None = None  # of its loss
         self._tokens = 0
@@ -151,6 +152,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         steps = range(first, first + len(batches) // sampler.passes)
         total = sum(sampler.global_rows(step) for step in steps)
         self._rows = deque((rows, total) for step in steps for rows in sampler.pass_sizes(step))
+        self._done = sum(rows for rows, _ in self._rows), sampler.count_tokens(steps)
         passes = [each for batch in batches for each in _list_passes(batch)]
         passes = [each if rows else _ignore_labels(each) for each, (rows, _) in zip(passes, self._rows, strict=True)]
         items = self._get_num_items_in_batch(passes, device)
@@ -207,9 +209,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return items is not None and (bool(takes) if own is None else own)
 
     def _report(self) -> None:
-        shares, rank = self._shares, self._shares.rank
-        rows = shares.batches[rank] * self._accumulated
-        self._reporter.report(rows, devices=(shares.share,), framework="torch", workload=shares.workload)
+        shares, (rows, tokens) = self._shares, self._done
+        self._reporter.report(rows, devices=(shares.share,), framework="torch", workload=shares.workload, tokens=tokens)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Tokens of all passes, summed over the ranks once an optimizer step, as ranks differ in their passes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from evener.shares import even
@@ -46,6 +46,12 @@ class PassSampler:
     def global_rows(self, step: int) -> int:
         """The rows of that global batch, over all ranks."""
         return sum(self._sizes(step))
+
+    def count_tokens(self, steps: Iterable[int]) -> tuple[int, int]:
+        """The tokens of this rank's rows in those batches, without and with padding; 0 where rows have no lengths."""
+        rows = self.sampler
+        counted = [rows.count_tokens(step * rows.global_batch, rows.epoch) for step in steps]
+        return sum(tokens for tokens, _ in counted), sum(padded for _, padded in counted)
 
     def _sizes(self, step: int) -> tuple[int, ...]:
         return self.sampler.sizes_at(step * self.sampler.global_batch)
