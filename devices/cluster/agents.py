@@ -6,6 +6,7 @@ Whatever is asked of a host that has gone, or is silent, ends in HostLostError.
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 import uuid
@@ -23,6 +24,7 @@ PARENT_POLL_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 THREADS = 64  # of an actor: each call that waits holds one
 TICK_SECONDS = 0.2
+_MISSING = re.compile(r"\b(?:ModuleNotFound|Import|Attribute)Error:")
 _agents: dict[str, Agent] = {}  # of this process, by host
 
 
@@ -31,7 +33,7 @@ class HostLostError(DeviceError):
 
     def __init__(self, host: str, why: str) -> None:
         super().__init__(f"its host {host} {why}", "Check it with ray status.")
-        self.host = host
+        self.host, self.why = host, why
 
 
 class Servant:
@@ -173,7 +175,7 @@ def start_agents(nodes: Iterable[Node], reserve: bool = True) -> tuple[Agent, ..
             agent.finish(call, max(1.0, deadline - time.monotonic()))
         except HostLostError as lost:
             del _agents[agent.host]
-            raise DeviceError(f"evener can't run on the host {agent.host}: {lost.message}.", REMEDY) from None
+            raise DeviceError(f"The host {agent.host} {lost.why}.", REMEDY) from None
     return tuple(agents)
 
 
@@ -211,12 +213,6 @@ def _start_actor(node: Node, gpus: int) -> Any:
 
 
 def _say_why(error: Exception) -> str:
-    """The last line of Ray's explanation, which names the cause."""
-    import ray
-
-    if isinstance(error, ray.exceptions.ActorUnschedulableError):
-        return "can't take it: Ray says that it has left the cluster"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if any("ModuleNotFoundError" in line or "ImportError" in line for line in lines):
-        return next(line for line in reversed(lines) if "Error" in line)
-    return "has left the cluster"
+    """What a host that can't be asked did."""
+    missing = [line.strip() for line in str(error).splitlines() if _MISSING.search(line)]
+    return f"can't run evener: {missing[-1].rstrip('.')}" if missing else "has left the cluster"

@@ -25,6 +25,7 @@ from evener.balancer.session import Session
 from evener.balancer.store.locks import lock_devices
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Stage, Timed, layout_of, solo
 from evener.devices.cluster.agents import find_agent
+from evener.devices.cluster.connection import list_nodes
 from evener.devices.cluster.discovery import describe_versions
 from evener.devices.discover import discover, open_source
 from evener.devices.types import Device, State
@@ -35,7 +36,7 @@ from evener.tui.launch.cluster import launch_on_cluster
 from tests.support.frameworks import skip_without
 from tests.support.launched_checks import check_ranks
 from tests.support.probers import child_prober
-from tests.support.ray_cluster import FIRST, NODE, SECOND, THIRD, kill_raylet, running_cluster
+from tests.support.ray_cluster import FIRST, NODE, SECOND, kill_raylet, running_cluster
 
 skip_without("ray")
 pytestmark = [
@@ -214,24 +215,23 @@ def test_a_script_of_the_users_own_is_measured_on_every_host(devices: tuple[Devi
     (folder / "sizes.py").write_text("INPUTS = 8\n")
     prober = child_prober(devices, f"{script}:build", "torch")
     try:
-        alone = measure(prober, solo(2, 0, 8), solo(2, 1, 64))
-        (group,) = measure(prober, layout_of((8, 4)))
+        (well,) = measure(prober, layout_of((8, 4)))
+        (ill,) = measure(prober, layout_of((8, 64)))
     finally:
         prober.close()
-    assert isinstance(alone[0], Timed), alone
-    assert isinstance(group, Timed), group
-    assert isinstance(alone[1], Failed)
-    assert "train.py" in alone[1].detail
-    assert "evener-" not in alone[1].detail, "the path is the user's own"
+    assert isinstance(well, Timed), well
+    assert isinstance(ill, Failed), ill
+    assert f"{script}:" in ill.detail, "the path is the user's own"
+    assert ill.detail.endswith("too many")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shares", [(8, 0, 0), (8, 8, 8)], ids=["solo", "group"])
-def test_a_host_that_goes_in_the_middle_is_named(cluster: Any, shares: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("third", "shares"), [("127.0.0.4", (8, 0, 0)), ("127.0.0.5", (8, 8, 8))])
+def test_a_host_that_goes_in_the_middle_is_named(cluster: Any, third: str, shares: tuple[int, ...]) -> None:
     """Its devices fail for good; the other hosts go on."""
-    node = cluster.add_node(node_ip_address=THIRD, **NODE)
-    until(lambda: THIRD in str(discover("ray/cpu/1").devices), "the third host")
-    devices = discover(f"ray:{THIRD}/cpu:0,{BOTH}").devices
+    node = cluster.add_node(node_ip_address=third, **NODE)
+    until(lambda: third in [each.host for each in list_nodes()], "the third host")
+    devices = discover(f"ray:{third}/cpu:0,{BOTH}").devices
     prober = child_prober(devices, base_ms=5.0)
     found: list[Observation] = []
     started = threading.Event()
@@ -255,7 +255,7 @@ def test_a_host_that_goes_in_the_middle_is_named(cluster: Any, shares: tuple[int
         (seen,) = found
         assert isinstance(seen, Failed)
         assert (seen.cause, seen.devices) == ("device", (0,)), seen
-        assert f"its host {THIRD} has" in seen.detail
+        assert f"its host {third} has" in seen.detail
         (again,) = measure(prober, solo(3, 0, 8))
         assert isinstance(again, Failed), again
         assert again.cause == "device"
@@ -303,11 +303,19 @@ def test_a_plan_over_hosts_is_launched_on_all_of_them(cluster: Any, tmp_path: Pa
     assert answer.returncode == 0, answer.stdout + answer.stderr
     check_ranks(tmp_path, (FIRST, SECOND, SECOND))
     assert f"[{SECOND}] hello" in answer.stdout
-    (tmp_path / "train.py").write_text("raise SystemExit(7)")
+
+
+@pytest.mark.slow
+def test_a_training_that_fails_on_a_host_ends_everywhere(cluster: Any, tmp_path: Path) -> None:
+    """One device on one host needs no framework; its exit code is that of the launch there."""
+    shares = (Share("cpu-0-of-2", 0, "EPYC", 0, 0.0, host=SECOND),)
+    msgspec.structs.replace(empty_plan(), layout=make_layout("solo", shares, (8,))).save(tmp_path / "plan.toml")
+    (tmp_path / "train.py").write_text("print('hello')\nraise SystemExit(7)")
+    command = [sys.executable, "-m", "evener", "launch", "--ray", "--ray-address", cluster.address]
     answer = subprocess.run([*command, "plan.toml", "train.py"], cwd=tmp_path, capture_output=True, text=True)
     assert answer.returncode == 1, answer.stdout + answer.stderr
+    assert f"[{SECOND}] hello" in answer.stdout
     assert "ended with exit code 7" in answer.stdout
-    until(lambda: not [each for each in list_processes("evener.start_rank") if each.cwd() == str(tmp_path)], "its end")
 
 
 def test_a_cluster_that_shrank_since_the_plan_is_said(cluster: Any, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from evener.devices.cluster import connection, discovery
+from evener.devices.cluster import agents, connection, discovery
 from evener.devices.cluster.agents import Agent
 from evener.devices.cluster.connection import Node
 from evener.devices.cluster.discovery import HostDevices, explain_versions, find_on_host
@@ -123,6 +123,14 @@ def test_what_else_listens_at_an_address_is_no_cluster(monkeypatch: pytest.Monke
         thread.join()
     with pytest.raises(DeviceError, match="Nothing listens"):
         connection._check_listener(address)
+
+
+def test_a_host_without_evener_is_said_to_lack_it() -> None:
+    text = (
+        "The actor died because of an error raised in its creation task\nModuleNotFoundError: No module named 'evener'"
+    )
+    assert agents._say_why(Exception(text)) == "can't run evener: ModuleNotFoundError: No module named 'evener'"
+    assert agents._say_why(Exception("The actor is dead because its node has died.")) == "has left the cluster"
 
 
 def test_without_ray_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from unittest import mock
 
 from evener.devices.cluster.agents import end_agents
 
-FIRST, SECOND, THIRD = "127.0.0.2", "127.0.0.3", "127.0.0.4"
+FIRST, SECOND = "127.0.0.2", "127.0.0.3"
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
 
