@@ -96,7 +96,7 @@ class SoloStage:
         if turn < 3:
             return True
         lone = len(live) == 1 and self._problem.global_batch is None  # no other device or split adds points
-        if turn < MOST_ROUNDS + lone and any(self._in_doubt(i) or self._held_back(i) or self._further(i) for i in live):
+        if turn < MOST_ROUNDS + lone and any(self._in_doubt(i) or self._further(i) for i in live):
             return True
         if turn < FALLING_ROUNDS and any(throughput_falls(devices[i].alone) and self._between(i) for i in live):
             return True
@@ -108,11 +108,6 @@ class SoloStage:
         if memory.limit_bytes is not None and memory.line is not None:
             return False
         return self._largest_that_matters(position) > GROWN * memory.ran
-
-    def _held_back(self, position: int) -> bool:
-        """Whether the last batch was kept small because the memory line was unsure then."""
-        memory = self._model.devices[position].memory
-        return memory.was_unsure and self._largest_that_matters(position) > GROWN * memory.ran
 
     def _between(self, position: int) -> int:
         """The batch between two measured ones that may be faster than both; 0: none."""
@@ -145,7 +140,7 @@ class SoloStage:
             return self._stride(memory.ran, self._largest_that_matters(position))
         if further := self._further(position) or self._between(position):
             return further
-        if self._growing(position) or self._held_back(position):
+        if self._growing(position):
             return self._largest_that_matters(position)
         if curve is not None and curve.flat and len(device.alone) == 3:
             return max(quantum, int(ON_SLOPE * memory.ran) // quantum * quantum)

@@ -84,11 +84,6 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         """
         return len(self.apart) > 1 and _flat(*self.apart[-2:])
 
-    @property
-    def was_unsure(self) -> bool:
-        """Whether the line was unsure before the last point, whose batch was kept small for that."""
-        return len(self.apart) > 2 and _flat(*self.apart[-3:-1])
-
     def predict_largest(self) -> int | None:
         """The largest batch that fits by the line; None: unknown, or unbounded.
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from evener.balancer.search.search import Search
-from evener.balancer.types import Layout, Problem
+from evener.balancer.types import Layout, Observation, Probe, Problem, Timed
 from tests.support.search_machines import Bench
 
 PAIR = Bench(((10.0, 0.1, 0, 4000), (12.0, 0.16, 0, 4000)), 0.002)
@@ -78,6 +79,26 @@ def test_straight_lines_need_few_rounds() -> None:
     """Three for a fixed batch; a fourth where the largest batch was too far for one stride."""
     assert len(rounds(PAIR, global_batch=1000)) == 3
     assert len(rounds(PAIR, micro=False)) == 4
+
+
+class Hiding(Bench, frozen=True):
+    """Devices whose optimizer takes as much memory as 300 samples, which it hides."""
+
+    def _one(self, probe: Probe, scale: float) -> Observation:
+        seen = super()._one(probe, scale)
+        if not isinstance(seen, Timed):
+            return seen
+        memory = tuple(most and max(most, 4000) for most in seen.memory_bytes)
+        return msgspec.structs.replace(seen, memory_bytes=memory)
+
+
+def test_a_batch_that_was_kept_small_as_memory_told_nothing_is_followed_by_a_large_one() -> None:
+    """Eight times the second, then the largest; where memory told, the third is the largest."""
+    devices = ((10.0, 0.1, 0, 2000),) * 2
+    first, second, third, fourth, *_ = rounds(Hiding(devices), micro=False)
+    assert (first, second, third) == ((8, 8), (64, 64), (512, 512))
+    assert min(fourth) > 1000
+    assert min(rounds(Bench(devices), micro=False)[2]) > 1900
 
 
 def test_memory_that_runs_out_is_bracketed() -> None:
