@@ -212,9 +212,6 @@ class Belief(msgspec.Struct, frozen=True):
     """The search's view between two probes."""
 
     curves: tuple[CurveSketch, ...]
-    predicted: Layout | None  # what it would try next as the best
-    predicted_samples_per_second: float | None
-    sync_seconds: float | None  # exposed cost of keeping replicas in step, where known
     doing: str  # one sentence: what is measured now and why
 
 

@@ -176,7 +176,8 @@ class Search:
     def sync_seconds(self) -> float | None:
         """The cost of keeping as many devices in step as the last split had; None before any was measured."""
         if self._text:
-            return self._text.sync_seconds if self._text.splits else None
+            splits = self._text.splits
+            return self._text.sync_seconds(splits[-1].probe.layout.active) if splits else None
         return self._predictions.model.sync_seconds
 
     @property
@@ -195,24 +196,8 @@ class Search:
 
     def belief(self) -> Belief:
         """The search's view between two probes, to be drawn."""
-        layout, rate = self._predict()
-        return Belief(
-            curves=tuple(sketch_curve(self._predictions.model, i) for i in range(self.problem.devices)),
-            predicted=layout,
-            predicted_samples_per_second=rate,
-            sync_seconds=self.sync_seconds(),
-            doing=self._decision.doing,
-        )
-
-    def _predict(self) -> tuple[Layout | None, float | None]:
-        """The layout that should be fastest, and its samples/s."""
-        if self._text:
-            layout = self._text.best_split
-            return layout, self._text.predicted_rate(layout) if layout else None
-        predictions = self._predictions
-        found = [one for one in (predictions.fastest_split, predictions.fastest_single) if one]
-        top = max(found, key=lambda one: one.samples_per_second, default=None)
-        return (predictions.layout(top), top.samples_per_second) if top else (None, None)
+        curves = tuple(sketch_curve(self._predictions.model, i) for i in range(self.problem.devices))
+        return Belief(curves, self._decision.doing)
 
     # ------------------------------------------------------------------ what a comparison reports beside its ranking
 

@@ -80,7 +80,7 @@ def test_a_split_that_fails_is_said_though_each_device_ran_alone() -> None:
     request = Request(global_batch=16, budget_seconds=120.0)
     header = Header("run", "2026-01-01T00:00:00Z", request, DEVICES, "keras_mnist", "tensorflow", "0")
     curves = tuple(CurveSketch(i, (), (), 64, None) for i in range(2))
-    belief = Belief(curves, None, None, None, "Done.")
+    belief = Belief(curves, "Done.")
     fault = explain_no_plan(header, [alone, split], belief, Stop.TIED.value, False)
     assert "building: no NCCL" in fault.message
     other = explain_no_plan(header, [alone], belief, Stop.NO_FIT.value, False)
@@ -118,7 +118,7 @@ def test_what_had_not_ended_is_named_with_its_devices_and_the_longest_time(workl
 def test_a_slow_import_is_not_blamed_on_the_user_s_function() -> None:
     """Stopped within an import statement, within the file's own lines, within the function."""
     header = Header("run", "2026-01-01T00:00:00Z", Request(), DEVICES, "/home/me/train.py:build", "tensorflow", "0")
-    belief = Belief((), None, None, None, "Done.")
+    belief = Belief((), "Done.")
     faults = {}
     for phase in ("importing", "loading", "building"):
         stopped = msgspec.structs.replace(building(0, 25.0, phase), where="/home/me/train.py:3")
@@ -136,7 +136,7 @@ def test_a_slow_import_is_not_blamed_on_the_user_s_function() -> None:
 def test_the_end_names_what_had_not_ended_of_the_user_s_own_instead_of_the_budget() -> None:
     """Of a built-in workload, or if the user stopped it, in addition to that."""
     header = Header("run", "2026-01-01T00:00:00Z", Request(), DEVICES, "train.py:build", "tensorflow", "0")
-    belief = Belief((), None, None, None, "Done.")
+    belief = Belief((), "Done.")
     late = explain_no_plan(header, [], belief, Stop.LATE.value, False, ("It hung.",))
     assert (late.message, "--budget 240s" in late.remedy) == ("It hung.", True)
     built_in = explain_no_plan(

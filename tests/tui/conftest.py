@@ -200,9 +200,6 @@ BELIEF = Belief(
         CurveSketch(0, ((64, 0.094), (1024, 0.76)), ((64, 0.094), (1024, 0.76)), 1179, 1310),
         CurveSketch(1, ((64, 0.117), (710, 0.77)), ((64, 0.117),), 744, None),
     ),
-    predicted=layout_of((820, 568)),
-    predicted_samples_per_second=2127.0,
-    sync_seconds=0.03,
     doing="Measures the split that the curves say is fastest.",
 )
 

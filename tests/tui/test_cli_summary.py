@@ -104,7 +104,7 @@ def test_names_can_not_steer_the_terminal() -> None:
     assert "\x1b" not in "\n".join(summary_lines(plan, LABELS))
 
 
-BELIEF = Belief((), None, None, None, "checks the curve of both devices")
+BELIEF = Belief((), "checks the curve of both devices")
 
 
 def timed(layout: Layout) -> Timed:

@@ -75,7 +75,7 @@ def test_passes_are_shown_with_shares_and_beside_the_wall() -> None:
     """In the lanes as far as they are wide; the wall stays where both don't fit."""
     split = layout_of((820, 568), (410, 568))
     wall = OutOfMemory(Probe(solo(2, 0, 512), "solo", 1.0), (0,), "full", 1.0)
-    belief = Belief((CurveSketch(0, (), (), 410, 512),), None, None, None, "")
+    belief = Belief((CurveSketch(0, (), (), 410, 512),), "")
     running = (ProbeProgress(Probe(layout_of((700, 568), (350, 568)), "split", 1.0), "measuring", None, None, 0.0),)
     state = SessionState(devices=("GPU:0", "GPU:1"), seen=(Seen(wall, 1.0),), belief=belief, running=running)
     state = msgspec.structs.replace(state, best=Result(split, Interval(100.0, 99.0, 101.0), 2))

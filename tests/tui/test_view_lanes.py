@@ -32,7 +32,7 @@ def _full(events: Any) -> SessionState:
     fast = msgspec.structs.replace(
         events[3].seen, probe=Probe(solo(2, 0, 16384), "solo", 1.0), step_seconds=16384 / 158_012
     )
-    belief = Belief((CurveSketch(0, (), (), 16384, 20480),), None, None, None, "Bisects.")
+    belief = Belief((CurveSketch(0, (), (), 16384, 20480),), "Bisects.")
     seen = (Seen(fast, 1.0), Seen(OutOfMemory(probe, (0,), "CUDA out of memory", 1.0), 2.0))
     return msgspec.structs.replace(state, seen=seen, belief=belief)
 

@@ -11,7 +11,7 @@ from evener.balancer.types import Belief, Observation, OutOfMemory, Probe, Timed
 
 RUNS = 3
 SECONDS = 10.0  # of each run without warm-up
-BELIEF = Belief((), None, None, None, f"Times the batches that were asked for, {RUNS} times.")
+BELIEF = Belief((), f"Times the batches that were asked for, {RUNS} times.")
 
 
 class ProbeSession(EventThread):
