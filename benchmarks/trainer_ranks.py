@@ -24,6 +24,8 @@ from evener.huggingface import with_plan
 from evener.plan import Plan, load_plan
 from evener.torch_split import Split
 from evener.torch_split.process import settle
+from evener.workloads.protocol import Place
+from evener.workloads.torch_backend.user_model import build
 
 WORDS = 8192
 SIZES = {"small": (128, 4, 64), "large": (768, 12, 512)}  # hidden size, layers, tokens of a row
@@ -194,6 +196,22 @@ def build_accelerate(size: str = "small") -> Any:
     return model, optimizer, torch.nn.CrossEntropyLoss(), torch.utils.data.TensorDataset(texts, texts[:, 1:])
 
 
+# ---------------------------------------------------------------------- a probe
+
+
+def step_as_probe(trainer: str, rows: int, size: str, done: Done) -> None:
+    """The steps that a probe of this trainer times."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    peers = (f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",) * world
+    device = f"GPU:{rank}" if torch.cuda.is_available() else "CPU:0"
+    place = Place((device,), rank=rank, peers=peers if world > 1 else (), threads=1)
+    workload = build(f"{__file__}:build_{trainer}", place, {"size": size})
+    workload.prepare((rows,) * world)
+    while not done():
+        workload.step()
+        workload.synchronize()
+
+
 # ---------------------------------------------------------------------- a rank
 
 TRAININGS = {"huggingface": train_huggingface, "lightning": train_lightning, "accelerate": train_accelerate}
@@ -238,16 +256,21 @@ def main() -> None:
     parser.add_argument("trainer", choices=list(TRAININGS))
     parser.add_argument("--plan", required=True)
     parser.add_argument("--bare", type=int, help="without the plan, with so many rows in each process")
+    parser.add_argument("--probe", type=int, help="steps as a probe makes them, of so many rows in each process")
     parser.add_argument("--size", default="small")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--steps", type=int, default=0, help="0: in turns")
     options = parser.parse_args()
     plan = load_plan(options.plan)
-    if options.bare and not torch.cuda.is_available():  # the same cores and memory as by the plan
+    if (options.bare or options.probe) and not torch.cuda.is_available():  # the same cores and memory as by the plan
         settle(torch.device("cpu"), plan.layout.active[int(os.environ.get("RANK", 0))])
     done = Clock(options.warm_up, options.steps) if options.steps else Turns()
-    TRAININGS[options.trainer](None if options.bare else plan, options.bare or 1, options.size, options.bf16, done)
+    if options.probe:
+        step_as_probe(options.trainer, options.probe, options.size, done)
+    else:
+        given = None if options.bare else plan
+        TRAININGS[options.trainer](given, options.bare or 1, options.size, options.bf16, done)
     os._exit(0)  # a process group that is left at different times would wait
 
 

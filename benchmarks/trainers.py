@@ -1,9 +1,10 @@
 """What a plan costs in each trainer, and whether trainings meet its figure: `python -m benchmarks.trainers cost`.
 
-`cost` trains with even shares, bare and by a plan, in two pairs of processes that take turns, a step each. `plan` finds
-a plan for each trainer and trains by it; `--variants plan,even,alone` also trains without, `--one-plan` probes one plan
-again before each training: on a machine that others use too, both are slowed equally. On GPUs, `--percent 100,60` holds
-the process of each device to so much of its GPU's multiprocessors (a running MPS daemon is needed).
+`cost` trains with even shares, bare and by a plan, in two pairs of processes that take turns, a step each; `probe`
+steps as a probe does instead of bare. `plan` finds a plan for each trainer and trains by it; `--variants
+plan,even,alone` also trains without, `--one-plan` probes one plan again before each training: on a machine that others
+use too, both are slowed equally. On GPUs, `--percent 100,60` holds the process of each device to so much of its GPU's
+multiprocessors (a running MPS daemon is needed).
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ def main() -> None:
     options = parse()
     with tempfile.TemporaryDirectory() as folder:
         options.folder = Path(folder)
-        (print_costs if options.table == "cost" else print_rates)(options)
+        (print_rates if options.table == "plan" else print_pairs)(options)
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("table", choices=("cost", "plan"))
+    parser.add_argument("table", choices=("cost", "probe", "plan"))
     parser.add_argument("--trainers", nargs="*", choices=TRAINERS, default=TRAINERS)
     parser.add_argument("--size", choices=("small", "large"), default="small")
     parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--rows", type=int, default=2, help="cost: of each process")
-    parser.add_argument("--pairs", type=int, default=200, help="cost: of steps")
+    parser.add_argument("--rows", type=int, default=2, help="cost, probe: of each process")
+    parser.add_argument("--pairs", type=int, default=200, help="cost, probe: of steps")
     parser.add_argument("--devices", default="cpu/2", help="plan: as evener balance takes them")
     parser.add_argument("--budget", default="60s", help="plan: of each search")
     parser.add_argument("--balance", nargs="*", default=[], metavar="WORD", help="plan: for evener balance, without --")
@@ -58,21 +59,21 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-# ---------------------------------------------------------------------- cost
+# ---------------------------------------------------------------------- cost and probe
 
 
-def print_costs(options: argparse.Namespace) -> None:
-    """A step by a plan of even shares beside a bare one, for each trainer: in wall time, and in CPU time of a rank."""
-    plan = options.folder / "even.toml"
+def print_pairs(options: argparse.Namespace) -> None:
+    """A step by a plan of even shares beside a bare one, or beside a probe's, in wall time and CPU time."""
+    plan, other = options.folder / "even.toml", "bare" if options.table == "cost" else "probe"
     plan.write_bytes(to_toml(make_plan((options.rows,) * 2)))
-    print("| trainer | time | bare step, ms | by the plan, ms | median ratio of pairs | middle half |")
+    print(f"| trainer | time | {other} step, ms | by the plan, ms | median ratio of pairs | middle half |")
     print("| --- | --- | ---: | ---: | ---: | --- |")
     for trainer in options.trainers:
         words = [trainer, "--plan", str(plan), "--size", options.size]
-        with started([*words, "--bare", str(options.rows)], 2) as bare, started(words, 2) as planned:
-            for rank in (*bare, *planned):
+        with started([*words, f"--{other}", str(options.rows)], 2) as others, started(words, 2) as planned:
+            for rank in (*others, *planned):
                 rank.stdout.readline()  # the first step is made at once
-            pairs = [measure_pair(bare, planned, number) for number in range(-10, options.pairs)][10:]
+            pairs = [measure_pair(others, planned, number) for number in range(-10, options.pairs)][10:]
         for i, name in enumerate(("wall", "CPU")):
             times = [(without[i], by_plan[i]) for without, by_plan in pairs]
             medians = " | ".join(f"{1000 * statistics.median(each):.1f}" for each in zip(*times, strict=True))
@@ -80,12 +81,12 @@ def print_costs(options: argparse.Namespace) -> None:
             print(f"| {trainer} | {name} | {medians} | {middle:.4f} | {low:.3f} to {high:.3f} |", flush=True)
 
 
-def measure_pair(bare: Ranks, planned: Ranks, number: int) -> tuple[Times, Times]:
+def measure_pair(others: Ranks, planned: Ranks, number: int) -> tuple[Times, Times]:
     """A step of each, in turns the one or the other first."""
     if number % 2:
         by_plan = measure_step(planned)
-        return measure_step(bare), by_plan
-    return measure_step(bare), measure_step(planned)
+        return measure_step(others), by_plan
+    return measure_step(others), measure_step(planned)
 
 
 def measure_step(ranks: Ranks) -> Times:

@@ -50,6 +50,7 @@ def make_trainer(kind: Any, rows: int, epochs: float) -> Any:
         logging_steps=10,
         save_strategy="no",
         report_to=[],
+        ddp_find_unused_parameters=False,  # transformers' default looks for some in each step
         use_cpu=not torch.cuda.is_available(),
     )
     return kind(model=network(), args=arguments, train_dataset=Texts(rows))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +109,16 @@ def test_what_would_not_be_exact_is_refused_before_the_first_step(trainer_ranks:
     assert found["the same by global_batch"] == 6
     assert found["the user's"] == (1, 8)
     assert found["the trainer's"] == (3, 3)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_trl_trainers_that_generate_have_the_method_by_which_they_are_refused(name: str) -> None:
+    skip_without("trl")
+    trl = find_spec("trl")
+    assert trl is not None
+    assert trl.origin is not None
+    source = Path(trl.origin).with_name("trainer") / f"{name}_trainer.py"
+    assert "def _generate_and_score_completions(" in source.read_text()
 
 
 def test_every_row_is_in_one_pass_of_one_rank() -> None:
