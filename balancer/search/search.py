@@ -176,7 +176,8 @@ class Search:
     def sync_seconds(self) -> float | None:
         """The cost of keeping as many devices in step as the last split had; None before any was measured."""
         if self._text:
-            return self._text.sync_seconds if self._text.splits else None
+            splits = self._text.splits
+            return self._text.sync_seconds(splits[-1].probe.layout.active) if splits else None
         return self._predictions.model.sync_seconds
 
     @property

@@ -108,14 +108,18 @@ class TextModel:
                 own, expected = own + seconds, expected + alone.seconds(work)
         return own / expected if own and expected else 1.0
 
-    @cached_property
-    def sync_seconds(self) -> float:
-        """What a split's step takes beyond the longest own work; 0 before any was measured."""
+    def sync_seconds(self, positions: Sequence[int]) -> float:
+        """What a split's step takes beyond the longest own work, over as many hosts; 0 before one was measured."""
         over = []
         for one in self.splits:
-            own = [self._own_seconds(one, i) for i in one.probe.layout.active]
-            over.append(max(0.0, one.step_seconds - max(own)))
+            if self._count_hosts(one.probe.layout.active) == self._count_hosts(positions):
+                own = [self._own_seconds(one, i) for i in one.probe.layout.active]
+                over.append(max(0.0, one.step_seconds - max(own)))
         return fmean(over) if over else 0.0
+
+    def _count_hosts(self, positions: Sequence[int]) -> int:
+        hosts = self.problem.hosts
+        return len({hosts[i] for i in positions}) if hosts else 1
 
     def _own_seconds(self, seen: Timed, position: int) -> float:
         cost, work = self.alone[position], _work(seen, position)
@@ -190,7 +194,7 @@ class TextModel:
         costs = self.costs if len(positions) > 1 else self.alone
         beside = [one.step_s if (one := costs[i]) else 0.0 for i in positions]
         steps = [max(map(sum, zip(beside, one.seconds, strict=True))) for one in self._deals(positions, batch)]
-        return fmean(steps) + (self.sync_seconds if len(positions) > 1 else 0.0)
+        return fmean(steps) + (self.sync_seconds(positions) if len(positions) > 1 else 0.0)
 
     def same_dealing(self, one: Layout, other: Layout) -> bool:
         """Whether a measurement could not distinguish how rows are dealt: costs that differ by one factor."""
@@ -212,16 +216,22 @@ class TextModel:
     @cached_property
     def best_split(self) -> Layout | None:
         """The devices that together should be fastest, with a batch dealt to them; None if there are fewer than two."""
-        chosen = list(self.able)
-        if len(chosen) < 2 or not self.can_hold(chosen):
-            return None
+        hosts = self.problem.hosts or (0,) * self.problem.devices
+        groups = [self.able, *([i for i in self.able if hosts[i] == host] for host in sorted(set(hosts)))]
+        found = [self._without_idle(group) for group in groups if len(group) > 1 and self.can_hold(group)]
+        fastest = min(found, key=lambda group: self.seconds(group, self.batch), default=None)
+        return self.layout(fastest, self.batch) if fastest else None
+
+    def _without_idle(self, devices: Sequence[int]) -> list[int]:
+        """Two or more of the devices: those that don't only keep the others waiting."""
+        chosen = list(devices)
         while len(chosen) > 2:
             slowest = max(chosen, key=lambda i: self.seconds((i,), self.batch))
             fewer = [i for i in chosen if i != slowest]
             if not self.can_hold(fewer) or self.seconds(fewer, self.batch) >= self.seconds(chosen, self.batch):
                 break
             chosen = fewer
-        return self.layout(chosen, self.batch)
+        return chosen
 
     @cached_property
     def batch(self) -> int:

@@ -46,7 +46,9 @@ class TextStage:
     def _next_alone(self, choose: Callable[[int], Layout | None], devices: Sequence[int]) -> tuple[Probe, ...]:
         """A probe of each device alone for which there is another layout, if the budget affords all of them."""
         layouts = {i: layout for i in devices if (layout := choose(i))}
-        if not all(self._affords(layout, "solo") for layout in layouts.values()):
+        known = all(self._text.alone[i] for i in devices)
+        ends_with: Stage = "solo" if known else "race"  # without costs there is nothing to go on with
+        if not all(self._affords(layout, ends_with) for layout in layouts.values()):
             return ()
         turn = 1 + max((len(self._text.tried_alone(i)) for i in layouts), default=0)
         left = max(1, PROBES_TO_EXPECT - turn)

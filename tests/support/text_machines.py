@@ -36,11 +36,14 @@ class TextMachine:
         *,
         step_s: float = 0.002,
         sync_s: float = 0.001,
+        across_s: float = 0.0,
+        hosts: tuple[int, ...] = (),
         noise: float = 0.003,
         walls: Sequence[int] | None = None,
         lengths: tuple[int, ...] = lognormal(),
     ) -> None:
         self.costs, self.step_s, self.sync_s, self.noise = tuple(costs), step_s, sync_s, noise
+        self.across_s, self.hosts = across_s, hosts
         self.walls = tuple(walls or [1 << 40] * len(costs))
         self.lengths = lengths
         self._random = random.Random(0)
@@ -48,7 +51,8 @@ class TextMachine:
     def problem(self, **options: object) -> Problem:
         """With the memory that the walls say."""
         memory = tuple(BASE_BYTES + TOKEN_BYTES * wall for wall in self.walls)
-        return msgspec.convert({"devices": len(self.costs), "memory_bytes": memory, **options}, Problem)
+        known = {"devices": len(self.costs), "memory_bytes": memory, "hosts": self.hosts}
+        return msgspec.convert({**known, **options}, Problem)
 
     def searched(self, options: LayoutOptions = BALANCE, **problem: object) -> tuple[Search, list[Observation]]:
         """A whole search, and what it saw; the first children say how long the rows are."""
@@ -100,7 +104,9 @@ class TextMachine:
                 largest[i] = max(largest[i], *(len(each) * max(each) for each in parts[i]))
         works = tuple(Work(*sums[i]) if layout.shares[i] else None for i in range(len(sums)))
         parts_s = tuple(self.step_s + self.costs[i].seconds_for(work) if work else None for i, work in enumerate(works))
-        return sum(steps) / batches + (self.sync_s if len(layout.active) > 1 else 0.0), parts_s, works, largest
+        apart = len({self.hosts[i] for i in layout.active}) > 1 if self.hosts else False
+        sync = (self.sync_s if len(layout.active) > 1 else 0.0) + (self.across_s if apart else 0.0)
+        return sum(steps) / batches + sync, parts_s, works, largest
 
     def _passes(self, layout: Layout, ranks: Sequence[RankCost]) -> dict[int, list[list[int]]]:
         """The lengths of the rows of each device's passes in a step."""

@@ -198,3 +198,23 @@ def test_passes_are_not_taken_to_be_free() -> None:
     assert unsure is not None
     assert unsure.step_s == 0
     assert unsure.cost.fixed_s == pytest.approx(0.006, rel=0.01)
+
+
+@pytest.mark.parametrize(("across_s", "devices"), [(0.0, (0, 1, 2, 3)), (0.3, (2, 3))])
+def test_a_slow_network_leaves_one_host_to_train(across_s: float, devices: tuple[int, ...]) -> None:
+    """The host whose devices are faster together; over a fast network all of them."""
+    machine = TextMachine((SLOW, SLOW, FAST, FAST), hosts=(0, 0, 1, 1), across_s=across_s)
+    search, _ = machine.searched(global_batch=64)
+    best = search.best()
+    assert best is not None
+    assert best.layout.active == devices
+
+
+@pytest.mark.parametrize("budget", [17.0, 25.0, 40.0])
+def test_a_short_budget_gives_a_split_first(budget: float) -> None:
+    """Each probe takes 2 s here, as slow children do; costs may take more than exploration's part."""
+    search, _ = TextMachine((FAST, SLOW)).searched(global_batch=64, budget_seconds=budget)
+    best = search.best()
+    assert best is not None
+    assert best.layout.kind == "split"
+    assert best.layout.costs
