@@ -180,10 +180,10 @@ def test_the_example_learns_by_length_what_it_learns_without(
     plan(Cost(10, 1, 0)).save(path)
     said = []
     for words in (["--plan", str(path)], ["--global-batch", str(BATCH)]):
-        monkeypatch.setattr("sys.argv", ["text_train.py", "--rows", "30", "--epochs", "2", *words])
+        monkeypatch.setattr("sys.argv", ["text_train.py", "--rows", "20", "--epochs", "1", *words])
         runpy.run_path(str(EXAMPLE), run_name="__main__")
         said.append(
             [float(loss) for loss in re.findall(r"epoch \d: loss ([\d.]+), [\d,]+ tokens/s", capsys.readouterr().out)]
         )
-    assert len(said[0]) == 2
+    assert len(said[0]) == 1
     assert said[0] == pytest.approx(said[1], abs=2e-3)
