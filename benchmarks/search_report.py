@@ -16,6 +16,7 @@ MODE_WORDS = {
     "beyond": "fixed batch from half to four times what fits at once",
     "tolerant": "free batch, tolerance 2 %",
 }
+MANY_ROUNDS = "A fixed batch that may have to be taken in passes has rounds in passes, which count as solo rounds."
 REASONS = {
     "stairs": (
         "the search doesn't look for stairs: it measures up to seven splits where times lie on no simple curve, and "
@@ -231,6 +232,8 @@ def _misses(outcomes: Sequence[SearchOutcome]) -> str:
         if middle > 0.005 or far > 0.02:
             reason = f": {REASONS[name]}" if name in REASONS else ""
             lines.append(f"- *{name}* alone misses the regret target ({percent(middle)} %, {percent(far)} %){reason}.")
+    if statistics.fmean(o.solo_rounds <= 4 for o in outcomes) < 0.99:
+        lines.append(f"- {MANY_ROUNDS}")
     ratios = [o.batch_ratio for o in outcomes if o.job.mode == "tolerant"]
     if quantile(ratios, 0.9) > 1.15:
         lines.append(
