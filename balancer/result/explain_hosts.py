@@ -12,7 +12,7 @@ from evener.devices.types import Device
 def explain_hosts(
     chosen: Result, results: Sequence[Result], devices: Sequence[Device], network_seconds: Callable[[int], float]
 ) -> str:
-    """A sentence on the hosts that the chosen layout leaves out; "" if nothing over more hosts was measured as slower.
+    """A sentence on the hosts that a chosen split leaves out; "" if nothing over more hosts was measured as slower.
 
     `network_seconds` is what exchange between so many hosts takes of a step.
     """
@@ -23,7 +23,7 @@ def explain_hosts(
     own = list_hosts(chosen.layout)
     wider = [one for one in results if len(list_hosts(one.layout)) > len(own)]
     fastest = max(wider, key=lambda one: one.throughput.value, default=None)
-    if fastest is None or fastest.throughput.value >= chosen.throughput.value:
+    if chosen.layout.kind != "split" or fastest is None or fastest.throughput.value >= chosen.throughput.value:
         return ""
     there = list_hosts(fastest.layout)
     seconds, loss = network_seconds(len(there)), 1 - fastest.throughput.value / chosen.throughput.value

@@ -120,6 +120,8 @@ def test_the_monitor_reads_every_host(cluster: Any, capsys: pytest.CaptureFixtur
     shown = [(each["device"]["host"], each["device"]["id"]) for each in snapshot["devices"]]
     assert shown == [(FIRST, "cpu-0-of-2"), (SECOND, "cpu-0-of-2"), (SECOND, "cpu-1-of-2")]
     assert all(each["utilization_percent"]["state"] == "value" for each in snapshot["devices"])
+    assert run(["monitor", "--devices", f"ray:{FIRST}/cpu:0,ray:{SECOND}/cpu", "--once"]) == 0
+    assert f"{SECOND} " in capsys.readouterr().out
     source = open_source(discover("ray/cpu/1", only_visible=False))
     try:
         found = find_agent(SECOND)
@@ -160,6 +162,11 @@ def test_what_fails_there_is_an_observation_here(devices: tuple[Device, ...]) ->
         assert isinstance(ill, OutOfMemory | Failed)
         assert ill.devices == (1,)
         assert kind is OutOfMemory or f"{SECOND}/CPU:1" in ill.detail
+
+
+def test_a_dry_run_builds_on_the_first_host(devices: tuple[Device, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["balance", "--dry-run", "--devices", BOTH, "--workload", "synthetic"]) == 0
+    assert f"{FIRST}/CPU:0" in capsys.readouterr().out
 
 
 def test_a_device_is_locked_on_its_host(devices: tuple[Device, ...]) -> None:

@@ -53,6 +53,8 @@ def _name(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
     name = short_name(row.sample.device.name)
     if len(name) > width:
         name = name.removeprefix("GTX ").removeprefix("RTX ").replace(" ", "" if width < 8 else " ")
+    if host := row.sample.device.host:
+        name = f"{clean(host)} {name}"
     limit = row.sample.device.limit
     return (Span(cut(name + ("@" if limit else ""), width, marks.ellipsis), "text"),)
 
