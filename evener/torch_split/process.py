@@ -141,7 +141,9 @@ def gather_infos(own: RankInfo, stand: Stand) -> list[RankInfo]:
         dist.all_gather_object(gathered, own)
         return gathered
     store = _open_store()
-    prefix = f"evener/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_GATHERINGS)}"
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # with what the ranks before a restart wrote
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if kept else "0"
+    prefix = f"evener/{attempt}/{next(_GATHERINGS)}"
     store.set(f"{prefix}/{stand.rank}", msgspec.json.encode(own))
     keys = [f"{prefix}/{rank}" for rank in range(stand.world)]
     infos = [msgspec.json.decode(store.get(key), type=RankInfo) for key in keys]

@@ -172,7 +172,7 @@ if sys.argv[1] == "fail":
     raise SystemExit(3)
 if rank == "0" and again == "0":
     os.kill(os.getpid(), 9)
-open(f"ready{rank}", "w")
+open(f"ready{rank}-{again}", "w")
 try:
     time.sleep(300)
 except KeyboardInterrupt:
@@ -226,7 +226,7 @@ def test_processes_are_started_again_and_end_by_ctrl_c(ranks: int, start: Callab
     (tmp_path / "train.py").write_text(SCRIPT)
     plan([f"cpu-{i}-of-{ranks}" for i in range(ranks)], framework="torch").save(tmp_path / "plan.toml")
     process = start("launch", "--max-restarts", "1", "plan.toml", "train.py", "--json", "--gpus", "0,1")
-    wait_for([tmp_path / f"ready{rank}" for rank in range(ranks)], process)
+    wait_for([tmp_path / f"ready{rank}-1" for rank in range(ranks)], process)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 130, errors
@@ -257,7 +257,8 @@ def test_one_and_two_shares_on_two_hosts_learn_what_one_process_learns(
 ) -> None:
     """Two loopback addresses play the hosts: by the line that launch prints, and by torchrun's as docs have them.
 
-    Before that, every rank hears that a share would be taken twice, and that a plan differs.
+    Before that, every rank hears that a share would be taken twice, and that a plan differs. Under launch a rank is
+    killed in the middle, and all go on from the script's checkpoint.
     """
     need_torch_and_two_cpus()
     made = plan(["cpu-0-of-1", "cpu-0-of-2", "cpu-1-of-2"], HOSTS)
@@ -272,13 +273,15 @@ def test_one_and_two_shares_on_two_hosts_learn_what_one_process_learns(
             for host, count in (("127.0.0.2", "1"), ("127.0.0.3", "2"))
         ]
     else:
-        meeting = f"127.0.0.3:{port}"  # not the first host of the plan
-        second = start("launch", "--host", "127.0.0.3", "--rendezvous", meeting, "plan.toml", TRAINING, str(tmp_path))
-        first = start("launch", "--host", "127.0.0.2", "--rendezvous", meeting, "plan.toml", TRAINING, str(tmp_path))
-        running = [first, second]
+        place = ["--rendezvous", f"127.0.0.3:{port}", "--max-restarts", "2"]  # not the first host of the plan
+        running = [
+            start("launch", "--host", host, *place, "plan.toml", TRAINING, str(tmp_path))
+            for host in ("127.0.0.3", "127.0.0.2")
+        ]
     errors = [process.communicate(timeout=2 * SECONDS)[1] for process in running]
     assert [process.returncode for process in running] == [0, 0], "\n".join(errors)
     check_ranks(tmp_path, HOSTS)
+    assert (tmp_path / "killed").exists() == (by == "evener launch")
 
 
 @pytest.mark.slow

@@ -18,9 +18,7 @@ JOIN_SECONDS = 600  # in which every host has to be there
 def run_agent(job: Job, max_restarts: int) -> tuple[int, str]:
     """Start the processes and wait for their end: the exit code, and which rank failed and how."""
     environment = job.environment()
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # of the agent, which says each time that a host isn't there yet
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns again and again of a host that isn't there yet
     try:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -33,7 +31,8 @@ def run_agent(job: Job, max_restarts: int) -> tuple[int, str]:
     logging.disable(logging.CRITICAL)  # the agent's own words about what is said here in a sentence
     if "TORCH_CPP_LOG_LEVEL" not in environment:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
-    os.environ.update(environment)
+    # A store for each start: the agent's own still has the addresses of processes that were ended before a restart.
+    os.environ.update({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **environment})
     with tempfile.TemporaryDirectory(prefix="evener-launch-") as folder:
         config = LaunchConfig(
             nproc_per_node=len(job.processes),
@@ -61,7 +60,7 @@ def run_agent(job: Job, max_restarts: int) -> tuple[int, str]:
 def _meet(job: Job) -> dict[str, Any]:
     """Where the agents of all hosts find each other; alone, at any free port."""
     if len(job.hosts) == 1:
-        place: dict[str, Any] = {"rdzv_endpoint": "localhost:0", "run_id": f"{job.identity}-{os.getpid()}"}
+        place: dict[str, Any] = {"rdzv_endpoint": "localhost:0", "local_addr": "127.0.0.1", "run_id": job.identity}
     else:
         host, port = job.meeting
         times = {"timeout": JOIN_SECONDS, "join_timeout": JOIN_SECONDS, "read_timeout": JOIN_SECONDS}
