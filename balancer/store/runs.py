@@ -107,9 +107,7 @@ def find(name: str) -> str:
         return runs[-1]
     if not _ID.fullmatch(name):
         raise RequestError(f"{name!r} is not the name of a run.", "List the runs with evener runs.")
-    if name in runs:
-        return name
-    matches = [run for run in runs if run.startswith(name)]
+    matches = [name] if name in runs else [run for run in runs if run.startswith(name)]
     if len(matches) == 1:
         return matches[0]
     if matches:

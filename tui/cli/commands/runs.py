@@ -127,10 +127,8 @@ def show_run(run_id: RunName, as_json: JsonOption = False) -> None:
     print("".join(f"{plain(line, 1000)}\n" for line in about if line), end="")
     for seen in run.observations:
         print(f"  {observation_words(seen, labels)}")
-    if run.plan is None:
-        print("this run has no plan")
-        return
-    print("\n".join(["", *summary_lines(run.plan, labels, run.verdict, terminal_columns())]))
+    summary = summary_lines(run.plan, labels, run.verdict, terminal_columns()) if run.plan else None
+    print("\n".join(["", *summary] if summary else ["this run has no plan"]))
 
 
 def _as_json(run: Run) -> dict[str, Any]:
