@@ -119,6 +119,8 @@ class BatchWeights:
                 "Use DistributedDataParallel, or a plan without passes (evener balance --micro off) and no lengths; if"
                 " only the last batch is short, drop_last=True.",
             )
+        for model in models if self._open and self._open.origin.dealt else ():
+            model_checks.check_passes(model)
         if not models:
             raise RequestError(
                 "split.parts knows of no wrapped model, so each pass would exchange gradients.",

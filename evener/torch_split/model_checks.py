@@ -73,7 +73,9 @@ def check_normalization(model: Any, weigh: str, world: int, pass_rows: int | Non
     kinds = [type(module) for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
     synchronized = any(issubclass(kind, torch.nn.SyncBatchNorm) for kind in kinds)
     if synchronized and world > 1:
-        _check_synchronized(weigh, pass_rows)
+        if pass_rows is not None:
+            check_passes(model)
+        _check_weigh(weigh)
     if kinds and pass_rows is not None:
         warnings.warn(f"Batch normalization sees one pass of {pass_rows} rows, not the whole share.", stacklevel=3)
     if kinds and not synchronized and world > 1:
@@ -85,12 +87,16 @@ def check_normalization(model: Any, weigh: str, world: int, pass_rows: int | Non
         )
 
 
-def _check_synchronized(weigh: str, pass_rows: int | None) -> None:
-    if pass_rows is not None:
+def check_passes(model: Any) -> None:
+    """RequestError for a model whose ranks meet in each forward pass, of which they have different numbers."""
+    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):
         raise RequestError(
             "SyncBatchNorm exchanges statistics in each pass, and the ranks have different numbers of passes.",
-            "Make a plan without passes (evener balance --micro off), or use GroupNorm or LayerNorm.",
+            "Use GroupNorm or LayerNorm, or a plan without passes (evener balance --micro off) and no lengths.",
         )
+
+
+def _check_weigh(weigh: str) -> None:
     if weigh == "gradients":
         raise RequestError(
             "SyncBatchNorm mixes the ranks' gradients before they can be weighted.",

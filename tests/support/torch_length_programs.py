@@ -221,6 +221,14 @@ def lengths_that_ranks_have_apart(shares: tuple[int, ...], rows: TensorDataset) 
     return []
 
 
+@refused("SyncBatchNorm exchanges statistics in each pass")
+def texts_by_cost_with_statistics_of_all_ranks(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    split, texts = cost_split(shares, "loss"), Texts(len(rows))
+    for batch in split.loader(texts, lengths=texts.lengths, collate_fn=collate):
+        next(split.parts(batch, models=[nn.SyncBatchNorm(WORDS)]))  # a CPU can't wrap it
+    return []
+
+
 @refused("isn't a list of whole numbers")
 def lengths_that_are_no_numbers(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
     cost_split(shares).loader(Texts(len(rows)), lengths=[0.5] * len(rows))
