@@ -239,8 +239,9 @@ class Budget:
         """
         alone: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for seen in self._timed:
-            if seen.probe.stage == "solo" and not seen.probe.layout.in_passes:
-                alone[seen.probe.layout.active[0]].append((seen.step_seconds, seen.first_step_seconds))
+            layout = seen.probe.layout
+            if seen.probe.stage == "solo" and layout.by_rows and not layout.in_passes:
+                alone[layout.active[0]].append((seen.step_seconds, seen.first_step_seconds))
         slopes = []
         for steps in alone.values():
             (quick, first), (slow, last) = min(steps), max(steps)

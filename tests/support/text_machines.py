@@ -87,7 +87,8 @@ class TextMachine:
         factor = draws.gauss(1, self.noise)
         memory = tuple(BASE_BYTES + TOKEN_BYTES * tokens if tokens else None for tokens in largest)
         step, parts = seconds * factor, tuple(part and part * factor for part in own)
-        return Timed(probe, step, step * 0.997, step * 1.003, 30, memory, parts, step, 2.0, work=works)
+        first = step if layout.costs or layout.length else step + 1.0  # the first of a child
+        return Timed(probe, step, step * 0.997, step * 1.003, 30, memory, parts, first, 2.0, work=works)
 
     def _run(
         self, layout: Layout, ranks: Sequence[RankCost], batches: int
