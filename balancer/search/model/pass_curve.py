@@ -39,7 +39,7 @@ class PassCurve(msgspec.Struct, frozen=True):
         """Predicted step time of `share` samples."""
         return self._in(self.passes(share), share)
 
-    def largest(self, seconds: float, ceiling: int, quantum: int = 1) -> int:
+    def largest(self, seconds: float, ceiling: int, quantum: int) -> int:
         """The most samples, a multiple of `quantum` up to `ceiling`, that take no longer than `seconds`; 0: none."""
         most = self.curve.largest(seconds, min(ceiling, self.wall), quantum)
         if math.isinf(seconds):

@@ -50,7 +50,7 @@ class Curve(msgspec.Struct, frozen=True):
         left = batches[i - 1]
         return times[i - 1] + (times[i] - times[i - 1]) * (batch - left) / (batches[i] - left)
 
-    def largest(self, seconds: float, ceiling: int, quantum: int = 1) -> int:
+    def largest(self, seconds: float, ceiling: int, quantum: int) -> int:
         """The most samples, a multiple of `quantum` up to `ceiling`, that take no longer than `seconds`; 0: none."""
         return int(min(self.most_rows(seconds), ceiling)) // quantum * quantum
 

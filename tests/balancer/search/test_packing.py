@@ -21,7 +21,7 @@ def searched(runs: int, budget: float | None = None) -> Search:
     while probes := search.ask():
         for probe, seen in zip(probes, ONE.measure(probes), strict=True):
             few = probe.layout.processes <= runs
-            search.tell(seen if few else Failed(probe, "error", "no context left", (0,), 1.0))
+            search.tell(seen if few else Failed(probe, "raised", "no context left", (0,), 1.0))
     return search
 
 

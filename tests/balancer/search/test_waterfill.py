@@ -188,3 +188,15 @@ def test_a_capped_batch_keeps_to_its_cap(some: list[DeviceCurve], cap: int, quan
     assert all(share % quantum == 0 for _, share in found.shares)
     if whole is not None:
         assert found.samples_per_second >= whole.samples_per_second * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("devices", "most"), [(3, 400), (32, 400), (33, 80), (200, 80)])
+def test_finish_times_are_thinned_only_where_they_are_many(devices: int, most: int) -> None:
+    """Each once and in order, the first and the last kept: they are what a free batch's search takes long over."""
+    steps = range(1, 16)
+    bent = [Curve(tuple(map(float, steps)), tuple(n + i / 1000 for n in steps), 1.0) for i in range(devices)]
+    every = {time for curve in bent for time in (*curve.times, curve.seconds(1000))}
+    found = waterfill.finish_times([DeviceCurve(i, curve, 1000) for i, curve in enumerate(bent)], 1)
+    assert found == sorted(set(found))
+    assert (found[0], found[-1]) == (min(every), max(every))
+    assert len(found) == min(most, len(every))
