@@ -99,7 +99,9 @@ class Agent:
                     return None
             return ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
         except ray.exceptions.RayTaskError as error:
-            raise error.cause from None
+            if isinstance(error.cause, Exception):
+                raise error.cause from None
+            raise HostLostError(self.host, f"failed: {error}") from None
         except ray.exceptions.GetTimeoutError:
             raise HostLostError(self.host, f"has not answered for {seconds:.0f} s") from None
         except ray.exceptions.RayError as error:
