@@ -88,6 +88,7 @@ def test_what_lightning_may_not_do_is_refused(trainer_ranks: Run) -> None:
     assert "don't come from split.loader" in found["another loader"]
     assert "use_distributed_sampler=False" in found["shared out again"]
     assert "sees one pass of 4 rows" in found["normalized"]
+    assert "not supported with distributed strategies" in found["finder"]
     assert found["accumulated"] == [4, 4]  # a second training is as the first
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import msgspec
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.errors import EvenerError
@@ -159,7 +160,7 @@ def refuse_all(folder: Path, rank: int) -> None:
             warnings.simplefilter("always")
             try:
                 trainer.fit(module, data)
-            except EvenerError as error:
+            except (EvenerError, MisconfigurationException) as error:  # the latter is Lightning's own
                 return str(error)
         return " ".join(str(each.message) for each in said)
 
@@ -168,6 +169,7 @@ def refuse_all(folder: Path, rank: int) -> None:
         "another loader": fit(Module(False), DataLoader(points(16), batch_size=8)),
         "shared out again": fit(Module(False), use_distributed_sampler=True),
         "normalized": fit(Module(False, normalize=True)),
+        "finder": fit(Module(False), callbacks=[pl.callbacks.BatchSizeFinder()]),
         "accumulated": [],
     }
     trainer = make_trainer(Program(), str(folder), strategy=split.strategy(), devices=1, accumulate_grad_batches=2)

@@ -33,6 +33,7 @@ ROWS = 21  # two full batches and one of five rows
 KINDS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "sft": (SFTTrainer, SFTConfig, {}),
     "sft, LoRA": (SFTTrainer, SFTConfig, {"peft_config": LoraConfig(r=2, lora_dropout=0.0)}),
+    "sft, packed": (SFTTrainer, SFTConfig, {}),
     "dpo": (DPOTrainer, DPOConfig, {}),
     "reward": (RewardTrainer, RewardConfig, {}),
 }
@@ -78,6 +79,7 @@ def make_parts(kind: str, folder: str, **changes: Any) -> dict[str, Any]:
         disable_tqdm=True,
         dataloader_pin_memory=False,
         gradient_checkpointing=False,
+        **{"packing": True, "max_length": 14} if kind == "sft, packed" else {},
         **{"disable_dropout": True} if kind in ("dpo", "reward") else {},
         **{**ADAM, **changes},
     )
@@ -100,7 +102,7 @@ def reference(kind: str) -> dict[str, Any]:
     class Reference(KINDS[kind][0]):  # type: ignore[misc]
         def get_train_dataloader(self) -> DataLoader[Any]:
             rows = self._remove_unused_columns(self.train_dataset, description="training")
-            return OrderedLoader(rows, batch_sampler=Ordered(ROWS), collate_fn=self.data_collator)
+            return OrderedLoader(rows, batch_sampler=Ordered(len(rows)), collate_fn=self.data_collator)
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = Reference(**make_parts(kind, folder, per_device_train_batch_size=GLOBAL_BATCH))
@@ -113,7 +115,7 @@ def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> 
     torch.set_num_threads(1)
     plan, found = make_plan(shares, micros), {}
     for kind, (trainer_class, _, _) in KINDS.items():
-        trainer = with_plan(trainer_class, plan)(**make_parts(kind, str(folder / kind[:3])))
+        trainer = with_plan(trainer_class, plan)(**make_parts(kind, str(folder / kind)))
         trainer.train()
         found[kind] = describe(trainer)
     torch.save(found, folder / f"{rank}.pt")
