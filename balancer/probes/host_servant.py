@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -16,7 +16,6 @@ from evener.balancer.probes.protocol import Build, ChildError, Command
 from evener.balancer.probes.script_copy import ScriptCopy, WrittenScript
 from evener.balancer.probes.stack_dump import Stack
 from evener.devices.child_environment import ChildEnvironment
-from evener.devices.nvidia.probe_watch import Vitals
 from evener.devices.types import Device
 
 RECEIVE_SECONDS = 2.0  # without a message, after which the caller hears that there is none
@@ -37,10 +36,10 @@ Relayed = tuple[int, Message, ChildEnd]  # a child's key, its message, and how i
 
 
 class HostServant:
-    """One host's children and drivers. Its methods are called from another machine, each in a thread of its own."""
+    """One host's children; `local` has its drivers. Both are called from another machine, each call in its thread."""
 
     def __init__(self, devices: Sequence[Device], framework: str, name: str, script: Script | None) -> None:
-        self._local = LocalHost(devices, framework, name)
+        self.local = LocalHost(devices, framework, name)
         self._script = WrittenScript(script[0]) if script else None
         self._function = script[1] if script else ""
         self._inbox: Inbox = queue.Queue(INBOX)
@@ -48,7 +47,7 @@ class HostServant:
 
     def start_child(self, key: int, environment: ChildEnvironment, cap_bytes: int | None) -> int:
         """Start a child; its pid."""
-        self._children[key] = child = self._local.start_child(key, self._inbox, environment, cap_bytes)
+        self._children[key] = child = self.local.start_child(key, self._inbox, environment, cap_bytes)
         return child.pid
 
     def send(self, key: int, command: Command) -> None:
@@ -79,33 +78,13 @@ class HostServant:
         """Kill a child."""
         self._children.pop(key).end()
 
-    def make_environment(self, devices: Sequence[Device], mps: bool) -> ChildEnvironment:
-        """How a child is started here."""
-        return self._local.make_environment(devices, mps)
-
-    def find_addresses(self, count: int, address: str) -> tuple[str, ...]:
-        """Free ports."""
-        return self._local.find_addresses(count, address)
-
     def wait_for_drivers(self, positions: Collection[int]) -> None:
         """Wait for the drivers' answers."""
-        self._local.wait_for_drivers(positions, threading.Event())
-
-    def read(self, positions: Collection[int]) -> Mapping[int, Vitals]:
-        """What the drivers say now."""
-        return self._local.read(positions)
-
-    def measure_short(self, positions: Collection[int], clean: Collection[int]) -> dict[int, int]:
-        """What others hold of the devices' memory."""
-        return self._local.measure_short(positions, clean)
-
-    def available_memory_bytes(self) -> int:
-        """Memory that can still be had here."""
-        return self._local.available_memory_bytes()
+        self.local.wait_for_drivers(positions, threading.Event())
 
     def close(self) -> None:
         """Kill every child, and remove the script."""
-        self._local.close()
+        self.local.close()
         if self._script:
             self._script.close()
 

@@ -108,7 +108,7 @@ class RemoteHost:
     def find_loss(self) -> str:
         """Why the host doesn't answer; empty if it does."""
         try:
-            self._servant.ask("available_memory_bytes", seconds=ANSWER_SECONDS)
+            self._servant.ask("local.available_memory_bytes", seconds=ANSWER_SECONDS)
         except HostLostError as lost:
             return lost.message
         return ""
@@ -128,12 +128,12 @@ class RemoteHost:
 
     def make_environment(self, devices: Sequence[Device], mps: bool) -> ChildEnvironment:
         """How a child is started there."""
-        found: ChildEnvironment = self.ask("make_environment", tuple(devices), mps)
+        found: ChildEnvironment = self.ask("local.make_environment", tuple(devices), mps)
         return found
 
     def find_addresses(self, count: int, address: str = LOOPBACK) -> tuple[str, ...]:
         """Free ports there."""
-        found: tuple[str, ...] = self.ask("find_addresses", count, address)
+        found: tuple[str, ...] = self.ask("local.find_addresses", count, address)
         return found
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
@@ -147,17 +147,17 @@ class RemoteHost:
         """What its GPUs' drivers say now."""
         found: Mapping[int, Vitals] = {}
         if self._gpus.intersection(positions):
-            found = self.ask("read", tuple(positions))
+            found = self.ask("local.read", tuple(positions))
         return found
 
     def measure_short(self, positions: Iterable[int], clean: Collection[int]) -> dict[int, int]:
         """What others hold of its devices' memory."""
-        found: dict[int, int] = self.ask("measure_short", tuple(positions), set(clean))
+        found: dict[int, int] = self.ask("local.measure_short", tuple(positions), set(clean))
         return found
 
     def available_memory_bytes(self) -> int:
         """Memory that can still be had there."""
-        found: int = self.ask("available_memory_bytes")
+        found: int = self.ask("local.available_memory_bytes")
         return found
 
     def close(self) -> None:

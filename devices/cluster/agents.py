@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 from evener.devices.cluster.connection import Node
@@ -59,8 +60,8 @@ class Servant:
         self._kept[name] = make(*arguments)
 
     def ask(self, name: str, method: str, *arguments: Any) -> Any:
-        """Call a method of a kept object."""
-        return getattr(self._kept[name], method)(*arguments)
+        """Call a method of a kept object, or of what it holds: "local.read"."""
+        return attrgetter(method)(self._kept[name])(*arguments)
 
     def drop(self, name: str) -> None:
         """Close a kept object, if there is one of that name."""
