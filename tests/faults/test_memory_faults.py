@@ -100,7 +100,7 @@ def test_memory_that_a_real_process_takes_midway(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     settings = {"memory_base_mib": 0.0, "memory_per_sample_mib": 1.0, "base_ms": 20.0, "per_sample_ms": 0.2}
     request = Request(
-        devices="cpu:0", workload="synthetic", settings=settings, budget_seconds=7.0, max_global_batch=400
+        devices="cpu:0", workload="synthetic", settings=settings, budget_seconds=40.0, max_global_batch=400
     )
     session = Session(request)
     strangers, killed = list[subprocess.Popen[bytes]](), list[int]()
