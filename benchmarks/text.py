@@ -8,6 +8,7 @@ come, and each device alone, dealt by its cost. The rows for docs/benchmarks/tex
 from __future__ import annotations
 
 import argparse
+import sys
 import threading
 from statistics import median
 
@@ -19,10 +20,10 @@ from evener.balancer.request import Request
 from evener.balancer.resolve import make_prober, resolve_request
 from evener.balancer.session import Session
 from evener.balancer.types import Layout, Probe, Timed, layout_of
-from evener.plan import Plan
 from evener.shares import apportion
 
 DEALT, BY_SPEED, EVENLY = "by cost", "rows by speed", "rows evenly"
+USUAL_ROWS, USUAL_LENGTH = 8, 40  # of the pass by which speeds are compared
 
 
 def main() -> None:
@@ -52,7 +53,7 @@ def compare(options: argparse.Namespace, devices: str) -> None:
     settings = dict(each.split("=", 1) for each in options.set)
     request = Request(devices, workload=options.workload, framework="torch", settings=settings)
     request = msgspec.structs.replace(request, global_batch=options.batch, budget_seconds=options.budget)
-    layouts = list_layouts(find_plan(request))
+    layouts = list_layouts(find_split(request))
     prober = make_prober(resolve_request(request))
     try:
         figures = measure(prober, layouts, options.turns, options.seconds)
@@ -70,33 +71,35 @@ def compare(options: argparse.Namespace, devices: str) -> None:
     print(f"| {devices} | {options.batch} | ideal: the sum of the solos | {median(solos):,.0f} | | {ideal:.2f} x | 1 |")
 
 
-def find_plan(request: Request) -> Plan:
-    """The plan that a search finds."""
+def find_split(request: Request) -> Layout:
+    """The split by cost that a search finds; SystemExit if it finds none."""
     session = Session(request)
-    (plan,) = [event.plan for event in session.events() if isinstance(event, Finished)]
+    (verdict,) = [event.verdict for event in session.events() if isinstance(event, Finished)]
     session.close()
-    return plan
+    print(f"{request.devices}: {verdict}", file=sys.stderr, flush=True)
+    splits = [one.layout for one in session.search.candidates() if one.layout.kind == "split" and one.layout.costs]
+    if not splits:
+        raise SystemExit("No split by cost was measured.")
+    return splits[0]
 
 
-def list_layouts(plan: Plan) -> dict[str, Layout]:
-    """What is compared, by name. SystemExit if the plan isn't a split by cost."""
-    shares, batch = plan.layout.share, plan.layout.global_batch
-    if not all(share.cost for share in shares):
-        raise SystemExit(f"The plan is no split by cost: {plan.layout}")
-    costs, tokens = tuple(share.cost for share in shares), tuple(share.tokens for share in shares)
+def list_layouts(split: Layout) -> dict[str, Layout]:
+    """What is compared, by name."""
+    devices, batch = len(split.shares), split.global_batch
     alone = {
-        f"alone {share.device}": Layout(
+        f"alone {position}": Layout(
             "solo",
-            tuple(batch * (i == position) for i in range(len(shares))),
-            costs=tuple(cost if i == position else None for i, cost in enumerate(costs)),
-            tokens=tuple(most if i == position else 0 for i, most in enumerate(tokens)),
+            tuple(batch * (i == position) for i in range(devices)),
+            costs=tuple(cost if i == position else None for i, cost in enumerate(split.costs)),
+            tokens=tuple(most if i == position else 0 for i, most in enumerate(split.tokens)),
         )
-        for position, share in enumerate(shares)
+        for position in range(devices)
     }
+    speeds = [1 / cost.seconds(USUAL_ROWS, USUAL_LENGTH) for cost in split.costs if cost]
     return {
-        DEALT: Layout("split", plan.batches, costs=costs, tokens=tokens),
-        BY_SPEED: layout_of(apportion(batch, plan.ratios)),
-        EVENLY: layout_of(apportion(batch, [1.0] * len(shares))),
+        DEALT: split,
+        BY_SPEED: layout_of(apportion(batch, speeds)),
+        EVENLY: layout_of(apportion(batch, [1.0] * devices)),
         **alone,
     }
 
