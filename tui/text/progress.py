@@ -80,7 +80,10 @@ def outcome_words(seen: Observation, labels: Sequence[str], plus_minus: str = "�
     if isinstance(seen, Timed):
         error = half_width(seen.throughput.value, seen.throughput.low, seen.throughput.high)
         doubts = "".join(f", {DOUBTS[warning.code]}" for warning in seen.warnings)
-        return f"{rate(seen.samples_per_second)} samples/s {plus_minus}{error}{doubts}"
+        figure = f"{rate(seen.samples_per_second)} samples/s"
+        if seen.tokens and not seen.probe.layout.length:
+            figure = f"{rate(seen.tokens / seen.step_seconds)} tokens/s, {percent(seen.padding)} padding, {figure}"
+        return f"{figure} {plus_minus}{error}{doubts}"
     if isinstance(seen, OutOfMemory):
         who = ", ".join(labels[i] for i in seen.devices)
         return "out of memory" + (f" on {who}" if who else "")
@@ -93,8 +96,9 @@ def outcome_name(seen: Observation) -> str:
 
 
 def share_words(layout: Layout, device: int) -> str:
-    """A device's share, with its passes: 820 = 2 × 410."""
-    return write_share(layout.shares[device], layout.pass_rows[device])
+    """A device's share, with its passes: 820 = 2 × 410; and the length of its rows, if a probe is about one."""
+    share = write_share(layout.shares[device], layout.pass_rows[device])
+    return f"{share} of {layout.length} tokens" if layout.length else share
 
 
 def layout_words(layout: Layout, labels: Sequence[str], most: int = 8) -> str:
