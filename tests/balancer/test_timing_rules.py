@@ -64,6 +64,16 @@ def test_steps_that_keep_getting_faster_are_said_to_start_slowly() -> None:
     assert "slow_start" in codes(timed(2.0, lambda i: 0.2 * 0.8**i))
 
 
+def test_a_warm_up_takes_at_most_half_of_the_time() -> None:
+    """Of windows that never agree; what is left is measured."""
+    timing, spent, i = BlockTimer(4.0, False, 0), 0.0, 0
+    while (steps := timing.next_steps()) and timing.phase == "warming up":
+        block = Block(steps, steps * (0.01 if i % 2 else 0.02), None, (None,))
+        timing.add(block)
+        spent, i = spent + block.wall_seconds, i + 1
+    assert 2.0 <= spent < 2.6
+
+
 def test_noise_is_measured_until_the_interval_is_tight_or_the_time_spent() -> None:
     """With moderate noise the interval reaches 1 %; with strong noise the time ends it and the doubt is said."""
     draw = random.Random(1)

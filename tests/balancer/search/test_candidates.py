@@ -20,7 +20,7 @@ from evener.balancer.search.layouts import (
     split_evenly,
 )
 from evener.balancer.search.search import Search
-from evener.balancer.types import Layout, solo
+from evener.balancer.types import Layout, Probe, solo
 from tests.support.search_machines import Bench
 
 FOUR = Bench(((10.0, 0.1, 0, 3000), (12.0, 0.12, 0, 3000), (15.0, 0.15, 0, 3000), (20.0, 0.2, 0, 3000)), 0.001)
@@ -150,3 +150,14 @@ def test_results_are_listed_from_the_fastest() -> None:
         assert alone.layout.active == (position,)
         own = [one for one in search.results() if one.layout.active == (position,)]
         assert alone == own[0]
+
+
+def test_the_fastest_measured_split_of_a_fixed_batch_races() -> None:
+    """Whatever else was measured, and in whatever order."""
+    search = Search(FOUR.problem(global_batch=800), LayoutOptions(("split",), scaling=False)).run(FOUR.measure)
+    (fastest,) = [one.layout for one in search.candidates() if one.family == "split"]
+    slow = Probe(Layout("split", (200, 200, 200, 200)), "split", 1.0, 9)
+    for seen in FOUR.measure([slow]):
+        search.tell(seen)
+    assert [one.layout for one in search.candidates() if one.family == "split"] == [fastest]
+    assert fastest.shares[0] > fastest.shares[3]
