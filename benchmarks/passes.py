@@ -90,7 +90,7 @@ def parse() -> argparse.Namespace:
 def request(options: argparse.Namespace, devices: str) -> Request:
     """A search of the example's network on these devices."""
     devices, settings = devices.format(*options.devices, cap=options.cap), {"rows": options.rows}
-    return Request(devices, WORKLOAD, "torch", settings, budget_seconds=options.budget)
+    return Request(devices, workload=WORKLOAD, framework="torch", settings=settings, budget_seconds=options.budget)
 
 
 def find_plan(options: argparse.Namespace, devices: str, batch: int) -> Plan:
