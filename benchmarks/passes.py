@@ -89,8 +89,13 @@ def parse() -> argparse.Namespace:
 
 def request(options: argparse.Namespace, devices: str) -> Request:
     """A search of the example's network on these devices."""
-    devices, settings = devices.format(*options.devices, cap=options.cap), {"rows": options.rows}
-    return Request(devices, workload=WORKLOAD, framework="torch", settings=settings, budget_seconds=options.budget)
+    return Request(
+        devices.format(*options.devices, cap=options.cap),
+        workload=WORKLOAD,
+        framework="torch",
+        settings={"rows": options.rows},
+        budget_seconds=options.budget,
+    )
 
 
 def find_plan(options: argparse.Namespace, devices: str, batch: int) -> Plan:
