@@ -105,6 +105,7 @@ def test_what_would_not_be_exact_is_refused_before_the_first_step(trainer_ranks:
     (found,) = trainer_ranks("tests.support.huggingface_refusals.refuse_all")
     assert {name: words for name, words in REFUSED.items() if words not in found[name]} == {}
     assert found["experts at once"] == found["nothing"] == ""
+    assert found["lengths"] == [1, 2, 3]
     assert json.loads(found["evener.json"]) == {"rows": 16, "step_rows": 8}
     assert found["the same by global_batch"] == 6
     assert found["the user's"] == (1, 8)

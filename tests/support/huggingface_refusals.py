@@ -14,6 +14,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Trainer
 from evener.errors import EvenerError
 from evener.huggingface import with_plan
 from evener.huggingface.checks import check_setup
+from evener.huggingface.dealt_rows import find_lengths
 from tests.support.huggingface_programs import OwnLoss, Program, make_arguments, make_parts, make_plan
 
 SMALL = Program(rows=12)
@@ -91,6 +92,22 @@ def keep_arguments(folder: Path) -> dict[str, Any]:
     return {who: (each.gradient_accumulation_steps, each.per_device_train_batch_size) for who, each in both.items()}
 
 
+class Endless:
+    """A data set that raises nothing behind its last row."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {"input_ids": [0] * (row % 3 + 1)}
+
+
+def count_tokens() -> Any:
+    """Of its rows, to deal them by length."""
+    arguments = SimpleNamespace(length_column_name="length")
+    return find_lengths(SimpleNamespace(train_dataset=Endless(), args=arguments, processing_class=None))
+
+
 def refuse_all(folder: Path, rank: int) -> None:
     """Every sentence."""
     unmarked = type("Unmarked", (OwnLoss,), {"loss_is_scaled_for_ga": None})
@@ -110,6 +127,7 @@ def refuse_all(folder: Path, rank: int) -> None:
         "DeepSpeed": refuse_setup(is_deepspeed_enabled=True),
         "FSDP1": refuse_setup(is_fsdp_enabled=True, fsdp_version=1),
         "tensor parallelism": refuse_setup(get_tp_size=lambda: 2),
+        "lengths": count_tokens(),
         "nothing": refuse_setup(is_fsdp_enabled=True),
         **refuse_checkpoint(folder),
         **keep_arguments(folder),
