@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import re
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import evener
 from evener.devices.cluster import agents, connection, discovery
 from evener.devices.cluster.agents import Agent
 from evener.devices.cluster.connection import Node
@@ -94,7 +97,20 @@ def test_a_host_is_found_by_its_address_or_its_only_name() -> None:
 def test_versions_that_differ_or_are_missing_are_said() -> None:
     lines = explain_versions({"a": {"python": "3.11", "keras": "3.15"}, "b": {"python": "3.11"}})
     assert lines == ("The hosts have different versions of keras: 3.15 on a; not installed on b.",)
-    assert discovery.describe_versions()["evener"].endswith(f"(code {discovery.digest_code()})")
+    assert re.search(r" \(code [0-9a-f]{8}\)$", discovery.describe_versions()["evener"])
+
+
+def test_the_digest_is_of_all_code_also_behind_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "evener").mkdir()
+    (tmp_path / "devices").mkdir()
+    (tmp_path / "evener" / "devices").symlink_to("../devices")
+    code = tmp_path / "devices" / "one.py"
+    code.write_text("1")
+    monkeypatch.setattr(evener, "__path__", [str(tmp_path / "evener")])
+    before = discovery.digest_code()
+    assert before == discovery.digest_code()
+    code.write_text("2")
+    assert before != discovery.digest_code()
 
 
 @pytest.mark.parametrize("address", ["ray://host:10001", "host", "host:", ":6379", "host:x", "host:99999"])
