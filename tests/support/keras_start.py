@@ -52,17 +52,24 @@ class Answers:
     def __init__(self, running: dict[str, list[subprocess.Popen[str]]], seconds: float) -> None:
         self._running = running
         self._seconds = seconds
-        self._printed: dict[str, list[Any]] = {}
+        self._printed: dict[str, list[Any] | Exception] = {}
 
     def __call__(self, name: str) -> list[Any]:
-        """In rank order."""
+        """In rank order; what went wrong, again for every test that asks."""
         if name not in self._printed:
-            self._printed[name] = []
-            for process in self._running[name]:
-                output, errors = process.communicate(timeout=self._seconds)
-                assert process.returncode == 0, errors[-3000:]
-                self._printed[name].append(json.loads(output))
-        return self._printed[name]
+            try:
+                self._printed[name] = [self._read(process) for process in self._running[name]]
+            except (AssertionError, ValueError, subprocess.TimeoutExpired) as error:
+                self._printed[name] = error
+        found = self._printed[name]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _read(self, process: subprocess.Popen[str]) -> Any:
+        output, errors = process.communicate(timeout=self._seconds)
+        assert process.returncode == 0, errors[-3000:]
+        return json.loads(output)
 
     def close(self) -> None:
         """End what still runs."""
