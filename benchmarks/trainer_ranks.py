@@ -185,15 +185,20 @@ class NextWords(torch.nn.Module):
         self.model = network(size)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(rows, words, tokens), as cross entropy takes it."""
-        return self.model(input_ids=tokens).logits[:, :-1].transpose(1, 2)
+        """(rows, tokens, words)."""
+        return self.model(input_ids=tokens).logits[:, :-1]
+
+
+def next_word_loss(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """The mean over tokens, laid out as transformers does."""
+    return torch.nn.functional.cross_entropy(scores.flatten(0, 1), words.flatten())
 
 
 def build_accelerate(size: str = "small") -> Any:
     """Model, optimizer, loss and data."""
     model, texts = NextWords(size), Texts(size).texts
     optimizer = torch.optim.AdamW(model.parameters(), 5e-5)
-    return model, optimizer, torch.nn.CrossEntropyLoss(), torch.utils.data.TensorDataset(texts, texts[:, 1:])
+    return model, optimizer, next_word_loss, torch.utils.data.TensorDataset(texts, texts[:, 1:])
 
 
 # ---------------------------------------------------------------------- a probe
