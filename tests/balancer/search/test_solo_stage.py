@@ -92,8 +92,8 @@ class Hiding(Bench, frozen=True):
         return msgspec.structs.replace(seen, memory_bytes=memory)
 
 
-def test_a_batch_that_was_kept_small_as_memory_told_nothing_is_followed_by_a_large_one() -> None:
-    """Eight times the second, then the largest; where memory told, the third is the largest."""
+def test_a_batch_that_was_kept_small_as_memory_said_nothing_is_followed_by_a_large_one() -> None:
+    """Eight times the second, then the largest; where memory says so, the third is the largest."""
     devices = ((10.0, 0.1, 0, 2000),) * 2
     first, second, third, fourth, *_ = rounds(Hiding(devices), micro=False)
     assert (first, second, third) == ((8, 8), (64, 64), (512, 512))
