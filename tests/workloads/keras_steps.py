@@ -133,6 +133,7 @@ FEEDS = {
     "too few": "lambda rows: DATA.take(4).batch(rows)",
     "no dataset": "lambda rows: X",
     "raises": "1 / 0",
+    "lengths": "X, Y\n\n\ndef lengths(data):\n    return [1] * 20",
 }
 
 

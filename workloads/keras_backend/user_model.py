@@ -50,7 +50,12 @@ class UserModel:
         return self._model
 
     def training_data(self) -> Rows | Stream | None:
-        """What the user's `training_data()` returned, if there is one."""
+        """What the user's `training_data()` returned, if there is one; RequestError if it has lengths."""
+        if self._own is not None and self._own.lengths is not None:
+            raise RequestError(
+                f"{self._name} has lengths(), and Keras doesn't deal rows by their length.",
+                "Remove it: devices then get numbers of rows. Only PyTorch workloads can have lengths.",
+            )
         if self._own is None or self._own.training_data is None:
             return None
         return as_training_data(self._own.training_data())
