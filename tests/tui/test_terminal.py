@@ -21,6 +21,7 @@ import pytest
 pytestmark = pytest.mark.usefixtures("cores_of_one_user")
 
 RUN = "import sys; from evener.tui.app.app import run_app; sys.exit(run_app({devices!r}))"
+SYNTHETIC = "from evener.workloads import registry; registry.default_name = lambda *_: 'synthetic'; "  # in the form
 BREAK = """
 import sys
 from evener.tui.app import app
@@ -152,7 +153,7 @@ def test_a_crash_leaves_a_log_and_a_clean_terminal(terminal: Open, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_no_probe_child_outlives_the_app(terminal: Open, ending: signal.Signals) -> None:
-    one = terminal(RUN.format(devices="cpu").replace("'cpu'", "'cpu', workload='synthetic'"))
+    one = terminal(SYNTHETIC + RUN.format(devices="cpu"))
     one.read_until(b"CPU:1")
     one.press(b"2")
     one.read_until(b"Options")
