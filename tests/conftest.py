@@ -19,7 +19,7 @@ from tests.support.children import end_with_this_process
 from tests.support.fake_nvml import FakeNvml
 from tests.support.rank_server import RankServer
 
-NEED_TORCH = ["evener/test_torch_*.py", "workloads/test_torch_recipe.py"]  # they import it at the top
+NEED_TORCH = ["evener/test_torch_*.py", "workloads/test_torch_*.py"]  # they import it at the top
 collect_ignore_glob = [] if find_spec("torch") else NEED_TORCH
 settings.register_profile("evener", deadline=None)  # tests may be slow while the machine is busy
 settings.load_profile("evener")
