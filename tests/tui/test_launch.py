@@ -20,6 +20,7 @@ from evener.errors import DeviceError, EvenerError, RequestError
 from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
 from evener.start_rank import STARTS
 from evener.tui.cli.main import run
+from evener.tui.launch.children import caught_signals
 from evener.tui.launch.job import make_job
 from evener.tui.text.launch_line import launch_hint
 from tests.support.launched_checks import check_ranks
@@ -297,3 +298,16 @@ def test_the_first_host_prints_the_line_for_the_second(start: Callable[..., Any]
     assert shlex.split(command) == [
         *("evener", "launch", *place, str(tmp_path / "my plan.toml"), "train.py", "--epochs", "3")
     ]
+
+
+def test_a_launch_under_nohup_outlives_its_terminal() -> None:
+    earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with caught_signals() as caught:
+            signal.raise_signal(signal.SIGHUP)
+            assert caught == []
+            signal.raise_signal(signal.SIGTERM)
+            assert caught == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, earlier)

@@ -96,13 +96,17 @@ def _is_in_foreground() -> bool:
 
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """The numbers of signals that ask this process to end; the children get them from here."""
+    """The numbers of signals that ask this process to end; the children get them from here.
+
+    One that is ignored, as SIGHUP is under `nohup`, stays ignored.
+    """
     caught: list[int] = []
 
     def take(number: int, _frame: FrameType | None) -> None:
         caught.append(number)
 
-    earlier = {number: signal.signal(number, take) for number in _ENDING}
+    heard = (number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN)
+    earlier = {number: signal.signal(number, take) for number in heard}
     try:
         yield caught
     finally:
