@@ -21,7 +21,7 @@ from evener.balancer.search.decisions import (
     explain_too_long,
     sketch_curve,
 )
-from evener.balancer.search.layouts import BALANCE, Candidate, LayoutOptions, PackMode, find_family, is_even
+from evener.balancer.search.layouts import BALANCE, Candidate, LayoutOptions, PackMode, find_family
 from evener.balancer.search.machine_model import MachineModel, same_measurement
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.predictions import Predictions
@@ -149,12 +149,6 @@ class Search:
         batch = self.problem.global_batch
         alone = [one for one in self.solos() if one and (batch is None or one.layout.global_batch == batch)]
         return max(alone, key=lambda one: one.throughput.value, default=None)
-
-    def even_split(self) -> Result | None:
-        """The even split over all devices that take part, as measured; None if it wasn't."""
-        live = self._predictions.model.live
-        found = (one for one in self.results() if one.layout.kind == "split" and one.layout.active == live)
-        return next((one for one in found if is_even(one.layout, self.problem.multiple_of)), None)
 
     def turns(self, layout: Layout) -> tuple[Timed, ...]:
         """Every turn that a layout took, to say where its time went."""
