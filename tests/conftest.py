@@ -139,3 +139,13 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         return double
 
     return install
+
+
+@pytest.fixture
+def alone_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """This process is no rank of anybody's, PyTorch sees no GPU, and reports go to a folder of the test."""
+    torch = pytest.importorskip("torch")
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("EVENER_LIVE_DIR", str(tmp_path / "live"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -26,19 +26,11 @@ from evener.torch_split.sampler import UnevenBatchSampler
 from tests.support.torch_length_programs import Texts, collate
 from tests.support.torch_ranks import example_plan
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
+pytestmark = pytest.mark.usefixtures("one_torch_thread", "alone_on_the_cpu")
 
 TEXTS = Texts(41)
 BATCH = 8
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "text_train.py"
-
-
-@pytest.fixture(autouse=True)
-def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("EVENER_LIVE_DIR", str(tmp_path / "live"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 def plan(cost: Cost, tokens: int = 0) -> Plan:

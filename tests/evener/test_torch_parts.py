@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import warnings
 from collections import UserDict, namedtuple
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,20 +22,13 @@ from tests.support import torch_ranks
 
 ROWS = torch.utils.data.TensorDataset(torch.randn(20, 3, dtype=torch.float64), torch.arange(20.0).double())
 Pair = namedtuple("Pair", ["left", "right"])
+pytestmark = pytest.mark.usefixtures("alone_on_the_cpu")
 
 
 def in_passes(batches: tuple[int, ...], micros: tuple[int, ...]) -> Plan:
     plan = torch_ranks.example_plan(batches, "cpu-{}")
     layout = make_layout(plan.layout.kind, plan.layout.share, batches, micros=micros)
     return msgspec.structs.replace(plan, layout=layout)
-
-
-@pytest.fixture(autouse=True)
-def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("EVENER_LIVE_DIR", str(tmp_path / "live"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture

@@ -45,12 +45,8 @@ def plan(batches: tuple[int, ...], device: str = "cpu-{}-of-2", kind: str = "", 
 
 
 @pytest.fixture(autouse=True)
-def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """No rank of anybody's, reports in a folder of the test, the CPU as it was."""
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("EVENER_LIVE_DIR", str(tmp_path / "live"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def surroundings(alone_on_the_cpu: None) -> Any:
+    """The CPU as it was."""
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     yield
     os.sched_setaffinity(0, cores)
