@@ -168,7 +168,14 @@ import os, sys, time
 again = os.environ.get("TORCHELASTIC_RESTART_COUNT") or str(int(os.path.exists("again")))
 open("again", "w")
 rank = os.environ.get("RANK", "0")
-print(rank, os.environ["EVENER_DEVICE"], *os.sched_getaffinity(0), again, *sys.argv[1:], flush=True)
+
+
+def say(*words):  # one write, as the ranks share a pipe
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+    sys.stdout.flush()
+
+
+say(rank, os.environ["EVENER_DEVICE"], *os.sched_getaffinity(0), again, *sys.argv[1:])
 if sys.argv[1] == "fail":
     raise SystemExit(3)
 if rank == "0" and again == "0":
@@ -177,7 +184,7 @@ open(f"ready{rank}-{again}", "w")
 try:
     time.sleep(300)
 except KeyboardInterrupt:
-    print(rank, "interrupted", flush=True)
+    say(rank, "interrupted")
 """
 
 
