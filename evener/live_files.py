@@ -31,40 +31,54 @@ Text = Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)]
 
 
 class LiveDevice(msgspec.Struct, frozen=True):
-    """One device of a training: its part of each global batch and of the samples/s."""
+    """One device of a training: its part of each global batch and of the samples/s, and how it spends a step."""
 
     id: Text  # the GPU's UUID or a CPU slice's name; empty: known by its index alone
     index: Annotated[int, msgspec.Meta(ge=-1, le=1 << 20)]  # as its framework counts; -1: unknown
     batch: Count  # samples per step; 0: unknown
     samples_per_second: Rate
+    micro: Count = 0  # samples per pass; 0: unknown
+    own_work_s: Rate = 0.0  # of a step, until the last gradient is ready, median; 0: unknown
+    waiting_s: Rate = 0.0  # of a step, from there to the end of the backward pass, median
+    host: Text = ""  # as the plan names it; empty: this one
+
+
+class ShareChange(msgspec.Struct, frozen=True):
+    """The shares of a training became others while it ran."""
+
+    step: Count  # the first with the new shares
+    at: Rate  # seconds since the epoch
+    before: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MOST_DEVICES)]  # samples of each rank
+    after: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MOST_DEVICES)]
+    reason: Text
 
 
 class LiveRecord(msgspec.Struct, frozen=True):
-    """The content of a file; its name says which process wrote it."""
+    """The content of a file, version 2; its name says which process wrote it. Version 1 had the first six."""
 
     framework: Text
     workload: Text
-    samples_per_second: Rate
-    step: Count
-    updated_at: Rate
-    devices: Annotated[tuple[LiveDevice, ...], msgspec.Meta(max_length=MOST_DEVICES)]
-    tokens_per_second: Rate = 0.0
-    padding: Part = 0.0
+    samples_per_second: Rate  # over the last seconds of reporting, all devices of the process together
+    step: Count  # reports so far
+    updated_at: Rate  # seconds since the epoch; old where it validates, waits or hangs
+    devices: Annotated[tuple[LiveDevice, ...], msgspec.Meta(max_length=MOST_DEVICES)]  # empty where it named none
+    tokens_per_second: Rate = 0.0  # without padding; 0 where rows have no lengths
+    padding: Part = 0.0  # the part of the computed tokens that is padding
+    training: Text = ""  # the same in all processes of one training
+    rank: Annotated[int, msgspec.Meta(ge=-1, le=1 << 20)] = -1  # of this process; -1: it is alone, or unknown
+    world: Count = 0  # processes of the training; 0: unknown
+    step_s: Rate = 0.0  # median of a step; 0: unknown
+    step_spread: Rate = 0.0  # interquartile range of a step over its median
+    input_s: Rate = 0.0  # of a step, waiting for data, median
+    plan_samples_per_second: Rate = 0.0  # what the plan promises for the whole training; 0: no plan
+    changes: Annotated[tuple[ShareChange, ...], msgspec.Meta(max_length=16)] = ()  # of the shares, the last ones
 
 
-class Training(msgspec.Struct, frozen=True):
-    """A training process that is alive and reports its speed: behind the first two, as `LiveRecord` has it."""
+class Training(LiveRecord, frozen=True, kw_only=True):
+    """A training process that is alive and reports its speed."""
 
     pid: int
     start_time: float  # seconds since the epoch, as psutil's create_time has it
-    framework: str
-    workload: str
-    samples_per_second: float  # over the last seconds of reporting, all its devices together
-    step: int  # reports so far
-    updated_at: float  # seconds since the epoch; old where it validates, waits or hangs
-    devices: tuple[LiveDevice, ...]  # empty where it named none
-    tokens_per_second: float = 0.0  # without padding; 0 where rows have no lengths
-    padding: float = 0.0  # the part of the computed tokens that is padding
 
 
 def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...]:
@@ -142,7 +156,7 @@ def _read_folder(folder: Path) -> Iterator[Training]:
                     os.unlink(name, dir_fd=descriptor)
             elif named[4] == "json" and (record := _read_record(name, descriptor)) is not None:
                 started = _boot_time() + ticks / os.sysconf("SC_CLK_TCK")
-                yield Training(pid, started, *msgspec.structs.astuple(record))
+                yield Training(**msgspec.structs.asdict(record), pid=pid, start_time=started)
     finally:
         os.close(descriptor)
 

@@ -37,7 +37,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 def training(rate: float, pid: int = 1, devices: tuple[LiveDevice, ...] = (), age: float = 0.0) -> Training:
     """A report, so old."""
-    return Training(pid, 1.0, "torch", "w", rate, 5, time.time() - age, devices)
+    return Training("torch", "w", rate, 5, time.time() - age, devices, pid=pid, start_time=1.0)
 
 
 def test_the_first_host_line_is_a_real_one() -> None:
