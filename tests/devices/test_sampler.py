@@ -127,9 +127,11 @@ def test_a_source_that_hangs_blocks_no_reader_and_its_readings_turn_stale() -> N
 
 
 def test_a_source_that_recovers_is_current_again() -> None:
-    source = Scripted(lambda count: time.sleep(0.6) if count == 2 else None)
+    free = threading.Event()
+    source = Scripted(lambda count: free.wait(60) if count == 2 else None)
     with sampling(source, 0.1) as sampler:
         wait_for(lambda: (latest := sampler.latest()) and latest.devices[0].temperature_celsius.state is State.STALE)
+        free.set()
         wait_for(lambda: (latest := sampler.latest()) and latest.devices[0].temperature_celsius.current)
 
 

@@ -43,7 +43,7 @@ def test_what_a_killed_test_had_started_ends_with_it(tmp_path: Path) -> None:
         pids = [read_pid(tmp_path / "child"), read_pid(tmp_path / "other")]
         processes = [psutil.Process(pid) for pid in pids]
         tests.kill()
-    _, left = psutil.wait_procs(processes, timeout=5)
+    _, left = psutil.wait_procs(processes, timeout=30)
     if left:
         for process in left:
             process.kill()
