@@ -147,7 +147,10 @@ class GpuReader:
         return Reading(joules.state, joules.value - self.first_joules, joules.age_seconds)
 
     def _throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
-        """The share of the last seconds that the longest reason took, and every reason that took a part of them."""
+        """The share of the last seconds that the longest reason took, and every reason that took a part of them.
+
+        Without a share (not yet, or not by this chip) the reasons of this moment.
+        """
         fields = self._throttle_fields.read(now)
         rates = {field: self._counters[field].rate(fields[field], now) for field in THROTTLING}
         shares = {field: min(100.0, rate.current / 1e7) for field, rate in rates.items() if rate.current is not None}
@@ -156,10 +159,10 @@ class GpuReader:
             age = max(rate.age_seconds for rate in rates.values())
             return value(max(shares.values()), age), tuple(THROTTLING[field] for field in named)
         rate = first_value(*rates.values())
-        if rate.state is not State.UNSUPPORTED:
+        if rate.value is not None or rate.state is State.DENIED:
             return rate, ()
         mask = int(self._metrics["reasons"].read_one(now).current or 0)
-        return UNSUPPORTED, tuple(words for bit, words in EVENT_REASONS.items() if mask & bit)
+        return rate, tuple(words for bit, words in EVENT_REASONS.items() if mask & bit)
 
     def _traffic(self, activity: Mapping[int, Reading], now: float) -> dict[str, Any]:
         """Bytes per second of PCIe and NVLink: from GPM, else from counters, asked only where GPM has none."""

@@ -17,6 +17,8 @@ from evener.devices.nvidia.events import describe
 from evener.devices.nvidia.source import DENIED_WORDS, SILENT_WORDS, NvmlSource
 from evener.devices.types import DeviceSample, Reading, Snapshot, State
 from evener.errors import DeviceError
+from evener.tui.view.marks import UNICODE
+from evener.tui.view.plain import snapshot_text
 
 GIB = 1 << 30
 
@@ -94,6 +96,21 @@ def test_rates_need_a_second_look_and_are_never_a_false_zero(rig: Rig) -> None:
     for name in ("sm_percent", "throttled_percent"):
         assert getattr(sample, name) == Reading(State.STALE)
     assert sample.power_watts.current == 300
+
+
+def test_throttling_has_its_reasons_before_its_share(rig: Rig) -> None:
+    """`monitor --once` takes two samples, 0.12 s apart: too close for the share. That is neither lost nor missing."""
+    rig.nvml.gpus[1].event_reasons = 0x04
+    rig.tick()
+    snapshot = rig.tick(0.12)
+    assert [sample.throttled_percent for sample in snapshot.devices] == [Reading(State.STALE)] * 2
+    assert [sample.throttle_reasons for sample in snapshot.devices] == [(), ("power cap",)]
+    _, _, _, healthy, capped, *_ = snapshot_text(snapshot, 200, UNICODE, colour=False).splitlines()
+    assert "…" in healthy
+    assert "lost" not in healthy
+    assert "…   power cap" in capped
+    rig.nvml.gpus[1].throttled = {74: 0.25}
+    assert rig.tick(times=6).devices[1].throttled_percent.current == pytest.approx(25, rel=0.05)
 
 
 def test_a_chip_without_gpm_counts_its_traffic_by_the_fields(rig: Rig) -> None:

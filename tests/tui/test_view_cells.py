@@ -159,7 +159,7 @@ def test_no_ascii_filling_is_a_sign_of_arithmetic_or_another_mark() -> None:
 
 def test_a_reading_without_a_value_yet_is_not_lost() -> None:
     """As the CPU % of a process at its first reading."""
-    assert reading_text(Reading(State.STALE), whole, UNICODE, 6) == (UNICODE.none, False)
+    assert reading_text(Reading(State.STALE), whole, UNICODE, 6) == ("…", False)
     assert reading_text(Reading(State.LOST), whole, UNICODE, 6) == ("lost", False)
 
 

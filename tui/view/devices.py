@@ -145,14 +145,14 @@ def reason_letters(reasons: Sequence[str], room: int) -> str:
 
 def _throttled(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
     reading, reasons = row.sample.throttled_percent, row.sample.throttle_reasons
-    if reading.current is None:
+    if reading.current is None and not reasons:
         return (figure(reading, width, marks),)
-    number = whole(reading.current)
-    tone = throttle_tone(reading.current)
+    number, current = reading_text(reading, whole, marks, 3)
+    tone: Tone = "warn" if reading.current is None else throttle_tone(reading.current)
     if width < 12:
         return (Span(number.rjust(2) + reason_letters(reasons, width - max(2, len(number))), tone),)
     why = cut(clean(", ".join(reasons), 60), width - 6, marks.ellipsis)
-    return Span(f"{number:>3} %", tone), Span(f" {why:<{width - 6}}", tone)
+    return Span(f"{number:>3}{' %' if current else '  '}", tone), Span(f" {why:<{width - 6}}", tone)
 
 
 def _links(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:

@@ -14,7 +14,7 @@ STATE_WORDS = {
     State.UNSUPPORTED: "not reported by this device",
     State.DENIED: "denied to this user",
     State.LOST: "lost",
-    State.STALE: "stale",
+    State.STALE: "not read yet",
 }
 
 
@@ -83,7 +83,7 @@ def reading_text(reading: Reading, draw: Callable[[float], str], marks: Marks, w
     if reading.state is State.LOST:
         return ("lost" if width >= 4 else marks.lost), False
     if reading.value is None:
-        return marks.none, False
+        return (marks.pending if reading.state is State.STALE else marks.none), False
     text = draw(reading.value)
     if reading.state is State.STALE:
         marked = marks.stale + text

@@ -77,6 +77,7 @@ def _entry(sign: str, text: str, tone: Tone, width: int) -> list[Line]:
 def _legend(marks: Marks, width: int) -> list[Line]:
     rows: tuple[tuple[str, str, Tone], ...] = (
         (marks.none, "this device doesn't report it", "dim"),
+        (marks.pending, "not read yet: a rate needs two readings", "dim"),
         (f"{marks.denied} denied", "this user may not read it", "dim"),
         (f"{marks.lost} lost", "the device or its driver is gone", "bad"),
         (f"{marks.stale}62", "an old value; details say how old", "dim"),

@@ -20,6 +20,7 @@ class Marks(msgspec.Struct, frozen=True, kw_only=True):
     fills: str = "█▓▒░▞▚▤▥"  # one filling for each device in a shares bar
     ellipsis: str = "…"
     none: str = "–"  # the device doesn't report it
+    pending: str = "…"  # not read yet: a rate needs two readings
     denied: str = "⊘"  # this user may not read it
     lost: str = "×"
     stale: str = "~"  # before a value that is too old to be called current
@@ -58,6 +59,7 @@ ASCII = Marks(
     fills="#@$&/;:s",
     ellipsis="~",
     none="-",
+    pending="?",
     denied="x",
     lost="X",
     stale="~",
