@@ -38,7 +38,7 @@ TESTS = {  # of the longest name that fits
     "balancer/search": tuple(f"tests/balancer/{name}" for name in SEARCH),
     "evener": ("tests/evener",),
     "evener/plan.py": ("tests/evener/test_plan.py", "tests/evener/test_fit_kinds.py"),
-    "evener/shares.py": ("tests/evener/test_shares.py", "tests/balancer/search/test_waterfill.py"),
+    "evener/shares.py": ("tests/evener/test_shares.py", "tests/evener/test_waterfill.py"),
 }
 PYTEST = ("-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", "--hypothesis-seed=0")
 ENOUGH = 0.85  # of the mutants

@@ -11,7 +11,7 @@ Theory. A synchronous step of the devices A takes
 
 with t_i the device's own time for its share b_i, and c_k the time of gradient exchange that isn't hidden behind
 computation. A share fits while m0_i + m1_i * b_i is within the device's memory. From t_i and c_k the best shares follow
-(`waterfill`): exactly for up to 32 devices, by a sweep over finish times beyond.
+(`evener.waterfill`): exactly for up to 32 devices, by a sweep over finish times beyond.
 
 1. `solo_stage`: every device alone, all at the same time, three or four batches. This gives each t_i and memory line.
    Devices whose times differ by no more than noise share one curve, hence equal shares.
@@ -34,8 +34,8 @@ tolerance of the fastest, the smallest global batch is chosen. A layout that was
 passed over, whichever stage measured it.
 
 Reading order: `search` (ask, tell, best, why_stopped), `solo_stage`, `split_stage`, `candidates`, `race`, `ranking`
-(what to measure next, and who won), `predictions` and `waterfill` (which layouts are worth it), `observations` (the
-evidence), `machine_model` and `model/` (curves, memory, contention and exchange from noisy points), `budget`,
+(what to measure next, and who won), `predictions` and `evener.waterfill` (which layouts are worth it), `observations`
+(the evidence), `machine_model` and `model/` (curves, memory, contention and exchange from noisy points), `budget`,
 `decisions` (the same in words).
 
 Sources: functional performance models, Lastovetsky and Reddy (HeteroPar 2009): measure near the solution and solve

@@ -16,7 +16,7 @@ from evener.balancer.search.statistics import median
 from evener.balancer.types import Layout, Problem, Stage, Timed
 
 BASE_SECONDS: dict[Stage, float] = {  # a probe of quick steps
-    "solo": 4.0, "rest": 4.0, "split": 6.0, "pack": 2.0, "race": 4.0, "knobs": 4.0,
+    "solo": 4.0, "rest": 4.0, "split": 6.0, "pack": 2.0, "race": 4.0, "knobs": 4.0, "check": 8.0,
 }  # fmt: skip
 STEPS_A_PROBE = 12  # a probe of slow steps should have time for this many
 LONGEST_PROBE_SECONDS = 60.0
@@ -24,7 +24,9 @@ SHORTEST_PROBE_SECONDS = 0.2
 FEWEST_STEPS = 5  # below it a probe is not worth its start
 CLEAR_GROWTH = 1.2  # factor: step times must differ by more to show how tuning time grows with them
 # the part of a budget (for solo, rest and split: of exploration's part) that may be spent when a probe of a stage ends
-ENDS_BY: dict[Stage, float] = {"solo": 0.5, "rest": 0.6, "split": 0.6, "pack": 0.65, "race": 1.0, "knobs": 1.0}
+ENDS_BY: dict[Stage, float] = {
+    "solo": 0.5, "rest": 0.6, "split": 0.6, "pack": 0.65, "race": 1.0, "knobs": 1.0, "check": 1.0,
+}  # fmt: skip
 LATER_TURNS_END_BY = 0.95  # of the budget: repeat turns stop here, as probes may overrun
 
 STARTS = {"solo": 1.0, "split": 1.5, "place": 1.0, "pack": 0.8}  # of a solo start; of a pack, for each training

@@ -82,6 +82,8 @@ def explain_race(probe: Probe, layouts: int) -> str:
         return f"Packs {probe.layout.processes} trainings on one device."
     if probe.stage == "knobs":
         return "Measures the winner with other knobs, in turns."
+    if probe.stage == "check":
+        return "Measures the chosen layout once more: what it was chosen by flatters it."
     if layouts == 1:
         return f"Measures the only layout left, turn {probe.turn + 1}."
     return f"Races {layouts} layouts in turns; this is turn {probe.turn + 1}."

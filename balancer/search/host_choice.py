@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import combinations
 
-from evener.balancer.search import waterfill
+from evener import waterfill
 from evener.balancer.search.model.sync_cost import ExchangeCosts
-from evener.balancer.search.waterfill import Allocation, Costs, DeviceCurve
+from evener.waterfill import Allocation, Costs, DeviceCurve
 
 FEW_HOSTS = 3  # up to this many, every set of hosts is tried
 LIKELY_SETS = 2  # beyond: as many sets as the sweep finds best, and all hosts

@@ -11,14 +11,15 @@ from evener.balancer.search.model.contention import slow_by_contention
 from evener.balancer.search.model.device_groups import group_devices
 from evener.balancer.search.model.evidence import DeviceEvidence
 from evener.balancer.search.model.memory import UNBOUNDED
-from evener.balancer.search.model.pass_curve import PassCurve, fit_extra, hope_for_extra, step_in_passes
-from evener.balancer.search.model.step_time import Curve, Point, fit_curve
+from evener.balancer.search.model.pass_curve import fit_extra, hope_for_extra
+from evener.balancer.search.model.step_time import Point, fit_curve
 from evener.balancer.search.model.sync_cost import ExchangeCosts, ExchangeSample, fit_exchange_costs
 from evener.balancer.search.model.throughput_drop import FALL
 from evener.balancer.search.observations import Observations, relative_error
 from evener.balancer.search.ranking import LEAST_GAIN, smallest_gain
-from evener.balancer.search.waterfill import DeviceCurve
 from evener.balancer.types import Layout, Problem, Timed, layout_of
+from evener.curves import Curve, PassCurve, step_in_passes
+from evener.waterfill import DeviceCurve
 
 SAME_LIMIT = 0.02  # relative: indistinguishable devices whose limits differ by less get the smaller one
 REACH = 2  # in splits, curves and memory lines are trusted up to this many times the largest batch that ran

@@ -23,6 +23,7 @@ EXPLORATION: tuple[Stage, ...] = ("solo", "rest", "split")
 TRIES = 2  # of a probe that fails for a reason other than memory
 TYPICAL_BLOCKS = 8  # of a probe; turns the half-width of its interval into a standard error
 FIRST_TURN = 0
+CHECK = -1  # in place of a turn
 
 Place = tuple[str, tuple[int, ...]]  # a layout's kind and devices
 Turns = dict[int, Timed]
@@ -148,9 +149,18 @@ class Observations:
             found[FIRST_TURN] = max(earlier, key=lambda one: _order(one.probe))
         return dict(sorted(found.items()))
 
+    def turns_once_chosen(self, layout: Layout) -> Turns:
+        """Its check, and the turns after that: they had no part in choosing it. Empty before it was checked."""
+        (*checks,) = self.timed_in(layout, "check")
+        if not checks:
+            return {}
+        check = min(checks, key=lambda one: one.probe.turn)
+        later = self.turns(layout, "knobs" if layout.knobs else "race")
+        return {CHECK: check, **{turn: one for turn, one in later.items() if turn >= check.probe.turn}}
+
     def broken(self, layout: Layout) -> Observation | None:
-        """The first race or knob observation of this layout that wasn't timed, if any."""
-        seen = [self.at(p) for p in self._by_layout.get(layout, ()) if p.stage in ("race", "knobs")]
+        """The first observation of this layout since the race began that wasn't timed, if any."""
+        seen = [self.at(p) for p in self._by_layout.get(layout, ()) if p.stage in ("race", "knobs", "check")]
         broken = [one for one in seen if one is not None and not isinstance(one, Timed)]
         return min(broken, key=lambda one: one.probe.turn, default=None)
 

@@ -53,6 +53,14 @@ class Race:
             return None
         return Probe(layout, stage, self._budget.probe_seconds(layout, stage, 1), turn)
 
+    def check(self, chosen: Layout) -> Probe | None:
+        """The chosen layout once more, for its figure: of noisy figures the highest is too high."""
+        checked = any(seen.probe.layout == chosen for seen in self._seen.in_stage("check"))
+        if checked or not self._budget.affords(chosen, "check"):
+            return None
+        turns = self._seen.turns(chosen, "knobs" if chosen.knobs else "race")
+        return Probe(chosen, "check", self._budget.probe_seconds(chosen, "check", 1), max(turns, default=FIRST_TURN) + 1)
+
     @cached_property
     def turns(self) -> dict[Layout, Turns]:
         """The turns of each candidate that is still running."""

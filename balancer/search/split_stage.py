@@ -13,8 +13,8 @@ from evener.balancer.search.budget import Budget
 from evener.balancer.search.machine_model import same_measurement
 from evener.balancer.search.predictions import Predictions
 from evener.balancer.search.ranking import LEAST_GAIN
-from evener.balancer.search.waterfill import Allocation
 from evener.balancer.types import Failed, Probe, Stage
+from evener.waterfill import Allocation
 
 MOST_SPLITS = 4
 MOST_OF_BENT = 7  # splits, if no simple curve fits a device's times

@@ -8,17 +8,17 @@ Real step times may fall as the batch grows; the curve stays level there, and a 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from evener.balancer.search.model.regression import rising_line
+from evener.curves import Curve
 
 SAME_BATCH = 0.02  # relative: points nearer than this are one point
 LEAST_ERROR = 0.0005  # relative; no timing is trusted to be better
 LINE_ERRORS = 2.5  # a line fits if no point is off by more than this many of its errors: so in 95 % of small fits
-ROUNDING = 1e-9  # relative slack where a time is compared with its own inverse
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -28,58 +28,6 @@ class Point(msgspec.Struct, frozen=True):
     seconds: float
     error: float
     passes: int = 1
-
-
-class Curve(msgspec.Struct, frozen=True):
-    """seconds(batch) as a rising broken line through knots, straight beyond the last."""
-
-    batches: tuple[float, ...]  # increasing, the first at or below every batch asked for
-    times: tuple[float, ...]  # seconds, not decreasing
-    slope: float  # seconds a sample beyond the last knot
-    straight: bool = True  # the points lie on a simple shape within their errors
-    error: float = 0.0  # relative standard error of a typical point
-
-    def seconds(self, batch: float) -> float:
-        """Predicted step time of `batch` samples."""
-        batches, times = self.batches, self.times
-        i = bisect_right(batches, batch)
-        if i == len(batches):
-            return times[-1] + self.slope * (batch - batches[-1])
-        if i == 0:
-            return times[0]
-        left = batches[i - 1]
-        return times[i - 1] + (times[i] - times[i - 1]) * (batch - left) / (batches[i] - left)
-
-    def largest(self, seconds: float, ceiling: int, quantum: int) -> int:
-        """The most samples, a multiple of `quantum` up to `ceiling`, that take no longer than `seconds`; 0: none."""
-        return int(min(self.most_rows(seconds), ceiling)) // quantum * quantum
-
-    def most_rows(self, seconds: float) -> float:
-        """The same for a part of a sample, and without a ceiling."""
-        seconds *= 1 + ROUNDING
-        times = self.times
-        i = bisect_right(times, seconds)
-        if i == 0:
-            return 0.0
-        if i == len(times):
-            return self.batches[-1] + (seconds - times[-1]) / self.slope if self.slope > 0 else math.inf
-        low, high = times[i - 1], times[i]
-        return self.batches[i - 1] + (self.batches[i] - self.batches[i - 1]) * (seconds - low) / (high - low)
-
-    def breakpoints(self, ceiling: int) -> list[float]:
-        """The finish times at which throughput may be best: those of the knots below `ceiling`, and its own."""
-        knots = zip(self.batches, self.times, strict=True)
-        return [time for batch, time in knots if batch < ceiling] + [self.seconds(ceiling)]
-
-    @property
-    def bent(self) -> bool:
-        """Whether it has a knee or a bend."""
-        return len(self.batches) > 2 or self.flat
-
-    @property
-    def flat(self) -> bool:
-        """Whether it begins level, up to a knee."""
-        return len(self.batches) > 1 and self.times[0] == self.times[1]
 
 
 class Hinge(msgspec.Struct, frozen=True):

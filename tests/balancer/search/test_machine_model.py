@@ -10,11 +10,11 @@ import pytest
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.layouts import BALANCE
 from evener.balancer.search.machine_model import MachineModel, same_measurement
-from evener.balancer.search.model.step_time import Curve
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.predictions import Predictions, slope_is_clear, with_guessed_knee
-from evener.balancer.search.waterfill import DeviceCurve
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed, layout_of, solo
+from evener.curves import Curve
+from evener.waterfill import DeviceCurve
 from tests.support.search_machines import Bench
 
 BENCH = Bench(((10.0, 0.1, 0, 2000), (20.0, 0.2, 0, 2000)), 0.005)

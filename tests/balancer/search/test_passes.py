@@ -11,13 +11,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from evener.balancer.search import waterfill
+from evener import waterfill
 from evener.balancer.search.layouts import Candidate, divide, shrink
-from evener.balancer.search.model.pass_curve import PassCurve, fit_extra
-from evener.balancer.search.model.step_time import Curve, Point
+from evener.balancer.search.model.pass_curve import fit_extra
+from evener.balancer.search.model.step_time import Point
 from evener.balancer.search.ranking import choose_winner
 from evener.balancer.search.search import Search
-from evener.balancer.search.waterfill import DeviceCurve
 from evener.balancer.types import (
     Failed,
     Layout,
@@ -30,7 +29,9 @@ from evener.balancer.types import (
     layout_of,
     solo,
 )
+from evener.curves import Curve, PassCurve
 from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync
+from evener.waterfill import DeviceCurve
 from tests.support import machine_families as families
 from tests.support import search_oracle as oracle
 from tests.support.recording_prober import RecordingProber

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.balancer.search import waterfill
-from evener.balancer.search.model.step_time import Curve
-from evener.balancer.search.waterfill import DeviceCurve
+from evener import waterfill
+from evener.curves import Curve
+from evener.waterfill import DeviceCurve
 
 
 @st.composite

@@ -1,0 +1,113 @@
+"""A device's seconds(rows): a rising broken line, and the same where a share is taken in several passes. Pure.
+
+k passes of a share b take k * t(b / k) + (k - 1) * extra: t is the step time of one pass, `extra` what each further
+pass costs beside a whole step of its rows. It is negative where a part of the step, as the optimizer's, isn't repeated.
+A share that fits at once is one pass; of a larger one the passes are as large as `rows` allows.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+
+import msgspec
+
+ROUNDING = 1e-9  # relative slack where a time is compared with its own inverse
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """seconds(batch) as a rising broken line through knots, straight beyond the last."""
+
+    batches: tuple[float, ...]  # increasing, the first at or below every batch asked for
+    times: tuple[float, ...]  # seconds, not decreasing
+    slope: float  # seconds a sample beyond the last knot
+    straight: bool = True  # the points lie on a simple shape within their errors
+    error: float = 0.0  # relative standard error of a typical point
+
+    def seconds(self, batch: float) -> float:
+        """Predicted step time of `batch` samples."""
+        batches, times = self.batches, self.times
+        i = bisect_right(batches, batch)
+        if i == len(batches):
+            return times[-1] + self.slope * (batch - batches[-1])
+        if i == 0:
+            return times[0]
+        left = batches[i - 1]
+        return times[i - 1] + (times[i] - times[i - 1]) * (batch - left) / (batches[i] - left)
+
+    def largest(self, seconds: float, ceiling: int, quantum: int) -> int:
+        """The most samples, a multiple of `quantum` up to `ceiling`, that take no longer than `seconds`; 0: none."""
+        return int(min(self.most_rows(seconds), ceiling)) // quantum * quantum
+
+    def most_rows(self, seconds: float) -> float:
+        """The same for a part of a sample, and without a ceiling."""
+        seconds *= 1 + ROUNDING
+        times = self.times
+        i = bisect_right(times, seconds)
+        if i == 0:
+            return 0.0
+        if i == len(times):
+            return self.batches[-1] + (seconds - times[-1]) / self.slope if self.slope > 0 else math.inf
+        low, high = times[i - 1], times[i]
+        return self.batches[i - 1] + (self.batches[i] - self.batches[i - 1]) * (seconds - low) / (high - low)
+
+    def breakpoints(self, ceiling: int) -> list[float]:
+        """The finish times at which throughput may be best: those of the knots below `ceiling`, and its own."""
+        knots = zip(self.batches, self.times, strict=True)
+        return [time for batch, time in knots if batch < ceiling] + [self.seconds(ceiling)]
+
+    @property
+    def bent(self) -> bool:
+        """Whether it has a knee or a bend."""
+        return len(self.batches) > 2 or self.flat
+
+    @property
+    def flat(self) -> bool:
+        """Whether it begins level, up to a knee."""
+        return len(self.batches) > 1 and self.times[0] == self.times[1]
+
+
+class PassCurve(msgspec.Struct, frozen=True):
+    """Answers as a `Curve` does."""
+
+    curve: Curve
+    wall: int  # the largest share in one pass
+    rows: int  # the most rows of each of several passes
+    extra: float = 0.0
+
+    @property
+    def straight(self) -> bool:
+        """Whether the times of one pass lie on a simple shape."""
+        return self.curve.straight
+
+    def passes(self, share: float) -> int:
+        """One where the share fits at once, else as few as `rows` allows."""
+        return 1 if share <= self.wall else math.ceil(share / self.rows)
+
+    def seconds(self, share: float) -> float:
+        """Predicted step time of `share` samples."""
+        return self._in(self.passes(share), share)
+
+    def largest(self, seconds: float, ceiling: int, quantum: int) -> int:
+        """The most samples, a multiple of `quantum` up to `ceiling`, that take no longer than `seconds`; 0: none."""
+        most = self.curve.largest(seconds, min(ceiling, self.wall), quantum)
+        if math.isinf(seconds):
+            return ceiling // quantum * quantum
+        if most >= ceiling or most < self.wall == self.rows:
+            return most
+        full = int((seconds + self.extra) / (self.curve.seconds(self.rows) + self.extra) * (1 + ROUNDING))
+        if full > 1:
+            most = max(most, min(full * self.rows, ceiling) // quantum * quantum)
+        if most + quantum > ceiling:
+            return most
+        passes = max(2, full + 1)
+        each = self.curve.most_rows((seconds + self.extra) / passes - self.extra)
+        return max(most, int(min(passes * min(each, self.rows), ceiling)) // quantum * quantum)
+
+    def _in(self, passes: int, share: float) -> float:
+        return step_in_passes(self.curve, share, passes, self.extra)
+
+
+def step_in_passes(curve: Curve, share: float, passes: int, extra: float) -> float:
+    """Seconds of a step of `share` samples in so many passes."""
+    return passes * curve.seconds(share / passes) + (passes - 1) * extra
