@@ -186,7 +186,7 @@ def to_json(plan: Plan, schema: int | None = None) -> bytes:
 def _ordered(plan: Plan, schema: int | None) -> dict[str, Any]:
     data: dict[str, Any] = as_unicode(msgspec.to_builtins(plan))
     for share in _all_shares(data):
-        for key in ("cost", "tokens", "host"):
+        for key in ("cost", "tokens", "host", "curve", "most"):
             if not share[key]:
                 del share[key]
     if (schema or plan.schema) == 1:
@@ -223,7 +223,8 @@ def _write_as_schema_1(data: dict[str, Any]) -> None:
                 f" {share['micro']}.",
                 "Export schema 2, or make a plan with evener balance --micro off.",
             )
-        del share["micro"]
+        for key in ("micro", "curve", "most"):
+            share.pop(key, None)
 
 
 def _is_of_schema_2(share: dict[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Literal
 
 import msgspec
@@ -28,6 +29,8 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cost: Cost | None = None  # where rows are of unequal length: what a padded pass takes
     tokens: int = 0  # the most padded tokens of one pass that fit; 0 if no limit is known
     host: str = ""  # the name or address of its machine, where the plan is for several
+    curve: tuple[tuple[float, float], ...] = ()  # (rows, seconds of a step) at the bends of the measured curve
+    most: int = 0  # rows of one pass that its memory holds; 0: unknown
 
 
 class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -110,19 +113,35 @@ def check_layout(layout: PlanLayout, where: str) -> None:
         )
     (_check_ratios_of_cost if layout.by_cost else _check_ratios_of_rows)(layout, where)
     for position, share in enumerate(layout.share):
-        if share.cost is not None and not share.cost.is_valid():
-            raise PlanError(
-                f"{where}.share[{position}].cost is {share.cost}.", "Its seconds are 0 or above, and not all 0."
-            )
-        if share.tokens < 0:
-            raise PlanError(
-                f"{where}.share[{position}].tokens is {share.tokens}.", "Write the most tokens of a pass, or 0."
-            )
-        if not min(share.batch, 1) <= share.micro <= share.batch:
-            raise PlanError(
-                f"{where}.share[{position}].micro is {share.micro}, but its batch is {share.batch}.",
-                f"Write the rows of one pass, 1 to {share.batch}." if share.batch else "Write 0, as for the batch.",
-            )
+        _check_share(share, f"{where}.share[{position}]")
+
+
+def _check_share(share: Share, where: str) -> None:
+    if share.cost is not None and not share.cost.is_valid():
+        raise PlanError(f"{where}.cost is {share.cost}.", "Its seconds are 0 or above, and not all 0.")
+    if share.tokens < 0:
+        raise PlanError(f"{where}.tokens is {share.tokens}.", "Write the most tokens of a pass, or 0.")
+    if not _rises(share.curve):
+        raise PlanError(
+            f"{where}.curve is {share.curve}.",
+            "Its pairs are (rows, seconds), both from 0, the rows rising and the seconds never falling.",
+        )
+    if share.most < 0:
+        raise PlanError(f"{where}.most is {share.most}.", "Write the most rows of a pass, or 0.")
+    if not min(share.batch, 1) <= share.micro <= share.batch:
+        raise PlanError(
+            f"{where}.micro is {share.micro}, but its batch is {share.batch}.",
+            f"Write the rows of one pass, 1 to {share.batch}." if share.batch else "Write 0, as for the batch.",
+        )
+
+
+def _rises(curve: tuple[tuple[float, float], ...]) -> bool:
+    """Whether it is a curve: of finite figures, rising in rows, and above 0 s in the end."""
+    if not curve:
+        return True
+    rows, seconds = zip(*curve, strict=True)
+    finite = all(map(math.isfinite, (*rows, *seconds))) and rows[0] >= 0 and seconds[0] >= 0 < seconds[-1]
+    return len(curve) > 1 and finite and all(a < b for a, b in pairwise(rows)) and list(seconds) == sorted(seconds)
 
 
 def _check_ratios_of_rows(layout: PlanLayout, where: str) -> None:
