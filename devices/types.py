@@ -8,6 +8,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from evener.live_files import Training
+
 DeviceKind = Literal["gpu", "cpu", "sim"]
 
 
@@ -168,6 +170,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     driver: str = ""  # "" without an NVIDIA driver
     notes: tuple[str, ...] = ()  # "No NVIDIA driver: ..." and the like
     parents: tuple[ProcessSample, ...] = ()  # on no device: what started the processes, up to the shell
+    reports: tuple[Training, ...] = ()  # of this user's training processes, with the ids of these devices
 
 
 class Source(Protocol):

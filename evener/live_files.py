@@ -7,7 +7,6 @@ process in its name is alive. Anything else is ignored; files of dead processes 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import stat
@@ -21,6 +20,7 @@ LARGEST_FILE_BYTES = 64 << 10
 LONGEST_TEXT = 200
 MOST_FILES = 4096
 MOST_DEVICES = 256
+MOST_CHANGES = 16
 
 _NAME = re.compile(r"(\d{1,10})\.(\d{1,20})\.(\d{1,9})\.(json|tmp)", re.ASCII)  # pid, start in ticks, reporter
 
@@ -71,14 +71,15 @@ class LiveRecord(msgspec.Struct, frozen=True):
     step_spread: Rate = 0.0  # interquartile range of a step over its median
     input_s: Rate = 0.0  # of a step, waiting for data, median
     plan_samples_per_second: Rate = 0.0  # what the plan promises for the whole training; 0: no plan
-    changes: Annotated[tuple[ShareChange, ...], msgspec.Meta(max_length=16)] = ()  # of the shares, the last ones
+    changes: Annotated[
+        tuple[ShareChange, ...], msgspec.Meta(max_length=MOST_CHANGES)
+    ] = ()  # of the shares, the last ones
 
 
 class Training(LiveRecord, frozen=True, kw_only=True):
     """A training process that is alive and reports its speed."""
 
     pid: int
-    start_time: float  # seconds since the epoch, as psutil's create_time has it
 
 
 def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...]:
@@ -155,8 +156,7 @@ def _read_folder(folder: Path) -> Iterator[Training]:
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=descriptor)
             elif named[4] == "json" and (record := _read_record(name, descriptor)) is not None:
-                started = _boot_time() + ticks / os.sysconf("SC_CLK_TCK")
-                yield Training(**msgspec.structs.asdict(record), pid=pid, start_time=started)
+                yield Training(**msgspec.structs.asdict(record), pid=pid)
     finally:
         os.close(descriptor)
 
@@ -188,9 +188,3 @@ def _is_private(folder: str) -> bool:
         return _is_ours(os.stat(folder))
     except OSError:
         return False
-
-
-def _boot_time() -> float:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return float(Path("/proc/stat").read_text().split("\nbtime ", 1)[1].split("\n", 1)[0])
-    return math.nan

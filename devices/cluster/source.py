@@ -9,6 +9,7 @@ import msgspec
 
 from evener.devices.cluster.agents import HostLostError, Kept, find_agent
 from evener.devices.types import LOST, Device, DeviceSample, HostSample, Snapshot, Source, group_by_host
+from evener.live_files import LiveDevice
 
 SAMPLE_SECONDS = 3.0  # a host that takes longer is shown as lost until it answers again
 OpenHost = Callable[[tuple[Device, ...]], Source]  # runs on a host, with its devices as they are to it
@@ -44,6 +45,8 @@ class ClusterSource:
             for device in self._devices
             if device.host in lost
         ]
+        # hosts that share a machine read the same files
+        reports = {(each.pid, each.updated_at): each for seen in found.values() for each in seen.reports}
         return Snapshot(
             at_seconds=time.time(),
             interval_seconds=max((each.interval_seconds for each in found.values()), default=0.0),
@@ -53,6 +56,7 @@ class ClusterSource:
             sampling_seconds=time.monotonic() - started,
             driver=", ".join(dict.fromkeys(each.driver for each in found.values() if each.driver)),
             notes=self._notes,
+            reports=tuple(reports.values()),
         )
 
     def close(self) -> None:
@@ -70,7 +74,15 @@ def _name_host(snapshot: Snapshot, host: str) -> Snapshot:
         msgspec.structs.replace(process, device_label=f"{host}/{process.device_label}")
         for process in snapshot.processes
     )
-    return msgspec.structs.replace(snapshot, devices=devices, processes=processes)
+    reports = tuple(
+        msgspec.structs.replace(each, devices=tuple(_place(live, host) for live in each.devices))
+        for each in snapshot.reports
+    )
+    return msgspec.structs.replace(snapshot, devices=devices, processes=processes, reports=reports)
+
+
+def _place(live: LiveDevice, host: str) -> LiveDevice:
+    return live if live.host else msgspec.structs.replace(live, host=host)
 
 
 def _add_hosts(hosts: Sequence[HostSample]) -> HostSample:

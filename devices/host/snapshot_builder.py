@@ -69,6 +69,7 @@ class SnapshotBuilder:
             driver=driver,
             notes=notes,
             parents=parents,
+            reports=self._rates.reports,
         )
 
     def complete(

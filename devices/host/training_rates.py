@@ -1,12 +1,14 @@
-"""Samples/s of the devices and processes: what trainings report of themselves, assigned to this machine's devices."""
+"""What trainings report of themselves, assigned to this machine's devices; samples/s of devices and processes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from evener.devices.types import UNSUPPORTED, Device, Reading, State
-from evener.live import Training, read_trainings
+from evener.live_files import LiveDevice, Training, read_trainings
 
 READ_PERIOD_SECONDS = 0.5  # a training writes no more often
 OLD_SECONDS = 5.0  # a report this old says what was, not what is
@@ -23,6 +25,8 @@ class TrainingRates:
         self._read, self._clock = read, clock
         self._next_read = -1.0
         self._trainings: Sequence[Training] = ()
+        self._ended: Sequence[Training] = ()  # ranks whose process has gone while others of their training go on
+        self.reports: tuple[Training, ...] = ()  # all of them, with the ids of the devices that `by_process` got last
 
     def by_process(self, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]) -> Rates:
         """Each training's part on each device. `pids`: the processes that the driver sees, by device id.
@@ -31,16 +35,26 @@ class TrainingRates:
         """
         if self._clock() >= self._next_read:
             self._next_read = self._clock() + READ_PERIOD_SECONDS
-            self._trainings = self._read()
+            self._refresh()
         rates: Rates = {}
         now = time.time()
-        for training in self._trainings:
+        here = {device.id for device in devices}
+        placed = [_place(training, devices, pids) for training in self._trainings]
+        for training in placed:
             age = max(0.0, now - training.updated_at)
-            seen = [device for device in devices if training.pid in pids.get(device.id, ())]
-            for device, rate in _parts(training, devices, seen):
-                earlier, _ = rates.get((training.pid, device.id), (0.0, 0.0))
-                rates[training.pid, device.id] = (earlier + rate, age)
+            for live in training.devices:
+                if live.id in here:
+                    earlier, _ = rates.get((training.pid, live.id), (0.0, 0.0))
+                    rates[training.pid, live.id] = (earlier + live.samples_per_second, age)
+        self.reports = (*placed, *(_place(training, devices, {}) for training in self._ended))
         return rates
+
+    def _refresh(self) -> None:
+        before = (*self._trainings, *self._ended)
+        self._trainings = self._read()
+        going = {each.training for each in self._trainings if each.training}
+        ranks = {(each.training, each.rank) for each in self._trainings}
+        self._ended = [each for each in before if each.training in going and (each.training, each.rank) not in ranks]
 
     def tokens(self, pid: int) -> tuple[Reading, Reading]:
         """Tokens/s and padding in per cent of the process, as `by_process` read them last."""
@@ -63,18 +77,24 @@ def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
     return Reading(state, sum(rate for rate, _ in used), max(age for _, age in used))
 
 
-def _parts(training: Training, devices: Sequence[Device], seen: Sequence[Device]) -> list[tuple[Device, float]]:
-    """Which devices a training's figures belong to.
+def _place(training: Training, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]) -> Training:
+    """The training with its devices named as this machine names them, as far as they are here.
 
     Ids name their device. Bare indices are the framework's own count, which CUDA_VISIBLE_DEVICES shifts: they follow
     the GPUs that the driver sees the process on, if it sees as many, else the driver's count.
     """
+    seen = [device for device in devices if training.pid in pids.get(device.id, ())]
     if not training.devices:
-        return [(device, training.samples_per_second / len(seen)) for device in seen]
-    by_id = {device.id: device for device in devices}
+        parts = [LiveDevice(each.id, each.index, 0, training.samples_per_second / len(seen)) for each in seen]
+        return msgspec.structs.replace(training, devices=tuple(parts))
     by_index = {device.index: device for device in devices if device.kind == "gpu"}
     bare = sorted({live.index for live in training.devices if not live.id and live.index >= 0})
+    if not bare:
+        return training
     if len(bare) == len(seen):
         by_index = dict(zip(bare, sorted(seen, key=lambda device: device.index), strict=True))
-    found = ((by_id.get(live.id) if live.id else by_index.get(live.index), live) for live in training.devices)
-    return [(device, live.samples_per_second) for device, live in found if device is not None]
+    named = (
+        live if live.id or live.index not in by_index else msgspec.structs.replace(live, id=by_index[live.index].id)
+        for live in training.devices
+    )
+    return msgspec.structs.replace(training, devices=tuple(named))

@@ -37,7 +37,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 def training(rate: float, pid: int = 1, devices: tuple[LiveDevice, ...] = (), age: float = 0.0) -> Training:
     """A report, so old."""
-    return Training("torch", "w", rate, 5, time.time() - age, devices, pid=pid, start_time=1.0)
+    return Training("torch", "w", rate, 5, time.time() - age, devices, pid=pid)
 
 
 def test_the_first_host_line_is_a_real_one() -> None:
@@ -109,6 +109,40 @@ def test_a_training_that_names_no_device_counts_where_the_driver_sees_it() -> No
     assert rates.by_process([SLICE, OTHER], {}) == {}
     seen = rates.by_process([SLICE, OTHER], {SLICE.id: [7], OTHER.id: [3, 7]})
     assert {key: rate for key, (rate, _) in seen.items()} == {(7, SLICE.id): 15.0, (7, OTHER.id): 15.0}
+
+
+def test_reports_name_the_devices_that_they_are_of() -> None:
+    """One on a device of another machine keeps the name it gives."""
+    elsewhere = LiveDevice("elsewhere", -1, 9, 9.0)
+    rates = TrainingRates(lambda: [training(30.0, 8, (LiveDevice("", 0, 20, 20.0), elsewhere)), training(5.0, 9)])
+    gpus = [Device(f"gpu-{i}", i, "X", "gpu", None) for i in range(2)]
+    rates.by_process(gpus, {"gpu-1": [8, 9]})
+    assert [[live.id for live in each.devices] for each in rates.reports] == [["gpu-1", "elsewhere"], ["gpu-1"]]
+
+
+def test_a_rank_whose_process_has_gone_is_kept_while_the_others_train() -> None:
+    ranks = [
+        msgspec.structs.replace(training(30.0, 7 + rank, age=rank), training="abc", rank=rank) for rank in range(2)
+    ]
+    alone = training(1.0, 99)
+    there = [*ranks, alone]
+    now = [0.0]
+    rates = TrainingRates(lambda: tuple(there), clock=lambda: now[0])
+
+    def pids_after(*gone: Training) -> list[int]:
+        now[0] += 1.0
+        for each in gone:
+            there.remove(each)
+        rates.by_process([], {})
+        return [each.pid for each in rates.reports]
+
+    assert pids_after() == [7, 8, 99]
+    assert pids_after(ranks[1], alone) == [7, 8]
+    assert rates.reports[1] == ranks[1]
+    again = msgspec.structs.replace(ranks[1], pid=12)
+    there.append(again)
+    assert pids_after() == [7, 12], "the rank was started again"
+    assert pids_after(ranks[0], again) == []
 
 
 def test_tokens_are_those_of_the_newest_report_with_any() -> None:

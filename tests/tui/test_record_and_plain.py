@@ -40,6 +40,15 @@ def test_what_was_recorded_comes_back_equal(tmp_path: Path, script: Any) -> None
     recording.close()
 
 
+def test_a_recording_from_before_trainings_were_kept_comes_back(tmp_path: Path, script: Any) -> None:
+    path = _recorded(tmp_path / "a.jsonl", script)
+    assert b',"reports":[]' in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(b',"reports":[]', b""))
+    recording = Recording(path)
+    assert recording.snapshot(2) == script.snapshot(at_seconds=1002.0)
+    recording.close()
+
+
 def test_a_torn_last_line_is_left_out(tmp_path: Path, script: Any) -> None:
     path = _recorded(tmp_path / "a.jsonl", script)
     path.write_bytes(path.read_bytes()[:-40])
