@@ -8,11 +8,20 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 PLAN, DEVICE, HOST = "EVENER_PLAN", "EVENER_DEVICE", "EVENER_HOST"
+REPLACED_PLAN = "EVENER_REPLACED_PLAN"  # the file that was launched, where PLAN is one for the devices that are left
 
 
-def launched_plan() -> str | None:
-    """The file of the plan by which evener launch started this process."""
-    return os.environ.get(PLAN) or None
+def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathLike[str] | None:
+    """The file of the plan by which evener launch started this process, or the one that the script names.
+
+    Where devices were lost and the script names the plan that was launched, it is the one for those that are left.
+    """
+    launched, replaced = os.environ.get(PLAN) or None, os.environ.get(REPLACED_PLAN)
+    if named is None or launched is None or not replaced:
+        return launched if named is None else named
+    with suppress(OSError):
+        return launched if os.path.samefile(named, replaced) else named
+    return named
 
 
 def launched_device() -> str:

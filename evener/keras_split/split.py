@@ -56,8 +56,8 @@ class Split:
         if engine not in ENGINES:
             raise RequestError(f"There is no engine {engine!r}.", f"Choose one of {', '.join(ENGINES)}.")
         check_backend()
-        if plan is None and gpus is None and devices is None:
-            plan = launched_plan()
+        if not isinstance(plan, Plan) and gpus is None and devices is None:
+            plan = launched_plan(plan)
         _check_one(plan, gpus, devices)
         if plan is not None and ratios is not None:
             raise RequestError("Both a plan and ratios are given.", "Give one of them; the plan has its own ratios.")

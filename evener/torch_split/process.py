@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from evener.cpu_topology import allowed_cpus, core_groups, slice_cores
+from evener.device_errors import abort_on_device_error
 from evener.errors import DeviceError, PlanError
 from evener.launched import launched_device
 from evener.plan import Share
@@ -103,6 +104,7 @@ def settle(device: Any, share: Share | None) -> None:
     evener launch has started the process on its cores already.
     """
     if device.type == "cuda":
+        abort_on_device_error()
         torch.cuda.set_device(device)
         if torch.get_num_threads() == 1:  # torchrun's choice; a GPU's rows are fetched by the cores
             torch.set_num_threads(fetching_threads(_number("LOCAL_WORLD_SIZE", 1)))
@@ -172,6 +174,12 @@ def join(device: Any, backend: str | None) -> bool:
     else:
         dist.init_process_group(backend or "gloo")
     return True
+
+
+def leave_group() -> None:
+    """Leave the process group, if there still is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _uuid(number: int) -> str:

@@ -15,7 +15,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any, Literal, TypeVar, overload
@@ -35,10 +35,11 @@ from evener.torch_split.dealt_batch import DealtBatch
 from evener.torch_split.gather import gather_rows
 from evener.torch_split.length_sampler import LengthSampler, check_dealt
 from evener.torch_split.loader import Loader, check_options, count_rows, warn_of_short_batches
+from evener.torch_split.loader_states import LoaderStates
 from evener.torch_split.model_checks import check_exchange, check_normalization, find_ddp, is_sharded
 from evener.torch_split.model_digest import model_digest
 from evener.torch_split.parts import Part, in_turn, make_parts, weigh_by_count
-from evener.torch_split.process import choose_device, find_stand, join, settle, visible_gpus
+from evener.torch_split.process import choose_device, find_stand, join, leave_group, settle, visible_gpus
 from evener.torch_split.rank_shares import (
     find_rank_shares,
     open_plan,
@@ -98,8 +99,9 @@ class Split:
         self.strict = strict
         settle(self.device, share)
         if self.world > 1 and join(self.device, backend):
-            atexit.register(_leave_group)
+            atexit.register(leave_group)
         self._weights = BatchWeights(self.shares, self.rank, weigh == "loss", self.micros)
+        self._states = LoaderStates()
         self._strategy: Any = None  # of Lightning, once it was asked for
         self._reporter = Reporter()
         weakref.finalize(self, self._reporter.close)  # a split that is dropped reports no more
@@ -167,16 +169,20 @@ class Split:
             passes: Loader = self._strategy.make_loader(dataset, sampler, options)
             return passes
         on_host = training and (self._weights.in_passes or sampler.is_dealt)  # a part is sent as its turn comes
-        return Loader(
-            dataset,
-            sampler,
-            Steps(self._weights, self.report, self.device, training),
-            options,
-            self.device,
-            prefetch,
-            training,
-            on_host,
-        )
+        steps = Steps(self._weights, self.report, self.device, training)
+        made = Loader(dataset, sampler, steps, options, self.device, prefetch, training, on_host)
+        return self._states.add(made) if training else made
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs of the split: where each training loader is once the batch in hand is done.
+
+        The same on every rank, and fit for JSON.
+        """
+        return self._states.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the training loaders, in the order in which they are made, go on there; also under another plan."""
+        self._states.load_state_dict(state)
 
     def strategy(self, **options: Any) -> Any:
         """For `lightning.Trainer(strategy=...)`: DistributedDataParallel with these shares; options as DDPStrategy has.
@@ -323,9 +329,4 @@ class Split:
         """Leave the process group and stop reporting; done at exit if the group was made here."""
         self._reporter.close()
         if self.world > 1:
-            _leave_group()
-
-
-def _leave_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+            leave_group()
