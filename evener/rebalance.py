@@ -1,9 +1,10 @@
 """When a training's shares should change, and to which: from the ranks' own work, window by window. Pure.
 
-Own work is a rank's time up to its last gradient; what it waits for the others isn't in it. Each window tells by how
-much a device takes longer than its curve says. New shares are proposed where they gain enough in the last windows
-together, and a little in each of the last two: a large change shows in two windows, a small one in the last 64, and
-one slow step in none, as windows are medians.
+Own work is a rank's time up to its last gradient; what it waits for the others isn't in it. A window's medians say how
+many times as long as by its curve each device takes, and one slow step isn't seen in them. New shares are proposed
+where the last windows together would have gained enough by them, and each of the last two a little: a large change
+shows in two windows, a small one in up to 64. A change that has to be taken back soon makes it wait for four times as
+many windows from then on, so that it doesn't chase what comes and goes too fast.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from operator import mul
 from statistics import median
 
 import msgspec
@@ -18,14 +20,17 @@ import msgspec
 from evener.curves import Curve
 from evener.share_solver import pass_rows, scale, solve_shares
 
-LEAST_GAIN = 0.02  # in own work: smaller ones aren't worth new shapes
-NOISE_ERRORS = 4.0  # and this many standard errors of what the windows say
-MOST_WINDOWS = 64  # that are looked back on
-FIRST_GAP = 20  # steps between two changes; doubled when a change is taken back soon, up to
-LONGEST_GAP = 640
-GROWTH = 1.25  # of the first share: the most where nothing says what memory holds
-FINEST_QUANTUM = 8  # rows that shares stay multiples of, where they are large and were
-FIRST_NOISE = 0.02  # relative, of a window
+LEAST_GAIN = 0.02  # in own work; smaller ones aren't worth new shapes
+NOISE_ERRORS = 3.0  # and so many standard errors of the windows
+FEWEST_WINDOWS, MOST_WINDOWS = 2, 64  # that are looked back on
+SOON = 8  # times the windows that a change waits for: one that is taken back before was a mistake
+MORE_PATIENCE = 4  # times as many windows, after a mistake
+GROWTH = 1.25  # times the first rows of a pass: the most, where nothing says what memory holds
+LARGEST_QUANTUM = 8  # rows that shares stay multiples of, if they were
+FINE = 64  # quanta in a mean share, or more
+FIRST_NOISE, LEAST_NOISE = 0.02, 0.002  # relative, of a window
+NOISE_MEMORY = 16  # windows
+NEAR = 0.9  # of a share: its slope is taken from there
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -33,8 +38,8 @@ class Change(msgspec.Struct, frozen=True):
 
     shares: tuple[int, ...]
     micros: tuple[int, ...]  # rows of each pass: the share where it fits at once
-    reason: str  # "GPU:1 slower by 38 % since step 1,204: 768+560 -> 904+424"
-    gain: float  # 0.12: own work of the slowest rank is done 12 % faster
+    reason: str  # "GPU:1 slower by 38 % since step 1,204"
+    gain: float  # 0.12: the slowest rank's own work gets 12 % faster
 
 
 class Advice(msgspec.Struct, frozen=True):
@@ -45,10 +50,10 @@ class Advice(msgspec.Struct, frozen=True):
 
 
 class Rebalancer:
-    """Proposes new shares; fed with the same figures it decides the same, so each rank may have its own.
+    """Proposes new shares; fed with the same figures it decides the same, so each rank can have its own.
 
     `shares` are the rows of each rank, `curves` its device's seconds of rows, `most` the rows of one pass that its
-    memory holds (0: unknown). Without `passes` each share is one pass.
+    memory holds (0: unknown). Without `passes` each share is one pass. `names` are the devices', for the reasons.
     """
 
     def __init__(
@@ -59,62 +64,119 @@ class Rebalancer:
         passes: bool,
         names: Sequence[str] = (),
     ) -> None:
-        self.shares = tuple(shares)
         self._curves = tuple(curves)
-        self._walls = tuple(wall or math.ceil(GROWTH * share) for wall, share in zip(most, self.shares, strict=True))
+        self._walls = tuple(wall or math.ceil(GROWTH * share) for wall, share in zip(most, shares, strict=True))
         self._passes = passes
-        self._names = tuple(names) or tuple(f"rank {rank}" for rank in range(len(self.shares)))
-        self._windows: deque[tuple[float, ...]] = deque(maxlen=MOST_WINDOWS)
+        self._names = tuple(names) or tuple(f"rank {rank}" for rank in range(len(shares)))
+        self._quantum = choose_quantum(shares)
+        self._noise = [FIRST_NOISE] * len(shares)
+        self._patience = FEWEST_WINDOWS  # the fewest windows that a change needs
+        self._last: tuple[int, ...] = ()  # shares before the last change
+        self._taken_back = False  # the last change took back the one before
+        self._usual: tuple[float, ...] = ()  # factors when the shares were chosen; none yet
+        self._next_step = 0  # the first of the next window
+        self._begin(tuple(shares))
+
+    def _begin(self, shares: tuple[int, ...]) -> None:
+        self.shares = shares
+        self._planned = [curve.seconds(share) for curve, share in zip(self._curves, shares, strict=True)]
+        self._slopes = [_slope(curve, share) for curve, share in zip(self._curves, shares, strict=True)]
+        self._windows: deque[tuple[float, ...]] = deque(maxlen=MOST_WINDOWS)  # factors
+        self._starts: deque[int] = deque(maxlen=MOST_WINDOWS)  # their first steps
+        self._seen = 0  # windows with these shares
 
     def observe(self, step: int, own_work_s: Sequence[float], rows: Sequence[int]) -> Change | None:
         """A window that ended at `step`: medians of each rank's own work, and the rows that they were of.
 
-        The change holds at once for the next windows; those of other rows than the shares in force are passed over.
+        A change holds for the windows that follow. Windows of other rows than the shares in force are passed over.
         """
+        start, self._next_step = self._next_step, step + 1
         if tuple(rows) != self.shares or not all(0 < own < math.inf for own in own_work_s):
             return None
-        self._windows.append(tuple(own_work_s))
-        if len(self._windows) < 2:
-            return None
-        own = [median(each) for each in zip(*list(self._windows)[-2:], strict=True)]
-        found = self._solve(own)
-        if found is None or found == self.shares:
-            return None
-        gain = max(own) / max(self._predict(own, found)) - 1
-        if gain < 0.05:
-            return None
-        slowest = own.index(max(own))
-        before, after = ("+".join(map(str, shares)) for shares in (self.shares, found))
-        change = Change(
-            found,
-            pass_rows(found, self._walls),
-            f"{self._names[slowest]} slowest at step {step:,}: {before} -> {after}",
-            gain,
-        )
-        self.shares = found
-        self._windows.clear()
-        return change
+        factors = tuple(own / planned for own, planned in zip(own_work_s, self._planned, strict=True))
+        self._note_noise(factors)
+        self._windows.append(factors)
+        self._starts.append(start)
+        self._seen += 1
+        span = self._patience
+        while span <= len(self._windows):
+            if self._seen % (span // 2) == 0 and (found := self._try(span)) is not None:
+                return self._change(*found, span)
+            span *= 2
+        return None
 
-    def _solve(self, own_work_s: Sequence[float]) -> tuple[int, ...] | None:
-        curves = [
-            scale(curve, own / curve.seconds(share))
-            for curve, own, share in zip(self._curves, own_work_s, self.shares, strict=True)
-        ]
-        return solve_shares(curves, sum(self.shares), self._walls, self._passes)
+    def _note_noise(self, factors: tuple[float, ...]) -> None:
+        """Follow the standard deviation of each rank's windows by how much two in a row differ."""
+        if not self._windows:
+            return
+        for rank, (now, before) in enumerate(zip(factors, self._windows[-1], strict=True)):
+            noise = self._noise[rank]
+            seen = min(abs(math.log(now / before)) * 0.886, 3 * noise)  # a mean difference is 1.128 deviations
+            self._noise[rank] = max(noise + (seen - noise) / NOISE_MEMORY, LEAST_NOISE)
 
-    def _predict(self, own_work_s: Sequence[float], shares: Sequence[int]) -> list[float]:
-        return [
-            own * curve.seconds(share) / curve.seconds(before)
-            for own, curve, share, before in zip(own_work_s, self._curves, shares, self.shares, strict=True)
-        ]
+    def _try(self, span: int) -> tuple[tuple[int, ...], tuple[float, ...], float] | None:
+        """Shares that the last windows call for, with the factors behind them and the gain; None if it is too small."""
+        recent = list(self._windows)[-span:]
+        factors = _medians(recent)
+        needed = LEAST_GAIN + NOISE_ERRORS * max(self._noise) / math.sqrt(span)
+        if self._hope(factors) < needed:
+            return None
+        curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
+        shares = solve_shares(curves, sum(self.shares), self._walls, self._passes, self._quantum)
+        if shares is None or shares == self.shares:
+            return None
+        seconds = [curve.seconds(share) for curve, share in zip(self._curves, shares, strict=True)]
+        gain = self._gain(recent, seconds)
+        if gain < needed or any(self._gain([one], seconds) <= 0 for one in recent[-2:]):
+            return None
+        return shares, factors, gain
+
+    def _hope(self, factors: Sequence[float]) -> float:
+        """About the most that any shares gain, by slopes at those in force; solving takes far longer."""
+        own: list[float] = list(map(mul, factors, self._planned))
+        rates = [1 / (factor * slope) for factor, slope in zip(factors, self._slopes, strict=True)]
+        return max(own) * math.fsum(rates) / math.fsum(map(mul, own, rates)) - 1
+
+    def _gain(self, windows: Sequence[Sequence[float]], seconds: Sequence[float]) -> float:
+        """By how much these windows would have been faster if the shares took so many seconds by their curves."""
+        before = math.fsum(max(map(mul, window, self._planned)) for window in windows)
+        return before / math.fsum(max(map(mul, window, seconds)) for window in windows) - 1
+
+    def _change(self, shares: tuple[int, ...], factors: tuple[float, ...], gain: float, span: int) -> Change:
+        soon = self._seen < SOON * self._patience
+        back = bool(self._last) and 2 * _distance(shares, self._last) < _distance(self.shares, self._last)
+        if back and soon:
+            self._patience = min(MORE_PATIENCE * self._patience, MOST_WINDOWS)
+        elif not soon and not self._taken_back:
+            self._patience = max(self._patience // MORE_PATIENCE, FEWEST_WINDOWS)
+        reason = self._explain(factors, span)
+        self._taken_back, self._last, self._usual = back and soon, self.shares, factors
+        self._begin(shares)
+        return Change(shares, pass_rows(shares, self._walls), reason, gain)
+
+    def _explain(self, factors: tuple[float, ...], span: int) -> str:
+        """Which device takes longer, or less long, than in earlier windows, by how much and since when."""
+        windows = list(self._windows)
+        usual = _medians(windows[:-span]) or self._usual or factors
+        shifts = [math.log(now / before) for now, before in zip(factors, usual, strict=True)]
+        rank = max(range(len(shifts)), key=lambda i: abs(shifts[i]))
+        if abs(shifts[rank]) < LEAST_GAIN:
+            rank = max(range(len(factors)), key=factors.__getitem__)
+            percent = 100 * (factors[rank] / min(factors) - 1)
+            return f"{self._names[rank]} slower by {percent:.0f} % than planned"
+        first = len(windows) - 1
+        while first and math.log(windows[first - 1][rank] / usual[rank]) / shifts[rank] > 0.5:
+            first -= 1
+        word, percent = "slower" if shifts[rank] > 0 else "faster", 100 * abs(math.expm1(shifts[rank]))
+        return f"{self._names[rank]} {word} by {percent:.0f} % since step {self._starts[first]:,}"
 
 
 def advise(
     curves: Sequence[Curve], shares: Sequence[int], own_work_s: Sequence[float], step_s: float = 0.0
 ) -> Advice | None:
-    """The shares that these figures call for, and the gain in a step of `step_s`; None where it is below 2 %."""
+    """The shares that these medians call for, and the gain in a step of `step_s`; None where it is below 2 %."""
     scaled = [scale(c, own / c.seconds(share)) for c, own, share in zip(curves, own_work_s, shares, strict=True)]
-    found = solve_shares(scaled, sum(shares), (0,) * len(shares), True)
+    found = solve_shares(scaled, sum(shares), (0,) * len(shares), True, choose_quantum(shares))
     if found is None:
         return None
     slowest = max(own_work_s)
@@ -122,3 +184,26 @@ def advise(
     step = max(step_s, slowest)
     gain = step / (step - saved) - 1
     return Advice(found, gain) if gain >= LEAST_GAIN else None
+
+
+def choose_quantum(shares: Sequence[int]) -> int:
+    """What new shares are multiples of, as these are: up to 8, and fine enough for small shares."""
+    quantum = math.gcd(LARGEST_QUANTUM, *shares)
+    while quantum > 1 and quantum * FINE * len(shares) > sum(shares):
+        quantum //= 2
+    return quantum
+
+
+def _medians(windows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Each rank's median; nothing without windows."""
+    return tuple(map(median, zip(*windows, strict=True)))
+
+
+def _slope(curve: Curve, share: int) -> float:
+    """Seconds a row, below a share; above 0 for a level curve too."""
+    rise = (curve.seconds(share) - curve.seconds(NEAR * share)) / ((1 - NEAR) * share)
+    return max(rise, curve.seconds(share) / share / 100)
+
+
+def _distance(one: Sequence[int], other: Sequence[int]) -> int:
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True))
