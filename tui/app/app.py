@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from textual.events import Event, Key
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Input
 
+from evener.devices.types import Snapshot
 from evener.errors import RequestError
 from evener.tui.app.terminal_watch import watching_terminal
 from evener.tui.app.theme import DARK, LIGHT, meanings
@@ -145,10 +147,18 @@ class EvenerApp(BaseApp):
         self._exit_renderables.clear()
 
 
-def run_app(devices: str, *, theme: str | None = None, replay: Path | None = None, **options: Any) -> int:
+def run_app(
+    devices: str,
+    *,
+    theme: str | None = None,
+    replay: Path | None = None,
+    serving: Callable[[Callable[[], Snapshot | None]], AbstractContextManager[object]] | None = None,
+    **options: Any,
+) -> int:
     """Run the app on this terminal and return the exit code; `options` are the app's own.
 
-    RequestError and DeviceError (devices, replay file) are raised before the terminal is touched.
+    `serving` is entered with what gives the latest reading. RequestError and DeviceError (devices, replay file,
+    address) are raised before the terminal is touched.
     """
     if theme not in (None, *THEMES):
         raise RequestError(f"--theme {theme!r} is not known.", "Choose dark or light; the app itself has more.")
@@ -156,7 +166,7 @@ def run_app(devices: str, *, theme: str | None = None, replay: Path | None = Non
     app = EvenerApp(publisher, devices=devices, trainable=trainable, theme=theme or "dark", **options)
     with watching_terminal(app.hang_up, app.close_threads):
         try:
-            with _drawing_on_the_terminal():
+            with serving(publisher.latest) if serving else contextlib.nullcontext(), _drawing_on_the_terminal():
                 result = app.run()
         finally:
             app.close_threads()

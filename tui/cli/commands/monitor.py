@@ -7,7 +7,9 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +37,7 @@ from evener.tui.text.tables import csv_text
 from evener.tui.view.marks import ASCII, UNICODE, Marks
 from evener.tui.view.plain import snapshot_text
 
+Serving = Callable[[Callable[[], Snapshot | None]], contextlib.AbstractContextManager[object]]
 SHORTEST_INTERVAL_SECONDS = 0.1
 SETTLE_SECONDS = 0.05  # rates need two readings
 GPU_SETTLE_SECONDS = 0.12  # the driver's profiler wants at least 0.1 s between two of its samples
@@ -55,35 +58,62 @@ def monitor(
     record: Annotated[Path | None, OUTPUT("--record", help="Write every reading to this file.")] = None,
     replay: ReplayOption = None,
     ray_address: RayAddressOption = "",
+    metrics: Annotated[
+        str | None, OUTPUT("--metrics", metavar="HOST:PORT", help="Serve metrics for Prometheus, like 127.0.0.1:9401.")
+    ] = None,
+    metrics_public: Annotated[
+        bool, OUTPUT("--metrics-public", help="Serve them at an address that others can reach, too.")
+    ] = False,
     readonly: ReadonlyOption = False,
     ascii_only: AsciiOption = False,
     theme: ThemeOption = None,
 ) -> None:
-    """Show the devices: in the app on a terminal, as text, JSON or CSV elsewhere."""
+    """Show the devices: in the app on a terminal, as text, JSON or CSV elsewhere; serve metrics meanwhile."""
     chosen = parse_indices(only)
+    serving = _metrics_server(metrics, metrics_public, once)
     if not (once or as_json or as_csv or interval or record) and draws_screens():
         from evener.tui.app.app import run_app
 
-        raise typer.Exit(run_app(devices, readonly=readonly, ascii=ascii_only, theme=theme, replay=replay))
+        drawn = {"readonly": readonly, "ascii": ascii_only}
+        raise typer.Exit(run_app(devices, theme=theme, replay=replay, serving=serving, **drawn))
     if as_json and as_csv:
         raise RequestError("--json and --csv are two forms of one answer.", "Give one of them.")
     pause = 1.0 if interval is None else _parse_interval(interval)
-    loops = not once and bool(interval or record)
+    loops = not once and bool(interval or record or metrics)
+    newest: deque[Snapshot] = deque(maxlen=1)
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(contextlib.closing(_open(devices, only_visible, replay, ray_address)))
         _check_indices(source, chosen)
         recorder = stack.enter_context(Recorder(record, os.uname().nodename)) if record is not None else None
+        stack.enter_context(serving(lambda: newest[0] if newest else None))
         for number, snapshot in enumerate(_snapshots(source, pause, loops=loops)):
             kept = _keep(snapshot, chosen)
-            text = f"{json_text(kept)}\n" if as_json else _csv(kept, not number) if as_csv else _text(kept, ascii_only)
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            newest.append(kept)
+            if as_json or as_csv or not metrics:
+                text = (
+                    _csv(kept, not number) if as_csv else f"{json_text(kept)}\n" if as_json else _text(kept, ascii_only)
+                )
+                sys.stdout.write(text)
+                sys.stdout.flush()
             if recorder is not None and not recorder.write(kept):
                 print(
                     f"evener: {plain(str(record))} is as large as a recording may get; recording ends.",
                     file=sys.stderr,
                 )
                 break
+
+
+def _metrics_server(address: str | None, public: bool, once: bool) -> Serving:
+    """What serves the newest reading while it is entered; RequestError before anything else begins."""
+    if address is None:
+        if public:
+            raise RequestError("--metrics-public goes with --metrics.", "Add --metrics HOST:PORT, or leave it out.")
+        return contextlib.nullcontext
+    if once:
+        raise RequestError("--once ends before anybody can ask for metrics.", "Leave out --once or --metrics.")
+    from evener.tui.serve.metrics import parse_metrics_address, serving_metrics
+
+    return partial(serving_metrics, parse_metrics_address(address, public))
 
 
 def _parse_interval(text: str) -> float:
