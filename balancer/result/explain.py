@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from evener.balancer.result.number_format import half_width, join_words, percent, rate, write_share
+from evener.balancer.result.number_format import half_width, join_words, milliseconds, percent, rate, write_share
 from evener.balancer.search.layouts import Candidate, is_even
 from evener.balancer.search.ranking import Standing, overlap
 from evener.balancer.types import Interval, Layout, Result, Timed
@@ -249,15 +249,9 @@ def _cause(chosen: Result, split: Layout, costs: Costs) -> str:
     batch = chosen.layout.global_batch
     whole, share = batch / chosen.throughput.value, max(split.shares)
     if apart - whole * share / batch > sync:
-        took = f"a step of {share} samples alone still takes {_milliseconds(apart)}"
-        return f", because {took}, against the {_milliseconds(whole)} of all {batch}"
-    return f", because keeping them in step costs {_milliseconds(sync)} a step" if sync else ""
-
-
-def _milliseconds(seconds: float) -> str:
-    """With two significant digits at least."""
-    milliseconds = seconds * 1000
-    return f"{milliseconds:.{0 if milliseconds >= 9.95 else 1 if milliseconds >= 0.995 else 2}f} ms"
+        took = f"a step of {share} samples alone still takes {milliseconds(apart)}"
+        return f", because {took}, against the {milliseconds(whole)} of all {batch}"
+    return f", because keeping them in step costs {milliseconds(sync)} a step" if sync else ""
 
 
 def _larger(chosen: Result, rivals: Sequence[Rival]) -> list[str]:

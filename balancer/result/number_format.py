@@ -16,6 +16,12 @@ def rate(samples_per_second: float) -> str:
     return f"{samples_per_second:,.0f}".replace(",", " ")
 
 
+def milliseconds(seconds: float) -> str:
+    """With two significant digits at least: 0.48 ms, 7.1 ms, 157 ms."""
+    count = seconds * 1000
+    return f"{count:.{0 if count >= 9.95 else 1 if count >= 0.995 else 2}f} ms"
+
+
 def percent(share: float, digits: int = 0) -> str:
     """A relative figure: 0.173 is "17 %"."""
     return f"{share * 100:.{digits}f} %"

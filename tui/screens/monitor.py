@@ -69,7 +69,7 @@ class MonitorScreen(SortedScreen):
             self._place_panels(snapshot)
             self._draw_bars(snapshot)
             devices = self.query_one(DevicePanel)
-            devices.take(snapshot.devices)
+            devices.take(snapshot)
             self.query_one(GraphPanel).take(devices.chosen)
             self.query_one(ProcessPanel).take(snapshot)
 

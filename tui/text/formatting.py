@@ -8,6 +8,7 @@ import unicodedata
 from collections.abc import Iterable
 
 from evener.balancer.result.number_format import half_width as half_width
+from evener.balancer.result.number_format import milliseconds as milliseconds
 from evener.balancer.result.number_format import percent as percent
 from evener.balancer.result.number_format import rate as rate
 from evener.balancer.result.number_format import relative_error as relative_error

@@ -24,6 +24,17 @@ def bar(share: float, width: int, marks: Marks, tone: Tone = "accent") -> tuple[
     return Span(filled, tone), Span(marks.track * (width - full - half), "track")
 
 
+def work_bar(own_work_s: float, waiting_s: float, longest_s: float, width: int, marks: Marks) -> tuple[Span, ...]:
+    """Own work, then waiting; `width` cells are `longest_s`, such as those of the slowest rank."""
+    own, both = (
+        round(width * min(1.0, seconds / longest_s)) if longest_s > 0 else 0
+        for seconds in (own_work_s, own_work_s + waiting_s)
+    )
+    own = max(own, int(own_work_s > 0))  # anything above 0 is visible
+    both = max(own, both)
+    return Span(marks.full * own, "speed"), Span(marks.shade * (both - own), "warn"), Span(" " * (width - both))
+
+
 def spark(values: Sequence[float | None], width: int, marks: Marks, highest: float | None = None) -> str:
     """The newest `width` values as heights between 0 and the highest; a missing one is a space."""
     shown = list(values)[-width:]

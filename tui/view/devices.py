@@ -10,7 +10,7 @@ import msgspec
 from evener.devices.types import DeviceSample, Reading, State
 from evener.tui.text.formatting import rate
 from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, pad, span_cells
-from evener.tui.view.charts import bar, nice_ceiling, spark
+from evener.tui.view.charts import bar, nice_ceiling, spark, work_bar
 from evener.tui.view.figures import (
     figure,
     fraction,
@@ -35,6 +35,7 @@ class DeviceRow(msgspec.Struct, frozen=True):
     sample: DeviceSample
     speeds: tuple[float | None, ...] = ()  # samples/s, oldest first
     busy: tuple[float | None, ...] = ()  # utilisation, percent, oldest first
+    work: tuple[float, float] | None = None  # own work and waiting of its training's step, in seconds
 
 
 def short_name(name: str) -> str:
@@ -171,6 +172,17 @@ def _links(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
     return tuple(spans)
 
 
+def _work(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    """The part of a step that isn't waiting."""
+    if row.work is None:
+        return (Span(marks.none, "dim"),)
+    own, waiting = row.work
+    text = f"{100 * own / (own + waiting):.0f} %"
+    if width < 10:
+        return (Span(text if len(text) <= width else text.removesuffix(" %"), "speed"),)
+    return (*work_bar(own, waiting, own + waiting, width - 6, marks), Span(f" {text:>5}"))
+
+
 def _speed(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
     return (figure(row.sample.samples_per_second, width, marks, rate if width >= 9 else short, "speed"),)
 
@@ -195,6 +207,7 @@ DEVICE_COLUMNS: tuple[Column[DeviceRow], ...] = (
     Column("clock", ("clock", "MHz"), 4, _clock),
     Column("throttled", ("throttled, why", "thr%"), 4, _throttled, "left"),
     Column("links", ("links in, out", "links", "link"), 4, _links),
+    Column("work", ("own work, waiting", "own work", "work"), 4, _work),
     Column("speed", ("samples/s", "smp/s"), 5, _speed),
     Column("history", ("history", "hist"), 4, _history, "left"),
 )
@@ -210,11 +223,13 @@ DEVICES = Grid(
         ("name", 11),
         ("tensor", 6),
         ("util", 14),
+        ("work", 6),
         ("memory", 11),
         ("power", 9),
         ("sm", 5),
         ("dram", 5),
         ("throttled", 14),
+        ("work", 16),
         ("links", 12),
         ("history", 12),
         ("clock", 8),
@@ -225,6 +240,7 @@ DEVICES = Grid(
     ),
     {"history": 32, "util": 30, "memory": 30, "name": 24, "power": 26},
 )
+_WITHOUT_WORK = DEVICES._replace(columns=tuple(column for column in DEVICE_COLUMNS if column.key != "work"))
 
 
 def device_lines(
@@ -232,15 +248,16 @@ def device_lines(
 ) -> tuple[tuple[Line, ...], int]:
     """The heading and as many rows as fit in `height`, and the first row shown.
 
-    A lost device shows what happened instead of its figures.
+    A lost device shows what happened instead of its figures. Own work has a column where a training tells it.
     """
+    grid = DEVICES if any(row.work for row in rows) else _WITHOUT_WORK
 
     def draw(row: DeviceRow, widths: Mapping[str, int], here: bool) -> Line:
         sample = row.sample
         if not sample.note or sample.utilization_percent.state is not State.LOST:
-            return table_row(DEVICE_COLUMNS, widths, row, marks, cursor=here)
+            return table_row(grid.columns, widths, row, marks, cursor=here)
         head = table_row(DEVICE_COLUMNS[:2], widths, row, marks, cursor=here).spans
         note = cut(clean(sample.note, 300), max(0, width - span_cells(head) - 1), marks.ellipsis)
         return Line(pad((*head, Span(" "), Span(note, "bad")), width), here)
 
-    return table_lines(DEVICES, rows, width, height, marks, position, draw=draw)
+    return table_lines(grid, rows, width, height, marks, position, draw=draw)

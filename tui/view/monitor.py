@@ -17,6 +17,7 @@ from evener.tui.view.figures import celsius, gib, percents, samples_rate, short,
 from evener.tui.view.marks import Marks
 
 History = Callable[[str, str], tuple[float | None, ...]]  # device id, metric -> a value each tick, oldest first
+Work = Mapping[tuple[str, str], tuple[float, float]]  # of a device, by host and id: own work and waiting in seconds
 NEWEST_TICKS = 32  # of a row's history
 
 
@@ -42,13 +43,14 @@ def arrange(width: int, height: int, devices: int) -> Arrangement:
     return Arrangement(devices_rows, graphs, left - graphs, framed)
 
 
-def device_rows(samples: Sequence[DeviceSample], history: History) -> tuple[DeviceRow, ...]:
-    """A table row for each device, with its last ticks."""
+def device_rows(samples: Sequence[DeviceSample], history: History, work: Work) -> tuple[DeviceRow, ...]:
+    """A table row for each device, with its last ticks and the work of its training."""
     return tuple(
         DeviceRow(
             sample,
             history(sample.device.id, "samples_per_second")[-NEWEST_TICKS:],
             history(sample.device.id, "utilization_percent")[-NEWEST_TICKS:],
+            work.get((sample.device.host, sample.device.id)),
         )
         for sample in samples
     )

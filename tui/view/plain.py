@@ -1,14 +1,21 @@
-"""A snapshot as text for a pipe or a terminal without the app, in colour where it is asked for."""
+"""A snapshot without the app: as text, in colour where it is asked for, and as a document for JSON."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import msgspec
+
 from evener.devices.types import Snapshot
-from evener.tui.view.cells import Line, Tone, clean
+from evener.tui.view.cells import Line, Tone, clean, text_lines
 from evener.tui.view.devices import DeviceRow, device_lines
 from evener.tui.view.marks import Marks
 from evener.tui.view.monitor import host_line
 from evener.tui.view.processes import PROCESSES, nothing_there, process_rows
+from evener.tui.view.ranks import work_by_device
 from evener.tui.view.table import Order, table_lines
+from evener.tui.view.training_lines import rank_table, training_lines, training_table
+from evener.tui.view.trainings import join_trainings
 
 _CODES: dict[Tone, str] = {
     "dim": "2",
@@ -26,8 +33,9 @@ _CODES: dict[Tone, str] = {
 
 
 def snapshot_text(snapshot: Snapshot, width: int, marks: Marks, *, colour: bool) -> str:
-    """Host, notes, devices and processes, every line at most `width` cells."""
-    rows = [DeviceRow(sample) for sample in snapshot.devices]
+    """Host, notes, devices, processes and trainings, every line at most `width` cells."""
+    work = work_by_device(snapshot)
+    rows = [DeviceRow(each, work=work.get((each.device.host, each.device.id))) for each in snapshot.devices]
     shown = process_rows(snapshot, Order("memory"))
     devices, _ = device_lines(rows, width, len(rows) + 1, marks)
     nothing = nothing_there(snapshot.devices)
@@ -35,9 +43,32 @@ def snapshot_text(snapshot: Snapshot, width: int, marks: Marks, *, colour: bool)
     notes = [f"{marks.alarm} {clean(note)}" for note in snapshot.notes]
     if snapshot.driver:
         notes.insert(0, f"{clean(snapshot.host.hostname)}, NVIDIA driver {clean(snapshot.driver)}")
-    parts = [host_line(snapshot, width, marks), *devices, Line(), *processes]
+    trainings = _training_parts(snapshot, width, marks)
+    parts = [host_line(snapshot, width, marks), *devices, Line(), *processes, *trainings]
     lines = (*(marks.show(note) for note in notes), *(_drawn(each, marks, colour) for each in parts))
     return "\n".join(lines) + "\n"
+
+
+def snapshot_document(snapshot: Snapshot) -> dict[str, object]:
+    """What `--json` prints: the snapshot, with its reports joined as trainings."""
+    document = msgspec.structs.asdict(snapshot)
+    del document["reports"]
+    return document | {"trainings": join_trainings(snapshot)}
+
+
+def _training_parts(snapshot: Snapshot, width: int, marks: Marks) -> Iterator[Line]:
+    """The trainings, and below them the ranks of each with what holds it up."""
+    rows = join_trainings(snapshot)
+    if rows:
+        yield Line()
+        yield from training_table(rows, width, len(rows) + 1, marks)[0]
+    for row in rows:
+        if not row.training and len(row.ranks) < 2:
+            continue  # the table has it all
+        yield Line()
+        yield from text_lines(row.workload or row.framework, width, 1, "strong")
+        yield from rank_table(row, width, len(row.ranks) + 1, marks)[0]
+        yield from training_lines(row, snapshot.at_seconds, width, marks)
 
 
 def _drawn(line: Line, marks: Marks, colour: bool) -> str:

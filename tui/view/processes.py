@@ -12,6 +12,7 @@ from evener.tui.view.figures import figure, run_time, short, short_bytes, whole
 from evener.tui.view.marks import Marks
 from evener.tui.view.table import TAG, Column, Grid, Order, matches, sort_rows, text_cell
 
+NO_TRAINING = "No training reports itself here (evener.report; in Keras Report(split))."
 Identity = tuple[int, float, str]  # pid, start, device: a pid may be reused, with another start
 
 
@@ -115,5 +116,5 @@ def _as_tree(rows: Sequence[ProcessRow]) -> tuple[ProcessRow, ...]:
 def nothing_there(devices: Sequence[DeviceSample]) -> str:
     """Why no process is shown: on CPU slices only trainings that report themselves can be seen."""
     if devices and all(sample.device.kind == "cpu" for sample in devices):
-        return "No training reports itself here (evener.report; in Keras Report(split))."
+        return NO_TRAINING
     return "No process is on these devices."

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
 from evener.devices.types import DeviceSample, Snapshot
 from evener.tui.view.devices import device_lines, short_name
-from evener.tui.view.monitor import device_rows, graph_lines
+from evener.tui.view.monitor import Work, device_rows, graph_lines
 from evener.tui.view.processes import PROCESSES, Identity, ProcessRow, identity, nothing_there, process_rows
+from evener.tui.view.ranks import work_by_device
 from evener.tui.view.table import Order, Position
 from evener.tui.widgets.lines import Lines
 from evener.tui.widgets.lists import ListPanel, SortedPanel
@@ -23,17 +23,18 @@ class DevicePanel(ListPanel[DeviceSample]):
 
     def __init__(self) -> None:
         super().__init__("Devices", id="devices")
+        self.work: Work = {}
 
-    def take(self, samples: Sequence[DeviceSample]) -> None:
-        """Show these."""
-        self.rows = samples
+    def take(self, snapshot: Snapshot) -> None:
+        """Show its devices."""
+        self.rows, self.work = snapshot.devices, work_by_device(snapshot)
         self.cursor = max(0, min(self.cursor, self.count - 1))
         self.redraw()
 
     def redraw(self) -> None:
         """Rebuild the rows."""
         app = self.evener
-        rows = device_rows(self.rows, app.publisher.history)
+        rows = device_rows(self.rows, app.publisher.history, self.work)
         lines, self.top = device_lines(rows, *self.size, app.marks, Position(self.cursor, self.top))
         self.entitle(subtitle=f"every {app.publisher.interval_seconds:g} s")
         self.show(lines)

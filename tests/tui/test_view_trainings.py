@@ -1,0 +1,220 @@
+"""Trainings as rows: ranks joined over processes, devices and hosts, what holds them up, and lines that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evener.devices.types import LOST, Snapshot, value
+from evener.live_files import LiveDevice, Training
+from evener.tui.view.cells import cells
+from evener.tui.view.charts import work_bar
+from evener.tui.view.devices import DeviceRow, device_lines
+from evener.tui.view.marks import ASCII, UNICODE, Marks
+from evener.tui.view.plain import snapshot_document, snapshot_text
+from evener.tui.view.ranks import work_by_device
+from evener.tui.view.training_lines import arrange_trainings, rank_table, training_lines, training_table
+from evener.tui.view.trainings import TrainingRow, join_trainings
+from tests.support.trainings import AT_SECONDS, make_ranks
+
+
+def _snapshot(script: Any, reports: Sequence[Training], **changed: Any) -> Snapshot:
+    snapshot: Snapshot = script.snapshot(processes=(), at_seconds=AT_SECONDS, reports=tuple(reports))
+    quiet = [msgspec.structs.replace(each, throttled_percent=value(0)) for each in snapshot.devices]
+    return msgspec.structs.replace(snapshot, **({"devices": tuple(quiet)} | changed))
+
+
+def _only(script: Any, reports: Sequence[Training], **changed: Any) -> TrainingRow:
+    (row,) = join_trainings(_snapshot(script, reports, **changed))
+    return row
+
+
+def _kinds(row: TrainingRow) -> list[str]:
+    return [cause.kind for cause in row.causes]
+
+
+def test_ranks_are_joined_over_processes_and_compared_with_the_plan(script: Any) -> None:
+    row = _only(script, make_ranks(plan_samples_per_second=21_000.0))
+    assert [rank.device for rank in row.ranks] == ["GPU:0", "GPU:1"]
+    assert [(rank.share, rank.micro) for rank in row.ranks] == [(820, 410), (568, 568)]
+    assert row.samples_per_second == pytest.approx(820 / 0.17 + 568 / 0.17)
+    assert row.of_plan == pytest.approx(0.3888, abs=1e-3)
+    assert (row.missing_ranks, row.step, row.step_s) == (0, 12_345, 0.17)
+
+
+def test_ranks_on_other_hosts_have_their_names_and_make_no_plan_s_share(script: Any) -> None:
+    """A monitor sees one host; what is missing can't be compared."""
+    here, there = make_ranks(plan_samples_per_second=21_000.0, world=3)
+    (live,) = there.devices
+    there = msgspec.structs.replace(there, devices=(msgspec.structs.replace(live, id="GPU-77", host="node8"),))
+    row = _only(script, (here, there))
+    assert [rank.device for rank in row.ranks] == ["GPU:0", "node8/GPU-77"]
+    assert (row.missing_ranks, row.of_plan, row.advice) == (1, 0.0, None)
+    text = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 120, UNICODE))
+    assert "against the plan's 21 000. 1 rank isn't seen here" in text
+    assert "2 of 3" in training_table([row], 100, 5, UNICODE)[0][1].text
+
+
+def test_the_same_gpu_of_two_hosts_is_two_devices(script: Any) -> None:
+    samples = []
+    for host in ("node7", "node8"):
+        sample = script.sample(0)
+        samples.append(msgspec.structs.replace(sample, device=msgspec.structs.replace(sample.device, host=host)))
+    ranks = [
+        msgspec.structs.replace(each, devices=(msgspec.structs.replace(each.devices[0], id="gpu-0", host=host),))
+        for each, host in zip(make_ranks(), ("node7", "node8"), strict=True)
+    ]
+    snapshot = _snapshot(script, ranks, devices=tuple(samples))
+    assert [rank.device for rank in join_trainings(snapshot)[0].ranks] == ["node7/GPU:0", "node8/GPU:0"]
+    assert work_by_device(snapshot) == {("node7", "gpu-0"): (0.008, 0.152), ("node8", "gpu-0"): (0.158, 0.002)}
+
+
+def test_processes_without_a_training_s_id_are_trainings_of_their_own(script: Any) -> None:
+    reports = [Training("keras", "mnist", 50.0, 3, AT_SECONDS, (), pid=pid) for pid in (7, 8)]
+    rows = join_trainings(_snapshot(script, reports))
+    assert [row.key for row in rows] == [("", 7), ("", 8)]
+    assert rows[0].causes == ()
+
+
+def test_a_slow_rank_is_named_and_better_shares_with_their_gain(script: Any) -> None:
+    row = _only(script, make_ranks(own=(0.1, 0.15), waiting=(0.052, 0.002), step_s=0.155))
+    assert [cause.text for cause in row.causes] == ["GPU:1 takes 150 ms for its share; others wait up to 52 ms for it."]
+    assert row.advice is not None
+    assert sum(row.advice.shares) == 820 + 568
+    # proportional: 820 rows in 0.1 s and 568 in 0.15 s are done together in 1388 / (8200 + 3787) s
+    assert row.advice.gain == pytest.approx(0.155 / (0.155 - 0.15 + 1388 / (8200 + 3786.7)) - 1, abs=0.01)
+    text = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 120, UNICODE))
+    assert f"{' + '.join(map(str, row.advice.shares))} would give +" in text
+
+
+def test_equal_work_and_little_waiting_is_nothing_to_mend(script: Any) -> None:
+    row = _only(script, make_ranks(own=(0.16, 0.158), waiting=(0.001, 0.003), plan_samples_per_second=8_200.0))
+    assert (row.causes, row.advice) == ((), None)
+
+
+def test_exchange_is_what_the_slowest_rank_waits_too(script: Any) -> None:
+    row = _only(script, make_ranks(own=(0.1, 0.1), waiting=(0.06, 0.06)))
+    assert _kinds(row) == ["exchange"]
+
+
+def test_input_throttling_and_a_neighbour_are_seen(script: Any) -> None:
+    even: dict[str, Any] = {"own": (0.1, 0.1), "waiting": (0.0, 0.0)}
+    assert _kinds(_only(script, make_ranks(**even, input_s=0.06))) == ["input"]
+    hot = script.sample(1, throttled_percent=value(45), throttle_reasons=("power cap",))
+    row = _only(script, make_ranks(**even), devices=(script.sample(0), hot))
+    assert [cause.text for cause in row.causes] == ["GPU:1 is throttled 45 % of the time: power cap."]
+    own, other = script.process(4000, 0), script.process(99, 1, samples_per_second=LOST)
+    row = _only(script, make_ranks(**even), processes=(own, other))
+    assert [cause.text for cause in row.causes] == ["On GPU:1 process 99 of ada computes too (87 % of it)."]
+    idle = msgspec.structs.replace(other, sm_percent=value(0))
+    assert _kinds(_only(script, make_ranks(**even), processes=(idle,))) == []
+
+
+def test_a_silent_rank_says_since_when_and_its_figures_are_old(script: Any) -> None:
+    quick, hung = make_ranks()
+    row = _only(script, (quick, msgspec.structs.replace(hung, updated_at=AT_SECONDS - 42)))
+    assert [cause.text for cause in row.causes] == ["GPU:1 has been silent for 42 s."]
+    assert row.samples_per_second == quick.samples_per_second
+    assert row.advice is None
+    shown = rank_table(row, 80, 5, UNICODE)[0][2].text
+    assert "silent for 42 s" in shown
+    assert "~158 ms" in shown
+    slow_steps = msgspec.structs.replace(hung, updated_at=AT_SECONDS - 42, step_s=20.0)
+    assert "silent" not in _kinds(_only(script, (quick, slow_steps)))
+
+
+def test_a_training_below_its_plan_without_a_cause_says_so(script: Any) -> None:
+    row = _only(script, make_ranks(own=(0.15, 0.15), waiting=(0.001, 0.001), plan_samples_per_second=10_000.0))
+    text = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 100, UNICODE))
+    assert "82 % of the plan's 10 000" in text
+    assert "No cause is seen" in text
+
+
+@given(st.permutations(range(6)), st.lists(st.floats(0, 100), min_size=6, max_size=6))
+def test_the_order_of_reports_changes_nothing_and_only_ranks_that_report_count(
+    order: list[int], ages: list[float]
+) -> None:
+    reports = [
+        msgspec.structs.replace(make_ranks()[rank % 2], rank=rank, pid=rank, world=6, updated_at=AT_SECONDS - age)
+        for rank, age in enumerate(ages)
+    ]
+    host: Any = None
+    snapshot = Snapshot(
+        at_seconds=AT_SECONDS, interval_seconds=1.0, devices=(), processes=(), host=host, sampling_seconds=0.0,
+        reports=tuple(reports),
+    )  # fmt: skip
+    (row,) = join_trainings(snapshot)
+    shuffled = msgspec.structs.replace(snapshot, reports=tuple(reports[place] for place in order))
+    (again,) = join_trainings(shuffled)
+    assert [again.ranks, again.samples_per_second] == [row.ranks, pytest.approx(row.samples_per_second)]
+    fresh = [each.samples_per_second for each, age in zip(reports, ages, strict=True) if age <= 5]
+    assert row.samples_per_second == pytest.approx(sum(fresh))
+    assert sum(cause.kind == "silent" for cause in row.causes) == 6 - len(fresh)
+
+
+@given(st.integers(40, 200), st.sampled_from([UNICODE, ASCII]), st.floats(0, 30), st.floats(0, 30), st.booleans())
+def test_every_line_fits_at_every_width(width: int, marks: Marks, own: float, waiting: float, silent: bool) -> None:
+    first, second = make_ranks(own=(own, 0.01), waiting=(waiting, 0.0), plan_samples_per_second=1e5)
+    second = msgspec.structs.replace(second, updated_at=AT_SECONDS - 999 * silent, tokens_per_second=1e6)
+    host: Any = None
+    snapshot = Snapshot(
+        at_seconds=AT_SECONDS, interval_seconds=1.0, devices=(), processes=(), host=host, sampling_seconds=0.0,
+        reports=(first, second),
+    )  # fmt: skip
+    (row,) = join_trainings(snapshot)
+    lines = [*training_table([row], width, 9, marks)[0], *rank_table(row, width, 9, marks)[0]]
+    columns_need = 79  # with tokens/s
+    assert all(cells(line.text) <= max(width, columns_need) for line in lines)
+    assert all(cells(line.text) <= width for line in training_lines(row, AT_SECONDS, width, marks))
+
+
+@given(st.floats(0, 10), st.floats(0, 10), st.floats(0.001, 20), st.integers(1, 100))
+def test_a_work_bar_fills_its_width_and_shows_any_work(own: float, waiting: float, longest: float, width: int) -> None:
+    done, waits, rest = work_bar(own, waiting, longest, width, UNICODE)
+    assert len(done.text + waits.text + rest.text) == width
+    assert bool(done.text) == (own > 0)
+
+
+def test_panels_fill_the_height_and_every_rank_has_a_row_where_it_can() -> None:
+    for width, height in ((80, 22), (120, 38), (160, 46)):
+        panels = arrange_trainings(width, height, 3, 8)
+        frame = 2 * panels.framed
+        assert panels.trainings + panels.ranks + panels.text == height
+        assert (panels.trainings, panels.ranks) == (4 + frame, 9 + frame)
+    crowded = arrange_trainings(80, 22, 40, 40)
+    assert crowded.text >= 5
+    assert sum(crowded[:3]) == 22
+
+
+def test_the_monitor_has_a_column_for_own_work_where_it_is_told(script: Any) -> None:
+    row = DeviceRow(script.sample(0), work=(0.03, 0.07))
+    for width in (80, 120, 160):
+        (head, first, second), _ = device_lines([row, DeviceRow(script.sample(1))], width, 3, UNICODE)
+        assert "work" in head.text
+        assert "30 %" in first.text
+        assert "–" in second.text
+        assert cells(first.text) <= width
+    assert "work" not in device_lines([DeviceRow(script.sample(0))], 120, 3, UNICODE)[0][0].text
+
+
+def test_text_and_json_have_trainings(script: Any) -> None:
+    snapshot = _snapshot(script, make_ranks())
+    text = snapshot_text(snapshot, 100, UNICODE, colour=False)
+    assert "GPU:1 takes 158 ms for its share; others wait up to 152 ms for it." in text
+    document = msgspec.to_builtins(snapshot_document(snapshot))
+    assert "reports" not in document
+    (training,) = document["trainings"]
+    assert [(rank["own_work_s"], rank["waiting_s"]) for rank in training["ranks"]] == [(0.008, 0.152), (0.158, 0.002)]
+    assert training["causes"][0]["kind"] == "waiting"
+    assert sum(training["advice"]["shares"]) == 1388
+
+
+def test_a_process_that_names_no_device_is_a_row(script: Any) -> None:
+    row = _only(script, [Training("torch", "w", 9.0, 1, AT_SECONDS, (), pid=7, training="x", rank=0, world=1)])
+    assert [(rank.name, rank.samples_per_second) for rank in row.ranks] == [("rank 0", 9.0)]
+    assert LiveDevice("", -1, 0, 9.0) not in row.ranks

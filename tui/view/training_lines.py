@@ -1,0 +1,221 @@
+"""Trainings and their ranks as tables, and a training's figures and what holds it up as sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from evener.live_files import ShareChange
+from evener.tui.text.formatting import duration, milliseconds, percent, rate, write_share
+from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, text_lines
+from evener.tui.view.charts import work_bar
+from evener.tui.view.marks import Marks
+from evener.tui.view.processes import NO_TRAINING
+from evener.tui.view.ranks import RankRow
+from evener.tui.view.table import NO_CURSOR, Column, Grid, Position, table_lines, text_cell
+from evener.tui.view.trainings import TrainingRow
+
+AS_PLANNED = 0.95  # of the plan's samples/s: from here on nothing needs a reason
+WIDE = 110  # columns, from which the framework has its own
+_LEAST_TEXT, _LEAST_RANKS = 5, 3  # rows
+
+
+class TrainingPanels(NamedTuple):
+    """Rows for each panel of the screen, borders included."""
+
+    trainings: int
+    ranks: int
+    text: int
+    framed: bool
+
+
+def arrange_trainings(width: int, height: int, trainings: int, ranks: int) -> TrainingPanels:
+    """Distribute `height` rows: some trainings, every rank if there is room for some sentences, then more of these."""
+    framed = height >= 30 and width >= 100
+    frame = 2 if framed else 0
+    top = min(max(1, trainings), max(1, height // 4)) + 1 + frame
+    middle = max(_LEAST_RANKS, min(ranks + 1 + frame, height - top - _LEAST_TEXT - frame))
+    return TrainingPanels(top, middle, max(0, height - top - middle), framed)
+
+
+def time_words(seconds: float) -> str:
+    """A part of a step: 157 ms, 12 s."""
+    return milliseconds(seconds) if seconds < 9.95 else duration(seconds)
+
+
+def count_words(count: int) -> str:
+    """A count with its thousands set apart."""
+    return f"{count:,}".replace(",", " ")
+
+
+def _plan(row: TrainingRow, _width: int, marks: Marks) -> tuple[Span, ...]:
+    if not row.of_plan:
+        return (Span(marks.none, "dim"),)
+    return (Span(percent(row.of_plan), "good" if row.of_plan >= AS_PLANNED else "warn"),)
+
+
+def _step_time(row: TrainingRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    if not row.step_s:
+        return (Span(marks.none, "dim"),)
+    text, spread = time_words(row.step_s), f"{percent(row.step_spread):>6}"
+    return (Span(text), Span(spread if cells(text + spread) <= width else "", "dim"))
+
+
+def _input(row: TrainingRow, _width: int, marks: Marks) -> tuple[Span, ...]:
+    return (Span(percent(row.input_s / row.step_s) if row.step_s else marks.none, "text" if row.step_s else "dim"),)
+
+
+def _held_up(row: TrainingRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    """The kinds of causes, each once."""
+    kinds = ", ".join(dict.fromkeys(cause.kind for cause in row.causes))
+    return (Span(cut(kinds, width, marks.ellipsis), "warn"),)
+
+
+def _ranks(row: TrainingRow) -> str:
+    there = len({rank.rank for rank in row.ranks}) if row.missing_ranks else len(row.ranks)
+    return f"{there} of {there + row.missing_ranks}" if row.missing_ranks else str(there)
+
+
+def _speed(number: float, marks: Marks) -> tuple[Span, ...]:
+    return (Span(rate(number), "speed") if number else Span(marks.none, "dim"),)
+
+
+_TRAINING_COLUMNS: tuple[Column[TrainingRow], ...] = (
+    Column("workload", ("workload",), 12, text_cell(lambda row: row.workload or row.framework, "strong"), "left"),
+    Column("framework", ("framework",), 10, text_cell(lambda row: row.framework, "dim"), "left"),
+    Column("ranks", ("ranks",), 6, text_cell(_ranks)),
+    Column("step", ("step",), 7, text_cell(lambda row: count_words(row.step))),
+    Column("speed", ("samples/s",), 9, lambda row, _, marks: _speed(row.samples_per_second, marks)),
+    Column("tokens", ("tokens/s",), 9, lambda row, _, marks: _speed(row.tokens_per_second, marks)),
+    Column("plan", ("of plan", "plan"), 5, _plan),
+    Column("time", ("step time, spread", "step time", "time"), 7, _step_time),
+    Column("input", ("input",), 5, _input),
+    Column("causes", ("held up by",), 10, _held_up, "left"),
+)
+_TRAINING_GROWTH = (("time", 13), ("plan", 7), ("workload", 16), ("causes", 20), ("step", 9), ("time", 17))
+
+
+def _share(row: RankRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    if not row.share:
+        return (Span(marks.none, "dim"),)
+    whole = write_share(row.share, row.micro)
+    return (Span(whole if cells(whole) <= width else str(row.share)),)
+
+
+def _rank_figure(
+    number: Callable[[RankRow], float], words: Callable[[float], str], tone: Tone, there: Callable[[RankRow], float]
+) -> Callable[[RankRow, int, Marks], tuple[Span, ...]]:
+    """Draws a figure of ranks where `there` isn't 0; that of a silent one is old."""
+
+    def draw(row: RankRow, width: int, marks: Marks) -> tuple[Span, ...]:
+        if not there(row):
+            return (Span(marks.none, "dim"),)
+        text = words(number(row))
+        return (Span(cut(f"{marks.stale}{text}", width, ""), "dim") if row.silent_s else Span(text, tone),)
+
+    return draw
+
+
+def _rank_speed(speed: Callable[[RankRow], float]) -> Callable[[RankRow, int, Marks], tuple[Span, ...]]:
+    return _rank_figure(speed, rate, "speed", speed)
+
+
+def _part(seconds: Callable[[RankRow], float]) -> Callable[[RankRow, int, Marks], tuple[Span, ...]]:
+    return _rank_figure(seconds, time_words, "text", lambda row: row.own_work_s)
+
+
+def _bar(longest_s: float) -> Callable[[RankRow, int, Marks], tuple[Span, ...]]:
+    def draw(row: RankRow, width: int, marks: Marks) -> tuple[Span, ...]:
+        if row.silent_s:
+            return (Span(cut(f"silent for {duration(row.silent_s)}", width, marks.ellipsis), "bad"),)
+        if not row.own_work_s:
+            return (Span(cut("doesn't tell its own work", width, marks.ellipsis), "dim"),)
+        return work_bar(row.own_work_s, row.waiting_s, longest_s, width, marks)
+
+    return draw
+
+
+def _rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
+    longest_s = max((row.own_work_s + row.waiting_s for row in ranks if not row.silent_s), default=0.0)
+    columns: tuple[Column[RankRow], ...] = (
+        Column("rank", ("rank",), 4, text_cell(lambda row: str(row.rank) if row.rank >= 0 else "", "strong")),
+        Column("device", ("device",), 8, text_cell(lambda row: row.device), "left"),
+        Column("share", ("share",), 5, _share),
+        Column("speed", ("samples/s",), 9, _rank_speed(lambda row: row.samples_per_second)),
+        Column("tokens", ("tokens/s",), 9, _rank_speed(lambda row: row.tokens_per_second)),
+        Column("bar", ("own work, then waiting", "work, wait"), 10, _bar(longest_s), "left"),
+        Column("own", ("own work", "own"), 7, _part(lambda row: row.own_work_s)),
+        Column("waiting", ("waiting", "wait"), 7, _part(lambda row: row.waiting_s)),
+    )
+    growth = (("share", 13), ("bar", 24), ("own", 8), ("share", 17), ("device", 12))
+    return Grid(_with_tokens(columns, any(row.tokens_per_second for row in ranks)), growth, {"bar": 72, "device": 18})
+
+
+def _with_tokens(columns: tuple[Column[Any], ...], there: bool) -> tuple[Column[Any], ...]:
+    return columns if there else tuple(column for column in columns if column.key != "tokens")
+
+
+def training_table(
+    rows: Sequence[TrainingRow], width: int, height: int, marks: Marks, position: Position = NO_CURSOR
+) -> tuple[tuple[Line, ...], int]:
+    """A row for each training, and the first row shown."""
+    columns = _with_tokens(_TRAINING_COLUMNS, any(row.tokens_per_second for row in rows))
+    if width < WIDE:
+        columns = tuple(column for column in columns if column.key != "framework")
+    grid = Grid(columns, _TRAINING_GROWTH, {"workload": 40, "causes": 60})
+    return table_lines(grid, rows, width, height, marks, position, nothing=NO_TRAINING)
+
+
+def rank_table(
+    row: TrainingRow, width: int, height: int, marks: Marks, position: Position = NO_CURSOR
+) -> tuple[tuple[Line, ...], int]:
+    """A row for each rank of a training, and the first row shown."""
+    return table_lines(_rank_grid(row.ranks), row.ranks, width, height, marks, position)
+
+
+def training_lines(row: TrainingRow, at_seconds: float, width: int, marks: Marks) -> tuple[Line, ...]:
+    """A training's figures beside its plan's, what holds it up, what would mend it, and how its shares changed."""
+    late = 0 < row.of_plan < AS_PLANNED
+    lines = [*text_lines(_figures(row), width, 3, "warn" if late else "text")]
+    if late and not row.causes:
+        lines += text_lines("No cause is seen: not input, waiting, throttling or a neighbour.", width, 2)
+    for cause in row.causes:
+        lines += _marked(cause.text, "warn", marks.alarm, width)
+    if row.advice is not None:
+        shares = " + ".join(map(str, row.advice.shares))
+        lines += _marked(
+            f"{shares} would give +{percent(row.advice.gain)}, if own work follows the rows.",
+            "good",
+            marks.cursor,
+            width,
+        )
+    for change in reversed(row.changes):
+        lines += _marked(_change_words(change, at_seconds), "dim", marks.dot, width)
+    return tuple(lines)
+
+
+def _marked(text: str, tone: Tone, mark: str, width: int) -> Iterator[Line]:
+    for place, each in enumerate(text_lines(text, width - 2, 3, tone)):
+        yield Line((Span(f" {'' if place else mark:1}", tone), *each.spans))
+
+
+def _figures(row: TrainingRow) -> str:
+    tokens = f" ({rate(row.tokens_per_second)} tokens/s)" if row.tokens_per_second else ""
+    plan = ""
+    if row.plan_samples_per_second:
+        of = f"{percent(row.of_plan)} of" if row.of_plan else "against"
+        plan = f", {of} the plan's {rate(row.plan_samples_per_second)}"
+    sentences = [f"{rate(row.samples_per_second)} samples/s{tokens}{plan}."]
+    if row.missing_ranks:
+        ranks = "1 rank isn't" if row.missing_ranks == 1 else f"{row.missing_ranks} ranks aren't"
+        sentences.append(f"{ranks} seen here: on another host, or ended.")
+    if row.step_s:
+        spread = f"a step takes {time_words(row.step_s)}, quartiles {percent(row.step_spread)} apart"
+        sentences.append(f"{spread[0].upper()}{spread[1:]}; {time_words(row.input_s)} of it for input.")
+    return " ".join(sentences)
+
+
+def _change_words(change: ShareChange, at_seconds: float) -> str:
+    before, after = (" + ".join(map(str, shares)) for shares in (change.before, change.after))
+    ago = duration(max(0.0, at_seconds - change.at))
+    return f"Step {count_words(change.step)}, {ago} ago: {before} to {after}. {clean(change.reason)}"

@@ -1,0 +1,86 @@
+"""Trainings: the ranks of each, joined over processes, devices and hosts. `training_lines` draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from evener.devices.types import Snapshot
+from evener.live_files import ShareChange, Training
+from evener.rebalance import Advice, advise
+from evener.share_solver import proportional_curves
+from evener.tui.view.ranks import Cause, Placed, RankRow, find_causes, place_ranks
+
+
+class TrainingRow(msgspec.Struct, frozen=True):
+    """One training: its ranks, its figures over all of them, and what holds it up."""
+
+    training: str  # its id; empty for a process that trains alone
+    workload: str
+    framework: str
+    ranks: tuple[RankRow, ...]
+    missing_ranks: int  # on other hosts, or gone
+    step: int
+    samples_per_second: float
+    tokens_per_second: float
+    plan_samples_per_second: float  # 0: it has no plan
+    of_plan: float  # samples/s over the plan's; 0: unknown, as while ranks are missing
+    step_s: float
+    step_spread: float  # interquartile range over the median
+    input_s: float  # of a step, waiting for data
+    causes: tuple[Cause, ...]  # what holds it up, most certain first
+    advice: Advice | None  # shares that would be faster
+    changes: tuple[ShareChange, ...]  # of the shares, oldest first
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What stays the same of it from tick to tick."""
+        return self.training, 0 if self.training else self.ranks[0].pid
+
+
+def join_trainings(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
+    """Every training of the snapshot, with the ranks that report here."""
+    groups: dict[tuple[str, int], list[Training]] = {}
+    for report in snapshot.reports:
+        groups.setdefault((report.training, 0 if report.training else report.pid), []).append(report)
+    samples = {(sample.device.host, sample.device.id): sample for sample in snapshot.devices}
+    return tuple(_join(reports, samples, snapshot) for reports in groups.values())
+
+
+def _join(reports: Sequence[Training], samples: Placed, snapshot: Snapshot) -> TrainingRow:
+    reports = sorted(reports, key=lambda each: (each.rank, each.pid))
+    places = [place for each in reports for place in place_ranks(each, samples, snapshot.at_seconds)]
+    ranks = tuple(place.row for place in places)
+    reporting = [row for row in ranks if not row.silent_s]
+    newest = max(reports, key=lambda each: each.updated_at)
+    missing = max(0, max(each.world for each in reports) - len({each.rank for each in reports}))
+    speed = sum(row.samples_per_second for row in reporting)
+    plan = max(each.plan_samples_per_second for each in reports)
+    step_s, input_s = max(each.step_s for each in reports), max(each.input_s for each in reports)
+    return TrainingRow(
+        training=newest.training,
+        workload=newest.workload,
+        framework=newest.framework,
+        ranks=ranks,
+        missing_ranks=missing,
+        step=newest.step,
+        samples_per_second=speed,
+        tokens_per_second=sum(row.tokens_per_second for row in reporting),
+        plan_samples_per_second=plan,
+        of_plan=speed / plan if plan and not missing else 0.0,
+        step_s=step_s,
+        step_spread=max(each.step_spread for each in reports),
+        input_s=input_s,
+        causes=find_causes(places, step_s, input_s, snapshot.processes),
+        advice=None if missing else _advice(ranks, step_s),
+        changes=max((each.changes for each in reports), key=len),
+    )
+
+
+def _advice(ranks: Sequence[RankRow], step_s: float) -> Advice | None:
+    """The shares that the ranks' own work calls for, taking times in proportion to rows."""
+    if len(ranks) < 2 or any(row.silent_s or not row.share or not row.own_work_s for row in ranks):
+        return None
+    shares = [row.share for row in ranks]
+    return advise(proportional_curves(shares), shares, [row.own_work_s for row in ranks], step_s)
