@@ -74,7 +74,6 @@ class Loader:
         self.batch_sampler = sampler
         self.batch_size = sampler.shares[sampler.rank]
         self.drop_last = sampler.drop_last
-        self.sampler = RowSampler(self)
         self.device = device or torch.device("cpu")
         self.prefetch = check_prefetch(prefetch, self.device)
         on_gpu = self.device.type == "cuda"
@@ -97,13 +96,24 @@ class Loader:
         """Steps of a whole epoch."""
         return len(self.batch_sampler)
 
+    @property
+    def sampler(self) -> RowSampler:
+        """Its rows one by one."""
+        return RowSampler(self)
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch of the next loop: the one that a loaded state is in the middle of, or the one after the last."""
+        sampler = self.batch_sampler
+        return sampler.epoch + (not self._fresh or not (sampler.steps_left or self._chosen))
+
     def __iter__(self) -> Iterator[Any]:
         sampler = self.batch_sampler
-        if not self._fresh or not (sampler.steps_left or self._chosen):
-            sampler.set_epoch(sampler.epoch + 1)
+        if (epoch := self.next_epoch) != sampler.epoch:
+            sampler.set_epoch(epoch)
         self._fresh = self._chosen = self._loaded = False
         self._steps = 0
-        first, full, epoch = sampler.position, sampler.global_batch, sampler.epoch
+        first, full = sampler.position, sampler.global_batch
         listener = self._listener
         digest = sampler.digest(epoch)
         if digest is not None:

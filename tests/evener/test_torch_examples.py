@@ -71,6 +71,23 @@ def test_training_by_a_plan_learns_what_one_device_learns(plan: str, tmp_path: P
     assert re.search(r"^[\d,]+ samples/s over 1 epochs; the plan says 960$", two, re.MULTILINE)
 
 
+def test_a_script_goes_on_from_its_checkpoint(plan: str, tmp_path: Path) -> None:
+    """128 steps an epoch and a checkpoint after 100 of them: what is left of the first one, and the second."""
+    words = (
+        "launch",
+        plan,
+        str(EXAMPLES / "torch_resume.py"),
+        "--checkpoint",
+        str(tmp_path / "a.pt"),
+        "--every",
+        "100",
+    )
+    one = run(tmp_path, "-m", "evener", *words, "--epochs", "1")
+    two = run(tmp_path, "-m", "evener", *words, "--epochs", "2").splitlines()
+    assert one.splitlines() == two[:1]
+    assert re.fullmatch(r"epoch 1: loss 0\.\d+ on 2 devices", two[1])
+
+
 def test_the_recurrent_experiment_gives_its_table(tmp_path: Path) -> None:
     """One device and two unequal ones have the same accuracies, to the digit shown."""
     words = ["--units", "8", "--layers", "1", "--dense", "8", "--epochs", "2", "--batches", "256", "--seeds", "2"]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from evener.errors import RequestError
 from evener.torch_split.loader import Loader, StepListener, check_options, count_rows
+from evener.torch_split.loader_states import LoaderStates
 from evener.torch_split.row_order import RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
 
@@ -214,6 +215,27 @@ def test_a_loop_that_sets_every_epoch_goes_on_too(taken: int) -> None:
     for epoch, left in ((0, expected[0][taken:]), (1, expected[1]), (1, expected[1])):
         again.set_epoch(epoch)
         assert [batch.tolist() for batch in again] == left
+
+
+@pytest.mark.parametrize("taken", [0, 2, 5])
+def test_a_split_goes_on_in_all_its_loaders_under_other_shares(taken: int) -> None:
+    """One that was made before its state was loaded, and one that is made later; one that is gone counts no more."""
+    states = LoaderStates()
+    states.add(Heard().loader(40, [3, 5]))  # dropped at once
+    first, second = (states.add(Heard().loader(length, [3, 5])) for length in (40, 24))
+    for _ in zip(range(taken), first, strict=False):
+        pass
+    state = states.state_dict()
+    again = LoaderStates()
+    earlier = again.add(Heard().loader(40, [8]))
+    again.load_state_dict(state)
+    later = again.add(Heard().loader(24, [8]))
+    assert (earlier.state_dict(), later.state_dict()) == (first.state_dict(), second.state_dict())
+    assert earlier.next_epoch == (1 if taken == 5 else 0)
+    assert len([batch for epoch in range(earlier.next_epoch, 1) for batch in earlier]) == 5 - taken
+    assert earlier.next_epoch == 1
+    with pytest.raises(RequestError, match="has no 'loaders'"):
+        again.load_state_dict(first.state_dict())
 
 
 def test_an_iterator_takes_nothing_before_its_first_batch() -> None:

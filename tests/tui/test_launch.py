@@ -17,42 +17,20 @@ import pytest
 
 from evener.devices.host.network import find_interface
 from evener.errors import DeviceError, EvenerError, RequestError
-from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
+from evener.plan import Plan, make_layout
 from evener.start_rank import STARTS
 from evener.tui.cli.main import run
 from evener.tui.launch.children import caught_signals
 from evener.tui.launch.job import make_job
 from evener.tui.text.launch_line import launch_hint
 from tests.support.launched_checks import check_ranks
+from tests.support.launched_plan import plan
 from tests.support.torch_start import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = str(ROOT / "tests/support/launched_training.py")
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.3")
 SECONDS = 240
-
-
-def plan(devices: list[str], hosts: tuple[str, ...] = (), **changes: Any) -> Plan:
-    """A plan for these devices, each with two rows less than the one before; "(out)" behind one leaves it out."""
-    shares = tuple(
-        Share(device.removesuffix("(out)"), i, "a device", 0, 0.0, host=(hosts or [""] * len(devices))[i])
-        for i, device in enumerate(devices)
-    )
-    batches = tuple(0 if device.endswith("(out)") else 2 * (len(devices) - i) for i, device in enumerate(devices))
-    kind = changes.pop("kind", "split" if sum(map(bool, batches)) > 1 else "solo")
-    made = Plan(
-        created="2026-11-22T12:00:00Z",
-        workload="torch_mnist",
-        framework="torch",
-        precision="float32",
-        xla=False,
-        layout=make_layout(kind, shares, batches, engine=changes.pop("engine", ""), placement="by layer"),
-        throughput=Throughput(100.0, 99.0, 101.0),
-        evidence=(),
-        search=SearchSummary(1, 0, 1.0, 0, "test"),
-        fingerprint=Fingerprint((), "", {}, ""),
-    )
-    return msgspec.structs.replace(made, **changes)
 
 
 @pytest.fixture
@@ -176,7 +154,7 @@ def say(*words):  # one write, as the ranks share a pipe
 
 
 say(rank, os.environ["EVENER_DEVICE"], *os.sched_getaffinity(0), again, *sys.argv[1:])
-if sys.argv[1] == "fail":
+if sys.argv[1] == "fail" and rank == "0":
     raise SystemExit(3)
 if rank == "0" and again == "0":
     os.kill(os.getpid(), 9)
@@ -244,17 +222,23 @@ def test_processes_are_started_again_and_end_by_ctrl_c(ranks: int, start: Callab
         assert last[1] == f"cpu-{rank}-of-{ranks}"
         assert last[-4:] == ["1", "--json", "--gpus", "0,1"]
         assert f"{rank} interrupted" in lines
-    assert "evener" not in errors
+    assert errors == "evener: rank 0 was ended by SIGKILL; all start again (1 of 1)\n"
 
 
 @pytest.mark.slow
-def test_a_failure_is_one_sentence_and_exit_code_1(start: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2], ids=["own children", "elastic agent"])
+def test_an_error_of_the_script_ends_all_in_one_sentence_and_with_exit_code_1(
+    ranks: int, start: Callable[..., Any], tmp_path: Path
+) -> None:
+    if ranks == 2:
+        need_torch_and_two_cpus()
     (tmp_path / "train.py").write_text(SCRIPT)
-    plan(["cpu-0-of-1"]).save(tmp_path / "plan.toml")
-    process = start("launch", "plan.toml", "-m", "train", "fail")
+    plan([f"cpu-{i}-of-{ranks}" for i in range(ranks)], framework="torch").save(tmp_path / "plan.toml")
+    process = start("launch", "--max-restarts", "2", "plan.toml", "-m", "train", "fail")
     output, errors = process.communicate(timeout=SECONDS)
-    assert (process.returncode, errors) == (1, "evener: rank 0 ended with exit code 3\n")
-    assert output.endswith("fail\n")
+    others = "; the others were stopped" if ranks == 2 else ""
+    assert (process.returncode, errors) == (1, f"evener: rank 0 ended with exit code 3{others}\n")
+    assert len([line for line in output.splitlines() if line.startswith("0 ")]) == 1
 
 
 @pytest.mark.slow

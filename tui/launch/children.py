@@ -14,31 +14,27 @@ from types import FrameType
 
 from evener.balancer.probes.launch_plan import find_free_ports
 from evener.start_rank import STARTS
+from evener.tui.launch.ending import Ending
 from evener.tui.launch.job import Job
-from evener.tui.launch.torch_agent import describe_end
 
 POLL_SECONDS = 0.1
 END_SECONDS = 30.0  # that a process has to end after SIGTERM
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def run_children(job: Job, max_restarts: int) -> tuple[int, str]:
-    """Start the processes and wait for their end, all again if one fails: the exit code, and which failed and how."""
+def run_children(job: Job) -> Ending:
+    """Start the processes and wait for their end; if one fails, the others are ended."""
     with caught_signals() as caught:
-        for attempt in range(max_restarts + 1):
-            running = _start(job)
-            try:
-                failed = _wait(running, caught)
-            finally:
-                _end(running, caught[0] if caught else signal.SIGTERM)
-            if caught:
-                return 128 + caught[0], ""
-            if failed is None or attempt == max_restarts:
-                break
-    if failed is None:
-        return 0, ""
+        running = _start(job)
+        failed: dict[int, int] = {}
+        try:
+            failed = _wait(running, caught)
+        finally:
+            _end(running, caught[0] if caught else signal.SIGTERM)
+    if caught:
+        return Ending(caught[0])
     first = job.plan.layout.active.index(job.own[0])
-    return 1, f"rank {first + failed} {describe_end(running[failed].returncode)}"
+    return Ending(failures={first + i: code for i, code in failed.items()})
 
 
 def _start(job: Job) -> list[subprocess.Popen[bytes]]:
@@ -62,15 +58,15 @@ def _cluster(job: Job) -> list[dict[str, str]]:
     return [{"TF_CONFIG": json.dumps(config)} for config in configs]
 
 
-def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> int | None:
-    """Until all have ended well or one hasn't, which is returned, or a signal comes."""
+def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict[int, int]:
+    """Until all have ended well, some haven't, of which the exit codes are returned, or a signal comes."""
     while not caught:
         codes = [process.poll() for process in running]
-        failed = next((i for i, code in enumerate(codes) if code), None)
-        if failed is not None or None not in codes:
+        failed = {i: code for i, code in enumerate(codes) if code}
+        if failed or None not in codes:
             return failed
         time.sleep(POLL_SECONDS)
-    return None
+    return {}
 
 
 def _end(running: Sequence[subprocess.Popen[bytes]], number: int) -> None:
@@ -95,6 +91,17 @@ def _is_in_foreground() -> bool:
 
 
 @contextmanager
+def restored_signals() -> Iterator[None]:
+    """Whatever the block does about the signals that ask this process to end, is undone."""
+    earlier = {number: signal.getsignal(number) for number in _ENDING}
+    try:
+        yield
+    finally:
+        for number, action in earlier.items():
+            signal.signal(number, action)
+
+
+@contextmanager
 def caught_signals() -> Iterator[list[int]]:
     """The numbers of signals that ask this process to end; the children get them from here.
 
@@ -105,10 +112,8 @@ def caught_signals() -> Iterator[list[int]]:
     def take(number: int, _frame: FrameType | None) -> None:
         caught.append(number)
 
-    heard = (number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN)
-    earlier = {number: signal.signal(number, take) for number in heard}
-    try:
+    with restored_signals():
+        for number in _ENDING:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, take)
         yield caught
-    finally:
-        for number, action in earlier.items():
-            signal.signal(number, action)

@@ -15,7 +15,7 @@ from evener.devices.discover import discover
 from evener.devices.host.network import find_interface
 from evener.devices.types import Device
 from evener.errors import DeviceError, PlanError, RequestError
-from evener.launched import DEVICE, HOST, PLAN, find_host, resolve
+from evener.launched import DEVICE, HOST, PLAN, REPLACED_PLAN, find_host, resolve
 from evener.plan import Plan, Share, load_plan, to_json
 from evener.start_rank import STARTS
 
@@ -32,6 +32,8 @@ class Job(msgspec.Struct, frozen=True):
     meeting: tuple[str, int]  # host and port where the processes of all hosts find each other
     own: tuple[Share, ...]  # of this host
     processes: tuple[tuple[Device, ...], ...]  # the devices of each process of this host
+    attempt: int = 0  # starts before this one
+    replaced: Path | None = None  # the file that was launched, where devices are left out since
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -46,6 +48,7 @@ class Job(msgspec.Struct, frozen=True):
     def environment(self, more: Sequence[dict[str, str]] = ()) -> dict[str, str]:
         """Of the processes: all that they share, and for `start_rank` what each has for itself, with `more`."""
         variables = {**os.environ, PLAN: str(self.path), "PYTHONPATH": import_path(os.environ.get("PYTHONPATH", ""))}
+        variables[REPLACED_PLAN] = str(self.replaced or "")
         if self.host:
             variables[HOST] = self.host
             others = [host for host in self.hosts if host != self.host]
@@ -91,8 +94,13 @@ def make_job(path: Path, command: Sequence[str], host: str | None, meeting: str 
         host=here,
         meeting=place,
         own=own,
-        processes=(devices,) if one_process else tuple((device,) for device in devices),
+        processes=arrange(devices, one_process),
     )
+
+
+def arrange(devices: Sequence[Device], one_process: bool) -> tuple[tuple[Device, ...], ...]:
+    """The devices of each process."""
+    return (tuple(devices),) if one_process else tuple((device,) for device in devices)
 
 
 def check_plan(plan: Plan, command: Sequence[str]) -> None:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import tempfile
 from typing import Any
 
 from evener.errors import DeviceError, RequestError
+from evener.tui.launch.children import restored_signals
+from evener.tui.launch.ending import Ending
 from evener.tui.launch.job import Job
 
 JOIN_SECONDS = 600  # in which every host has to be there
+FORCE_SECONDS = 25  # a process that ends later than the first one was ended by the agent
 
 
-def run_agent(job: Job, max_restarts: int) -> tuple[int, str]:
-    """Start the processes and wait for their end: the exit code, and which rank failed and how."""
-    environment = job.environment()
+def run_agent(job: Job, max_restarts: int) -> Ending:
+    """Start the processes and wait for their end; on several hosts the agents start them again by themselves."""
+    own = {"TORCHELASTIC_RESTART_COUNT": str(job.attempt)} if job.attempt else {}
+    environment = job.environment([own] * len(job.processes))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns again and again of a host that isn't there yet
     try:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -33,7 +36,7 @@ def run_agent(job: Job, max_restarts: int) -> tuple[int, str]:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
     # A store for each start: the agent's own still has the addresses of processes that were ended before a restart.
     os.environ.update({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **environment})
-    with tempfile.TemporaryDirectory(prefix="evener-launch-") as folder:
+    with tempfile.TemporaryDirectory(prefix="evener-launch-") as folder, restored_signals():
         config = LaunchConfig(
             nproc_per_node=len(job.processes),
             max_restarts=max_restarts,
@@ -44,17 +47,20 @@ def run_agent(job: Job, max_restarts: int) -> tuple[int, str]:
         try:
             elastic_launch(config, sys.executable)("-m", "evener.start_rank", *job.command)
         except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            return 1, f"rank {rank} {describe_end(failure.exitcode)}"
+            first = min(failure.timestamp for failure in error.failures.values())
+            ended = {
+                rank: each.exitcode for rank, each in error.failures.items() if each.timestamp < first + FORCE_SECONDS
+            }
+            return Ending(failures=ended)
         except SignalException as error:
-            return 128 + error.sigval, ""
+            return Ending(error.sigval)
         except RendezvousError as error:
             host, port = job.meeting
             raise DeviceError(
                 f"The processes on {', '.join(job.hosts)} didn't meet at {host}:{port}: {error}.".replace("..", "."),
                 "Run the line for each other host there, and see that the port can be reached.",
             ) from None
-    return 0, ""
+    return Ending()
 
 
 def _meet(job: Job) -> dict[str, Any]:
@@ -71,8 +77,3 @@ def _meet(job: Job) -> dict[str, Any]:
             "rdzv_configs": {**times, "is_host": host == job.host},
         }
     return {"rdzv_backend": "c10d", "min_nodes": len(job.hosts), "max_nodes": len(job.hosts), **place}
-
-
-def describe_end(code: int) -> str:
-    """How a process ended, after "rank 0"."""
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

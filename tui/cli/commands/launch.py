@@ -22,7 +22,8 @@ def launch(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="The file that --export wrote.")],
     script: Annotated[list[str], typer.Argument(metavar="SCRIPT ARGS...", help="Or -m MODULE ARGS...")],
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", min=0, help="Start all processes again, so often, if one fails.")
+        int,
+        typer.Option("--max-restarts", min=0, help="If one is killed, start all again, so often, on the devices left."),
     ] = 0,
     host: Annotated[
         str | None, typer.Option("--host", help="Which of the plan's hosts this is. Default: by name and addresses.")
@@ -46,18 +47,12 @@ def launch(
         from evener.tui.launch.cluster import launch_on_cluster
 
         return launch_on_cluster(plan, script, max_restarts, rendezvous, ray_address)
+    from evener.tui.launch.restarts import run_job
+
     job = make_job(plan, script, host, rendezvous)
     if rendezvous is None:
         _say_other_hosts(job, max_restarts)
-    if job.plan.framework == "torch" and len(job.plan.layout.active) > 1:
-        from evener.tui.launch.torch_agent import run_agent as start
-    else:
-        from evener.tui.launch.children import run_children as start
-    code, failure = start(job, max_restarts)
-    if failure:
-        others = "; the others were stopped" if len(job.plan.layout.active) > 1 else ""
-        print(f"evener: {failure}{others}", file=sys.stderr)
-    return code
+    return run_job(job, max_restarts)
 
 
 def _say_other_hosts(job: Job, max_restarts: int) -> None:

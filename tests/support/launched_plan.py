@@ -1,0 +1,32 @@
+"""Plans for devices of one's choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
+
+
+def plan(devices: list[str], hosts: tuple[str, ...] = (), **changes: Any) -> Plan:
+    """A plan for these devices, each with two rows less than the one before; "(out)" behind one leaves it out."""
+    shares = tuple(
+        Share(device.removesuffix("(out)"), i, "a device", 0, 0.0, host=(hosts or [""] * len(devices))[i])
+        for i, device in enumerate(devices)
+    )
+    batches = tuple(0 if device.endswith("(out)") else 2 * (len(devices) - i) for i, device in enumerate(devices))
+    kind = changes.pop("kind", "split" if sum(map(bool, batches)) > 1 else "solo")
+    made = Plan(
+        created="2026-11-22T12:00:00Z",
+        workload="torch_mnist",
+        framework="torch",
+        precision="float32",
+        xla=False,
+        layout=make_layout(kind, shares, batches, engine=changes.pop("engine", ""), placement="by layer"),
+        throughput=Throughput(100.0, 99.0, 101.0),
+        evidence=(),
+        search=SearchSummary(1, 0, 1.0, 0, "test"),
+        fingerprint=Fingerprint((), "", {}, ""),
+    )
+    return msgspec.structs.replace(made, **changes)

@@ -1,0 +1,71 @@
+"""Run by evener launch: trains in float64 with checkpoints, loses its second device in the middle, and gets it back.
+
+While the file `dead` is there, nothing computes on the second slice: `sitecustomize` ends what starts on it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from evener.torch_split import Split
+from tests.support.torch_ranks import CASES, STEPS, compute, data, finish, model, optimizer
+
+NAME = "clip adamw"
+SECOND = "cpu-1-of-2"
+SITE = f"""
+import os
+if os.environ.get("EVENER_DEVICE") == "{SECOND}" and os.path.exists("dead"):
+    os._exit(1)
+"""
+
+
+def die(mark: Path, device: str) -> None:
+    """Once, on this device: by the signal that nobody can catch."""
+    if os.environ["EVENER_DEVICE"] == device and not mark.exists():
+        mark.touch()
+        dead = mark.with_name("dead")
+        dead.touch() if device == SECOND else dead.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(folder: Path) -> None:
+    """The script of a user who names the plan; a checkpoint after every second step."""
+    case, checkpoint = CASES[NAME], folder / "checkpoint.pt"
+    split = Split("plan.toml")
+    net = model(case)
+    wrapped, update, loader = split.wrap(net), optimizer(case, net), split.loader(data(case), seed=2)
+    losses: list[float] = []
+    rows: list[torch.Tensor] = []  # of all ranks
+    shares: list[tuple[int, ...]] = []
+    if checkpoint.exists():
+        states, losses, rows, shares = torch.load(checkpoint)
+        for part, state in zip((net, update, split), states, strict=True):
+            part.load_state_dict(state)
+    while len(losses) < STEPS:
+        for batch in loader:
+            losses.append(compute(case, split, wrapped, batch))
+            rows.append(split.gather(batch[0]))
+            shares.append(split.shares)
+            finish(case, len(losses) - 1, wrapped, update)
+            if len(losses) % 2 == 0 and split.rank == 0:
+                states = [part.state_dict() for part in (net, update, split)]
+                torch.save((states, losses, rows, shares), folder / "new.pt")
+                (folder / "new.pt").replace(checkpoint)
+            if len(losses) == 5:
+                die(folder / "first", SECOND)
+            if len(losses) == 13 and split.world == 1:
+                die(folder / "second", "cpu-0-of-2")
+            if len(losses) == STEPS:
+                break
+    learned = [weights.detach() for weights in net.parameters()]
+    torch.save((learned, losses, rows, shares), folder / f"{split.rank}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    os._exit(0)  # a thread of gloo may abort a process while Python ends (github.com/pytorch/pytorch/issues/190489)

@@ -1,0 +1,218 @@
+"""`evener launch --max-restarts`: a training outlives processes that are killed and devices that are lost."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evener.device_check import check_gpu
+from evener.device_errors import is_device_error
+from evener.devices.discover import discover
+from evener.errors import PlanError
+from evener.plan import Kind, Plan, make_layout, parse_plan, to_toml
+from evener.plan_check import check_fit
+from evener.smaller_plan import leave_out
+from evener.tui.launch.ending import Ending
+from evener.tui.launch.working_devices import find_broken
+from tests.support.launched_plan import plan
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINING = str(ROOT / "tests/support/surviving_training.py")
+SECONDS = 240
+
+
+def need_torch_and_two_cpus() -> None:
+    pytest.importorskip("torch")
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two CPUs")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS)
+def test_a_training_goes_on_without_a_device_that_is_lost_and_with_it_once_it_is_back(tmp_path: Path) -> None:
+    """Rank 1 is killed in mid-epoch and its slice is dead; later the only rank is killed, and the slice is back.
+
+    Each row once an epoch, and the weights of one process that nothing disturbed.
+    """
+    need_torch_and_two_cpus()
+    import torch
+
+    from tests.support import surviving_training, torch_ranks
+
+    made = plan(["cpu-0-of-2", "cpu-1-of-2"])
+    layout = make_layout("split", made.layout.share, (5, 3))
+    msgspec.structs.replace(made, layout=layout).save(tmp_path / "plan.toml")
+    (tmp_path / "sitecustomize.py").write_text(surviving_training.SITE)
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "EVENER_LIVE_DIR": str(tmp_path / "live")}
+    command = ["-W", "ignore", "-m", "evener", "launch", "--max-restarts", "2", "plan.toml"]
+    done = subprocess.run(
+        [sys.executable, *command, TRAINING, str(tmp_path)],
+        cwd=tmp_path,
+        env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("evener:")] == [
+        "evener: rank 1 was ended by SIGKILL; all start again (1 of 2)",
+        "evener: a device (cpu-1-of-2) computes nothing any more and is left out: 5+3 → 8+0 rows",
+        "evener: rank 0 was ended by SIGKILL; all start again (2 of 2)",
+        "evener: a device (cpu-1-of-2) computes again: 8+0 → 5+3 rows",
+    ]
+    case = torch_ranks.CASES[surviving_training.NAME]
+    weights, expected = torch_ranks.reference(case, 8)
+    for rank in range(2):
+        learned, losses, rows, shares = torch.load(tmp_path / f"{rank}.pt")
+        assert shares == [(5, 3)] * 4 + [(8,)] * 8 + [(5, 3)] * 9  # from the checkpoints after the 4th and 12th step
+        assert losses == pytest.approx(expected, abs=1e-12)
+        for mine, one_process in zip(learned, weights, strict=True):
+            torch.testing.assert_close(mine, one_process, rtol=0, atol=1e-12)
+        for epoch in range(3):
+            seen = torch.cat(rows[7 * epoch : 7 * epoch + 7])
+            assert sorted(map(tuple, seen.tolist())) == sorted(map(tuple, torch_ranks.data(case).tensors[0].tolist()))
+
+
+# ---------------------------------------------------------------------- the plan for the devices that are left
+
+
+def wide_plan(batches: list[int], most: list[int], curve: bool) -> Plan:
+    made = plan([f"cpu-{i}-of-{len(batches)}" for i in range(len(batches))])
+    shares = tuple(
+        msgspec.structs.replace(
+            share, most=wall, curve=((1.0, 0.01), (100.0, 0.01 + 0.01 * (share.index + 1))) if curve else ()
+        )
+        for share, wall in zip(made.layout.share, most, strict=True)
+    )
+    micros = tuple(min(batch, wall or batch) for batch, wall in zip(batches, most, strict=True))
+    kind: Kind = "split" if sum(map(bool, batches)) > 1 else "solo"
+    return msgspec.structs.replace(made, layout=make_layout(kind, shares, tuple(batches), micros=micros))
+
+
+@given(st.data())
+def test_the_devices_that_are_left_take_the_whole_batch_within_their_memory(data: st.DataObject) -> None:
+    batches = data.draw(st.lists(st.integers(0, 60), min_size=2, max_size=5).filter(any))
+    most = [data.draw(st.sampled_from([0, 5, 20, 200])) for _ in batches]
+    made = wide_plan(batches, most, data.draw(st.booleans()))
+    gone = data.draw(st.sets(st.sampled_from(range(len(batches)))))
+    names = {("", made.layout.share[i].device) for i in gone}
+    left = {i for i, batch in enumerate(batches) if batch} - gone
+    if not left:
+        with pytest.raises(PlanError, match="None of the plan's devices is left"):
+            leave_out(made, names)
+        return
+    smaller = leave_out(made, names)
+    assert parse_plan(to_toml(smaller)) == smaller
+    check_fit(smaller, devices=None, world=len(left), workload_digest=None, strict=True)
+    assert {i for i, batch in enumerate(smaller.batches) if batch} == left
+    assert sum(smaller.batches) == sum(batches)
+    for share in smaller.layout.active:
+        assert share.micro <= (share.most or share.batch)
+    if all(wall == 0 or wall >= sum(batches) for wall in most):
+        assert smaller.micros() == smaller.batches
+
+
+def test_who_is_faster_takes_more_of_a_lost_share() -> None:
+    """By the curves the second device takes twice as long for a row as the first, whatever the plan's ratios say."""
+    smaller = leave_out(wide_plan([30, 30, 30], [0, 0, 0], curve=True), {("", "cpu-2-of-3")})
+    assert smaller.batches == (60, 30, 0)
+    assert leave_out(wide_plan([30, 30, 30], [0, 0, 0], curve=False), {("", "cpu-2-of-3")}).batches == (45, 45, 0)
+    assert smaller.throughput.samples_per_second == pytest.approx(100 * 2 / 3)
+    assert smaller.warnings == ("Left out, because nothing computes there: a device (cpu-2-of-3).",)
+
+
+# ---------------------------------------------------------------------- what is a loss
+
+
+@pytest.mark.parametrize(
+    ("failures", "loss", "words"),
+    [
+        ({0: 1, 1: -9}, True, "rank 1 was ended by SIGKILL"),
+        ({0: -6, 1: -9}, True, "rank 1 was ended by SIGKILL"),
+        ({0: -15, 1: -6}, True, "rank 1 was ended by SIGABRT"),
+        ({0: -15, 1: 1}, False, "rank 1 ended with exit code 1"),
+        ({1: -15}, True, "rank 1 was ended by SIGTERM"),
+        ({3: -35}, True, "rank 3 was ended by signal 35"),
+        ({2: 1, 3: 2}, False, "rank 2 ended with exit code 1"),
+    ],
+)
+def test_a_killed_process_is_a_loss_and_an_error_of_the_script_is_none(
+    failures: dict[int, int], loss: bool, words: str
+) -> None:
+    ending = Ending(failures=failures)
+    assert (ending.is_loss, ending.words) == (loss, words)
+
+
+def test_a_cuda_error_ends_a_launched_process_by_sigabrt_after_its_traceback() -> None:
+    program = "from evener.device_errors import *; abort_on_device_error(); raise RuntimeError('{}')"
+    for text, variables, code in (
+        ("CUDA error: unspecified launch failure", {"EVENER_DEVICE": "GPU-1"}, -signal.SIGABRT),
+        ("CUDA error: unspecified launch failure", {"EVENER_DEVICE": ""}, 1),
+        ("wrong shape", {"EVENER_DEVICE": "GPU-1"}, 1),
+    ):
+        command = [sys.executable, "-c", program.format(text)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert (ended.returncode, ended.stderr.splitlines()[-1]) == (code, f"RuntimeError: {text}")
+
+
+@pytest.mark.parametrize(
+    ("text", "device"),
+    [
+        ("CUDA error: an illegal memory access was encountered", True),
+        ("NCCL error in: NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.27", True),
+        ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", True),
+        ("CUDA out of memory. Tried to allocate 20.00 MiB", False),
+        ("CUDA error: out of memory", False),
+        ("CUDA error: device-side assert triggered", False),
+        ("Connection closed by peer [127.0.0.1]:4711", False),
+    ],
+)
+def test_which_errors_are_a_devices(text: str, device: bool) -> None:
+    assert is_device_error(RuntimeError(text)) is device
+
+
+# ---------------------------------------------------------------------- which devices compute
+
+
+def test_a_slice_computes_unless_its_cores_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (device,) = discover("cpu/1:0").devices
+    gone = msgspec.structs.replace(device, cores=(4095,))
+    assert find_broken([device, gone], "torch", []) == (gone,)
+
+
+class FakeCuda:
+    """A driver whose call `fails` returns an error, and whose memory may not hold what is written."""
+
+    def __init__(self, fails: str = "", keeps: int = 0xFFFFFFFF) -> None:
+        self.fails, self.keeps, self.value = fails, keeps, 0
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            if name == "cuMemsetD32_v2":
+                self.value = arguments[1] & self.keeps
+            if name == "cuMemcpyDtoH_v2":
+                target, _, size = arguments
+                target[:] = [self.value] * (size.value // ctypes.sizeof(target._type_))
+            return 719 if name == self.fails else 0
+
+        return call
+
+
+def test_a_gpu_computes_if_its_memory_returns_what_was_set() -> None:
+    assert check_gpu(FakeCuda())  # type: ignore[arg-type]
+    assert not check_gpu(FakeCuda(keeps=0xFF))  # type: ignore[arg-type]
+    for name in ("cuInit", "cuCtxCreate_v2", "cuMemsetD32_v2", "cuMemcpyDtoH_v2"):
+        assert not check_gpu(FakeCuda(fails=name))  # type: ignore[arg-type]

@@ -1,0 +1,95 @@
+"""A training that outlives lost devices: after a killed process all start again, on the devices that still compute."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import chain, count
+from pathlib import Path
+
+import msgspec
+
+from evener.devices.types import Device
+from evener.errors import DeviceError
+from evener.plan import Plan
+from evener.plan_check import describe
+from evener.smaller_plan import leave_out
+from evener.tui.launch.children import caught_signals, run_children
+from evener.tui.launch.ending import Ending
+from evener.tui.launch.job import Job, arrange
+from evener.tui.launch.working_devices import find_broken
+from evener.tui.text.formatting import plain
+
+
+def run_job(first: Job, max_restarts: int) -> int:
+    """Train until all processes have ended well, one fails by its own fault, or there were too many restarts.
+
+    After a loss every device is tried, also one that was left out before. On several hosts nobody sees all failures:
+    there, each is taken for a loss, and a device that is lost ends the training. The exit code.
+    """
+    job, several = first, len(first.hosts) > 1
+    by_agents = several and first.plan.framework == "torch"  # which restart in step
+    restarts = 0 if by_agents else max_restarts
+    with tempfile.TemporaryDirectory(prefix="evener-launch-") as folder:
+        for attempt in count(1):
+            ended = _start(job, max_restarts if by_agents else 0)
+            if ended.signal or not ended.failures:
+                return 128 + ended.signal if ended.signal else 0
+            if attempt > restarts or not (ended.is_loss or several):
+                others = "; the others were stopped" if len(job.plan.layout.active) > 1 else ""
+                _say(f"{ended.words}{others}")
+                return 1
+            with caught_signals() as caught:
+                broken = find_broken(list(chain.from_iterable(first.processes)), job.plan.framework, caught)
+            if caught:
+                return 128 + caught[0]
+            _say(f"{ended.words}; all start again ({attempt} of {max_restarts})")
+            before, job = job, _make_next(first, broken, attempt, Path(folder, f"plan-{attempt}.toml"))
+            _say_changes(before.plan, job.plan)
+    raise AssertionError("count() has no end")
+
+
+def _start(job: Job, restarts_of_agents: int) -> Ending:
+    if job.plan.framework == "torch" and len(job.plan.layout.active) > 1:
+        from evener.tui.launch.torch_agent import run_agent
+
+        return run_agent(job, restarts_of_agents)
+    return run_children(job)
+
+
+def _make_next(first: Job, broken: Sequence[Device], attempt: int, path: Path) -> Job:
+    """The training without the broken devices, by a plan of its own in the file `path`."""
+    if not broken:
+        return msgspec.structs.replace(first, attempt=attempt)
+    names = {device.id for device in broken}
+    if len(first.hosts) > 1 or len(names) == len(first.own):
+        listed = ", ".join(device.label for device in broken)
+        raise DeviceError(
+            f"{listed} computes nothing any more.", "Run evener doctor, and make a plan for what is left."
+        )
+    plan = leave_out(first.plan, {(first.host, name) for name in names})
+    plan.save(path)
+    left = tuple(device for device in chain.from_iterable(first.processes) if device.id not in names)
+    return msgspec.structs.replace(
+        first,
+        plan=plan,
+        path=path,
+        replaced=first.path,
+        attempt=attempt,
+        own=tuple(share for share in plan.layout.active if share.host == first.host),
+        processes=arrange(left, one_process=len(first.processes) < len(first.own)),
+    )
+
+
+def _say_changes(before: Plan, after: Plan) -> None:
+    """Which devices are left out now, or are back, and the rows of each before and after."""
+    rows = " → ".join("+".join(map(str, plan.batches)) for plan in (before, after))
+    for old, new in zip(before.layout.share, after.layout.share, strict=True):
+        if bool(old.batch) != bool(new.batch):
+            what = "computes again" if new.batch else "computes nothing any more and is left out"
+            _say(f"{describe(new)} {what}: {rows} rows")
+
+
+def _say(words: str) -> None:
+    print(f"evener: {plain(words, 1000)}", file=sys.stderr, flush=True)
