@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,6 +50,7 @@ LARGER_BATCH = "larger global batch"
 SOLO_PREFIX = "solo "  # and the device's label
 
 Format = Literal["toml", "json"]
+_PAIR = re.compile(r"\[\n *([0-9.e+-]+),\n *([0-9.e+-]+),\n *\]")  # of numbers, as tomli_w writes it
 
 
 class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -174,7 +176,7 @@ def to_toml(plan: Plan, schema: int | None = None) -> bytes:
     import tomli_w
 
     text: str = tomli_w.dumps(_ordered(plan, schema))
-    return text.encode()
+    return _PAIR.sub(r"[\1, \2]", text).encode()
 
 
 def to_json(plan: Plan, schema: int | None = None) -> bytes:

@@ -27,6 +27,7 @@ from evener.balancer.result.explain_hosts import explain_hosts
 from evener.balancer.result.number_format import join_words, relative_error
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import Candidate
+from evener.balancer.search.plan_curves import Knots
 from evener.balancer.search.search import Search
 from evener.balancer.store.journal import Header
 from evener.balancer.types import Failed, Interval, Layout, Observation, OutOfMemory, Result, Timed
@@ -105,7 +106,7 @@ def build_outcome(
         framework=header.framework,
         precision=MIXED if "mixed" in knobs else request.precision,
         xla=request.xla or "xla" in knobs,
-        layout=write(chosen.layout),
+        layout=_add_curves(write(chosen.layout), search.curves(chosen.layout)),
         throughput=_write_throughput(chosen.throughput, search.mean_length, search.padding(chosen.layout)),
         evidence=_write_evidence(chosen, rivals, search, devices, write),
         search=_summarize(header, seen, why_stopped, seconds),
@@ -239,6 +240,12 @@ def _write_layout(layout: Layout, devices: Sequence[Device], engine: str, row_to
         processes=layout.processes,
         placement=layout.placement,
     )
+
+
+def _add_curves(layout: PlanLayout, curves: Sequence[tuple[Knots, int]]) -> PlanLayout:
+    shares = zip(layout.share, curves, strict=True)
+    described = tuple(msgspec.structs.replace(share, curve=curve, most=most) for share, (curve, most) in shares)
+    return msgspec.structs.replace(layout, share=described)
 
 
 def _write_throughput(figure: Interval, row_tokens: float, padding: float) -> Throughput:

@@ -231,7 +231,7 @@ class MachineModel:
         """The same with passes that ran before or surely fit; None where that is not possible."""
         layout = self.lay_out(shares)
         if not self.safely_fits(layout):
-            layout = self._divide(shares, self._safe, self._safe_rows)
+            layout = self._divide(shares, self.safe_limits, self._safe_rows)
         return layout if self.safely_fits(layout) else None
 
     def _divide(self, shares: tuple[int, ...], walls: tuple[int, ...], rows: tuple[int, ...]) -> Layout:
@@ -240,14 +240,14 @@ class MachineModel:
         return layout_of(shares, tuple(most if most and share > wall else share for share, wall, most in pairs))
 
     @cached_property
-    def _safe(self) -> tuple[int, ...]:
+    def safe_limits(self) -> tuple[int, ...]:
         """The largest share of each device that surely fits at once."""
         return tuple(device.memory.largest_safe(self.cap, self.quantum) for device in self.devices)
 
     @cached_property
     def _safe_rows(self) -> tuple[int, ...]:
         """The same of each of several passes."""
-        return tuple(map(min, self._safe, self.pass_rows))
+        return tuple(map(min, self.safe_limits, self.pass_rows))
 
     # ------------------------------------------------------------------ limits
 
@@ -267,7 +267,7 @@ class MachineModel:
 
     def safely_fits(self, layout: Layout) -> bool:
         """Whether every share ran before, or is far below what the memory line allows."""
-        return all(layout.pass_rows[i] <= self._safe[i] for i in layout.active)
+        return all(layout.pass_rows[i] <= self.safe_limits[i] for i in layout.active)
 
     def fits(self, layout: Layout) -> bool:
         """Whether every pass is predicted to fit."""

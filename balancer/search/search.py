@@ -24,10 +24,11 @@ from evener.balancer.search.decisions import (
 from evener.balancer.search.layouts import BALANCE, Candidate, LayoutOptions, PackMode, find_family
 from evener.balancer.search.machine_model import MachineModel, same_measurement
 from evener.balancer.search.observations import Observations
+from evener.balancer.search.plan_curves import Knots, describe_curves
 from evener.balancer.search.predictions import Predictions
 from evener.balancer.search.problem import check_problem
 from evener.balancer.search.race import Race
-from evener.balancer.search.ranking import ROUGH, Standing, choose_winner, throughput
+from evener.balancer.search.ranking import ROUGH, Standing, center, choose_winner, throughput
 from evener.balancer.search.solo_stage import SoloStage
 from evener.balancer.search.split_stage import SplitStage
 from evener.balancer.search.statistics import relative_half_width
@@ -187,6 +188,12 @@ class Search:
         """The longest that a device would take alone for its share of a layout; None if none of them ran alone."""
         curves = [(self._predictions.model.alone[i], layout.shares[i]) for i in layout.active if not self._text]
         return max((curve.seconds(share) for curve, share in curves if curve), default=None)
+
+    def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
+        """Each device's curve in a split of rows, and the rows of a pass that surely fit; nothing for other layouts."""
+        if self._text or layout.kind != "split":
+            return (((), 0),) * self.problem.devices
+        return describe_curves(self._predictions.model, layout)
 
     def belief(self) -> Belief:
         """The search's view between two probes, to be drawn."""

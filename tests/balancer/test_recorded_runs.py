@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from evener.balancer.store import journal, replay
@@ -24,7 +25,9 @@ def test_a_recorded_run_replays_to_its_plan(path: Path) -> None:
     record = journal.read(path)
     assert record.ended is not None
     found = replay.recover(record)
-    assert found.plan.layout == parse_plan(to_json(record.ended.plan)).layout
+    shares = tuple(msgspec.structs.replace(share, curve=(), most=0) for share in found.plan.layout.share)
+    recorded = parse_plan(to_json(record.ended.plan)).layout  # which has no curves yet
+    assert msgspec.structs.replace(found.plan.layout, share=shares) == recorded
     rate = record.ended.plan.throughput.samples_per_second
     assert found.plan.throughput.samples_per_second == pytest.approx(rate, rel=0.01)
     assert found.plan.search.probes == record.ended.plan.search.probes

@@ -23,6 +23,7 @@ from evener.devices.discover import discover
 from evener.devices.this_machine import Discovery
 from evener.errors import DeviceError, NoLayoutError, RequestError
 from evener.plan import Plan, load_plan, parse_plan, to_json, to_toml
+from evener.share_solver import read_curves, solve_shares
 
 pytestmark = pytest.mark.usefixtures("cores_of_one_user")
 PAIR = Request(devices="sim:gtx1080ti,gtx1080")
@@ -77,6 +78,19 @@ def test_the_seed_s_pair_of_cards_is_balanced_in_few_probes() -> None:
     assert plan.search.out_of_memory <= 2
     assert {"even split", "best single device", "solo SIM:0", "solo SIM:1"} <= {one.name for one in plan.evidence}
     assert parse_plan(to_toml(plan)) == parse_plan(to_json(plan)) == plan
+
+
+@pytest.mark.parametrize("batch", [1400, 4096])
+def test_the_shares_of_a_plan_follow_from_its_own_curves_and_walls(batch: int) -> None:
+    """At a batch that fits at once, and at one that takes passes."""
+    plan = ended(drive(msgspec.structs.replace(PAIR, global_batch=batch))).plan
+    active = plan.layout.active
+    assert all(share.micro <= share.most <= batch for share in active)
+    walls = [share.most for share in active]
+    solved = solve_shares(read_curves(active), batch, walls, passes=True)
+    assert solved
+    assert [share.batch for share in active] == pytest.approx(solved, rel=0.03)
+    assert not any(share.curve for rival in plan.evidence for share in rival.layout.share)
 
 
 def test_a_search_keeps_to_the_rows_of_the_data_and_so_does_its_replay(monkeypatch: pytest.MonkeyPatch) -> None:

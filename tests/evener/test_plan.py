@@ -41,6 +41,10 @@ from evener.whole_files import write_atomically
 TEXT = st.text(max_size=20)  # any character that is one: control signs, quotes, astral planes
 COUNT = st.integers(0, 10**6)
 SECONDS = st.floats(0, 1e9, allow_nan=False)
+CURVES = st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e9)), min_size=2, max_size=4).map(
+    lambda knots: tuple(zip(*map(sorted, zip(*knots, strict=True)), strict=True))
+)
+CURVES = CURVES.filter(lambda knots: knots[-1][1] > 0 and len({rows for rows, _ in knots}) == len(knots)) | st.just(())
 COSTS = st.builds(Cost, SECONDS, SECONDS, SECONDS).filter(Cost.is_valid)
 
 
@@ -52,6 +56,7 @@ def layouts(draw: st.DrawFn) -> PlanLayout:
     micros = tuple(draw(st.integers(min(batch, 1), batch)) for batch in batches) if draw(st.booleans()) else None
     engine = draw(st.sampled_from(["", "towers", "ddp"]))
     if draw(st.booleans()):
+        shares = tuple(msgspec.structs.replace(share, curve=draw(CURVES), most=draw(COUNT)) for share in shares)
         return make_layout(kind, shares, tuple(batches), micros=micros, engine=engine)
     weights = [draw(st.floats(0.01, 100)) * min(batch, 1) for batch in batches]
     dealt = tuple(msgspec.structs.replace(share, cost=draw(COSTS), tokens=draw(COUNT)) for share in shares)
@@ -191,6 +196,24 @@ def test_hosts_are_written_where_a_plan_has_them() -> None:
         parse_plan(to_json(msgspec.structs.replace(plan, layout=partly)))
 
 
+def with_curves() -> Plan:
+    """The same with what a training needs to change its shares."""
+    curve = ((0.0, 0.001), (80.0, 0.0123))
+    shares = tuple(
+        msgspec.structs.replace(share, curve=curve, most=70) if share.batch else share
+        for share in example().layout.share
+    )
+    return msgspec.structs.replace(example(), layout=msgspec.structs.replace(example().layout, share=shares))
+
+
+def test_curves_are_written_on_short_lines_and_only_where_there_are_any() -> None:
+    for form in (to_toml, to_json):
+        assert b"curve" not in form(example())
+        assert parse_plan(form(with_curves())) == with_curves()
+    assert b"curve = [\n    [0.0, 0.001],\n    [80.0, 0.0123],\n]\nmost = 70\n" in to_toml(with_curves())
+    assert parse_plan(to_toml(with_curves(), schema=1)) == example()
+
+
 def by_cost() -> Plan:
     """The example with shares of cost: the last device has less of the cost, as it is slower, than of the rows."""
     shares = tuple(
@@ -269,6 +292,13 @@ def put(data: Any, path: str, value: Any) -> None:
         ("layout.share.0.micro", 30.5, "micro"),
         ("layout.share.0.micro", True, "micro"),
         ("layout.share.1.micro", 1, "share[1].micro"),
+        ("layout.share.0.curve", [[0, 0.1]], "share[0].curve"),
+        ("layout.share.0.curve", [[0, 0.1], [0, 0.2]], "share[0].curve"),
+        ("layout.share.0.curve", [[0, 0.1], [9, 0.05]], "share[0].curve"),
+        ("layout.share.0.curve", [[0, 0.0], [9, 0.0]], "share[0].curve"),
+        ("layout.share.0.curve", [[-1, 0.1], [9, 0.2]], "share[0].curve"),
+        ("layout.share.0.curve", [[0, 0.1], [9, math.nan]], "share[0].curve"),
+        ("layout.share.2.most", -1, "share[2].most is -1"),
         ("layout.global_batch", 10**30, "global_batch"),
         ("layout.kind", "solo", "solo"),
         ("layout.kind", "spilt", "spilt"),
