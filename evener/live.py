@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +21,11 @@ import msgspec
 
 from evener.errors import RequestError
 from evener.live_files import (
+    MOST_CHANGES,
     MOST_DEVICES,
     LiveDevice,
     LiveRecord,
+    ShareChange,
     Training,
     clean,
     file_name,
@@ -45,6 +47,20 @@ WINDOW_SECONDS = 5.0  # that samples/s is averaged over
 Devices = Sequence[str | int | Share]
 
 
+class Details(NamedTuple):
+    """What a training says of itself beside its samples/s; fields are those of LiveRecord and LiveDevice."""
+
+    training: str = ""
+    rank: int = -1
+    world: int = 0
+    plan_samples_per_second: float = 0.0
+    step_s: float = 0.0
+    step_spread: float = 0.0
+    input_s: float = 0.0
+    times: Sequence[tuple[float, float]] = ()  # own_work_s and waiting_s of each device that is reported
+    changes: tuple[ShareChange, ...] = ()  # the last ones are kept
+
+
 class _Point(NamedTuple):
     """What was counted until then."""
 
@@ -55,12 +71,16 @@ class _Point(NamedTuple):
 
 
 class Reporter:
-    """Counts one training's samples and reports them to the monitor; safe in threads and across forks."""
+    """Counts one training's samples and reports them to the monitor; safe in threads and across forks.
+
+    `details` is asked whenever a file is written.
+    """
 
     _serials = iter(range(1 << 29))
 
-    def __init__(self) -> None:
+    def __init__(self, details: Callable[[], Details] = Details) -> None:
         self._serial = next(self._serials)
+        self._details = details
         self._reset()
         _reporters.add(self)
 
@@ -106,10 +126,8 @@ class Reporter:
                 self._next_write = now + INTERVAL_SECONDS
                 found = self._rates(now)
                 if found is not None and self._ticks is not None:
-                    rate, tokens_rate, padding = found
-                    described = _describe(devices or (), batches, rate)
                     names = (clean(framework), clean(workload))
-                    self._write(LiveRecord(*names, rate, self._step, time.time(), described, tokens_rate, padding))
+                    self._write(self._record(names, found, devices or (), batches))
                     self._delay_next(time.monotonic() - now)
 
     def close(self) -> None:
@@ -137,6 +155,16 @@ class Reporter:
             return None
         tokens = last.tokens - first.tokens
         return (last.samples - first.samples) / seconds, tokens / seconds, 1 - tokens / padded if padded else 0.0
+
+    def _record(
+        self, names: tuple[str, str], rates: tuple[float, float, float], devices: Devices, batches: Sequence[int] | None
+    ) -> LiveRecord:
+        rate, tokens_rate, padding = rates
+        details = self._details()._asdict()
+        described = _describe(devices, batches, rate, details.pop("times"))
+        changes = details.pop("changes")[-MOST_CHANGES:]
+        record = LiveRecord(*names, rate, self._step, time.time(), described, tokens_rate, padding, changes=changes)
+        return msgspec.structs.replace(record, **details)
 
     def _write(self, record: LiveRecord) -> None:
         """Replace the last record, in the first folder that can be written; `_file` is None if none can."""
@@ -179,29 +207,39 @@ def report(
     _own.report(samples, devices=devices, workload=workload, framework=framework, batches=batches)
 
 
-def _describe(devices: Devices, batches: Sequence[int] | None, rate: float) -> tuple[LiveDevice, ...]:
-    """The devices that compute, each with its part of the rate."""
+def _describe(
+    devices: Devices, batches: Sequence[int] | None, rate: float, times: Sequence[tuple[float, float]]
+) -> tuple[LiveDevice, ...]:
+    """The devices that compute, each with its part of the rate and its times."""
     named = [_identify(device) for device in devices]
-    sizes = [size for (_, _, size) in named] if batches is None else [_whole(size) for size in batches]
+    sizes = [device.batch for device in named] if batches is None else [_whole(size) for size in batches]
     if len(sizes) != len(named):
         raise RequestError(
             f"A report names {len(named)} devices and {len(sizes)} batches.", "Give one batch for each device."
         )
     total = sum(sizes)
+    times = (*times, *[(0.0, 0.0)] * (len(named) - len(times)))
     return tuple(
-        LiveDevice(identity, index, size, rate * (size / total if total else 1 / len(named)))
-        for (identity, index, _), size in zip(named, sizes, strict=True)
+        msgspec.structs.replace(
+            device,
+            batch=size,
+            samples_per_second=rate * (size / total if total else 1 / len(named)),
+            own_work_s=own,
+            waiting_s=waiting,
+        )
+        for device, size, (own, waiting) in zip(named, sizes, times, strict=True)
         if size or not total
     )[:MOST_DEVICES]
 
 
-def _identify(device: str | int | Share) -> tuple[str, int, int]:
-    """A device's id, index and samples per step."""
+def _identify(device: str | int | Share) -> LiveDevice:
+    """Which device it is, and its samples per step and pass."""
     if isinstance(device, Share):
-        return (clean(device.device), max(-1, device.index), device.batch)
+        index, host = max(-1, device.index), clean(device.host)
+        return LiveDevice(clean(device.device), index, device.batch, 0.0, micro=device.micro, host=host)
     if isinstance(device, int):
-        return ("", max(-1, device), 0)
-    return (clean(device), -1, 0)
+        return LiveDevice("", max(-1, device), 0, 0.0)
+    return LiveDevice(clean(device), -1, 0, 0.0)
 
 
 def _whole(samples: object) -> int:

@@ -21,6 +21,7 @@ class RankInfo(msgspec.Struct, frozen=True):
     visible: tuple[str, ...] = ()  # the GPUs it could use, in the framework's order
     local_rank: int = 0
     plan: int = 0  # a digest of the plan's shares
+    training: str = ""  # a name for it; rank 0's is taken
 
 
 def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[int, ...]:

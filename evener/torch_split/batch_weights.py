@@ -15,12 +15,18 @@ from evener.torch_split import model_checks
 from evener.torch_split.batch_tracker import BatchTracker, Epoch, TakenBatch
 from evener.torch_split.gradient_weights import GradientWeights, exchanged_parameters
 from evener.torch_split.optimizer_check import OPTIMIZER_CHECK, check_weighted
+from evener.torch_split.own_work import StepTimer
 
 
 class BatchWeights:
-    """Rows and weight of one rank in the batch in hand; with `by_loss`, `scale` applies the weight, not a hook."""
+    """Rows and weight of one rank in the batch in hand; with `by_loss`, `scale` applies the weight, not a hook.
 
-    def __init__(self, shares: Sequence[int], rank: int, by_loss: bool, micros: Sequence[int] = ()) -> None:
+    `timer` is marked when a step's last gradient is there.
+    """
+
+    def __init__(
+        self, shares: Sequence[int], rank: int, by_loss: bool, timer: StepTimer, micros: Sequence[int] = ()
+    ) -> None:
         self.batches = BatchTracker()
         self.models: weakref.WeakSet[Any] = weakref.WeakSet()  # whose forward passes are looked at
         self._micros = tuple(micros) or tuple(shares)
@@ -30,7 +36,8 @@ class BatchWeights:
         self._shares = tuple(shares)
         self._rank = rank
         self._by_loss = by_loss
-        self._weights = GradientWeights(shares, rank)
+        self.timer = timer
+        self._weights = GradientWeights(shares, rank, ready=timer.note_gradients)
         self._scaled_pass: int | None = None  # the backward pass in which a scaled loss was seen last
         self._reference = weakref.ref(self)
 
@@ -95,9 +102,10 @@ class BatchWeights:
         """What follows are passes of this batch."""
         self.refuse_in_parts("parts")
         self._open = self._identify(batch, True)
-        factor = self._weights.factor(self._open.sizes) if self._open.origin.dealt else 0.0
-        self._loss_factor = factor if factor and len(self._shares) > 1 else 1.0
-        self._hook_sizes = self._shares if factor else self._open.sizes
+        by_loss = self._open.origin.dealt and self._open.sizes[self._rank] > 0
+        full = gradient_weight(self._shares, self._rank)
+        self._loss_factor = gradient_weight(self._open.sizes, self._rank) / full if by_loss else 1.0
+        self._hook_sizes = self._shares if by_loss else self._open.sizes
         return self._open
 
     def scale_part(self, loss: Any) -> Any:
@@ -174,6 +182,8 @@ class BatchWeights:
         if model.training and batch.origin.training and getattr(model, "require_backward_grad_sync", True):
             self._weights.waiting = batch
         self._weights.begin(batch.sizes if self._open is None else self._hook_sizes)
+        if not getattr(model, "require_backward_grad_sync", True):
+            self._weights.accumulate(model)
 
     def _identify(self, inputs: Any, training: bool) -> TakenBatch:
         batch = self.batches.find(inputs, training)
@@ -199,6 +209,7 @@ class BatchWeights:
         scaled = loss * (len(self._shares) * self.weight)
         if getattr(scaled, "requires_grad", False):
             scaled.register_hook(self._note_scaled)
+            self.timer.end_pass(scaled)
         return scaled
 
     def is_training(self) -> bool:

@@ -1,16 +1,16 @@
 """What turns the ranks' own mean gradients into the mean over each global batch, in DistributedDataParallel.
 
 With n_i of N rows on rank i, mean over the batch = sum_i (n_i / N) * mean_i: DDP's plain mean over ranks is another
-gradient as soon as the n_i differ. Each rank's buckets are multiplied by its weight in a *full* batch, a constant whose
-sum over ranks is 1, and summed. A step of other sizes (the short last one) scales its own gradients before they are
-accumulated, by its weight over the constant: so each step of an accumulation window counts by its own sizes, with
-`no_sync` or without.
+gradient as soon as the n_i differ. Each rank's buckets are multiplied by its weight in the batch, a constant whose sum
+over ranks is 1, and summed. While gradients are added up that aren't exchanged yet, the constant stays, and a step of
+other sizes scales its own gradients before they are added, by its weight over the constant: so each step of a window
+counts by its own sizes. So does one in which a rank has no row, as 0 times a gradient may be NaN.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +23,14 @@ from evener.shares import gradient_weight
 class GradientWeights:
     """The weight of one rank's gradients, step by step; it keeps no model alive.
 
-    `shares` are the samples of all ranks of `group` (None: of every process) in a full global batch.
+    `shares` are the samples of all ranks of `group` (None: of every process) in the first batch. `ready` is called when
+    a model's last gradient is there, before it is exchanged.
     """
 
-    def __init__(self, shares: Sequence[int], rank: int, group: Any = None) -> None:
-        self.group = group
+    def __init__(
+        self, shares: Sequence[int], rank: int, group: Any = None, ready: Callable[[], None] = lambda: None
+    ) -> None:
+        self.group, self.ready = group, ready
         self.constant = gradient_weight(shares, rank)
         self.waiting: Any = None  # the batch of a forward pass whose gradients aren't exchanged yet
         self.refusal: RequestError | None = None  # of the next backward pass
@@ -36,12 +39,6 @@ class GradientWeights:
         self._handles: list[Any] = []
         self._factor = 1.0
         self._sizes: Sequence[int] | None = None  # that the factor is for
-
-    def reset(self, shares: Sequence[int]) -> None:
-        """Take these for the samples of a full global batch from now on."""
-        self.constant = gradient_weight(shares, self._rank)
-        self._sizes = None
-        self.begin(shares)
 
     def attach(self, model: Any) -> None:
         """Take the place of DDP's mean over ranks; RequestError if the model has a communication hook of another's."""
@@ -62,15 +59,19 @@ class GradientWeights:
 
     def begin(self, sizes: Sequence[int]) -> None:
         """From now on, gradients come from a step in which each rank has these rows; a rank may have none."""
-        if sizes is not self._sizes:
+        if sizes is not self._sizes or self._factor != 1.0:
             self._sizes = sizes
-            factor = self.factor(sizes)
+            weight = gradient_weight(sizes, self._rank)
+            if min(sizes) > 0 and not any(map(_accumulates, self._models)):
+                self.constant = weight
+            factor = weight / self.constant
             if factor != self._factor:
                 self._scale_by(factor)
 
-    def factor(self, sizes: Sequence[int]) -> float:
-        """What gradients of such a step are multiplied by, beside the constant."""
-        return gradient_weight(sizes, self._rank) / self.constant
+    def accumulate(self, model: Any) -> None:
+        """The model's next gradients are added up and exchanged later."""
+        if model in _exchanges:
+            _exchanges[model].accumulates = True
 
     def end(self) -> None:
         """The step is over: leave gradients alone until the next one begins."""
@@ -97,9 +98,15 @@ class _Exchange:
     def __init__(self, parameters: set[int]) -> None:
         self.parameters = parameters
         self.ran = False
+        self.accumulates = False  # it has gradients that aren't exchanged yet
 
 
 _exchanges: weakref.WeakKeyDictionary[Any, _Exchange] = weakref.WeakKeyDictionary()
+
+
+def _accumulates(model: Any) -> bool:
+    exchange = _exchanges.get(model)
+    return exchange is not None and exchange.accumulates
 
 
 def exchanged_parameters() -> dict[int, bool]:
@@ -112,7 +119,9 @@ def _weigh_bucket(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses
     weights = state.weights
     if weights.refusal is not None:
         raise weights.refusal
-    weights.waiting, state.ran = None, True
+    weights.waiting, state.ran, state.accumulates = None, True, False
+    if bucket.is_last():
+        weights.ready()
     gradients = bucket.buffer().mul_(weights.constant)
     return dist.all_reduce(gradients, group=weights.group, async_op=True).get_future().then(_first)
 

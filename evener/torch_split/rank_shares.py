@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
+import sys
 import warnings
 import zlib
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ from evener.plan import Plan, Share, load_plan
 from evener.plan_check import check_fit, check_global_batch, describe
 from evener.share_order import RankInfo, order_shares
 from evener.shares import apportion, check_ratios
-from evener.torch_split.process import Stand, gather_infos, is_cpu
+from evener.torch_split.process import Stand, choose_device, gather_infos, is_cpu
 
 
 class RankShares(msgspec.Struct, frozen=True):
@@ -29,13 +31,16 @@ class RankShares(msgspec.Struct, frozen=True):
     batches: tuple[int, ...]  # rows of each rank in a full global batch
     micros: tuple[int, ...]  # the most of them in one pass
     passes: tuple[int, ...]
-    shares: tuple[Share, ...]  # of the plan
+    shares: tuple[Share, ...]  # of the plan; where there is none, this rank's device for each
     workload: str
+    training: str  # a name for it that all ranks have
+    samples_per_second: float = 0.0  # that the plan promises; 0: none, or for another global batch
 
     @property
     def share(self) -> Share:
-        """This rank's."""
-        return self.shares[self.rank]
+        """This rank's, with the rows of this training."""
+        batch, micro = self.batches[self.rank], self.micros[self.rank]
+        return msgspec.structs.replace(self.shares[self.rank], batch=batch, micro=micro)
 
     @property
     def world(self) -> int:
@@ -61,8 +66,10 @@ class RankShares(msgspec.Struct, frozen=True):
 
 def open_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
     """The plan or its file; without one, that of evener launch, if it started this process."""
-    chosen = launched_plan() if plan is None else plan
-    return chosen if isinstance(chosen, Plan) or chosen is None else load_plan(chosen)
+    if isinstance(plan, Plan):
+        return plan
+    path = launched_plan(plan)
+    return None if path is None else load_plan(path)
 
 
 def find_rank_shares(
@@ -90,7 +97,9 @@ def find_rank_shares(
         tuple(sizes[place] for place in places) for sizes in (plan.shares(global_batch), plan.micros(global_batch))
     )
     passes = tuple(map(count_passes, batches, micros))
-    return RankShares(stand.rank, batches, micros, passes, tuple(active[place] for place in order), plan.workload)
+    promised = plan.throughput.samples_per_second if global_batch in (None, plan.layout.global_batch) else 0.0
+    shares = tuple(active[place] for place in order)
+    return RankShares(stand.rank, batches, micros, passes, shares, plan.workload, ranks[0].training, promised)
 
 
 def _describe_rank(plan: Plan, global_batch: int | None, stand: Stand, gpus: dict[str, int], device: Any) -> RankInfo:
@@ -102,6 +111,7 @@ def _describe_rank(plan: Plan, global_batch: int | None, stand: Stand, gpus: dic
         visible=tuple(gpus),
         local_rank=stand.local_rank,
         plan=zlib.crc32(msgspec.json.encode((plan.layout, global_batch))),
+        training=secrets.token_hex(8),
     )
 
 
@@ -119,8 +129,19 @@ def shares_to_evaluate(shares: Sequence[int], micros: Sequence[int]) -> tuple[in
     return apportion(max(len(shares), batch_in_one_pass(shares, micros)), shares)
 
 
-def ratio_shares(ratios: Sequence[float] | None, global_batch: int | None, world: int) -> tuple[int, ...]:
-    """By the ratios, or as evenly as can be; RequestError if there isn't one for each process."""
+def share_by_ratios(
+    ratios: Sequence[float] | None, global_batch: int | None, stand: Stand, gpus: dict[str, int]
+) -> RankShares:
+    """By the ratios, or as evenly as can be; every rank calls it. RequestError if there isn't one for each process."""
+    batches = _ratio_batches(ratios, global_batch, stand.world)
+    own = RankInfo(machine=socket.gethostname(), host="", training=secrets.token_hex(8))
+    training = gather_infos(own, stand)[0].training
+    shares = (_unplanned_share(choose_device(None, stand, gpus), gpus),) * stand.world
+    script = os.path.basename(sys.argv[0])
+    return RankShares(stand.rank, batches, batches, (1,) * stand.world, shares, script, training)
+
+
+def _ratio_batches(ratios: Sequence[float] | None, global_batch: int | None, world: int) -> tuple[int, ...]:
     if global_batch is None:
         raise RequestError(
             "Neither a plan nor a global batch is given.",
@@ -141,7 +162,7 @@ def ratio_shares(ratios: Sequence[float] | None, global_batch: int | None, world
     return apportion(global_batch, chosen)
 
 
-def unplanned_share(device: Any, gpus: dict[str, int]) -> Share:
+def _unplanned_share(device: Any, gpus: dict[str, int]) -> Share:
     """The device as the monitor shows it where no plan names it."""
     names = [identity for identity, number in gpus.items() if device.type == "cuda" and number == device.index]
     return Share(names[0] if names else str(device), device.index or 0, str(device), 0, 0.0)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evener.dealing import make_dealer
 from evener.errors import RequestError
-from evener.live import Reporter
 from evener.passes import count_passes, largest_pass
 from evener.plan import Plan
 from evener.plan_check import check_fit
@@ -40,15 +38,10 @@ from evener.torch_split.model_checks import check_exchange, check_normalization,
 from evener.torch_split.model_digest import model_digest
 from evener.torch_split.parts import Part, in_turn, make_parts, weigh_by_count
 from evener.torch_split.process import choose_device, find_stand, join, leave_group, settle, visible_gpus
-from evener.torch_split.rank_shares import (
-    find_rank_shares,
-    open_plan,
-    ratio_shares,
-    shares_to_evaluate,
-    unplanned_share,
-)
+from evener.torch_split.rank_shares import find_rank_shares, open_plan, share_by_ratios, shares_to_evaluate
 from evener.torch_split.row_order import Order, RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
+from evener.torch_split.step_reporter import StepReporter
 from evener.torch_split.steps import Steps
 
 __all__ = ["Loader", "Split", "UnevenBatchSampler"]
@@ -88,11 +81,10 @@ class Split:
         share = None
         if self.plan is not None:
             found = find_rank_shares(self.plan, global_batch, stand, gpus, strict)
-            self.shares, self.micros, share = found.batches, found.micros, found.share
-            self._dealer = make_dealer(self.shares, self.micros, found.shares)
+            share = found.share
         else:
-            self.shares = self.micros = ratio_shares(ratios, global_batch, stand.world)
-            self._dealer = make_dealer(self.shares, self.micros, ())
+            found = share_by_ratios(ratios, global_batch, stand, gpus)
+        self.shares, self.micros = found.batches, found.micros
         self.rank, self.world = stand.rank, stand.world
         self.device = choose_device(share, stand, gpus)
         self.weigh = weigh
@@ -100,13 +92,12 @@ class Split:
         settle(self.device, share)
         if self.world > 1 and join(self.device, backend):
             atexit.register(leave_group)
-        self._weights = BatchWeights(self.shares, self.rank, weigh == "loss", self.micros)
+        self._dealer = make_dealer(found.batches, found.micros, found.shares)
+        self._reporter = StepReporter(found, self.device)
+        self._weights = BatchWeights(self.shares, self.rank, weigh == "loss", self._reporter.timer, self.micros)
         self._states = LoaderStates()
         self._strategy: Any = None  # of Lightning, once it was asked for
-        self._reporter = Reporter()
         weakref.finalize(self, self._reporter.close)  # a split that is dropped reports no more
-        self._live = (share or unplanned_share(self.device, gpus),)
-        self._workload = self.plan.workload if self.plan else os.path.basename(sys.argv[0])
 
     def __repr__(self) -> str:
         return f"Split(shares={self.shares}, rank={self.rank}, device={self.device}, weigh={self.weigh!r})"
@@ -169,7 +160,7 @@ class Split:
             passes: Loader = self._strategy.make_loader(dataset, sampler, options)
             return passes
         on_host = training and (self._weights.in_passes or sampler.is_dealt)  # a part is sent as its turn comes
-        steps = Steps(self._weights, self.report, self.device, training)
+        steps = Steps(self._weights, self._reporter if training else None, self.device)
         made = Loader(dataset, sampler, steps, options, self.device, prefetch, training, on_host)
         return self._states.add(made) if training else made
 
@@ -226,6 +217,7 @@ class Split:
                 "FSDP shards the model, and its mean over ranks can't be weighted.",
                 "Use Split(..., weigh='loss') and split.scale(loss).backward(), which is exact.",
             )
+        self._reporter.timer.has_own_work = False
         self._weights.follow(model)
         return model
 
@@ -323,7 +315,7 @@ class Split:
         `tokens` are those of the rows, without and with padding.
         """
         done = self._weights.sizes[self.rank] if rows is None else rows
-        self._reporter.report(done, devices=self._live, framework="torch", workload=self._workload, tokens=tokens)
+        self._reporter.report(done, tokens)
 
     def close(self) -> None:
         """Leave the process group and stop reporting; done at exit if the group was made here."""

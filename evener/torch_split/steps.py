@@ -1,8 +1,7 @@
-"""What a split does in each step of a loader's: it weighs the batch, and tells the monitor."""
+"""What a split does in each step of a loader's: it weighs and times the batch, and tells the monitor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,22 +12,16 @@ from evener.torch_split.batch_tracker import Epoch
 from evener.torch_split.batch_weights import BatchWeights
 from evener.torch_split.gather import is_equal_everywhere
 from evener.torch_split.loader import StepListener
+from evener.torch_split.step_reporter import StepReporter
 
 
 class Steps(StepListener):
-    """Hears of one loader's steps; `report` gets this rank's rows and tokens of each step of a training."""
+    """Hears of one loader's steps; `reporter` times and reports each step of a training, None for a validation."""
 
-    def __init__(
-        self,
-        weights: BatchWeights,
-        report: Callable[[int, tuple[int, int]], None],
-        device: torch.device,
-        training: bool,
-    ) -> None:
+    def __init__(self, weights: BatchWeights, reporter: StepReporter | None, device: torch.device) -> None:
         self._weights = weights
-        self._report = report
+        self._reporter = reporter
         self._device = device
-        self._training = training
 
     def compare(self, digest: int) -> None:
         """RequestError if the ranks would take rows twice, or wait for each other forever."""
@@ -40,13 +33,18 @@ class Steps(StepListener):
 
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
         """The loop gets this batch."""
+        if self._reporter is not None:
+            self._reporter.timer.begin(sizes)
         self._weights.take(origin, sizes, batch)
 
     def done(self, rows: int, tokens: tuple[int, int]) -> None:
         """The loop is done with it."""
-        if self._training:
-            self._report(rows, tokens)
+        if self._reporter is not None:
+            self._reporter.timer.finish()
+            self._reporter.report(rows, tokens)
 
     def end(self, origin: Epoch) -> None:
         """An epoch is over, or left."""
+        if self._reporter is not None:
+            self._reporter.timer.pause()
         self._weights.end(origin)

@@ -252,9 +252,11 @@ def test_scaling_a_loss_that_is_weighted_already_is_refused() -> None:
 def test_training_is_reported_and_validation_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     split = Split(plan((0, 8)))
     reported: list[tuple[int, str]] = []
-    monkeypatch.setattr(
-        split._reporter, "report", lambda rows, **words: reported.append((rows, words["devices"][0].device))
-    )
+
+    def note(rows: int, **words: Any) -> None:
+        reported.append((rows, words["devices"][0].device))
+
+    monkeypatch.setattr(live.Reporter, "report", lambda _, rows, **words: note(rows, **words))
     for _ in split.loader(ROWS, training=False):
         pass
     assert reported == []

@@ -217,7 +217,7 @@ class TorchWorkload:
                 self._model = wrap(self.recipe.module, self.device, group)
                 self._weights.attach(self._model)
         elif self._weights is not None:
-            self._weights.reset(sizes)
+            self._weights.begin(sizes)
 
 
 def gpu_memory(devices: Sequence[torch.device]) -> GpuMemory:

@@ -1,0 +1,44 @@
+"""What one rank's training says to the monitor of its steps: samples/s, how it spends a step, changes of shares."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from evener.live import Details, Reporter
+from evener.live_files import MOST_CHANGES, ShareChange
+from evener.torch_split.own_work import make_timer
+from evener.torch_split.rank_shares import RankShares
+
+
+class StepReporter:
+    """Reports the steps of one rank, which computes its shares on `device`; `timer` is marked in each step."""
+
+    def __init__(self, shares: RankShares, device: Any) -> None:
+        self.timer = make_timer(device, alone=shares.world == 1)
+        self.shares = shares
+        self.changes: deque[ShareChange] = deque(maxlen=MOST_CHANGES)
+        self._reporter = Reporter(self._describe)
+
+    def report(self, rows: int, tokens: tuple[int, int] = (0, 0)) -> None:
+        """A step on this rank's rows is done; `tokens` are those of the rows, without and with padding."""
+        shares = self.shares
+        self._reporter.report(rows, devices=(shares.share,), framework="torch", workload=shares.workload, tokens=tokens)
+
+    def close(self) -> None:
+        """The monitor forgets this training."""
+        self._reporter.close()
+
+    def _describe(self) -> Details:
+        shares, times = self.shares, self.timer.medians()
+        return Details(
+            shares.training,
+            shares.rank,
+            shares.world,
+            shares.samples_per_second,
+            times.step_s,
+            times.step_spread,
+            times.input_s,
+            ((times.own_work_s, times.waiting_s),),
+            tuple(self.changes),
+        )
