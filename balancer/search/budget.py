@@ -16,7 +16,7 @@ from evener.balancer.search.statistics import median
 from evener.balancer.types import Layout, Problem, Stage, Timed
 
 BASE_SECONDS: dict[Stage, float] = {  # a probe of quick steps
-    "solo": 4.0, "rest": 4.0, "split": 6.0, "pack": 2.0, "race": 4.0, "knobs": 4.0, "check": 8.0,
+    "solo": 4.0, "rest": 4.0, "split": 6.0, "pack": 2.0, "race": 4.0, "knobs": 4.0, "check": 4.0,
 }  # fmt: skip
 STEPS_A_PROBE = 12  # a probe of slow steps should have time for this many
 LONGEST_PROBE_SECONDS = 60.0

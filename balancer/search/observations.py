@@ -23,7 +23,6 @@ EXPLORATION: tuple[Stage, ...] = ("solo", "rest", "split")
 TRIES = 2  # of a probe that fails for a reason other than memory
 TYPICAL_BLOCKS = 8  # of a probe; turns the half-width of its interval into a standard error
 FIRST_TURN = 0
-CHECK = -1  # in place of a turn
 
 Place = tuple[str, tuple[int, ...]]  # a layout's kind and devices
 Turns = dict[int, Timed]
@@ -150,13 +149,10 @@ class Observations:
         return dict(sorted(found.items()))
 
     def turns_once_chosen(self, layout: Layout) -> Turns:
-        """Its check, and the turns after that: they had no part in choosing it. Empty before it was checked."""
-        (*checks,) = self.timed_in(layout, "check")
-        if not checks:
-            return {}
-        check = min(checks, key=lambda one: one.probe.turn)
-        later = self.turns(layout, "knobs" if layout.knobs else "race")
-        return {CHECK: check, **{turn: one for turn, one in later.items() if turn >= check.probe.turn}}
+        """Its checks, and the turns after the first one: they had no part in choosing it."""
+        seen = [one for stage in ("check", "race", "knobs") for one in self.timed_in(layout, stage)]
+        began = min((one.probe.turn for one in seen if one.probe.stage == "check"), default=math.inf)
+        return dict(enumerate(one for one in seen if one.probe.turn >= began))
 
     def broken(self, layout: Layout) -> Observation | None:
         """The first observation of this layout since the race began that wasn't timed, if any."""

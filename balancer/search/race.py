@@ -3,6 +3,7 @@
 In the first turn (0) every candidate is measured once, the one that promises most for its cost first. A split or rest
 measurement from exploration counts as turn 0; the winner is measured once more in the race. Packs then grow while they
 gain, later turns settle which layout is fastest, and the winner is measured with other knobs, if any were asked for.
+Last comes a check of the winner: the highest of several noisy figures is too high, so its own is measured anew.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from evener.balancer.search.budget import Budget
 from evener.balancer.search.candidates import Candidates
 from evener.balancer.search.layouts import Candidate, LayoutOptions
 from evener.balancer.search.observations import FIRST_TURN, Turns
-from evener.balancer.search.ranking import Standing, rank, throughput, unsettled
-from evener.balancer.types import Layout, Probe, Problem, Stage
+from evener.balancer.search.ranking import ENOUGH_TURNS, ROUGH, Standing, rank, throughput, unsettled
+from evener.balancer.search.statistics import relative_half_width
+from evener.balancer.types import Layout, Probe, Problem, Result, Stage
 
 MOST_TURNS = 8
 TURNS_TO_EXPECT = 3  # of every candidate, when the time left is divided among probes
@@ -53,13 +55,16 @@ class Race:
             return None
         return Probe(layout, stage, self._budget.probe_seconds(layout, stage, 1), turn)
 
-    def check(self, chosen: Layout) -> Probe | None:
-        """The chosen layout once more, for its figure: of noisy figures the highest is too high."""
-        checked = any(seen.probe.layout == chosen for seen in self._seen.in_stage("check"))
-        if checked or not self._budget.affords(chosen, "check"):
+    def check(self, chosen: Result) -> Probe | None:
+        """The chosen layout once more, or three times if its figure is rough; None if nothing else was measured."""
+        layout, wanted = chosen.layout, ENOUGH_TURNS if relative_half_width(chosen.throughput) > ROUGH else 1
+        checks = [seen for seen in self._seen.in_stage("check") if seen.probe.layout == layout]
+        alone = all(seen.probe.layout == layout for seen in self._seen.all_timed())
+        if alone or len(checks) >= wanted or not self._budget.affords(layout, "check"):
             return None
-        turns = self._seen.turns(chosen, "knobs" if chosen.knobs else "race")
-        return Probe(chosen, "check", self._budget.probe_seconds(chosen, "check", 1), max(turns, default=FIRST_TURN) + 1)
+        seconds = self._budget.probe_seconds(layout, "check", wanted - len(checks))
+        turns = (*self._seen.turns(layout, "knobs" if layout.knobs else "race"), *(seen.probe.turn for seen in checks))
+        return Probe(layout, "check", seconds, max(turns, default=FIRST_TURN) + 1)
 
     @cached_property
     def turns(self) -> dict[Layout, Turns]:
@@ -164,7 +169,7 @@ class Race:
                 break
         else:
             return None
-        reserved = self._knobs_seconds if stage == "race" else 0.0
+        reserved = self._budget.least_seconds(due[0]) + (self._knobs_seconds if stage == "race" else 0.0)
         if not self._budget.affords(due[0], stage, turn=turn, reserved=reserved):
             return None
         left = len(due) + max(0, TURNS_TO_EXPECT - 1 - turn) * len(rivals)

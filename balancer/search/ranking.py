@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean, harmonic_mean, stdev
 
 import msgspec
 
@@ -155,7 +155,7 @@ def compare_turns(one: Turns, other: Turns) -> Difference:
 
 
 def throughput(turns: Turns) -> Interval:
-    """Samples/s over all turns, each counted once: as uncertain as the turns are, and as they differ.
+    """Samples/s over all turns, by their mean step time: as uncertain as the turns are, and as they differ.
 
     With two turns t(1) = 12.7 is absurd; t(2) is used.
     """
@@ -163,10 +163,16 @@ def throughput(turns: Turns) -> Interval:
     count = len(figures)
     if count == 1:
         return figures[0]
-    value = fmean(figure.value for figure in figures)
+    value = harmonic_mean([figure.value for figure in figures])
     within = math.sqrt(fmean(((figure.high - figure.low) / 2) ** 2 for figure in figures))
     between = student(max(2, count - 1)) * stdev(figure.value for figure in figures)
     half = math.hypot(within, between) / math.sqrt(count)
+    return Interval(value, max(0.0, value - half), value + half)
+
+
+def center(figure: Interval, value: float) -> Interval:
+    """The figure with another value, as uncertain as it is."""
+    half = (figure.high - figure.low) / 2
     return Interval(value, max(0.0, value - half), value + half)
 
 

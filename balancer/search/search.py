@@ -103,6 +103,19 @@ class Search:
     def best(self) -> Result | None:
         """The layout to take, of everything that was measured and may still run; None before anything was.
 
+        Its figure is that of the turns since it was chosen, if there are any: of noisy figures the highest is too high.
+        """
+        chosen = self._chosen()
+        fresh = self._seen.turns_once_chosen(chosen.layout) if chosen else {}
+        if not chosen or not fresh:
+            return chosen
+        every = {one.probe: one for one in (*self.turns(chosen.layout), *fresh.values())}.values()
+        figure = center(throughput(dict(enumerate(every))), throughput(fresh).value)
+        return Result(chosen.layout, figure, len(every))
+
+    def _chosen(self) -> Result | None:
+        """The best layout, by the turns that chose it.
+
         A layout that the race has not measured yet counts with what exploration measured. If no layout may run any
         more, the best of those that ran.
         """
@@ -328,10 +341,23 @@ class Search:
             return decision
         if probe := self._race.next_probe():
             return Decision((probe,), explain_race(probe, len(self._candidates.running)))
-        rest = Budget(self.problem, self.options, self._seen, race_is_over=True)
-        if rest.seconds is not None and (decision := self._explore(rest)):
+        if self.problem.budget_seconds is not None and (decision := self._explore(self._rest)):
             return decision
-        return self._repeat() or Decision((), "Done.", self._why_over(model))
+        return self._check() or self._repeat() or Decision((), "Done.", self._why_over(model))
+
+    @property
+    def _rest(self) -> Budget:
+        """What the race left of the budget, less the time to check its winner."""
+        kept = max((self._budget.least_seconds(one.candidate.layout) for one in self.ranking()[:1]), default=0.0)
+        seconds = (self.problem.budget_seconds or 0.0) - kept
+        problem = msgspec.structs.replace(self.problem, budget_seconds=max(0.0, seconds))
+        return Budget(problem, self.options, self._seen, race_is_over=True)
+
+    def _check(self) -> Decision | None:
+        """The chosen layout again: its figure is to be one that didn't choose it."""
+        chosen = self._chosen()
+        probe = self._race.check(chosen) if chosen else None
+        return Decision((probe,), explain_race(probe, 1)) if probe else None
 
     def _repeat(self, rougher_than: float = 0.0) -> Decision | None:
         """Another turn of the best layouts in time that was added, if the figure is rougher than that."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
-from statistics import fmean
+from statistics import harmonic_mean
 from typing import cast
 
 import pytest
@@ -255,7 +255,7 @@ def test_turns_that_agree_sharpen_a_figure_and_turns_that_differ_widen_it() -> N
     assert agree.value == pytest.approx(1000.0)
     assert agree.high - agree.low == pytest.approx(20.0, rel=0.01)
     apart = throughput(turns({SOLO: [900.0, 1100.0]})[SOLO.layout])
-    assert apart.value == pytest.approx(fmean([900.0, 1100.0]))
+    assert apart.value == pytest.approx(harmonic_mean([900.0, 1100.0]))
     assert apart.low < 900
     assert apart.high > 1100
 
