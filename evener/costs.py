@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -30,6 +31,11 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def row_seconds(self, length: int) -> float:
         """Of one more row in a pass that is padded to `length` tokens."""
         return length * (self.per_token_s + self.per_token_length_s * length)
+
+    def all_row_seconds(self, lengths: Sequence[int]) -> list[float]:
+        """The same for each of these lengths."""
+        token, token_length = self.per_token_s, self.per_token_length_s
+        return [length * (token + token_length * length) for length in lengths]
 
     def seconds_for(self, work: Work) -> float:
         """Of the passes of a step."""

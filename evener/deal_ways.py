@@ -13,10 +13,11 @@ from itertools import pairwise
 
 from evener.costs import RankCost
 
-_CUTS = 64  # places where a batch may be cut
-_BISECTIONS = 12
+_NEXT_PLACE = 0.97  # of the length at one place where a batch may be cut: the next one is no longer
+_LIMITS = 7  # seconds in which blocks are tried to end; the first is so much more than the bound:
+_MARGIN = 0.04
 _PRICES = (1, 2, 4)  # of a further pass, in its fixed seconds: several ranks may open one for the same run
-_BLOCK_PARTS = (0.8, 0.0, 1.0, 0.5)  # of the batch that is dealt in blocks
+_BLOCK_PARTS = (0.8, 1.0, 0.5, 0.0)  # of the batch that is dealt in blocks
 
 
 class Hands:
@@ -34,10 +35,11 @@ class DealWays:
         self._lengths = lengths
         self._ranks = ranks
         self._fixed = [each.cost.fixed_s for each in ranks]
-        self._seconds = [[each.cost.row_seconds(length) for length in lengths] for each in ranks]
+        self._seconds = [each.cost.all_row_seconds(lengths) for each in ranks]
         self._by_speed = sorted(range(len(ranks)), key=lambda rank: self._seconds[rank][0])
+        self._limited = [bool(each.tokens or each.rows) for each in ranks]
         self._saves_padding = saves_padding
-        self._places = [0, *_find_places(lengths), len(lengths)]
+        self._best_cut = self._cut(1)
 
     def least_seconds(self) -> float:
         """A bound that no way can beat, if the ranks differ in speed only and a batch has few lengths; else nearly so.
@@ -45,20 +47,24 @@ class DealWays:
         The larger of (the least cost of the batch / the sum of speeds) and (the longest row on the fastest rank). The
         least cost is that of the best cuts on one device: any way to deal is also a way to cut.
         """
-        starts = [0, *self._cut(1)]
-        alone = [
-            sum(fixed + (stop - start) * seconds[start] for start, stop in pairwise(starts))
-            for fixed, seconds in zip(self._fixed, self._seconds, strict=True)
-        ]
+        alone = self._seconds_alone(self._best_cut, len(self._lengths))
         longest = min(fixed + seconds[0] for fixed, seconds in zip(self._fixed, self._seconds, strict=True))
         return max(longest, 1 / sum(1 / each for each in alone))
+
+    def _seconds_alone(self, stops: Sequence[int], rows: int) -> list[float]:
+        """Of each rank for the first rows, in these runs."""
+        cuts = [0, *(stop for stop in stops if stop <= rows)]
+        return [
+            sum(fixed + (stop - start) * seconds[start] for start, stop in pairwise(cuts))
+            for fixed, seconds in zip(self._fixed, self._seconds, strict=True)
+        ]
 
     def try_all(self) -> Iterator[Hands]:
         """One way after the other, the better ones first as a rule; there is at least one."""
         tried = set()
         prices = [price for price in _PRICES if price <= max(2, len(self._ranks) // 2)]
         for price in prices if self._saves_padding else (math.inf,):
-            stops = self._cut(price)
+            stops = self._best_cut if price == 1 else self._cut(price)
             for part in _BLOCK_PARTS:
                 rows = min((0, *stops), key=lambda stop: abs(stop - part * len(self._lengths)))
                 if (rows, *stops) not in tried:
@@ -69,54 +75,74 @@ class DealWays:
                         yield hands
 
     def _cut(self, price: float) -> list[int]:
-        """Where runs end, so that they cost one device the least if a pass takes `price` times its fixed seconds."""
-        places = self._places
+        """Where runs end, so that they cost one device the least if a pass takes `price` times its fixed seconds.
+
+        What the rows up to a stop cost is a line over the stops for each start of the last run, and the later the
+        start, the flatter the line: so the lowest line is found by walking on, and lines that are never lowest go.
+        """
         if price == math.inf:
-            return places[-1:]
+            return [len(self._lengths)]
         fast = self._by_speed[0]
-        fixed, seconds = self._fixed[fast] * price, [self._seconds[fast][place] for place in places[:-1]]
-        least, before = [0.0], [0]
-        for stop in places[1:]:
-            costs = [cost + (stop - start) * each for cost, start, each in zip(least, places, seconds, strict=False)]
-            least.append(min(costs) + fixed)
-            before.append(costs.index(min(costs)))
-        stops, place = [], len(places) - 1
-        while place:
-            stops.append(places[place])
-            place = before[place]
+        fixed, seconds = self._fixed[fast] * price, self._seconds[fast]
+        lines: list[_Line] = []
+        lowest, least, start, before = 0, 0.0, 0, {}
+        for stop in self._list_places():
+            line = seconds[start], least + fixed - start * seconds[start], start
+            while len(lines) > lowest + 1 and _is_never_lowest(lines[-2], lines[-1], line):
+                lines.pop()
+            lines.append(line)
+            while lowest + 1 < len(lines) and _at(lines[lowest + 1], stop) <= _at(lines[lowest], stop):
+                lowest += 1
+            least, before[stop] = _at(lines[lowest], stop), lines[lowest][2]
+            start = stop
+        stops = [len(self._lengths)]
+        while before[stops[-1]]:
+            stops.append(before[stops[-1]])
         return stops[::-1]
+
+    def _list_places(self) -> Iterator[int]:
+        """Where the batch may be cut, last at its end: where rows get shorter, by a part of their length or more."""
+        next_length = _NEXT_PLACE * self._lengths[0]
+        for row, length in enumerate(self._lengths):
+            if length <= next_length and row:
+                yield row
+                next_length = _NEXT_PLACE * length
+        yield len(self._lengths)
 
     def _deal_blocks(self, rows: int, stops: Sequence[int]) -> Hands | None:
         """The first rows as one block for each rank, ending as early as can be; None where a row doesn't fit."""
-        best = self._lay_blocks(rows, stops, math.inf)
-        low, high = 0.0, max(best.finish) if best else 0.0
-        for _ in range(_BISECTIONS if best and rows else 0):
-            middle = (low + high) / 2
-            hands = self._lay_blocks(rows, stops, middle)
+        if not rows:
+            return Hands(len(self._ranks))
+        low = 1 / sum(1 / each for each in self._seconds_alone(stops, rows))
+        best, high, margin = None, math.inf, _MARGIN
+        for _ in range(_LIMITS):
+            limit = (low + high) / 2 if best else low * (1 + margin)
+            hands = self._lay_blocks(rows, stops, limit)
             if hands is None:
-                low = middle
+                low, margin = limit, 2 * margin
             else:
-                best, high = hands, middle
-        return best
+                best, high = hands, limit
+        return best or self._lay_blocks(rows, stops, math.inf)
 
     def _lay_blocks(self, rows: int, stops: Sequence[int], limit: float) -> Hands | None:
         """One block after the other, each as large as it can be by `limit` seconds; None if rows are left."""
         hands, row, run = Hands(len(self._ranks)), 0, 0
         for rank in self._by_speed:
-            while row < rows:
-                each = self._seconds[rank][row]
-                left = limit - hands.finish[rank] - self._fixed[rank]
-                space = min(stops[run] - row, self._ranks[rank].most_rows(self._lengths[row]))
-                fit = int(space if each * space <= left else left // each) if left >= 0 else 0
+            fixed, seconds, finish = self._fixed[rank], self._seconds[rank], 0.0
+            while row < rows and (left := limit - finish - fixed) >= 0:
+                each, space = seconds[row], stops[run] - row
+                if self._limited[rank]:
+                    space = int(min(space, self._ranks[rank].most_rows(self._lengths[row])))
+                fit = space if each * space <= left else int(left // each)
                 if not fit:
                     break
-                stop = row + fit
-                hands.passes[rank].append(range(row, stop))
-                hands.finish[rank] += self._fixed[rank] + (stop - row) * each
-                row = stop
+                hands.passes[rank].append(range(row, row + fit))
+                finish += fixed + fit * each
+                row += fit
                 run += row == stops[run]
                 if fit < space:
                     break
+            hands.finish[rank] = finish
         return hands if row == rows else None
 
     def _deal_singly(self, hands: Hands, row: int, stops: Sequence[int]) -> None:
@@ -153,11 +179,13 @@ class DealWays:
         return finish + self._fixed[rank] + self._seconds[rank][row] if fits else math.inf
 
 
-def _find_places(lengths: Sequence[int]) -> list[int]:
-    """Where a batch may be cut: wherever the length changes, of too many places where it changes in proportion."""
-    changes = [row for row in range(1, len(lengths)) if lengths[row] != lengths[row - 1]]
-    if len(changes) <= _CUTS:
-        return changes
-    step = math.log((lengths[0] + 1) / (lengths[-1] + 1)) / _CUTS
-    classes = [int(math.log(length + 1) / step) for length in lengths]
-    return [row for row in changes if classes[row] != classes[row - 1]]
+_Line = tuple[float, float, int]  # slope, offset, the start of a run
+
+
+def _at(line: _Line, stop: int) -> float:
+    return line[1] + stop * line[0]
+
+
+def _is_never_lowest(steeper: _Line, line: _Line, flatter: _Line) -> bool:
+    """Whether one of its neighbours is below a line everywhere."""
+    return (flatter[1] - steeper[1]) * (steeper[0] - line[0]) <= (line[1] - steeper[1]) * (steeper[0] - flatter[0])

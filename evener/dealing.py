@@ -13,7 +13,8 @@ from evener.passes import split_passes
 from evener.plan_layout import Share
 from evener.shares import apportion, bounds
 
-CLOSE_ENOUGH = 1.01  # times the lower bound: no further way to deal is tried
+CLOSE_ENOUGH = 0.005  # over the lower bound, and this for each rank: no further way to deal is tried
+CLOSE_PER_RANK = 0.0025
 
 Passes = tuple[tuple[tuple[int, ...], ...], ...]  # of each rank, the places in the batch of each pass's rows
 
@@ -52,15 +53,15 @@ class Dealer(msgspec.Struct, frozen=True):
         """
         if min(lengths) == max(lengths):
             return self._make(self._deal_equal(len(lengths), lengths[0]), lengths)
-        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+        order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
         ways = DealWays([lengths[row] for row in order], self.ranks, self.saves_padding)
-        least = ways.least_seconds()
+        enough = (1 + CLOSE_ENOUGH + CLOSE_PER_RANK * len(self.ranks)) * ways.least_seconds()
         best = next(found := ways.try_all())
-        while max(best.finish) > CLOSE_ENOUGH * least and (hands := next(found, None)):
+        while max(best.finish) > enough and (hands := next(found, None)):
             best = min(best, hands, key=lambda each: max(each.finish))
         passes = [[list(each) for each in own] for own in best.passes]
         _give_each_a_row(passes)
-        dealt = (tuple(tuple(sorted(order[row] for row in each)) for each in own) for own in passes)
+        dealt = (tuple(tuple(sorted(map(order.__getitem__, each))) for each in own) for own in passes)
         return self._make(tuple(dealt), lengths)
 
     def check(self, lengths: Sequence[int], rows: int) -> None:
@@ -89,9 +90,9 @@ class Dealer(msgspec.Struct, frozen=True):
         return tuple(dealt)
 
     def _make(self, passes: Passes, lengths: Sequence[int]) -> Deal:
-        cut = [[(len(each), max(lengths[row] for row in each)) for each in own] for own in passes]
+        cut = [[(len(each), max(map(lengths.__getitem__, each))) for each in own] for own in passes]
         seconds = (sum(rank.cost.seconds(*each) for each in own) for rank, own in zip(self.ranks, cut, strict=True))
-        tokens = (sum(lengths[row] for each in own for row in each) for own in passes)
+        tokens = (sum(sum(map(lengths.__getitem__, each)) for each in own) for own in passes)
         padded = (sum(rows * length for rows, length in own) for own in cut)
         return Deal(passes, tuple(seconds), tuple(tokens), tuple(padded))
 

@@ -77,6 +77,14 @@ def test_no_way_is_faster_than_the_bound(lengths: list[int], ranks: int, draws: 
     assert max(Dealer(tuple(costs), (1.0,) * ranks).deal(lengths).seconds) >= least * (1 - 1e-9)
 
 
+@given(LENGTHS.filter(lambda lengths: len(set(lengths)) > 1), st.sampled_from([0.0, 30.0, 900.0]), st.booleans())
+def test_one_device_has_nearly_the_best_passes(lengths: list[int], fixed: float, bends: bool) -> None:
+    """Against all cuts of the batch: a cut may be where rows are 3 % longer, which is 6 % if seconds go by squares."""
+    rank = RankCost(Cost(fixed, 1.0, 0.1 if bends else 0.0))
+    (seconds,) = Dealer((rank,), (1.0,)).deal(lengths).seconds
+    assert seconds <= 1.01 * least_seconds(lengths, [rank]) / 0.97**2
+
+
 def lognormal(draws: random.Random, rows: int) -> list[int]:
     return [max(1, round(100 * math.exp(draws.gauss(0, 1)))) for _ in range(rows)]
 
