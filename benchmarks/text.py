@@ -1,8 +1,9 @@
 """Texts of unequal length: rows dealt by cost against rows as they come. `python -m benchmarks.text`.
 
-A plan for two devices of one speed, and one where the second is held to 60 %. Then turns of five layouts at the plan's
-global batch, all with real rows: dealt by the plan's costs, as many rows by speed as they come, as many on each as they
-come, and each device alone, dealt by its cost. The rows for docs/benchmarks/text.md go to stdout.
+A plan for two devices of one speed, and one where the second is held to 60 %. Then turns of layouts at the plan's
+global batch, all with real rows: dealt by the plan's costs; as many rows by speed as they come; each device alone,
+dealt by its cost, and both alone at the same time. The second table says where the split loses against the sum of the
+solos. The tables for docs/benchmarks/text.md go to stdout; on two slices of a CPU that takes under 6 minutes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import argparse
 import sys
 import threading
-from statistics import median
+from collections.abc import Sequence
+from statistics import fmean, median
 
 import msgspec
 
@@ -22,17 +24,23 @@ from evener.balancer.session import Session
 from evener.balancer.types import Layout, Probe, Timed, layout_of
 from evener.shares import apportion
 
-DEALT, BY_SPEED, EVENLY = "by cost", "rows by speed", "rows evenly"
+DEALT, BY_SPEED, AT_ONCE = "by cost", "rows by speed", "both alone, at once"
 USUAL_ROWS, USUAL_LENGTH = 8, 40  # of the pass by which speeds are compared
+
+Figures = dict[str, list[tuple[Timed, ...]]]  # by what was measured, of each turn
 
 
 def main() -> None:
     """Print both tables."""
     options = parse()
-    print("| devices | rows | layout | tokens/s | padding | against rows by speed | against the sum of the solos |")
-    print("| --- | ---: | --- | ---: | ---: | ---: | ---: |")
-    for devices in ("{},{}", "{},{}@60%"):
-        compare(options, devices.format(*options.devices))
+    losses = []
+    print(
+        "| devices | rows | layout | step | tokens/s | padding | against rows by speed | against the sum of the solos |"
+    )
+    print("| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |")
+    losses = [compare(options, devices.format(*options.devices)) for devices in ("{},{}", "{},{}@60%")]
+    print("\n| devices | at once | own work | finish | exchange | all |\n| --- | ---: | ---: | ---: | ---: | ---: |")
+    print("\n".join(losses))
 
 
 def parse() -> argparse.Namespace:
@@ -41,17 +49,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--devices", nargs=2, default=["cpu:0", "cpu:1"], help="two of one speed")
     parser.add_argument("--workload", default="torch_text")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the workload")
-    parser.add_argument("--batch", type=int, default=64, help="the global batch")
-    parser.add_argument("--budget", type=float, default=75.0, help="of each search, in seconds")
+    parser.add_argument("--batch", type=int, default=512, help="the global batch")
+    parser.add_argument("--budget", type=float, default=50.0, help="of each search, in seconds")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
+    parser.add_argument("--share", action="store_true", help="run beside other measurements")
     return parser.parse_args()
 
 
-def compare(options: argparse.Namespace, devices: str) -> None:
-    """Plan, measure in turns, and print the rows of the table."""
+def compare(options: argparse.Namespace, devices: str) -> str:
+    """Plan, measure in turns, and print the rows of the first table; returns that of the second."""
     settings = dict(each.split("=", 1) for each in options.set)
-    request = Request(devices, workload=options.workload, framework="torch", settings=settings)
+    request = Request(devices, workload=options.workload, framework="torch", settings=settings, share=options.share)
     request = msgspec.structs.replace(request, global_batch=options.batch, budget_seconds=options.budget)
     layouts = list_layouts(find_split(request))
     prober = make_prober(resolve_request(request))
@@ -59,16 +68,41 @@ def compare(options: argparse.Namespace, devices: str) -> None:
         figures = measure(prober, layouts, options.turns, options.seconds)
     finally:
         prober.close()
-    rates = {name: [one.tokens / one.step_seconds for one in seen] for name, seen in figures.items()}
+    rates = {name: [sum(map(rate, turn)) for turn in turns] for name, turns in figures.items()}
     solos = [sum(each) for each in zip(*(rates[name] for name in rates if name.startswith("alone")), strict=True)]
-    for name, rate in rates.items():
-        padding = median(one.padding for one in figures[name])
-        gain = median(a / b for a, b in zip(rate, rates[BY_SPEED], strict=True))
-        part = median(a / b for a, b in zip(rate, solos, strict=True))
-        row = f"| {devices} | {options.batch} | {name} | {median(rate):,.0f} | {100 * padding:.1f} % |"
-        print(f"{row} {gain:.2f} x | {part:.3f} |", flush=True)
-    ideal = median(a / b for a, b in zip(solos, rates[BY_SPEED], strict=True))
-    print(f"| {devices} | {options.batch} | ideal: the sum of the solos | {median(solos):,.0f} | | {ideal:.2f} x | 1 |")
+    for name, own in rates.items():
+        seen = [each for turn in figures[name] for each in turn]
+        step, padding = median(each.step_seconds for each in seen), median(each.padding for each in seen)
+        row = f"{devices} | {options.batch} | {name} | {1e3 * step:.0f} ms | {median(own):,.0f} | {100 * padding:.1f} %"
+        gain, part = compare_rates(own, rates[BY_SPEED]), compare_rates(own, solos)
+        print(f"| {row} | {gain:.2f} x | {part:.3f} |", flush=True)
+    parts = [compare_rates(rates[AT_ONCE], solos), *explain(figures), compare_rates(rates[DEALT], solos)]
+    return f"| {devices} | " + " | ".join(f"{part:.3f}" for part in parts) + " |"
+
+
+def rate(seen: Timed) -> float:
+    """Tokens/s."""
+    return seen.tokens / seen.step_seconds
+
+
+def compare_rates(ones: Sequence[float], others: Sequence[float]) -> float:
+    """The median of the ratios within a turn."""
+    return median(one / other for one, other in zip(ones, others, strict=True))
+
+
+def explain(figures: Figures) -> list[float]:
+    """What the split loses against both devices alone at once, in three factors.
+
+    Its ranks' own work for their tokens, as devices alone take for as many over what they took; the mean of the ranks'
+    own work over the longest; and that over the step, which has the exchange and waiting too.
+    """
+    factors = []
+    for (split,), solos in zip(figures[DEALT], figures[AT_ONCE], strict=True):
+        own = [seconds or 0.0 for seconds in split.device_seconds]
+        alone = [each.step_seconds / each.tokens for each in solos]
+        least = sum(each * work.tokens for each, work in zip(alone, split.work, strict=True) if work)
+        factors.append((least / sum(own), fmean(own) / max(own), max(own) / split.step_seconds))
+    return [median(each) for each in zip(*factors, strict=True)]
 
 
 def find_split(request: Request) -> Layout:
@@ -83,38 +117,41 @@ def find_split(request: Request) -> Layout:
     return splits[0]
 
 
-def list_layouts(split: Layout) -> dict[str, Layout]:
-    """What is compared, by name."""
+def list_layouts(split: Layout) -> dict[str, tuple[Layout, ...]]:
+    """What is compared, by name; layouts beside each other are measured at the same time."""
     devices, batch = len(split.shares), split.global_batch
-    alone = {
-        f"alone {position}": Layout(
+    alone = tuple(
+        Layout(
             "solo",
             tuple(batch * (i == position) for i in range(devices)),
             costs=tuple(cost if i == position else None for i, cost in enumerate(split.costs)),
             tokens=tuple(most if i == position else 0 for i, most in enumerate(split.tokens)),
         )
         for position in range(devices)
-    }
+    )
     speeds = [1 / cost.seconds(USUAL_ROWS, USUAL_LENGTH) for cost in split.costs if cost]
     return {
-        DEALT: split,
-        BY_SPEED: layout_of(apportion(batch, speeds)),
-        EVENLY: layout_of(apportion(batch, [1.0] * devices)),
-        **alone,
+        DEALT: (split,),
+        BY_SPEED: (layout_of(apportion(batch, speeds)),),
+        AT_ONCE: alone,
+        **{f"alone {position}": (layout,) for position, layout in enumerate(alone)},
     }
 
 
-def measure(prober: Prober, layouts: dict[str, Layout], turns: int, seconds: float) -> dict[str, list[Timed]]:
-    """Every layout once a turn; a first turn, which starts the children, isn't counted. SystemExit if one fails."""
-    figures: dict[str, list[Timed]] = {name: [] for name in layouts}
+def measure(prober: Prober, layouts: dict[str, tuple[Layout, ...]], turns: int, seconds: float) -> Figures:
+    """All of them once a turn; a first turn, which starts the children, isn't counted. SystemExit if one fails."""
+    figures: Figures = {name: [] for name in layouts}
     for turn in range(turns + 1):
-        for name, layout in layouts.items():
-            probe = Probe(layout, "race", seconds if turn else 0.5, turn, whole=True)
-            (seen,) = prober.measure((probe,), lambda _: None, threading.Event())
-            if not isinstance(seen, Timed):
+        for name, chosen in layouts.items():
+            probes = tuple(Probe(each, "race", seconds if turn else 0.5, turn, whole=True) for each in chosen)
+            seen = prober.measure(probes, lambda _: None, threading.Event())
+            by_place = sorted(
+                (each for each in seen if isinstance(each, Timed)), key=lambda each: each.probe.layout.active
+            )
+            if len(by_place) < len(chosen):
                 raise SystemExit(f"{name}: {seen}")
             if turn:
-                figures[name].append(seen)
+                figures[name].append(tuple(by_place))
     return figures
 
 
