@@ -38,6 +38,22 @@ def need_torch_and_two_cpus() -> None:
         pytest.skip("needs two CPUs")
 
 
+def launch(folder: Path, *script: str, device: str = "cpu-1-of-2") -> subprocess.CompletedProcess[str]:
+    """Launch with two restarts; nothing computes on the device while there is a file `dead`."""
+    (folder / "sitecustomize.py").write_text(
+        f"import os\nif os.environ.get('EVENER_DEVICE') == {device!r} and os.path.exists('dead'):\n    os._exit(1)\n"
+    )
+    environment = {"PYTHONPATH": f"{folder}:{ROOT}", "EVENER_LIVE_DIR": str(folder / "live"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "evener", "launch", "--max-restarts", "2", "plan.toml", *script],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
 def test_a_training_goes_on_without_a_device_that_is_lost_and_with_it_once_it_is_back(tmp_path: Path) -> None:
@@ -53,23 +69,15 @@ def test_a_training_goes_on_without_a_device_that_is_lost_and_with_it_once_it_is
     made = plan(["cpu-0-of-2", "cpu-1-of-2"])
     layout = make_layout("split", made.layout.share, (5, 3))
     msgspec.structs.replace(made, layout=layout).save(tmp_path / "plan.toml")
-    (tmp_path / "sitecustomize.py").write_text(surviving_training.SITE)
-    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "EVENER_LIVE_DIR": str(tmp_path / "live")}
-    command = ["-W", "ignore", "-m", "evener", "launch", "--max-restarts", "2", "plan.toml"]
-    done = subprocess.run(
-        [sys.executable, *command, TRAINING, str(tmp_path)],
-        cwd=tmp_path,
-        env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    done = launch(tmp_path, TRAINING, str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stderr.splitlines() if line.startswith("evener:")] == [
-        "evener: rank 1 was ended by SIGKILL; all start again (1 of 2)",
+        "evener: rank 1 was ended by SIGKILL; trying the devices",
         "evener: a device (cpu-1-of-2) computes nothing any more and is left out: 5+3 → 8+0 rows",
-        "evener: rank 0 was ended by SIGKILL; all start again (2 of 2)",
+        "evener: all start again, 1 of 2 times",
+        "evener: rank 0 was ended by SIGKILL; trying the devices",
         "evener: a device (cpu-1-of-2) computes again: 8+0 → 5+3 rows",
+        "evener: all start again, 2 of 2 times",
     ]
     case = torch_ranks.CASES[surviving_training.NAME]
     weights, expected = torch_ranks.reference(case, 8)
@@ -82,6 +90,49 @@ def test_a_training_goes_on_without_a_device_that_is_lost_and_with_it_once_it_is
         for epoch in range(3):
             seen = torch.cat(rows[7 * epoch : 7 * epoch + 7])
             assert sorted(map(tuple, seen.tolist())) == sorted(map(tuple, torch_ranks.data(case).tensors[0].tolist()))
+
+
+KERAS = """
+import json, os, signal, time
+device, plan = os.environ["EVENER_DEVICE"], os.environ["EVENER_PLAN"]
+workers = json.loads(os.environ.get("TF_CONFIG", '{"cluster": {"worker": []}}'))["cluster"]["worker"]
+if os.path.exists("alone"):
+    open(device, "w").write(f"{len(workers)} {plan}")
+    raise SystemExit
+if device == "cpu-1-of-2" or not workers:
+    open("dead" if workers else "alone", "w").write(plan)
+    if not workers:
+        os.remove("dead")
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(300)
+"""
+
+
+@pytest.mark.slow
+def test_the_processes_of_keras_get_the_cluster_of_the_devices_that_are_left(tmp_path: Path) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two CPUs")
+    made = plan(["cpu-0-of-2", "cpu-1-of-2"], framework="tensorflow", engine="multiworker")
+    made.save(tmp_path / "plan.toml")
+    (tmp_path / "train.py").write_text(KERAS)
+    done = launch(tmp_path, "train.py")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "alone").read_text().endswith("plan-1.toml")
+    for device in ("cpu-0-of-2", "cpu-1-of-2"):
+        assert (tmp_path / device).read_text() == f"2 {tmp_path / 'plan.toml'}"
+    assert done.stderr.count("computes nothing any more") == done.stderr.count("computes again") == 1
+
+
+@pytest.mark.slow
+def test_no_device_that_computes_is_one_sentence_and_exit_code_3(tmp_path: Path) -> None:
+    plan(["cpu-0-of-1"]).save(tmp_path / "plan.toml")
+    (tmp_path / "train.py").write_text("import os\nopen('dead', 'w')\nos.abort()\n")
+    done = launch(tmp_path, "train.py", device="cpu-0-of-1")
+    assert done.returncode == 3
+    assert done.stderr.splitlines() == [
+        "evener: rank 0 was ended by SIGABRT; trying the devices",
+        "evener: CPU:0 computes nothing any more. Run evener doctor, and make a plan for what is left.",
+    ]
 
 
 # ---------------------------------------------------------------------- the plan for the devices that are left

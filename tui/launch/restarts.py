@@ -40,13 +40,14 @@ def run_job(first: Job, max_restarts: int) -> int:
                 others = "; the others were stopped" if len(job.plan.layout.active) > 1 else ""
                 _say(f"{ended.words}{others}")
                 return 1
+            _say(f"{ended.words}; trying the devices")
             with caught_signals() as caught:
                 broken = find_broken(list(chain.from_iterable(first.processes)), job.plan.framework, caught)
             if caught:
                 return 128 + caught[0]
-            _say(f"{ended.words}; all start again ({attempt} of {max_restarts})")
             before, job = job, _make_next(first, broken, attempt, Path(folder, f"plan-{attempt}.toml"))
             _say_changes(before.plan, job.plan)
+            _say(f"all start again, {attempt} of {max_restarts} times")
     raise AssertionError("count() has no end")
 
 
