@@ -18,12 +18,12 @@ from evener.balancer.search.layouts import BALANCE
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.search import Search
 from evener.balancer.session_start import describe_run
-from evener.balancer.store.folders import new_error_file
 from evener.balancer.store.locks import lock_devices
 from evener.balancer.store.replay import make_problem
 from evener.balancer.types import Failed, Probe, Problem, Timed
 from evener.devices.simulated.machine import MIB, Machine, SimulatedDevice
 from evener.errors import NoLayoutError
+from evener.state_folders import new_error_file
 
 BATCHES = 2  # stepped: two points give a line
 PROBE_SECONDS = 0.5

@@ -15,7 +15,6 @@ import msgspec
 from evener.balancer.probes.prober import Prober
 from evener.balancer.request import ResolvedRequest
 from evener.balancer.resolve import make_prober
-from evener.balancer.store.folders import new_error_file
 from evener.balancer.store.locks import lock_devices
 from evener.balancer.types import (
     Failed,
@@ -31,6 +30,7 @@ from evener.balancer.types import (
 )
 from evener.devices.types import Device
 from evener.errors import NoLayoutError, RequestError
+from evener.state_folders import new_error_file
 
 DEFAULT_SECONDS = 10.0  # of a run; one with a number of steps may warm up for half of it
 ALONE_SECONDS = 3.0  # of each device by itself

@@ -15,6 +15,7 @@ from evener.balancer.store.journal import EndedEntry, Header, Journal, Record
 from evener.balancer.store.locks import lock_devices, lock_run
 from evener.balancer.types import Failed, Timed
 from evener.errors import RequestError
+from evener.state_folders import new_run_id
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -30,7 +31,7 @@ class Opened(msgspec.Struct, frozen=True):
 def begin(request: Request | ResolvedRequest, locks: ExitStack) -> Opened:
     """Make a run; RequestError or DeviceError if it can't begin. `locks` gets what holds it."""
     found = request if isinstance(request, ResolvedRequest) else resolve.resolve_request(request)
-    run = runs.new_id()
+    run = new_run_id()
     if not found.request.share:
         locks.enter_context(lock_devices(run, found.devices))
     header = describe_run(run, found)

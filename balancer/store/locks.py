@@ -17,10 +17,10 @@ from contextlib import ExitStack, suppress
 from hashlib import blake2b
 from pathlib import Path
 
-from evener.balancer.store.folders import runs_folder, state_folder, trusted_folder
 from evener.devices.cluster.agents import find_agent
 from evener.devices.types import Device, group_by_host
 from evener.errors import DeviceError, RequestError, as_request_error
+from evener.state_folders import runs_folder, state_folder, trusted_folder
 
 SYS = Path("/sys")
 LOCKS = Path("/proc/locks")

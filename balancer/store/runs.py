@@ -6,7 +6,6 @@ import calendar
 import math
 import os
 import re
-import secrets
 import shutil
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -17,7 +16,6 @@ from typing import Literal
 import msgspec
 
 from evener.balancer.store import journal, replay
-from evener.balancer.store.folders import runs_folder
 from evener.balancer.store.journal import EndedEntry, FailedEntry, Header, Record
 from evener.balancer.store.locks import is_running, lock_run
 from evener.balancer.store.notes import RunNote, change_note, read_note
@@ -25,6 +23,7 @@ from evener.balancer.types import Failed, Observation, Timed
 from evener.devices.types import Device
 from evener.errors import EvenerError, NoLayoutError, RequestError, as_request_error
 from evener.plan import Plan, parse_plan, to_json
+from evener.state_folders import runs_folder
 
 JOURNAL = "journal.jsonl"
 MOST_RUNS = 20  # searched for solo rates, the newest first
@@ -75,12 +74,6 @@ class Run(msgspec.Struct, frozen=True):
         resume = f"Go on with evener balance --resume {self.header.run}, or choose another."
         why, remedy = reasons.get(self.state, ("ended before it had a plan.", resume))
         raise RequestError(f"The run {self.header.run} {why}", remedy)
-
-
-def new_id(now: float | None = None) -> str:
-    """An id that sorts by time, to a quarter of a millisecond; the last digit is random."""
-    now = time.time() if now is None else now
-    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{int(now % 1 * 4096):03x}{secrets.token_hex(1)[0]}"
 
 
 def run_folder(run: str) -> Path:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import stat
+import time
 from pathlib import Path
 
 from evener.errors import RequestError, as_request_error
@@ -19,6 +21,12 @@ def state_folder() -> Path:
 def runs_folder() -> Path:
     """The folder that has a folder for each run."""
     return trusted_folder(state_folder() / "runs")
+
+
+def new_run_id(now: float | None = None) -> str:
+    """The name of a run's folder; it sorts by time, to a quarter of a millisecond, and its last digit is random."""
+    now = time.time() if now is None else now
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{int(now % 1 * 4096):03x}{secrets.token_hex(1)[0]}"
 
 
 def trusted_folder(folder: Path) -> Path:
