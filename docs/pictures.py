@@ -26,6 +26,7 @@ from evener.devices.sampler import History
 from evener.devices.simulated.machine import Machine
 from evener.devices.simulated.source import SimulatedSource
 from evener.devices.types import HostSample, ProcessSample, Snapshot, value
+from evener.live_files import LiveDevice, ShareChange, Training
 from evener.tui.app.app import EvenerApp
 from evener.tui.runtime.snapshot_publisher import Post, Sampled
 
@@ -42,16 +43,17 @@ HOST = HostSample(
 class PicturePublisher:
     """Publishes simulated devices on a clock and with trainings that the picture sets."""
 
-    def __init__(self, machine: Machine, speeds: Sequence[tuple[float, int]]) -> None:
+    def __init__(self, machine: Machine, speeds: Sequence[tuple[float, int]], reports: Sequence[Training]) -> None:
         self.interval_seconds = 1.0
         self.state = ""
         self._clock = 0.0
         self._source = SimulatedSource(machine, 7, SnapshotBuilder(TrainingRates(lambda: ()), lambda: self._clock))
+        self._reports = tuple(reports)
         self._speeds = speeds
         self._history = History(600)
         self._post: Post | None = None
 
-    def start(self, post: Post) -> None:
+    def post_to(self, post: Post) -> None:
         """Simulate some minutes at once, then show the last moment."""
         self._post = post
         for tick in range(150):
@@ -75,6 +77,7 @@ class PicturePublisher:
             at_seconds=at_seconds,
             host=HOST,
             processes=self._processes(),
+            reports=self._reports,
             sampling_seconds=0.001,
         )
 
@@ -98,7 +101,7 @@ class PicturePublisher:
             )
         return tuple(rows)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Nothing to stop."""
 
     def history(self, device_id: str, metric: str) -> tuple[float | None, ...]:
@@ -109,11 +112,31 @@ class PicturePublisher:
         """Keep the picture's own loads."""
 
 
-def _app(spec: str, theme: str) -> EvenerApp:
+def _reports() -> tuple[Training, ...]:
+    """Two ranks that train by the plan; the second one's card became slower."""
+    at_seconds = AT_SECONDS + 150.0
+    change = "SIM:0 slower by 21 % since step 880: 820+568 -> 768+620"
+    facts: dict[str, Any] = {
+        "training": "picture", "world": 2, "step_s": 0.743, "step_spread": 0.03, "input_s": 0.004,
+        "plan_samples_per_second": 2106.0,
+        "changes": (ShareChange(900, at_seconds - 1130, (820, 568), (768, 620), change),),
+    }  # fmt: skip
+    ranks = (("sim-0-gtx1080ti", 768, 0.528, 0.211), ("sim-1-gtx1080", 620, 0.731, 0.008))
+    return tuple(
+        Training(
+            "torch", "train.py", rows / 0.743, 2421, at_seconds - 0.3,
+            (LiveDevice(device, rank, rows, rows / 0.743, rows, own, waiting),),
+            rank=rank, pid=41_200 + 7 * rank, **facts,
+        )
+        for rank, (device, rows, own, waiting) in enumerate(ranks)
+    )  # fmt: skip
+
+
+def _app(spec: str, theme: str, reports: Sequence[Training] = ()) -> EvenerApp:
     found = discover(spec)
     assert found.machine is not None
     speeds = [(1240.0, 820) if "Ti" in device.name else (866.0, 568) for device in found.devices]
-    publisher: Any = PicturePublisher(found.machine, speeds)  # in the place of a SnapshotPublisher
+    publisher: Any = PicturePublisher(found.machine, speeds, reports)  # in the place of a SnapshotPublisher
     return EvenerApp(publisher, devices=spec, trainable=found.devices, theme=theme)
 
 
@@ -149,6 +172,11 @@ async def _setup(pilot: Pilot[int]) -> None:
     await _settle(pilot)
 
 
+async def _trainings(pilot: Pilot[int]) -> None:
+    await pilot.press("4")
+    await _settle(pilot)
+
+
 async def _runs(pilot: Pilot[int]) -> None:
     await asyncio.to_thread(_make_runs)
     await pilot.press("3")
@@ -179,6 +207,7 @@ PICTURES: dict[str, tuple[str, tuple[int, int], str, Callable[[Pilot[int]], obje
     "setup": (PAIR, (120, 30), "dark", _setup),
     "balance": (PAIR, (120, 38), "dark", _balance),
     "runs": (PAIR, (120, 36), "dark", _runs),
+    "trainings": (PAIR, (120, 20), "dark", _trainings),
 }
 
 
@@ -192,7 +221,7 @@ def _cleaned(svg: str) -> str:
 
 async def _draw(name: str) -> None:
     spec, size, theme, lead = PICTURES[name]
-    app = _app(spec, theme)
+    app = _app(spec, theme, _reports() if lead is _trainings else ())
     async with app.run_test(size=size) as pilot:
         await lead(pilot)  # type: ignore[misc]
         app.clear_notifications()

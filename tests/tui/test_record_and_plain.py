@@ -179,6 +179,7 @@ def test_a_recording_is_replayed_to_its_end(tmp_path: Path, script: Any) -> None
     path = _recorded(tmp_path / "a.jsonl", script)
     rows = _printed("auto", as_json=True, interval="0.1", replay=path).splitlines()
     assert [json.loads(row)["at_seconds"] for row in rows] == [1000.0, 1001.0, 1002.0]
+    assert json.loads(rows[0])["trainings"] == []
     assert json.loads(_printed("auto", as_json=True, replay=path))["at_seconds"] == 1002.0
 
 

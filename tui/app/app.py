@@ -38,7 +38,7 @@ def _made_by(name: str) -> Callable[[], Screen[None]]:
 
 
 class EvenerApp(BaseApp):
-    """Three screens over one stream of snapshots and at most one session at a time."""
+    """Four screens over one stream of snapshots and at most one session at a time."""
 
     TITLE = "evener"
     CSS_PATH = "app.tcss"
@@ -47,6 +47,7 @@ class EvenerApp(BaseApp):
         Binding("1", "show('monitor')", "Monitor", show=False),
         Binding("2", "show('balance')", "Balance", show=False),
         Binding("3", "show('runs')", "Runs", show=False),
+        Binding("4", "show('trainings')", "Trainings", show=False),
         Binding("question_mark,h,f1", "help", "Help", key_display="?"),
         Binding("T", "switch_theme", "Dark or light", show=False),
         Binding("q", "leave", "Quit"),

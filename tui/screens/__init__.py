@@ -1,1 +1,1 @@
-"""The three screens, the form, the replay and the dialogs."""
+"""The four screens, the form, the replay and the dialogs."""

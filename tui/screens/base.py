@@ -11,10 +11,11 @@ from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Input
 
+from evener.devices.types import Snapshot
 from evener.tui.runtime.base_app import UsesApp
 from evener.tui.widgets.bars import KeysBar, TopBar, forget_drawn
 from evener.tui.widgets.lines import Lines
-from evener.tui.widgets.lists import SortedPanel
+from evener.tui.widgets.lists import ListPanel, SortedPanel
 
 NARROW = 100  # columns of the terminal, below which panels are stacked
 LOW = 30  # rows, below which they have no frames
@@ -53,6 +54,69 @@ class PanelScreen(UsesApp, Screen[None]):
     async def on_screen_resume(self) -> None:
         """Show what happened while another screen was in front."""
         forget_drawn()
+        self.redraw()
+
+
+class SnapshotScreen(PanelScreen):
+    """A screen that shows the newest snapshot, or the one at which it was paused."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("p", "pause(True)", "Pause"),
+        Binding("p", "pause(False)", "Resume"),
+        Binding("plus", "change_interval(-1)", "More often", show=False),
+        Binding("minus", "change_interval(1)", "Less often", show=False),
+        Binding("r,f5", "refresh", "Redraw", show=False),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._paused_at: Snapshot | None = None
+
+    @property
+    def shown(self) -> Snapshot | None:
+        """The snapshot on the screen; None before the first."""
+        return self._paused_at or self.evener.snapshot
+
+    @property
+    def state(self) -> str:
+        """Whether it is paused, or where the replay is; empty for live readings."""
+        return "paused" if self._paused_at is not None else self.evener.publisher.state
+
+    def on_mount(self) -> None:
+        """Follow the newest snapshot."""
+        self.query_one(ListPanel).focus()
+        self.watch(self.app, "snapshot", self._sampled, init=False)
+
+    def _sampled(self) -> None:
+        if self.is_current and self._paused_at is None:
+            self.redraw()
+
+    def place_panels(self, framed: bool, *rows: tuple[type[Widget], int]) -> None:
+        """Give each panel its rows, borders included; 0 hides it."""
+        self.set_class(not framed, "-bare")
+        for kind, count in rows:
+            panel = self.query_one(kind)
+            panel.display = count > 0
+            panel.styles.height = count
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Offer to pause or to resume."""
+        return action != "pause" or parameters[0] is (self._paused_at is None)
+
+    def action_pause(self, paused: bool) -> None:
+        """Freeze the picture, or resume; sampling continues either way."""
+        self._paused_at = self.evener.snapshot if paused else None
+        self.refresh_bindings()
+        self.redraw()
+
+    def action_refresh(self) -> None:
+        """Resume, and redraw everything."""
+        self.action_pause(False)
+        self.refresh(layout=True)
+
+    def action_change_interval(self, direction: int) -> None:
+        """Sample more or less often."""
+        self.evener.change_interval(direction)
         self.redraw()
 
 

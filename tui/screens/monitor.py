@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import ClassVar
 
-from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
 from evener.devices.process_signals import read_environment
 from evener.devices.types import Snapshot
-from evener.tui.screens.base import SortedScreen
+from evener.tui.screens.base import SnapshotScreen, SortedScreen
 from evener.tui.screens.dialogs import DetailsDialog
 from evener.tui.screens.signals import SignalDialog
 from evener.tui.view.cells import Line, Span, line
@@ -24,22 +22,14 @@ from evener.tui.widgets.monitor import DevicePanel, GraphPanel, ProcessPanel
 _BARS = 3  # rows of the bar on top, the host and the keys
 
 
-class MonitorScreen(SortedScreen):
-    """Shows the newest snapshot, or the one at which it was paused."""
+class MonitorScreen(SnapshotScreen, SortedScreen):
+    """Every device, the graphs of the chosen one, and the processes."""
 
     NAME = "monitor"
     FILTERED = "pid, user, device or command"
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("p", "pause(True)", "Pause"),
-        Binding("p", "pause(False)", "Resume"),
-        Binding("plus", "change_interval(-1)", "More often", show=False),
-        Binding("minus", "change_interval(1)", "Less often", show=False),
-        Binding("r,f5", "refresh", "Redraw", show=False),
-    ]
 
     def __init__(self) -> None:
         super().__init__()
-        self._paused_at: Snapshot | None = None
         self._placed: tuple[object, ...] = ()
 
     def panels(self) -> Iterable[Widget]:
@@ -51,18 +41,9 @@ class MonitorScreen(SortedScreen):
         yield ProcessPanel()
         yield self.filter_field()
 
-    def on_mount(self) -> None:
-        """Follow the newest snapshot."""
-        self.query_one(DevicePanel).focus()
-        self.watch(self.app, "snapshot", self._sampled, init=False)
-
-    def _sampled(self) -> None:
-        if self.is_current and self._paused_at is None:
-            self.redraw()
-
     def redraw(self) -> None:
         """Draw the newest snapshot, or the one at which it was paused, in every panel."""
-        snapshot = self._paused_at or self.evener.snapshot
+        snapshot = self.shown
         if snapshot is None:
             return
         with self.app.batch_update():
@@ -83,16 +64,12 @@ class MonitorScreen(SortedScreen):
         self._placed = placed
         width, height = self.app.size
         rows = arrange(width, height - _BARS - notes.display - filtering, len(snapshot.devices))
-        self.set_class(not rows.framed, "-bare")
-        for kind, count in ((DevicePanel, rows.devices), (GraphPanel, rows.graphs), (ProcessPanel, rows.processes)):
-            panel = self.query_one(kind)
-            panel.display = count > 0
-            panel.styles.height = count
+        panels = ((DevicePanel, rows.devices), (GraphPanel, rows.graphs), (ProcessPanel, rows.processes))
+        self.place_panels(rows.framed, *panels)
 
     def _draw_bars(self, snapshot: Snapshot) -> None:
         app, width = self.evener, self.app.size.width
-        state = "paused" if self._paused_at is not None else app.publisher.state
-        self.query_one("#host", Lines).show((host_line(snapshot, width, app.marks, state),))
+        self.query_one("#host", Lines).show((host_line(snapshot, width, app.marks, self.state),))
         self.query_one("#notes", Lines).show((note_line(snapshot.notes, width, app.marks),))
 
     def on_list_panel_moved(self) -> None:
@@ -143,27 +120,9 @@ class MonitorScreen(SortedScreen):
         if action in ("signal", "environment"):
             panel = self.query(ProcessPanel)
             return bool(panel) and panel.first().count > 0 and not (action == "signal" and self.evener.readonly)
-        if action == "pause":
-            return parameters[0] is (self._paused_at is None)
-        return True
+        return super().check_action(action, parameters)
 
     def action_signal(self) -> None:
         """Choose a signal for the marked processes, or for the one under the cursor."""
         chosen = self.query_one(ProcessPanel).chosen_rows
         self.app.push_screen(SignalDialog(tuple(row.sample for row in chosen)))
-
-    def action_pause(self, paused: bool) -> None:
-        """Freeze the picture, or resume; sampling continues either way."""
-        self._paused_at = self.evener.snapshot if paused else None
-        self.refresh_bindings()
-        self.redraw()
-
-    def action_refresh(self) -> None:
-        """Resume, and redraw everything."""
-        self.action_pause(False)
-        self.refresh(layout=True)
-
-    def action_change_interval(self, direction: int) -> None:
-        """Sample more or less often."""
-        self.evener.change_interval(direction)
-        self.redraw()

@@ -9,7 +9,7 @@ from evener.tui.view.marks import Marks
 
 _KEYS = {
     "Everywhere": (
-        ("1 2 3", "Monitor, Balance, Runs"),
+        ("1 2 3 4", "Monitor, Balance, Runs, Trainings"),
         ("Tab", "next panel"),
         ("↑ ↓ j k", "move; Page Up, Page Down, Home, End"),
         ("Enter", "details of the row"),
@@ -23,13 +23,15 @@ _KEYS = {
         ("s F6, S", "sort by the next column, reverse the order"),
         ("Space", "mark: K and d act on all marked rows"),
     ),
+    "Monitor, Trainings": (
+        ("p", "pause the picture, resume"),
+        ("+ -", "sample more or less often"),
+        ("r F5", "redraw"),
+    ),
     "Monitor": (
         ("t", "processes as a tree, with what started them"),
         ("e", "environment of the process"),
         ("K F9", "send a signal, after asking; not with --readonly"),
-        ("p", "pause the picture, resume"),
-        ("+ -", "sample more or less often"),
-        ("r F5", "redraw"),
     ),
     "Balance": (
         ("Ctrl-S", "start what the form says"),
@@ -85,6 +87,7 @@ def _legend(marks: Marks, width: int) -> list[Line]:
         ("12P", "12 % of the time throttled: P power, T thermal, B brake, S sync or software, H hardware", "warn"),
         ("history", "samples/s where a training reports them, else utilisation", "speed"),
         ("link", "PCIe and NVLink together, both ways, in bytes/s", "text"),
+        ("work", "the part of a training's step that isn't waiting for other ranks", "speed"),
         ("SM TC DR", "multiprocessors, tensor cores, memory bandwidth: per cent busy", "text"),
     )
     return [entry for sign, text, tone in rows for entry in _entry(sign, text, tone, width)]

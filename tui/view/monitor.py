@@ -9,7 +9,7 @@ import msgspec
 
 from evener.devices.types import DeviceSample, Snapshot
 from evener.tui.text.formatting import size
-from evener.tui.view.cells import Line, Span, Tone, clean, cut, line, pad, span_cells, spread
+from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, line, pad, span_cells, spread
 from evener.tui.view.charts import bar, graph, nice_ceiling
 from evener.tui.view.details import reading_words
 from evener.tui.view.devices import DeviceRow
@@ -56,21 +56,27 @@ def device_rows(samples: Sequence[DeviceSample], history: History, work: Work) -
     )
 
 
-def top_line(screens: Mapping[str, str], shown: str, right: str, width: int) -> Line:
-    """The product's name, the screens with their keys, and a text on the right; each screen can be clicked."""
+def top_line(screens: Mapping[str, str], shown: str, right: Sequence[str], width: int) -> Line:
+    """The product's name, the screens with their keys, and the longest text on the right that fits.
+
+    Each screen can be clicked.
+    """
     left = [Span(" evener ", "strong")]
     for number, (name, title) in enumerate(screens.items(), start=1):
         action = f"app.show('{name}')"
         tone: Tone = "tab" if name == shown else "dim"
         left += [Span(f" {number} ", "key", action), Span(f"{title} ", tone, action), Span(" ")]
-    return spread(tuple(left), (Span(f"{right} ", "dim"),), width)
+    room = width - span_cells(left) - 2
+    status = next((text for text in right if cells(text) <= room), "")
+    return spread(tuple(left), (Span(f"{status} ", "dim"),), width)
 
 
-def status_text(snapshot: Snapshot, clock: str, marks: Marks) -> str:
-    """Where and when the snapshot was taken: host, driver, time."""
+def status_texts(snapshot: Snapshot, clock: str, marks: Marks) -> tuple[str, ...]:
+    """Where and when the snapshot was taken: host, driver, time; shorter and shorter."""
     driver = f"NVIDIA {clean(snapshot.driver, 20)}" if snapshot.driver else ""
-    parts = (clean(snapshot.host.hostname, 30), driver, clock)
-    return f" {marks.dot} ".join(part for part in parts if part)
+    host = clean(snapshot.host.hostname, 30)
+    forms = ((host, driver, clock), (host, clock), (clock,))
+    return tuple(f" {marks.dot} ".join(filter(None, form)) for form in forms)
 
 
 def host_line(snapshot: Snapshot, width: int, marks: Marks, state: str = "") -> Line:

@@ -140,7 +140,7 @@ def _rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
     columns: tuple[Column[RankRow], ...] = (
         Column("rank", ("rank",), 4, text_cell(lambda row: str(row.rank) if row.rank >= 0 else "", "strong")),
         Column("device", ("device",), 8, text_cell(lambda row: row.device), "left"),
-        Column("share", ("share",), 5, _share),
+        Column("share", ("share",), 5, _share, "left"),
         Column("speed", ("samples/s",), 9, _rank_speed(lambda row: row.samples_per_second)),
         Column("tokens", ("tokens/s",), 9, _rank_speed(lambda row: row.tokens_per_second)),
         Column("bar", ("own work, then waiting", "work, wait"), 10, _bar(longest_s), "left"),
@@ -156,14 +156,19 @@ def _with_tokens(columns: tuple[Column[Any], ...], there: bool) -> tuple[Column[
 
 
 def training_table(
-    rows: Sequence[TrainingRow], width: int, height: int, marks: Marks, position: Position = NO_CURSOR
+    rows: Sequence[TrainingRow],
+    width: int,
+    height: int,
+    marks: Marks,
+    position: Position = NO_CURSOR,
+    state: str = "",
 ) -> tuple[tuple[Line, ...], int]:
-    """A row for each training, and the first row shown."""
+    """A row for each training, and the first row shown; `state` ("paused") ends the heading."""
     columns = _with_tokens(_TRAINING_COLUMNS, any(row.tokens_per_second for row in rows))
     if width < WIDE:
         columns = tuple(column for column in columns if column.key != "framework")
     grid = Grid(columns, _TRAINING_GROWTH, {"workload": 40, "causes": 60})
-    return table_lines(grid, rows, width, height, marks, position, nothing=NO_TRAINING)
+    return table_lines(grid, rows, width, height, marks, position, note=state, nothing=NO_TRAINING)
 
 
 def rank_table(

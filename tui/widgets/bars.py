@@ -9,10 +9,10 @@ from contextlib import suppress
 from textual.dom import DOMNode
 from textual.widgets import Footer
 
-from evener.tui.view.monitor import status_text, top_line
+from evener.tui.view.monitor import status_texts, top_line
 from evener.tui.widgets.lines import Lines
 
-SCREENS = {"monitor": "Monitor", "balance": "Balance", "runs": "Runs"}
+SCREENS = {"monitor": "Monitor", "balance": "Balance", "runs": "Runs", "trainings": "Trainings"}
 
 
 class TopBar(Lines):
@@ -28,10 +28,11 @@ class TopBar(Lines):
 
     def redraw(self) -> None:
         """Rebuild the line."""
-        app, right = self.evener, ""
+        app = self.evener
+        right: tuple[str, ...] = ()
         if app.snapshot is not None:
             clock = time.strftime("%H:%M:%S", time.localtime(app.snapshot.at_seconds))
-            right = status_text(app.snapshot, clock, app.marks)
+            right = status_texts(app.snapshot, clock, app.marks)
         self.show((top_line(SCREENS, self.shown, right, self.size.width),))
 
 

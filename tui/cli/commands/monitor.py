@@ -35,7 +35,7 @@ from evener.tui.text.parsing import parse_duration, parse_indices
 from evener.tui.text.safe_documents import json_text
 from evener.tui.text.tables import csv_text
 from evener.tui.view.marks import ASCII, UNICODE, Marks
-from evener.tui.view.plain import snapshot_text
+from evener.tui.view.plain import snapshot_document, snapshot_text
 
 Serving = Callable[[Callable[[], Snapshot | None]], contextlib.AbstractContextManager[object]]
 SHORTEST_INTERVAL_SECONDS = 0.1
@@ -90,9 +90,7 @@ def monitor(
             kept = _keep(snapshot, chosen)
             newest.append(kept)
             if as_json or as_csv or not metrics:
-                text = (
-                    _csv(kept, not number) if as_csv else f"{json_text(kept)}\n" if as_json else _text(kept, ascii_only)
-                )
+                text = _json(kept) if as_json else _csv(kept, not number) if as_csv else _text(kept, ascii_only)
                 sys.stdout.write(text)
                 sys.stdout.flush()
             if recorder is not None and not recorder.write(kept):
@@ -167,6 +165,10 @@ def _keep(snapshot: Snapshot, only: tuple[int, ...] | None) -> Snapshot:
     ids = {sample.device.id for sample in kept}
     processes = tuple(row for row in snapshot.processes if row.device_id in ids)
     return msgspec.structs.replace(snapshot, devices=kept, processes=processes)
+
+
+def _json(snapshot: Snapshot) -> str:
+    return f"{json_text(snapshot_document(snapshot))}\n"
 
 
 def _csv(snapshot: Snapshot, headed: bool) -> str:

@@ -1,0 +1,96 @@
+"""The Trainings screen: who waits for whom, kept apart for each training, live, paused and replayed."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from textual.pilot import Pilot
+
+from evener.devices.recording import Recorder
+from evener.live_files import Training
+from evener.tui.cli.commands.monitor import monitor
+from evener.tui.screens.dialogs import DetailsDialog
+from evener.tui.widgets.trainings import TrainingPanel
+from tests.support.pilots import text, until
+from tests.support.trainings import AT_SECONDS, make_ranks
+
+OTHER = Training("keras", "mnist", 1234.0, 50, AT_SECONDS, (), pid=77)
+
+
+async def _open(pilot: Pilot[Any]) -> None:
+    await until(pilot, lambda: "node7" in text(pilot.app, "#top"), "the first snapshot")
+    await pilot.press("4")
+    await until(pilot, lambda: "train.py" in text(pilot.app, "#trainings"), "the trainings")
+
+
+@pytest.mark.parametrize("size", [(80, 24), (160, 48)], ids=("80x24", "160x48"))
+async def test_ranks_and_causes_are_those_of_the_training_under_the_cursor(
+    app_of: Any, script: Any, size: tuple[int, int]
+) -> None:
+    app = app_of(script.snapshot(reports=(*make_ranks(plan_samples_per_second=21_000.0), OTHER)))
+    async with app.run_test(size=size) as pilot:
+        await _open(pilot)
+        _, quick, slow = text(app, "#ranks").splitlines()
+        assert "8.0 ms  152 ms" in quick
+        assert "158 ms  2.0 ms" in slow
+        assert quick.count("░") > quick.count("━") > 0
+        causes = " ".join(text(app, "#causes").split())
+        assert "39 % of the plan's 21 000" in causes
+        assert "GPU:1 takes 158 ms for its share; others wait up to 152 ms for it." in causes
+        assert "if own work follows the rows" in causes
+        await pilot.press("down")
+        await until(pilot, lambda: "1 234 samples/s" in text(app, "#causes"), "the other training")
+        assert "doesn't tell its own wo" in text(app, "#ranks")
+
+
+async def test_the_cursor_stays_on_its_training_and_a_rank_turns_silent(app_of: Any, script: Any) -> None:
+    app = app_of(script.snapshot(reports=(OTHER, *make_ranks())))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _open(pilot)
+        await pilot.press("down")
+        first, second = make_ranks()
+        gone = msgspec.structs.replace(second, updated_at=AT_SECONDS - 60)
+        app.publisher.push(script.snapshot(reports=(first, gone, OTHER)))
+        await until(pilot, lambda: "silent for 1 min" in text(app, "#ranks"), "the silence")
+        assert app.screen.query_one(TrainingPanel).cursor == 0
+        app.publisher.push(script.snapshot())
+        await until(pilot, lambda: "No training reports itself" in text(app, "#trainings"), "the end")
+        assert text(app, "#ranks") == text(app, "#causes") == ""
+
+
+async def test_a_paused_picture_stays_and_details_follow(app_of: Any, script: Any) -> None:
+    app = app_of(script.snapshot(reports=make_ranks()))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await _open(pilot)
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, DetailsDialog), "the details")
+        await until(pilot, lambda: "GPU:1 takes 158 ms" in app.screen.query_one("Text").text, "their lines")
+        app.publisher.push(script.snapshot(reports=make_ranks(own=(0.1, 0.2))))
+        await until(pilot, lambda: "GPU:1 takes 200 ms" in app.screen.query_one("Text").text, "the newest")
+        await pilot.press("escape", "p")
+        await until(pilot, lambda: "paused" in text(app, "#trainings"), "the pause")
+        app.publisher.push(script.snapshot(reports=make_ranks(own=(0.1, 0.3))))
+        await pilot.pause()
+        assert "200 ms" in text(app, "#ranks")
+        await pilot.press("p")
+        await until(pilot, lambda: "300 ms" in text(app, "#ranks"), "the newest")
+
+
+def test_a_recording_keeps_trainings_for_the_app_text_and_json(tmp_path: Path, script: Any) -> None:
+    path = tmp_path / "a.jsonl"
+    with Recorder(path) as recorder:
+        recorder.write(script.snapshot(at_seconds=AT_SECONDS, reports=make_ranks()))
+    printed = []
+    for as_json in (False, True):
+        with redirect_stdout(io.StringIO()) as out:
+            monitor(once=True, as_json=as_json, replay=path)
+        printed.append(out.getvalue())
+    assert "GPU:1 takes 158 ms for its share" in printed[0]
+    (training,) = json.loads(printed[1])["trainings"]
+    assert [(rank["own_work_s"], rank["waiting_s"]) for rank in training["ranks"]] == [(0.008, 0.152), (0.158, 0.002)]

@@ -1,0 +1,75 @@
+"""The Trainings screen's panels: the trainings, the ranks of one, and what holds it up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from evener.tui.view.cells import clean
+from evener.tui.view.ranks import RankRow
+from evener.tui.view.training_lines import rank_table, training_lines, training_table
+from evener.tui.view.trainings import TrainingRow
+from evener.tui.widgets.lines import Lines
+from evener.tui.widgets.lists import ListPanel
+
+
+class TrainingPanel(ListPanel[TrainingRow]):
+    """One row per training; the cursor stays on its training as others come and go."""
+
+    OPEN = "screen.open_training"
+
+    def __init__(self) -> None:
+        super().__init__("Trainings", id="trainings")
+        self.state = ""
+
+    def take(self, rows: Sequence[TrainingRow], state: str) -> None:
+        """Show these; `state` is said in the heading."""
+        before = self.chosen
+        keys = [row.key for row in rows]
+        self.rows, self.state = rows, state
+        if before is not None and before.key in keys:
+            self.cursor = keys.index(before.key)
+        self.cursor = max(0, min(self.cursor, self.count - 1))
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Rebuild the rows."""
+        lines, self.top = training_table(self.rows, *self.size, self.evener.marks, self.position, self.state)
+        self.entitle(subtitle=str(self.count))
+        self.show(lines)
+
+
+class RankPanel(ListPanel[RankRow]):
+    """One row per rank of a training."""
+
+    def __init__(self) -> None:
+        super().__init__(id="ranks")
+        self.training: TrainingRow | None = None
+
+    def take(self, row: TrainingRow | None) -> None:
+        """Show the ranks of this one."""
+        self.training = row
+        self.rows = row.ranks if row is not None else ()
+        self.cursor = max(0, min(self.cursor, self.count - 1))
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Rebuild the rows."""
+        row = self.training
+        if row is None:
+            self.show(())
+            return
+        lines, self.top = rank_table(row, *self.size, self.evener.marks, self.position)
+        self.entitle(f"Ranks of {clean(row.workload or row.framework, 60)}", str(self.count))
+        self.show(lines)
+
+
+class CausePanel(Lines):
+    """A training's figures, what holds it up, and the history of its shares, as far as they fit."""
+
+    def __init__(self) -> None:
+        super().__init__(id="causes", classes="panel")
+        self.border_title = "What holds it up"
+
+    def take(self, row: TrainingRow | None, at_seconds: float) -> None:
+        """Show this one."""
+        self.show(training_lines(row, at_seconds, self.size.width, self.evener.marks) if row is not None else ())
