@@ -3,8 +3,8 @@
 Own work is a rank's time up to its last gradient; what it waits for the others isn't in it. A window's medians say how
 many times as long as by its curve each device takes, and one slow step isn't seen in them. New shares are proposed
 where the last windows together would have gained enough by them, and each of the last two a little: a large change
-shows in two windows, a small one in up to 64. A change that has to be taken back soon makes it wait for four times as
-many windows from then on, so that it doesn't chase what comes and goes too fast.
+shows in two windows, a small one in up to 64. Once a change had to be taken back soon, the next need 32 windows, until
+one stands: what comes and goes too fast isn't chased.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from evener.share_solver import pass_rows, scale, solve_shares
 LEAST_GAIN = 0.02  # in own work; smaller ones aren't worth new shapes
 NOISE_ERRORS = 3.0  # and so many standard errors of the windows
 FEWEST_WINDOWS, MOST_WINDOWS = 2, 64  # that are looked back on
-SOON = 8  # times the windows that a change waits for: one that is taken back before was a mistake
-MORE_PATIENCE = 4  # times as many windows, after a mistake
+PATIENT_WINDOWS = 32  # the fewest, after a mistake
+SOON = 8  # times the fewest windows: a change that is taken back before was a mistake
 GROWTH = 1.25  # times the first rows of a pass: the most, where nothing says what memory holds
 LARGEST_QUANTUM = 8  # rows that shares stay multiples of, if they were
 FINE = 64  # quanta in a mean share, or more
@@ -135,7 +135,18 @@ class Rebalancer:
         """About the most that any shares gain, by slopes at those in force; solving takes far longer."""
         own: list[float] = list(map(mul, factors, self._planned))
         rates = [1 / (factor * slope) for factor, slope in zip(factors, self._slopes, strict=True)]
-        return max(own) * math.fsum(rates) / math.fsum(map(mul, own, rates)) - 1
+        level = _level(own, rates)
+        stuck = [i for i, share in enumerate(self.shares) if self._is_stuck(i, share, own[i] > level)]
+        for i in stuck:
+            rates[i] = 0.0
+        levels = [own[i] for i in stuck] + ([_level(own, rates)] if any(rates) else [])
+        return max(own) / max(levels) - 1
+
+    def _is_stuck(self, rank: int, share: int, gives: bool) -> bool:
+        """Whether a share that is to give rows has none to give, or one that is to take some is at its wall."""
+        if gives:
+            return share <= self._quantum
+        return not self._passes and share + self._quantum > self._walls[rank]
 
     def _gain(self, windows: Sequence[Sequence[float]], seconds: Sequence[float]) -> float:
         """By how much these windows would have been faster if the shares took so many seconds by their curves."""
@@ -146,9 +157,9 @@ class Rebalancer:
         soon = self._seen < SOON * self._patience
         back = bool(self._last) and 2 * _distance(shares, self._last) < _distance(self.shares, self._last)
         if back and soon:
-            self._patience = min(MORE_PATIENCE * self._patience, MOST_WINDOWS)
+            self._patience = PATIENT_WINDOWS
         elif not soon and not self._taken_back:
-            self._patience = max(self._patience // MORE_PATIENCE, FEWEST_WINDOWS)
+            self._patience = FEWEST_WINDOWS
         reason = self._explain(factors, span)
         self._taken_back, self._last, self._usual = back and soon, self.shares, factors
         self._begin(shares)
@@ -197,6 +208,11 @@ def choose_quantum(shares: Sequence[int]) -> int:
 def _medians(windows: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """Each rank's median; nothing without windows."""
     return tuple(map(median, zip(*windows, strict=True)))
+
+
+def _level(own: Sequence[float], rates: Sequence[float]) -> float:
+    """When all are done at the same time, if each does so many rows a second more or less."""
+    return math.fsum(map(mul, own, rates)) / math.fsum(rates)
 
 
 def _slope(curve: Curve, share: int) -> float:

@@ -1,0 +1,216 @@
+"""When shares change and to which: laws of the rule and its solver, and what must not move them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evener.curves import Curve
+from evener.passes import split_passes
+from evener.plan import Share
+from evener.rebalance import GROWTH, Change, Rebalancer, advise, choose_quantum
+from evener.share_solver import pass_rows, proportional_curves, read_curves, scale, solve_shares
+from tests.support.share_traces import (
+    Machine,
+    Run,
+    Trace,
+    at_rest,
+    flipping,
+    foresee,
+    machine,
+    rebalance,
+    slower,
+    solve_or_fail,
+    stay,
+)
+
+STRAIGHT = st.builds(lambda fixed, slope: Curve((0.0,), (fixed,), slope), st.floats(0.0, 0.02), st.floats(1e-4, 1e-3))
+CURVES = st.lists(STRAIGHT, min_size=2, max_size=4)
+PAIR = proportional_curves((768, 560))
+
+
+def feed(rebalancer: Rebalancer, factors: list[float], curves: tuple[Curve, ...], windows: int) -> list[Change]:
+    """What it proposes in windows in which each device takes so many times as long as its curve says."""
+    changes = []
+    for number in range(windows):
+        shares = rebalancer.shares
+        own = [factor * curve.seconds(share) for factor, curve, share in zip(factors, curves, shares, strict=True)]
+        change = rebalancer.observe(5 * number + 4, own, shares)
+        changes += [change] if change else []
+    return changes
+
+
+@settings(max_examples=60, deadline=None)
+@given(CURVES, st.integers(20, 3000), st.booleans(), st.data())
+def test_solved_shares_hold_their_walls_and_no_row_would_be_done_earlier_elsewhere(
+    curves: list[Curve], batch: int, passes: bool, data: st.DataObject
+) -> None:
+    walls = [data.draw(st.integers(0, batch)) for _ in curves]
+    shares = solve_shares(curves, batch, walls, passes)
+    if shares is None:
+        assert not passes
+        assert all(walls)
+        assert sum(walls) < batch
+        return
+    assert sum(shares) == batch
+    assert min(shares) >= 1
+    for share, most, wall in zip(shares, pass_rows(shares, walls), walls, strict=True):
+        assert max(split_passes(share, most)) <= (wall or share)
+    if passes:
+        return
+    assert all(share <= (wall or share) for share, wall in zip(shares, walls, strict=True))
+    seconds = [curve.seconds(share) for curve, share in zip(curves, shares, strict=True)]
+    slowest = seconds.index(max(seconds))
+    for i, curve in enumerate(curves):
+        if i != slowest and shares[slowest] > 1 and (not walls[i] or shares[i] < walls[i]):
+            assert curve.seconds(shares[i] + 1) >= max(seconds) * (1 - 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(CURVES, st.data())
+def test_steady_slowdowns_are_mended_by_one_change_that_gains_what_it_says(
+    curves: list[Curve], data: st.DataObject
+) -> None:
+    factors = [data.draw(st.floats(1.0, 3.0)) for _ in curves]
+    batch = 100 * len(curves)
+    shares = solve_or_fail(curves, batch)
+    rebalancer = Rebalancer(shares, curves, [batch] * len(shares), False)
+    changes = feed(rebalancer, factors, tuple(curves), 20)
+    assert len(changes) <= 1
+    best = solve_or_fail([scale(curve, factor) for curve, factor in zip(curves, factors, strict=True)], batch)
+
+    def slowest(some: tuple[int, ...]) -> float:
+        return max(f * c.seconds(share) for f, c, share in zip(factors, curves, some, strict=True))
+
+    for change in changes:
+        assert sum(change.shares) == batch
+        assert slowest(shares) / slowest(change.shares) - 1 == pytest.approx(change.gain)
+    assert slowest(rebalancer.shares) <= 1.1 * slowest(best)
+
+
+def test_the_reason_names_the_device_how_much_and_since_when() -> None:
+    rebalancer = Rebalancer((768, 560), PAIR, (2000, 2000), False, ("GPU:0", "GPU:1"))
+    assert not feed(rebalancer, [1.0, 1.0], PAIR, 40)
+    for step in range(1, 5):  # windows go on where they ended
+        own = [1.0, 1.4]
+        change = rebalancer.observe(199 + 5 * step, own, (768, 560))
+        if change:
+            break
+    assert change is not None
+    assert step == 2
+    assert change.reason == "GPU:1 slower by 40 % since step 200"
+    assert change.shares == (872, 456)
+    assert change.micros == (872, 456)
+    assert change.gain == pytest.approx(1.4 / (1.4 * 456 / 560) - 1)
+
+
+def test_what_was_wrong_from_the_start_is_told_apart_from_what_changed() -> None:
+    rebalancer = Rebalancer((100, 100), proportional_curves((100, 100)), (200, 200), False)
+    (change,) = feed(rebalancer, [1.0, 1.5], proportional_curves((100, 100)), 10)
+    assert change.reason == "rank 1 slower by 50 % than planned"
+    assert change.shares == (120, 80)
+
+
+@pytest.mark.parametrize("passes", [False, True])
+def test_memory_bounds_a_share_or_its_passes(passes: bool) -> None:
+    """Where the plan doesn't say what a device holds, a pass gets a quarter more rows at most."""
+    curves = proportional_curves((100, 100))
+    (change,) = feed(Rebalancer((100, 100), curves, (110, 0), passes), [1.0, 4.0], curves, 10)
+    assert change.shares == ((160, 40) if passes else (110, 90))
+    assert change.micros == ((110, 40) if passes else (110, 90))
+    (change,) = feed(Rebalancer((100, 100), curves, (0, 0), passes), [1.0, 4.0], curves, 10)
+    assert change.micros[0] == 100 * GROWTH
+
+
+def test_windows_of_other_rows_and_figures_that_are_none_count_for_nothing() -> None:
+    rebalancer = Rebalancer((100, 100), proportional_curves((100, 100)), (200, 200), False)
+    for step in range(50):
+        assert rebalancer.observe(step, (1.0, 2.0), (100, 60)) is None  # a short batch
+        assert rebalancer.observe(step, (1.0, math.nan), (100, 100)) is None
+        assert rebalancer.observe(step, (1.0, 0.0), (100, 100)) is None
+    assert rebalancer.observe(60, (1.0, 2.0), (100, 100)) is None
+    assert rebalancer.observe(65, (1.0, 2.0), (100, 100)) is not None
+
+
+def test_shares_stay_multiples_of_what_they_were_where_they_are_large() -> None:
+    assert choose_quantum((768, 560)) == 8
+    assert choose_quantum((256, 256)) == 4
+    assert choose_quantum((64, 32)) == 1
+    assert choose_quantum((767, 561)) == 1
+
+
+def trained(slowdown: object, noise: float, steps: int, **stalls: int) -> tuple[Machine, Run]:
+    """Two like devices in steps of 0.12 s."""
+    curves = proportional_curves((1000, 1000))
+    some = Machine(200, curves, curves, 0.02)
+    return some, rebalance(some, Trace(0.12 * steps, slowdown, noise, **stalls))  # type: ignore[arg-type]
+
+
+def test_noise_and_stalls_move_nothing() -> None:
+    """5 % for 5,000 steps: at most a change in 500; stalls of a rank, or of the input, none."""
+    _, run = trained(at_rest, 0.05, 5000)
+    assert run.steps > 4500
+    assert len(run.changes) <= run.steps / 500
+    _, run = trained(at_rest, 0.02, 5000, stall_every=60, input_every=400)
+    assert run.changes == ()
+
+
+def test_a_slow_device_loses_rows_within_20_steps_and_gets_them_back() -> None:
+    """Slower by 40 % from step 200 to about step 570, when 76 s are over."""
+    _, run = trained(slower(1.4, 24.0, 76.0), 0.02, 1000)
+    slowed, *later = run.changes
+    assert 200 < slowed[0] <= 220
+    assert slowed[1] == pytest.approx((83, 117), abs=4)
+    assert slowed[2].startswith("rank 0 slower by ")
+    freed = next(change for change in later if change[1][0] > 95)
+    assert 560 < freed[0] <= 600
+    assert freed[1] == pytest.approx((100, 100), abs=4)
+    assert "rank 0 faster by " in freed[2]
+
+
+def test_what_comes_and_goes_too_fast_is_left_alone_soon() -> None:
+    """A neighbour for 2 s in 8: it follows once, and then waits."""
+    some, run = trained(flipping(8.0, 0.25), 0.02, 5000)
+    assert len(run.changes) <= 6
+    assert run.samples >= 0.99 * stay(some, Trace(600.0, flipping(8.0, 0.25), 0.02)).samples
+
+
+@pytest.mark.parametrize("devices", [2, 5])
+@pytest.mark.parametrize(
+    "trace",
+    [
+        Trace(300.0, slower(1.4, 60, 200), 0.03),
+        Trace(300.0, lambda device, at: 1 + at / 500 if device == 0 else 1.0, 0.03),
+        Trace(300.0, at_rest, 0.05),
+        Trace(300.0, at_rest, 0.03, dead_at=150),
+    ],
+    ids=["throttled", "leak", "noise", "dead"],
+)
+def test_a_trace_is_trained_nearly_as_fast_as_by_an_oracle(trace: Trace, devices: int) -> None:
+    some = machine(devices, seed=1)
+    run = rebalance(some, trace)
+    assert run.samples >= 0.97 * foresee(some, trace).samples
+    assert run.samples >= 0.995 * stay(some, trace).samples
+
+
+def test_advice_says_the_gain_in_the_whole_step() -> None:
+    advice = advise(PAIR, (768, 560), (0.1, 0.14))
+    assert advice is not None
+    assert advice.shares == (872, 456)
+    slower_step = advise(PAIR, (768, 560), (0.1, 0.14), step_s=0.28)
+    assert slower_step is not None
+    assert 0 < slower_step.gain < advice.gain / 1.9
+    assert advise(PAIR, (768, 560), (0.1, 0.101)) is None
+
+
+def test_a_plan_without_curves_is_taken_to_be_in_proportion_to_rows() -> None:
+    shares = [
+        Share("a", 0, "", 30, 0.6, micro=30),
+        Share("b", 1, "", 20, 0.4, micro=20, curve=((0.0, 1.0), (50.0, 2.0))),
+    ]
+    assert [curve.seconds(share.batch) for curve, share in zip(read_curves(shares), shares, strict=True)] == [1.0, 1.0]
+    (curve,) = read_curves(shares[1:])
+    assert [curve.seconds(rows) for rows in (0, 25, 50, 100)] == [1.0, 1.5, 2.0, 3.0]

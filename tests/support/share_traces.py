@@ -1,0 +1,214 @@
+"""Simulated trainings on devices whose speed changes as a trace says: with fixed shares, by the rule, by an oracle.
+
+Time is simulated: a step takes as long as the slowest rank's own work, and what can't be hidden behind it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from statistics import median
+from typing import NamedTuple
+
+from evener.curves import Curve
+from evener.rebalance import Rebalancer
+from evener.share_solver import scale, solve_shares
+from evener.shares import apportion
+
+WINDOW_STEPS = 5  # of one observation
+DELAY_STEPS = 3  # from a decision to the first step with the new shares
+CHANGE_SECONDS = 0.2  # of new shapes, each time
+RESTART_SECONDS = 15.0  # after a device was lost
+
+Slowdown = Callable[[int, float], float]  # of a device at a time: 1.4 takes 40 % longer
+
+
+class Machine(NamedTuple):
+    """Devices that train `batch` rows a step: `curves` as they are, `planned` as the plan has them."""
+
+    batch: int
+    curves: tuple[Curve, ...]
+    planned: tuple[Curve, ...]
+    rest_seconds: float  # of a step that isn't own work
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Those of the plan."""
+        return solve_or_fail(self.planned, self.batch)
+
+    def without(self, device: int) -> Machine:
+        """The other devices."""
+        curves, planned = (
+            tuple(each for i, each in enumerate(some) if i != device) for some in (self.curves, self.planned)
+        )
+        return self._replace(curves=curves, planned=planned)
+
+
+class Trace(NamedTuple):
+    """What happens to a training."""
+
+    seconds: float
+    slowdown: Slowdown
+    noise: float = 0.02  # relative standard deviation of a step's own work
+    stall_every: int = 0  # steps; one rank takes 2 s longer then
+    input_every: int = 0  # steps; all wait 10 s for data then, which isn't own work
+    dead_at: float = math.inf  # seconds; then device 0 is gone
+
+
+class Run(NamedTuple):
+    """What a simulated training came to."""
+
+    samples: int
+    steps: int
+    changes: tuple[tuple[int, tuple[int, ...], str], ...]  # the first step with the new shares, which, and why
+
+
+def machine(devices: int, seed: int, rows: int = 200, plan_error: float = 0.05) -> Machine:
+    """Devices up to four times as fast as each other, a step of 0.1 s; the plan's curves are off by so much."""
+    draw = random.Random(seed).uniform
+    batch, fixed = devices * rows, draw(0.002, 0.03)
+    speeds = [draw(1, 4) for _ in range(devices)]
+    per_row = [(0.1 - fixed) * sum(speeds) / batch / speed for speed in speeds]
+    curves = tuple(Curve((0.0,), (fixed,), slope) for slope in per_row)
+    planned = tuple(
+        Curve(
+            (0.0,),
+            (fixed * draw(1 - 4 * plan_error, 1 + 4 * plan_error),),
+            slope * draw(1 - plan_error, 1 + plan_error),
+        )
+        for slope in per_row
+    )
+    return Machine(batch, curves, planned, 0.02)
+
+
+def at_rest(_device: int, _at: float) -> float:
+    """Nothing changes."""
+    return 1.0
+
+
+def slower(factor: float, start: float, end: float) -> Slowdown:
+    """The first device, for a while."""
+    return lambda device, at: factor if device == 0 and start <= at < end else 1.0
+
+
+def flipping(period: float, part: float, factor: float = 1.4) -> Slowdown:
+    """The first device is slower for a part of each period."""
+    return lambda device, at: factor if device == 0 and at % period < part * period else 1.0
+
+
+def solve_or_fail(curves: Sequence[Curve], batch: int) -> tuple[int, ...]:
+    """The shares that are done first where memory holds any."""
+    found = solve_shares(curves, batch, (0,) * len(curves), False)
+    assert found is not None
+    return found
+
+
+def stay(machine: Machine, trace: Trace, seed: int = 0) -> Run:
+    """With the plan's shares all the time; by their ratios where a device is gone."""
+    return _both_parts(machine, trace, lambda _, shares: _Fixed(shares), seed, by_curves=False)
+
+
+def rebalance(machine: Machine, trace: Trace, seed: int = 0) -> Run:
+    """By the rule."""
+
+    def begin(m: Machine, shares: tuple[int, ...]) -> _Ruled:
+        return _Ruled(shares, Rebalancer(shares, m.planned, [m.batch] * len(shares), False))
+
+    return _both_parts(machine, trace, begin, seed, by_curves=True)
+
+
+def foresee(machine: Machine, trace: Trace, seed: int = 0) -> Run:
+    """By an oracle that has the best shares for each moment, and changes them at no cost."""
+    return _both_parts(machine, trace, lambda left, _: _Oracle(left, trace), seed, by_curves=True)
+
+
+class _Fixed:
+    def __init__(self, shares: tuple[int, ...]) -> None:
+        self.shares = shares
+        self.changes: list[tuple[int, tuple[int, ...], str]] = []
+
+    def before(self, step: int, factors: tuple[float, ...]) -> float:
+        """Seconds that a change takes before this step."""
+        return 0.0
+
+    def after(self, step: int, own: Sequence[float]) -> None:
+        """What the ranks' own work was."""
+
+
+class _Oracle(_Fixed):
+    def __init__(self, machine: Machine, trace: Trace) -> None:
+        super().__init__(machine.shares)
+
+        @cache
+        def best(factors: tuple[float, ...]) -> tuple[int, ...]:
+            curves = [scale(curve, factor) for curve, factor in zip(machine.curves, factors, strict=True)]
+            return solve_or_fail(curves, machine.batch)
+
+        self._best = best
+
+    def before(self, step: int, factors: tuple[float, ...]) -> float:
+        self.shares = self._best(tuple(round(factor, 2) for factor in factors))
+        return 0.0
+
+
+class _Ruled(_Fixed):
+    def __init__(self, shares: tuple[int, ...], rebalancer: Rebalancer) -> None:
+        super().__init__(shares)
+        self._rebalancer = rebalancer
+        self._window: list[Sequence[float]] = []
+        self._next: tuple[int, tuple[int, ...]] | None = None
+
+    def before(self, step: int, factors: tuple[float, ...]) -> float:
+        if self._next is None or step < self._next[0]:
+            return 0.0
+        self.shares, self._next = self._next[1], None
+        self._window.clear()
+        return CHANGE_SECONDS
+
+    def after(self, step: int, own: Sequence[float]) -> None:
+        self._window.append(own)
+        if len(self._window) < WINDOW_STEPS:
+            return
+        medians = [median(each) for each in zip(*self._window, strict=True)]
+        self._window.clear()
+        change = self._rebalancer.observe(step, medians, self.shares)
+        if change is not None:
+            self._next = step + DELAY_STEPS, change.shares
+            self.changes.append((step + DELAY_STEPS, change.shares, change.reason))
+
+
+def _both_parts(
+    machine: Machine, trace: Trace, begin: Callable[[Machine, tuple[int, ...]], _Fixed], seed: int, by_curves: bool
+) -> Run:
+    """The training up to a lost device, and without it after a restart."""
+    numbers = random.Random(seed)
+    end = min(trace.seconds, trace.dead_at)
+    first = _train(machine, trace, begin(machine, machine.shares), 0.0, end, numbers)
+    if trace.dead_at >= trace.seconds:
+        return first
+    left = machine.without(0)
+    shares = solve_or_fail(left.planned, left.batch) if by_curves else apportion(left.batch, machine.shares[1:])
+    later = trace._replace(slowdown=lambda device, at: trace.slowdown(device + 1, at))
+    second = _train(left, later, begin(left, shares), end + RESTART_SECONDS, trace.seconds, numbers)
+    return Run(first.samples + second.samples, first.steps + second.steps, first.changes + second.changes)
+
+
+def _train(machine: Machine, trace: Trace, policy: _Fixed, start: float, end: float, numbers: random.Random) -> Run:
+    at, step, devices = start, 0, range(len(machine.curves))
+    while at < end:
+        factors = tuple(trace.slowdown(device, at) for device in devices)
+        at += policy.before(step, factors)
+        own = [
+            factors[i] * machine.curves[i].seconds(policy.shares[i]) * math.exp(numbers.gauss(0.0, trace.noise))
+            for i in devices
+        ]
+        if trace.stall_every and step % trace.stall_every == trace.stall_every - 1:
+            own[numbers.randrange(len(own))] += 2.0
+        if trace.input_every and step % trace.input_every == trace.input_every - 1:
+            at += 10.0
+        at += max(own) + machine.rest_seconds
+        policy.after(step, own)
+        step += 1
+    return Run(step * machine.batch, step, tuple(policy.changes))
