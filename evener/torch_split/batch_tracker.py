@@ -170,7 +170,7 @@ class BatchTracker:
             f"It isn't clear which of {len(possible)} batches in hand this forward pass computes, and batches weigh"
             " differently at the end of an epoch.",
             "Take the next batch after backward(), give the model the loader's own tensors, or use drop_last=True in"
-            " each split.loader.",
+            " each split.loader, and no rebalance=True.",
         )
 
 

@@ -34,6 +34,7 @@ class BatchWeights:
         self._hook_sizes: tuple[int, ...] = ()  # by which hooks weigh the gradients of its parts
         self._loss_factor = 1.0  # of their losses
         self._shares = tuple(shares)
+        self.computes_at_once = False  # a model was trained on a whole batch, not by parts
         self._rank = rank
         self._by_loss = by_loss
         self.timer = timer
@@ -92,6 +93,10 @@ class BatchWeights:
             self._weights.begin(self.batches.current.sizes)
         elif waiting is None:
             self._weights.end()
+
+    def change(self, shares: tuple[int, ...], micros: tuple[int, ...]) -> None:
+        """Full batches will have these shares, in passes of up to `micros` rows."""
+        self._shares, self._micros = shares, micros
 
     @property
     def in_passes(self) -> bool:
@@ -165,8 +170,10 @@ class BatchWeights:
         if not torch.is_grad_enabled():
             self.batches.skip()
             return
-        if self.in_passes and self._open is None and model.training:
-            raise self._parts_missing()
+        if self._open is None and model.training:
+            self.computes_at_once = True
+            if self.in_passes:
+                raise self._parts_missing()
         if len(self._shares) == 1:
             return
         model_checks.check_not_inside_ddp()
@@ -196,7 +203,8 @@ class BatchWeights:
         if waiting is not None and waiting is not batch and not waiting.mixes_with(batch):
             raise RequestError(
                 "One backward pass mixes two batches that weigh differently, in this step or at the end of an epoch.",
-                "Call backward() for each batch by itself, or use drop_last=True in each split.loader.",
+                "Call backward() for each batch by itself, or use drop_last=True in each split.loader, and no"
+                " rebalance=True.",
             )
         return batch
 

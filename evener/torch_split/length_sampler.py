@@ -46,7 +46,7 @@ class LengthSampler(UnevenBatchSampler):
                 self._deals.pop(old, None)
         return found
 
-    def sizes_at(self, first: int, epoch: int | None = None) -> tuple[int, ...]:
+    def sizes_at(self, first: int, epoch: int | None = None, schedule: Any = None) -> tuple[int, ...]:
         """The rows of each rank in that batch; 0 for one that only keeps step."""
         return self.deal_at(first, self.epoch if epoch is None else epoch).sizes
 
@@ -102,12 +102,25 @@ class LengthSampler(UnevenBatchSampler):
         return self._orders[epoch]
 
 
-def check_dealt(training: bool, strategy: Any) -> None:
+def make_sampler(
+    rows: int, shares: Sequence[int], rank: int, dealing: tuple[Any, Dealer] | None, *, join_tail: bool, **options: Any
+) -> UnevenBatchSampler:
+    """One that deals rows by their lengths, where `dealing` has these and who deals."""
+    if dealing is None:
+        return UnevenBatchSampler(rows, shares, rank, join_tail=join_tail, **options)
+    return LengthSampler(rows, shares, rank, lengths=dealing[0], dealer=dealing[1], **options)
+
+
+def check_dealt(training: bool, strategy: Any, rebalancing: Any) -> None:
     """RequestError where rows can't be dealt by length."""
     if not training:
         raise RequestError(
             "Rows of a validation aren't dealt by length, as its batches have one pass on each rank.",
             "Leave lengths out.",
+        )
+    if rebalancing is not None:
+        raise RequestError(
+            "Rows dealt by length have no shares to rebalance.", "Leave rebalance out, or make a new plan."
         )
     if strategy is not None:
         raise RequestError(

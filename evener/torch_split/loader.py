@@ -37,8 +37,8 @@ class StepListener:
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
         """The loop gets this batch, of which the ranks have these rows."""
 
-    def done(self, rows: int, tokens: tuple[int, int]) -> None:
-        """The loop is done with a batch of so many rows on this rank, and so many tokens without and with padding."""
+    def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
+        """The loop is done with a batch of these rows, and of this rank's tokens without and with padding."""
 
     def end(self, origin: Epoch) -> None:
         """An epoch is over, or left."""
@@ -53,6 +53,7 @@ class Loader:
     """
 
     num_workers: int
+    prefetch_factor: int | None
     pin_memory: bool
     collate_fn: Callable[[list[Any]], Any]
 
@@ -120,15 +121,17 @@ class Loader:
             listener.compare(digest)
         origin = Epoch(self._training, sampler.rows_of_odd_tail(), sampler.is_dealt)
         batches = sampler.join_passes(iter(self._fetch))
+        schedule = sampler.schedule
         ahead = Prefetcher(batches, self._sent_to, self.prefetch) if self.prefetch else None
         self._ahead = ahead
         try:
             for step, batch in enumerate(ahead or batches):
-                sizes = sampler.sizes_at(first + step * full, epoch)
+                row = first + step * full
+                sizes = sampler.sizes_at(row, epoch, schedule)
                 listener.begin(origin, sizes, batch)
-                self._steps = step + 1
+                self._steps, schedule.begun = step + 1, row + full
                 yield batch
-                listener.done(sizes[sampler.rank], sampler.count_tokens(first + step * full, epoch))
+                listener.done(sizes, sampler.count_tokens(row, epoch))
         finally:
             if ahead is not None:
                 ahead.close()
@@ -142,6 +145,12 @@ class Loader:
         """Return when all that is fetched ahead is there; at once where nothing is."""
         if self._ahead is not None:
             self._ahead.wait_until_full()
+
+    @property
+    def drawn_ahead(self) -> int:
+        """The most batches whose rows are drawn before the loop asks for them."""
+        workers = self.num_workers * (self.prefetch_factor or 2)
+        return self.prefetch + workers
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next loop this epoch, from its first row; of an epoch whose state was just loaded, what is left."""

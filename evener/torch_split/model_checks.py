@@ -35,6 +35,20 @@ def is_sharded(model: Any) -> bool:
     return "FSDPModule" in _class_names(model)
 
 
+def check_sharded(weigh: str, rebalances: bool) -> None:
+    """RequestError for what a model that FSDP2 shards can't do."""
+    if weigh == "gradients":
+        raise RequestError(
+            "FSDP shards the model, and its mean over ranks can't be weighted.",
+            "Use Split(..., weigh='loss') and split.scale(loss).backward(), which is exact.",
+        )
+    if rebalances:
+        raise RequestError(
+            "FSDP's ranks meet in every layer, so none has times of its own to rebalance by.",
+            "Leave rebalance out, or use DistributedDataParallel.",
+        )
+
+
 def check_exchange(model: Any) -> None:
     """RequestError if another library exchanges the gradients, or the parts of a row."""
     names = _class_names(model)

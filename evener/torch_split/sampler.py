@@ -6,6 +6,7 @@ no row in a short last batch gets one to keep step with; that row has weight 0.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,16 +15,18 @@ import torch
 from evener.errors import RequestError
 from evener.shares import apportion, bounds
 from evener.torch_split.row_order import RowOrder, mix_seed
+from evener.torch_split.share_schedule import ShareSchedule
 
+LOOPS = 4  # that may run over one sampler at the same time and change shares
 _STATE_KEYS = ("epoch", "position", "length", "shuffle", "seed")
 
 
 class UnevenBatchSampler:
     """Batches of row numbers for one rank, for `DataLoader(batch_sampler=...)`; a batch is never empty.
 
-    `shares` are the samples of every rank in a full global batch. An `order` takes the place of `shuffle`. With
-    `join_tail`, a last batch that hasn't a row for each rank is part of the batch before it. RequestError for a share,
-    length or rank that's none.
+    `shares` are the samples of every rank in a full global batch, until `change_shares`. An `order` takes the place of
+    `shuffle`. With `join_tail`, a last batch that hasn't a row for each rank is part of the batch before it.
+    RequestError for a share, length or rank that's none.
     """
 
     is_dealt = False  # whether rows are dealt by their length, in passes
@@ -43,7 +46,7 @@ class UnevenBatchSampler:
         length = length if order is None else len(order)
         _check(length, shares, rank, drop_last)
         self.length = length
-        self.shares = tuple(shares)
+        self.shares = tuple(shares)  # of loops that begin now
         self.rank = rank
         self.shuffle = shuffle
         self.seed = seed
@@ -52,11 +55,24 @@ class UnevenBatchSampler:
         self.join_tail = join_tail
         self.epoch = 0
         self.position = 0  # rows of this epoch that were computed before
+        self.changes = False  # whether shares may become others
+        self._schedules = deque([ShareSchedule(self.shares, 0)], maxlen=LOOPS)
 
     @property
     def global_batch(self) -> int:
         """Rows of a full step, over all ranks."""
         return sum(self.shares)
+
+    def change_shares(self, shares: tuple[int, ...], ahead: int) -> None:
+        """Take these shares, in loops that run from the batch on that comes `ahead` batches behind the next one."""
+        self.shares = shares
+        for schedule in self._schedules:
+            schedule.change(ahead * self.global_batch, shares)
+
+    @property
+    def schedule(self) -> ShareSchedule:
+        """Of the newest loop."""
+        return self._schedules[-1]
 
     def set_epoch(self, epoch: int) -> None:
         """Start `epoch` from its first row, in its own order."""
@@ -83,15 +99,21 @@ class UnevenBatchSampler:
         """The rows of each rank in a step, counted from the position; 0 for one that only keeps step."""
         return self.sizes_at(self.position + step * self.global_batch)
 
-    def sizes_at(self, first: int, epoch: int | None = None) -> tuple[int, ...]:
-        """The same of the step that begins with row `first` of `epoch`, this one unless said."""
+    def sizes_at(self, first: int, epoch: int | None = None, schedule: ShareSchedule | None = None) -> tuple[int, ...]:
+        """The same of the step that begins with row `first` of `epoch`, in a loop with this schedule.
+
+        This epoch and the newest loop unless said.
+        """
         rows, full = self.length - first, self.global_batch
+        shares = (schedule or self.schedule).at(first)
         if rows >= full and not (rows < 2 * full and self._joins(rows - full)):
-            return self.shares
-        return apportion(rows, self.shares)
+            return shares
+        return apportion(rows, shares)
 
     def rows_of_odd_tail(self) -> object:
         """Rows of the epoch's last step if they weigh the ranks differently than the other steps' do; else None."""
+        if self.changes:
+            return object()  # each step may weigh them differently
         last = self.sizes(max(0, self.steps_left - 1))
         total, rows = self.global_batch, sum(last)
         return None if all(n * total == share * rows for n, share in zip(last, self.shares, strict=True)) else rows
@@ -100,13 +122,16 @@ class UnevenBatchSampler:
         return (rows.tolist() for rows in self.batches())
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """The same as tensors (rows,) of int64, from the epoch and position of now."""
-        return self._slices(self._draw(self.epoch), self.position, self.steps_left)
+        """The same as tensors (rows,) of int64, from the epoch and position of now, by a schedule of their own."""
+        self._schedules.append(ShareSchedule(self.shares, self.position))
+        return self._slices(self._draw(self.epoch), self.position, self.steps_left, self.schedule)
 
-    def _slices(self, order: torch.Tensor, position: int, steps: int) -> Iterator[torch.Tensor]:
+    def _slices(
+        self, order: torch.Tensor, position: int, steps: int, schedule: ShareSchedule
+    ) -> Iterator[torch.Tensor]:
         for step in range(steps):
             first = position + step * self.global_batch
-            start, stop = bounds(self.sizes_at(first))[self.rank]
+            start, stop = bounds(self.sizes_at(first, schedule=schedule))[self.rank]
             if start == stop:
                 start, stop = 0, 1
             yield order[first + start : first + stop]

@@ -31,14 +31,15 @@ from evener.plan_check import check_fit
 from evener.torch_split.batch_weights import BatchWeights
 from evener.torch_split.dealt_batch import DealtBatch
 from evener.torch_split.gather import gather_rows
-from evener.torch_split.length_sampler import LengthSampler, check_dealt
+from evener.torch_split.length_sampler import check_dealt, make_sampler
 from evener.torch_split.loader import Loader, check_options, count_rows, warn_of_short_batches
 from evener.torch_split.loader_states import LoaderStates
-from evener.torch_split.model_checks import check_exchange, check_normalization, find_ddp, is_sharded
+from evener.torch_split.model_checks import check_exchange, check_normalization, check_sharded, find_ddp, is_sharded
 from evener.torch_split.model_digest import model_digest
 from evener.torch_split.parts import Part, in_turn, make_parts, weigh_by_count
 from evener.torch_split.process import choose_device, find_stand, join, leave_group, settle, visible_gpus
 from evener.torch_split.rank_shares import find_rank_shares, open_plan, share_by_ratios, shares_to_evaluate
+from evener.torch_split.rebalancing import Rebalancing
 from evener.torch_split.row_order import Order, RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
 from evener.torch_split.step_reporter import StepReporter
@@ -56,7 +57,9 @@ class Split:
     `plan` is a Plan or its file; evener launch has said it already. Without one, `ratios` and `global_batch` say how to
     split. `weigh="gradients"` changes nothing in the loop; `"loss"` needs `split.scale(loss).backward()` and leaves the
     model's communication hook free. PlanError, RequestError or DeviceError before anything starts if the plan can't be
-    applied here; with `strict`, also if it was measured on other devices or with another model, a warning else.
+    applied here; with `strict`, also if it was measured on other devices or with another model, a warning else. With
+    `rebalance`, shares follow the ranks' own work while they train; global batches stay. With `journal`, `evener runs`
+    has the training's steps/s, changes of shares and restarts.
     """
 
     device: torch.device
@@ -70,37 +73,46 @@ class Split:
         weigh: Weigh = "gradients",
         strict: bool = False,
         backend: str | None = None,
+        rebalance: bool = False,
+        journal: bool = False,
     ) -> None:
         if weigh not in ("gradients", "loss"):
             raise RequestError(f"There is no weigh={weigh!r}.", "Say 'gradients' or 'loss'.")
-        stand = find_stand()
-        gpus = visible_gpus()
+        stand, gpus = find_stand(), visible_gpus()
         if plan is not None and ratios is not None:
             raise RequestError("Both a plan and ratios are given.", "Give one of them; the plan has its own ratios.")
         self.plan = None if ratios is not None else open_plan(plan)
-        share = None
-        if self.plan is not None:
+        if self.plan is None:
+            found, share = share_by_ratios(ratios, global_batch, stand, gpus), None
+        else:
             found = find_rank_shares(self.plan, global_batch, stand, gpus, strict)
             share = found.share
-        else:
-            found = share_by_ratios(ratios, global_batch, stand, gpus)
-        self.shares, self.micros = found.batches, found.micros
         self.rank, self.world = stand.rank, stand.world
         self.device = choose_device(share, stand, gpus)
-        self.weigh = weigh
-        self.strict = strict
+        self.weigh, self.strict = weigh, strict
         settle(self.device, share)
         if self.world > 1 and join(self.device, backend):
             atexit.register(leave_group)
         self._dealer = make_dealer(found.batches, found.micros, found.shares)
-        self._reporter = StepReporter(found, self.device)
+        self._reporter = StepReporter(found, self.device, journal)
         self._weights = BatchWeights(self.shares, self.rank, weigh == "loss", self._reporter.timer, self.micros)
+        self._rebalancing = Rebalancing(self._reporter, self._weights) if rebalance and self.world > 1 else None
         self._states = LoaderStates()
         self._strategy: Any = None  # of Lightning, once it was asked for
         weakref.finalize(self, self._reporter.close)  # a split that is dropped reports no more
 
     def __repr__(self) -> str:
         return f"Split(shares={self.shares}, rank={self.rank}, device={self.device}, weigh={self.weigh!r})"
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Rows of each rank in a full step: the plan's, or those that it was rebalanced to last."""
+        return self._reporter.shares.batches
+
+    @property
+    def micros(self) -> tuple[int, ...]:
+        """The most of them in one pass."""
+        return self._reporter.shares.micros
 
     @property
     def global_batch(self) -> int:
@@ -149,19 +161,20 @@ class Split:
         chosen = None if order is None else RowOrder(order, rows, seed)
         shares = self.shares if training else shares_to_evaluate(self.shares, self.micros)
         common: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "order": chosen}
-        if lengths is None:
-            sampler = UnevenBatchSampler(rows, shares, self.rank, join_tail=not training, **common)
-        else:
-            check_dealt(training, self._strategy)
-            sampler = LengthSampler(rows, shares, self.rank, lengths=lengths, dealer=self._dealer, **common)
+        if lengths is not None:
+            check_dealt(training, self._strategy, self._rebalancing)
+        dealing = None if lengths is None else (lengths, self._dealer)
+        sampler = make_sampler(rows, shares, self.rank, dealing, join_tail=not training, **common)
         if self.rank == 0:
             warn_of_short_batches(sampler, self.global_batch if self.plan and training else 0)
         if training and self._strategy is not None:
             passes: Loader = self._strategy.make_loader(dataset, sampler, options)
             return passes
         on_host = training and (self._weights.in_passes or sampler.is_dealt)  # a part is sent as its turn comes
-        steps = Steps(self._weights, self._reporter if training else None, self.device)
+        steps = Steps(self._weights, self._reporter if training else None, self._rebalancing, self.device)
         made = Loader(dataset, sampler, steps, options, self.device, prefetch, training, on_host)
+        if training and self._rebalancing is not None:
+            self._rebalancing.add(sampler, made.drawn_ahead)
         return self._states.add(made) if training else made
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,10 +182,13 @@ class Split:
 
         The same on every rank, and fit for JSON.
         """
-        return self._states.state_dict()
+        state = self._states.state_dict()
+        return state if self._rebalancing is None else {**state, **self._rebalancing.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the training loaders, in the order in which they are made, go on there; also under another plan."""
+        if self._rebalancing is not None and "planned" in state:
+            self._rebalancing.load_state_dict(state)
         self._states.load_state_dict(state)
 
     def strategy(self, **options: Any) -> Any:
@@ -201,7 +217,10 @@ class Split:
             return moved
         check_exchange(module)
         if is_sharded(module):
-            return self._follow_sharded(model)
+            check_sharded(self.weigh, self._rebalancing is not None)
+            self._reporter.timer.has_own_work = False
+            self._weights.follow(model)
+            return model
         ddp = find_ddp(module)
         if ddp is not None:
             self._weights.attach(ddp)
@@ -210,16 +229,6 @@ class Split:
         made = DistributedDataParallel(module.to(self.device), **{"device_ids": devices, **options})
         self._weights.attach(made)
         return made
-
-    def _follow_sharded(self, model: Model) -> Model:
-        if self.weigh == "gradients":
-            raise RequestError(
-                "FSDP shards the model, and its mean over ranks can't be weighted.",
-                "Use Split(..., weigh='loss') and split.scale(loss).backward(), which is exact.",
-            )
-        self._reporter.timer.has_own_work = False
-        self._weights.follow(model)
-        return model
 
     def _check_model(self, model: Any) -> None:
         """Warn, or raise PlanError with `strict`, if the plan was measured with another model."""
@@ -314,8 +323,7 @@ class Split:
 
         `tokens` are those of the rows, without and with padding.
         """
-        done = self._weights.sizes[self.rank] if rows is None else rows
-        self._reporter.report(done, tokens)
+        self._reporter.report(self._weights.sizes[self.rank] if rows is None else rows, tokens)
 
     def close(self) -> None:
         """Leave the process group and stop reporting; done at exit if the group was made here."""

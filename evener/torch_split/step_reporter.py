@@ -7,18 +7,23 @@ from typing import Any
 
 from evener.live import Details, Reporter
 from evener.live_files import MOST_CHANGES, ShareChange
+from evener.plan_check import describe
 from evener.torch_split.own_work import make_timer
 from evener.torch_split.rank_shares import RankShares
+from evener.training_journal import TrainingJournal
 
 
 class StepReporter:
-    """Reports the steps of one rank, which computes its shares on `device`; `timer` is marked in each step."""
+    """Reports the steps of one rank, which computes its shares on `device`; `timer` is marked in each step.
 
-    def __init__(self, shares: RankShares, device: Any) -> None:
+    With `journal`, the first rank keeps one.
+    """
+
+    def __init__(self, shares: RankShares, device: Any, journal: bool = False) -> None:
         self.timer = make_timer(device, alone=shares.world == 1)
         self.shares = shares
         self.changes: deque[ShareChange] = deque(maxlen=MOST_CHANGES)
-        self._reporter = Reporter(self._describe)
+        self._reporter = Reporter(self._describe, keep_journal(shares) if journal else None)
 
     def report(self, rows: int, tokens: tuple[int, int] = (0, 0)) -> None:
         """A step on this rank's rows is done; `tokens` are those of the rows, without and with padding."""
@@ -42,3 +47,8 @@ class StepReporter:
             ((times.own_work_s, times.waiting_s),),
             tuple(self.changes),
         )
+
+
+def keep_journal(shares: RankShares) -> TrainingJournal | None:
+    """The journal of the whole training, for its first rank."""
+    return None if shares.rank else TrainingJournal(tuple(map(describe, shares.shares)), shares.batches)

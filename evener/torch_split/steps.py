@@ -12,15 +12,26 @@ from evener.torch_split.batch_tracker import Epoch
 from evener.torch_split.batch_weights import BatchWeights
 from evener.torch_split.gather import is_equal_everywhere
 from evener.torch_split.loader import StepListener
+from evener.torch_split.rebalancing import Rebalancing
 from evener.torch_split.step_reporter import StepReporter
 
 
 class Steps(StepListener):
-    """Hears of one loader's steps; `reporter` times and reports each step of a training, None for a validation."""
+    """Hears of one loader's steps; `reporter` times and reports each step of a training, None for a validation.
 
-    def __init__(self, weights: BatchWeights, reporter: StepReporter | None, device: torch.device) -> None:
+    `rebalancing` hears of each batch that was trained on.
+    """
+
+    def __init__(
+        self,
+        weights: BatchWeights,
+        reporter: StepReporter | None,
+        rebalancing: Rebalancing | None,
+        device: torch.device,
+    ) -> None:
         self._weights = weights
         self._reporter = reporter
+        self._rebalancing = rebalancing
         self._device = device
 
     def compare(self, digest: int) -> None:
@@ -37,11 +48,14 @@ class Steps(StepListener):
             self._reporter.timer.begin(sizes)
         self._weights.take(origin, sizes, batch)
 
-    def done(self, rows: int, tokens: tuple[int, int]) -> None:
+    def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
         """The loop is done with it."""
-        if self._reporter is not None:
-            self._reporter.timer.finish()
-            self._reporter.report(rows, tokens)
+        if self._reporter is None:
+            return
+        trained = self._reporter.timer.finish()
+        self._reporter.report(sizes[self._reporter.shares.rank], tokens)
+        if trained and self._rebalancing is not None:
+            self._rebalancing.after_step(sizes)
 
     def end(self, origin: Epoch) -> None:
         """An epoch is over, or left."""

@@ -1,4 +1,4 @@
-"""A rank's own work is told from its waiting, whatever the loop does between its batches."""
+"""A rank's own work is timed apart from its waiting, whatever the loop does between its batches."""
 
 from __future__ import annotations
 

@@ -144,15 +144,16 @@ class Heard(StepListener):
         self.ended: list[int] = []
 
     def loader(self, length: int, shares: Sequence[int], rank: int = 0, **options: Any) -> Loader:
+        self.rank = rank
         sampler = UnevenBatchSampler(length, shares, rank)
         return Loader(Numbers(length), sampler, self, options)
 
     def begin(self, origin: Any, sizes: Sequence[int], batch: Any) -> None:
         self.begun.append(tuple(sizes))
 
-    def done(self, rows: int, tokens: tuple[int, int]) -> None:
+    def done(self, sizes: Sequence[int], tokens: tuple[int, int]) -> None:
         assert tokens == (0, 0)
-        self.ended.append(rows)
+        self.ended.append(sizes[self.rank])
 
 
 def test_a_loader_says_the_rows_of_each_step_as_it_begins_and_ends() -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from torch.utils.data import TensorDataset
 
 from evener import live
 from evener.live import read_trainings
+from evener.rebalance import Change
 from evener.torch_split import Split
+from evener.torch_split.sampler import UnevenBatchSampler
 from tests.support.torch_program_parts import data, network
 
 SLEEP_SECONDS = 0.1
@@ -64,3 +70,151 @@ def _live_record(split: Split) -> dict[str, Any]:
     split._reporter.close()
     record: dict[str, Any] = msgspec.to_builtins(own)
     return record
+
+
+GLOBAL_BATCH = 16
+SHARES = ((12, 4), (7, 9), (15, 1), (5, 11), (8, 8))
+
+
+class RebalancedCase(msgspec.Struct, frozen=True):
+    """A training whose shares change; `slow` steps are those in which rank 1 sleeps longer for each row."""
+
+    rows: int = 97  # the last batch has a single row
+    steps: int = 300
+    micros: tuple[int, ...] = ()  # of each rank: by parts
+    accumulate: int = 1
+    weigh: Any = "gradients"
+    loaders: int = 1  # in turn, with a backward pass each
+    prefetch: int = 0
+    resume: int = 0  # after this step, from a state
+    slow: tuple[int, int] | None = None
+
+
+CASES = {
+    "at once": RebalancedCase(),
+    "fetched ahead, by the loss": RebalancedCase(rows=103, weigh="loss", prefetch=2),
+    "in passes, accumulated": RebalancedCase(micros=(3, 4), accumulate=3),
+    "two loaders, resumed in mid-epoch": RebalancedCase(rows=99, loaders=2, prefetch=1, resume=107),
+    "by the rule": RebalancedCase(slow=(60, 200)),
+}
+
+
+class ScriptedRule:
+    """Other shares after each window."""
+
+    def __init__(self, micros: tuple[int, ...]) -> None:
+        self._micros = micros
+        self._left = iter(SHARES[1:] * 100)
+
+    def observe(self, step: int, own_work_s: Sequence[float], rows: Sequence[int]) -> Change:
+        assert min(own_work_s) > 0
+        shares = next(self._left)
+        micros = tuple(map(min, shares, self._micros)) if self._micros else shares
+        return Change(shares, micros, f"a script, at step {step}", 0.1)
+
+
+def numbered(rows: int) -> TensorDataset:
+    """The tests' data, and the number of each row."""
+    return TensorDataset(*data(rows).tensors, torch.arange(rows))
+
+
+def rebalanced(folder: Path, rank: int) -> None:
+    """Train every case; leave the weights, the rows of each epoch and the changes of shares."""
+    torch.set_num_threads(1)
+    torch.save({name: _train(case, rank) for name, case in CASES.items()}, folder / f"{rank}.pt")
+
+
+def reference(case: RebalancedCase) -> list[torch.Tensor]:
+    """The weights of one process that knows no split."""
+    net, seen = network(), 0
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    samplers = [UnevenBatchSampler(case.rows, [GLOBAL_BATCH], 0, seed=seed) for seed in range(case.loaders)]
+    inputs, labels = data(case.rows).tensors
+    for epoch in range(case.steps):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        for batches in zip(*samplers, strict=True):
+            for rows in batches:
+                (torch.nn.functional.cross_entropy(net(inputs[rows]), labels[rows]) / case.accumulate).backward()
+            seen += 1
+            _update(case, seen, net, optimizer)
+            if seen == case.steps:
+                return [each.detach() for each in net.parameters()]
+    raise AssertionError
+
+
+def _update(case: RebalancedCase, seen: int, net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if seen % case.accumulate == 0:
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class _Training:
+    """One case on one rank."""
+
+    def __init__(self, case: RebalancedCase, rank: int) -> None:
+        self._case, self._rank = case, rank
+        self.net: Any = network()
+        self._optimizer = torch.optim.AdamW(self.net.parameters(), 1e-2)
+        self._seen = 0
+        self.rows: list[list[int]] = []  # of each epoch, of the first loader
+        self.changes: list[tuple[tuple[int, ...], int]] = []
+
+    def run(self) -> None:
+        state: dict[str, Any] | None = None
+        while self._seen < self._case.steps:
+            state = self._run_until(
+                self._case.resume if state is None and self._case.resume else self._case.steps, state
+            )
+
+    def _run_until(self, last: int, state: dict[str, Any] | None) -> dict[str, Any]:
+        case = self._case
+        split = Split(ratios=SHARES[0], global_batch=GLOBAL_BATCH, weigh=case.weigh, rebalance=True)
+        if case.slow is None:
+            rebalancing: Any = split._rebalancing
+            rebalancing._rule = ScriptedRule(case.micros)
+        if state is not None:
+            split.load_state_dict(state)
+        model = split.wrap(self.net)
+        datasets = [numbered(case.rows) for _ in range(case.loaders)]
+        loaders = [split.loader(each, seed=seed, prefetch=case.prefetch) for seed, each in enumerate(datasets)]
+        while True:
+            if state is None or self._seen != case.resume:
+                self.rows.append([])
+            for batches in zip(*loaders, strict=True):
+                self._step(split, model, batches)
+                if self._seen == last:
+                    self.changes += [(each.after, each.step) for each in split._reporter.changes]
+                    return json.loads(json.dumps(split.state_dict()))
+
+    def _step(self, split: Split, model: Any, batches: Sequence[Any]) -> None:
+        case = self._case
+        synced = (self._seen + 1) % case.accumulate == 0
+        for number, (inputs, labels, rows) in enumerate(batches):
+            if number == 0:
+                found: Any = split._weights.batches.find((inputs,), True)
+                self.rows[-1] += rows[: found.sizes[self._rank]].tolist()
+            with nullcontext() if synced else split.no_sync(model):
+                self._compute(split, model, inputs, labels)
+        self._seen += 1
+        _update(case, self._seen, self.net, self._optimizer)
+
+    def _compute(self, split: Split, model: Any, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        case = self._case
+        if case.micros:
+            for part in split.parts((inputs, labels)):
+                part.backward(torch.nn.functional.cross_entropy(model(part.batch[0]), part.batch[1]) / case.accumulate)
+            return
+        if case.slow is not None:
+            slower = 4 if self._rank and case.slow[0] <= self._seen < case.slow[1] else 1
+            time.sleep(0.0005 * slower * len(inputs))
+        loss = torch.nn.functional.cross_entropy(model(inputs), labels) / case.accumulate
+        (split.scale(loss) if case.weigh == "loss" else loss).backward()
+
+
+def _train(case: RebalancedCase, rank: int) -> dict[str, Any]:
+    training = _Training(case, rank)
+    training.run()
+    weights = [each.detach() for each in training.net.parameters()]
+    return {"weights": weights, "rows": training.rows, "changes": training.changes}

@@ -35,6 +35,29 @@ def a_ddp_that_nothing_weighs(shares: tuple[int, ...], rows: TensorDataset) -> l
     return weights(model)
 
 
+@refused("no shares to rebalance")
+def rows_dealt_by_length_that_rebalance(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    split_by(shares, rebalance=True).loader(rows, lengths=list(range(len(rows))))
+    return []
+
+
+@refused("none has times of its own to rebalance by")
+def a_sharded_model_that_rebalances(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    split = split_by(shares, rebalance=True, weigh="loss")
+    return weights(split.wrap(shard(split, network())))
+
+
+@refused("One backward pass mixes two batches")
+def two_loaders_in_one_backward_pass_that_rebalance(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """Their shares may change at different steps."""
+    split = split_by(shares, rebalance=True)
+    model = split.wrap(network())
+    optimizer = sgd(model)
+    for (inputs, labels), (others, more) in zip(split.loader(rows), split.loader(rows, seed=1), strict=True):
+        update(optimizer, F.cross_entropy(model(inputs), labels) + F.cross_entropy(model(others), more))
+    return weights(model)
+
+
 @refused("split.begin")
 def a_loader_that_was_sharded_again(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
     """accelerator.prepare of a DataLoader made from the loader's parts."""

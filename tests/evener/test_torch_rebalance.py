@@ -1,0 +1,57 @@
+"""Shares that change while a training runs leave what it learns as it is, and each row comes once an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import torch_rebalance_programs as programs
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
+@pytest.fixture(scope="module")
+def trained(trainer_ranks: Callable[..., list[Any]]) -> list[Any]:
+    """What two ranks learned, case by case, and how their shares changed."""
+    return trainer_ranks("tests.support.torch_rebalance_programs.rebalanced", world=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", programs.CASES)
+def test_the_weights_are_those_of_one_process(trained: list[Any], name: str) -> None:
+    expected = programs.reference(programs.CASES[name])
+    for rank in trained:
+        for mine, tensor in zip(rank[name]["weights"], expected, strict=True):
+            torch.testing.assert_close(mine, tensor, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", programs.CASES)
+def test_each_row_comes_once_an_epoch(trained: list[Any], name: str) -> None:
+    epochs = zip(*(rank[name]["rows"] for rank in trained), strict=True)
+    *whole, _ = (sorted(chain.from_iterable(rows)) for rows in epochs)
+    assert len(whole) > 30
+    assert all(rows == list(range(programs.CASES[name].rows)) for rows in whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", programs.CASES)
+def test_all_ranks_change_to_the_same_shares_at_the_same_step(trained: list[Any], name: str) -> None:
+    first, second = (rank[name]["changes"] for rank in trained)
+    assert first == second
+    if programs.CASES[name].slow is None:
+        assert len(first) > 10
+
+
+@pytest.mark.slow
+def test_a_rank_that_gets_slower_gets_fewer_rows_and_more_again(trained: list[Any]) -> None:
+    """Rank 1 takes four times as long for a row from step 60 to 199."""
+    changes = trained[0]["by the rule"]["changes"]
+    slow = [shares for shares, step in changes if 60 < step <= 190]
+    after = [shares for shares, step in changes if step > 200]
+    assert slow[-1][1] <= 4
+    assert after[-1][1] > slow[-1][1]
