@@ -171,3 +171,19 @@ async def test_a_report_is_written_from_the_list(app_of: Any, tmp_path: Path) ->
         await pilot.press("enter")
         await until(pilot, lambda: not isinstance(app.screen, SaveDialog), "the file")
         assert "<html" in (tmp_path / "run.html").read_text()
+
+
+async def test_a_read_only_app_starts_no_search_and_changes_no_run(app_of: Any) -> None:
+    """Runs can be looked at and replayed."""
+    await asyncio.to_thread(_search, devices=PAIR)
+    app = app_of(readonly=True)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await open_runs(pilot, 1)
+        for key in ("c", "e", "w", "d", "n"):
+            await pilot.press(key)
+            assert app.screen.NAME == "runs", key
+        app.start_session(Request(devices=PAIR), ())
+        assert not app.balance.active
+        await pilot.press("r")
+        await until(pilot, lambda: app.screen.query("BalanceView"), "the replay")
+    assert len(runs.list_runs()) == 1

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +10,9 @@ from typing import Any
 import pytest
 
 from evener.tui.cli.main import run
+from tests.support.chromium import BROWSER, Chromium
 
 pytest.importorskip("matplotlib")
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is on the path")
 LEAST_CONTRAST = 4.5  # WCAG 2.1, 1.4.3, level AA, for text
 LEAST_GRAPHIC = 3.0  # 1.4.11, for what a picture is read by
@@ -44,74 +40,13 @@ SCRIPT = """(() => {
 })()"""
 
 
-class Chromium:
-    """A headless browser, spoken to over its debugging pipe: JSON messages that end with a zero byte."""
-
-    def __init__(self, profile: Path) -> None:
-        assert BROWSER is not None
-        to_read, self._out = os.pipe()
-        self._in, to_write = os.pipe()
-
-        def keep() -> None:
-            low, high = os.dup(to_read), os.dup(to_write)
-            os.dup2(low, 3)
-            os.dup2(high, 4)
-
-        switches = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run"]
-        quiet = ["--disable-background-networking", "--disable-component-update", "--hide-scrollbars"]
-        self._process = subprocess.Popen(
-            [BROWSER, *switches, *quiet, f"--user-data-dir={profile}", "about:blank"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=keep, close_fds=False,
-        )  # fmt: skip
-        os.close(to_read)
-        os.close(to_write)
-        self._rest, self._count, self._session = b"", 0, ""
-        self.events: list[dict[str, Any]] = []
-        target = next(one for one in self.call("Target.getTargets")["targetInfos"] if one["type"] == "page")
-        self._session = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)["sessionId"]
-        for domain in ("Page", "Network", "Log", "Runtime"):
-            self.call(f"{domain}.enable")
-
-    def call(self, method: str, **parameters: Any) -> Any:
-        """A command's answer; what happens meanwhile is kept in `events`."""
-        self._count += 1
-        order = {"id": self._count, "method": method, "params": parameters}
-        os.write(
-            self._out, json.dumps(order | ({"sessionId": self._session} if self._session else {})).encode() + b"\0"
-        )
-        while True:
-            answer = self._hear()
-            if answer.get("id") == self._count:
-                assert "error" not in answer, answer
-                return answer["result"]
-            self.events.append(answer)
-
-    def open(self, page: Path, scheme: str, width: int) -> Any:
-        """The page as `scheme`, laid out, and what the script finds in it."""
-        self.events.clear()
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
-        self.call("Page.navigate", url=page.as_uri())
-        until = time.monotonic() + 20
-        while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
-            assert time.monotonic() < until, "the page loads"
-            self.events.append(self._hear())
-        return json.loads(self.call("Runtime.evaluate", expression=SCRIPT)["result"]["value"])
-
-    def close(self) -> None:
-        """End it."""
-        self._process.kill()
-        self._process.wait()
-        os.close(self._out)
-        os.close(self._in)
-
-    def _hear(self) -> dict[str, Any]:
-        while b"\0" not in self._rest:
-            more = os.read(self._in, 1 << 16)
-            assert more, "the browser lives"
-            self._rest += more
-        message, _, self._rest = self._rest.partition(b"\0")
-        return dict(json.loads(message))
+def _open(chromium: Chromium, page: Path, scheme: str, width: int) -> Any:
+    """The page as `scheme`, laid out, and what the script finds in it."""
+    chromium.events.clear()
+    chromium.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    chromium.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+    chromium.navigate(page.as_uri())
+    return json.loads(chromium.evaluate(SCRIPT))
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +75,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 @pytest.mark.parametrize("width", [1100, 420])
 def test_the_page_reads_well_and_asks_for_nothing(browser: Chromium, page: Path, scheme: str, width: int) -> None:
     """In a wide and a narrow window, as the reader likes it."""
-    seen = browser.open(page, scheme, width)
+    seen = _open(browser, page, scheme, width)
     asked = [event["params"]["request"]["url"] for event in browser.events if "requestWillBeSent" in event["method"]]
     assert [url for url in asked if not url.startswith("data:")] == [page.as_uri()]
     printed = [event for event in browser.events if event["method"] in ("Log.entryAdded", "Runtime.consoleAPICalled")]
@@ -154,7 +89,7 @@ def test_the_page_reads_well_and_asks_for_nothing(browser: Chromium, page: Path,
 
 
 def test_every_picture_and_table_is_there(browser: Chromium, page: Path) -> None:
-    seen = browser.open(page, "light", 1100)
+    seen = _open(browser, page, "light", 1100)
     titles = ("The plan", "Throughput of each device alone", "Shares of the plan", "Ranking", "Timeline of probes")
     for title in (*titles, "How it was measured"):
         assert [heading for heading in seen["headings"] if heading.startswith(title)], title

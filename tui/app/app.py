@@ -138,7 +138,8 @@ class EvenerApp(BaseApp):
         yield SystemCommand("Dark or light", "Switch between the two themes", self.action_switch_theme)
         yield SystemCommand("Theme", "Choose among all themes", self.action_change_theme)
         yield SystemCommand("Help", "Keys, and what the marks mean", self.action_help)
-        yield SystemCommand("Save a picture", "The screen as an SVG file", self.action_screenshot)
+        if not self.readonly:
+            yield SystemCommand("Save a picture", "The screen as an SVG file", self.action_screenshot)
         yield SystemCommand("Quit", "Leave evener", self.action_leave)
 
     def _handle_exception(self, error: Exception) -> None:

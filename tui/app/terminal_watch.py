@@ -1,4 +1,4 @@
-"""Ends the app when its terminal is gone and no signal says so.
+"""Ends the app when its terminal, or the server of its browser, is gone and no signal says so.
 
 Only a terminal's own session gets the hang-up signal. Without it Textual's writer blocks forever on a deleted terminal,
 its reader spins, and the loop runs no signal handler.
@@ -22,7 +22,7 @@ CODE = 129  # as after SIGHUP
 def watching_terminal(leave: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
     """While the app runs on a terminal: when it hangs up, call `leave`, after a grace period `end`, then exit."""
     stopped = threading.Event()
-    if sys.__stdin__ is not None and sys.__stdin__.isatty():
+    if sys.__stdin__ is not None and (sys.__stdin__.isatty() or "TEXTUAL_DRIVER" in os.environ):
         arguments = (sys.__stdin__.fileno(), stopped, leave, end)
         threading.Thread(target=_watch, args=arguments, name="evener-hang-up", daemon=True).start()
     try:

@@ -75,8 +75,15 @@ def start(
     ascii_only: AsciiOption = False,
     theme: ThemeOption = None,
     replay: ReplayOption = None,
+    web: Annotated[bool, typer.Option("--web", help="Show the app in a browser on this machine, read-only.")] = False,
+    web_control: Annotated[
+        bool, typer.Option("--web-control", help="The browser may send signals, start searches and change runs, too.")
+    ] = False,
+    web_port: Annotated[
+        int, typer.Option("--web-port", help="Port for the browser; 0: a free one.", min=0, max=65535)
+    ] = 0,
 ) -> None:
-    """Open the app on a terminal; elsewhere print the devices once."""
+    """Open the app on a terminal, or in a browser; elsewhere print the devices once."""
     if version:
         from evener import __version__
 
@@ -85,6 +92,11 @@ def start(
     if context.invoked_subcommand is not None:
         _refuse_misplaced(context, context.invoked_subcommand)
         return
+    if web or web_control or web_port:
+        from evener.tui.cli.commands.browser import show_in_browser
+
+        look = {"--ascii": ascii_only, "--theme": theme, "--replay": replay}
+        raise typer.Exit(show_in_browser(devices, readonly or not web_control, web_port, look))
     from evener.tui.cli.commands.monitor import monitor
 
     monitor(devices, readonly=readonly, ascii_only=ascii_only, theme=theme, replay=replay)

@@ -57,7 +57,10 @@ RayAddressOption = Annotated[str, _request_option("ray_address")]
 ExportOption = Annotated[Path | None, OUTPUT("--export", "-e", help="Write the plan to this .toml or .json file.")]
 JsonOption = Annotated[bool, OUTPUT("--json", help="Print one JSON object.")]
 FormatOption = Annotated[Literal["table", "csv", "markdown"], OUTPUT("--format", help="Form of the table.")]
-ReadonlyOption = Annotated[bool, typer.Option("--readonly", help="The app can't send signals to processes.")]
+ReadonlyOption = Annotated[
+    bool,
+    typer.Option("--readonly", help="The app only shows: it sends no signals, starts no searches and changes no runs."),
+]
 AsciiOption = Annotated[bool, typer.Option("--ascii", help="Draw with plain ASCII characters.")]
 ThemeOption = Annotated[Literal["dark", "light"] | None, typer.Option("--theme", help="Colours of the app.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the beginning of one, or `last`.")]

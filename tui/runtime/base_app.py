@@ -95,6 +95,9 @@ class BaseApp(App[int]):
     ) -> None:
         if self.balance.active:
             return
+        if self.readonly:
+            self.say("This app is read-only: it starts no search.", severity="warning")
+            return
         self._before, self._session_devices = self.balance, devices
         self._session = SessionThread(make, self.post_message)
         self.balance = first_state(devices, workload, kept=kept)

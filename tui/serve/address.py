@@ -39,7 +39,7 @@ def is_loopback(host: str) -> bool:
     A web page elsewhere can make a browser send a request here under a name of its own, but not under these.
     """
     try:
-        name = urlsplit(f"//{host}").hostname or ""
+        name = "" if "@" in host else urlsplit(f"//{host}").hostname or ""
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False

@@ -1,0 +1,198 @@
+"""`evener --web`: the app in a browser, for this machine's own user, through the printed address alone."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from evener.tui.cli.main import run
+from tests.support.chromium import BROWSER, Chromium
+
+pytest.importorskip("textual_serve")
+COMMAND = [sys.executable, "-m", "evener", "--web", "--devices", "sim:gtx1080ti,gtx1080"]
+
+
+class Served:
+    """`evener --web` in a process of its own."""
+
+    def __init__(self, *options: str) -> None:
+        self.process = subprocess.Popen([*COMMAND, *options], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        assert self.process.stderr is not None
+        said = self.process.stderr.readline().decode()
+        found = re.fullmatch(r"evener: open (http://127\.0\.0\.1:\d+/[\w-]{32}/) in a browser on this machine\n", said)
+        assert found, said
+        self.url = found[1]
+        self.port = urlsplit(self.url).port or 0
+        self.root = urlsplit(self.url).path
+
+    def visitors(self) -> list[psutil.Process]:
+        """The processes that draw for visitors."""
+        return [each for each in psutil.Process(self.process.pid).children() if each.status() != psutil.STATUS_ZOMBIE]
+
+    def ask(self, path: str, **headers: str) -> int:
+        """The status of an answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("GET", path, headers=headers)
+        status = connection.getresponse().status
+        connection.close()
+        return status
+
+    def end(self) -> int:
+        """End it, and its exit code."""
+        self.process.send_signal(signal.SIGTERM)  # does nothing to a process that has ended
+        self.process.communicate(timeout=60)
+        return self.process.returncode
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """One server for all tests that don't end it."""
+    started = Served()
+    yield started
+    started.end()
+
+
+def _wait(what: str, holds: Callable[[], object]) -> None:
+    until = time.monotonic() + 90
+    while not holds():
+        assert time.monotonic() < until, what
+        time.sleep(0.05)
+
+
+def _drawn(browser: Chromium) -> str:
+    """What the app has written to the terminals of all tabs, without colours and moves of the cursor."""
+    browser.evaluate("0")  # takes in what has come
+    frames = [event["params"]["response"]["payloadData"] for event in browser.events
+              if event.get("method") == "Network.webSocketFrameReceived"
+              and event["params"]["response"]["opcode"] == 2]  # fmt: skip
+    return re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", b"".join(map(base64.b64decode, frames)).decode(errors="replace"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is on the path")
+def test_a_visitor_sees_the_monitor_and_uses_keys_and_a_closed_tab_ends_its_process(tmp_path: Path) -> None:
+    served, browser = Served(), Chromium(tmp_path / "profile")
+    try:
+        browser.call("Emulation.setDeviceMetricsOverride", width=1500, height=700, deviceScaleFactor=1, mobile=False)
+        browser.navigate(served.url)
+        _wait("the monitor is drawn", lambda: "GTX 1080 Ti" in _drawn(browser))
+        _wait("the page shows it", lambda: browser.evaluate("document.body.classList.contains('-first-byte')"))
+        assert "send a signal" not in _drawn(browser)
+        browser.evaluate("document.querySelector('.xterm-helper-textarea').focus()")
+        browser.call("Input.dispatchKeyEvent", type="keyDown", key="?", text="?")
+        _wait("the help is drawn", lambda: "send a signal" in _drawn(browser))
+        asked = {event["params"]["request"]["url"] for event in browser.events
+                 if event.get("method") == "Network.requestWillBeSent"}  # fmt: skip
+        sockets = {event["params"]["url"] for event in browser.events
+                   if event.get("method") == "Network.webSocketCreated"}  # fmt: skip
+        assert all(url.startswith((served.url, "data:")) for url in asked), asked
+        assert len(sockets) == 1
+        assert all(url.startswith(served.url.replace("http", "ws")) for url in sockets)
+        entries = [event["params"]["entry"] for event in browser.events if event.get("method") == "Log.entryAdded"]
+        assert [entry for entry in entries if entry["level"] == "error"] == []
+        (first,) = served.visitors()
+        browser.events.clear()
+        browser.new_tab()
+        browser.call("Emulation.setDeviceMetricsOverride", width=1500, height=700, deviceScaleFactor=1, mobile=False)
+        browser.navigate(served.url)
+        _wait("a second visitor sees the monitor", lambda: "GTX 1080 Ti" in _drawn(browser))
+        assert len(served.visitors()) == 2
+        browser.call("Page.close")
+        _wait("its process ends with the tab", lambda: served.visitors() == [first])
+        assert served.end() == 128 + signal.SIGTERM
+        _wait("the visitors end with the server", lambda: not first.is_running())
+    finally:
+        browser.close()
+        served.end()
+
+
+def test_only_the_printed_address_on_this_machine_is_answered(served: Served) -> None:
+    own = f"http://127.0.0.1:{served.port}"
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    upgrade["Sec-WebSocket-Key"] = base64.b64encode(bytes(16)).decode()
+    assert served.ask(served.root) == 200
+    assert served.ask(f"{served.root}static/js/textual.js", Origin=own) == 200
+    refused: list[tuple[str, dict[str, str]]] = [
+        ("/", {}),
+        ("/ws", upgrade | {"Origin": own}),
+        (f"/{'x' * 32}/", {}),
+        (f"/{'x' * 32}/ws", upgrade | {"Origin": own}),
+        (served.root, {"Host": "evil.example"}),
+        (served.root, {"Host": f"evil.example:{served.port}"}),
+        (served.root, {"Host": f"x@127.0.0.1:{served.port}"}),
+        (served.root, {"Origin": "http://evil.example"}),
+        (f"{served.root}ws", upgrade),
+        (f"{served.root}ws", upgrade | {"Origin": "http://evil.example"}),
+        (f"{served.root}ws", upgrade | {"Origin": "null"}),
+        (f"{served.root}ws", upgrade | {"Origin": f"http://localhost:{served.port}"}),
+        (f"{served.root}ws", upgrade | {"Origin": "http://evil.example", "Host": "evil.example"}),
+    ]
+    for path, headers in refused:
+        assert served.ask(path, **headers) == 403, (path, headers)
+    assert served.ask(f"{served.root}static/") in (403, 404)
+    assert served.visitors() == []
+
+
+def test_it_listens_on_loopback_alone(served: Served) -> None:
+    listening = psutil.Process(served.process.pid).net_connections("inet")
+    assert [(each.laddr.ip, each.laddr.port) for each in listening if each.status == psutil.CONN_LISTEN] == [
+        ("127.0.0.1", served.port)
+    ]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", served.port), timeout=30)
+
+
+def test_a_port_in_use_and_a_missing_extra_are_one_sentence(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["--web", "-d", "sim:gtx1080", "--web-port", str(served.port)]) == 2
+    assert "Address already in use. Give a free port to --web-port." in capsys.readouterr().err
+    assert run(["--web", "-d", "sim:nosuch"]) == 2
+    assert "nosuch" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "textual_serve.server", None)
+    monkeypatch.delitem(sys.modules, "evener.tui.serve.browser")
+    assert run(["--web", "-d", "sim:gtx1080"]) == 2
+    assert capsys.readouterr().err == (
+        "evener: The browser needs textual-serve. Install it: pip install 'evener[web]'.\n"
+    )
+
+
+@pytest.mark.parametrize(("options", "readonly"), [((), True), (("--web-control",), False)])
+def test_the_browser_only_looks_unless_asked(
+    options: tuple[str, ...], readonly: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[Any] = []
+
+    def serve(command: list[str], _: int) -> int:
+        served.append(command)
+        return 0
+
+    monkeypatch.setattr("evener.tui.serve.browser.serve_browser", serve)
+    assert run(["--web", "-d", "sim:gtx1080", "--ascii", "--theme", "light", *options]) == 0
+    (command,) = served
+    assert ("--readonly" in command) == readonly
+    assert command[3:] == ["evener", "monitor", "--devices", "sim:gtx1080", "--ascii", "--theme", "light",
+                           *(["--readonly"] if readonly else [])]  # fmt: skip
+
+
+def test_a_devices_text_can_start_no_other_command() -> None:
+    from evener.tui.serve.browser import BrowserServer
+
+    words = ["evener", "--devices", "x; touch /tmp/y $(id) 'q'"]
+    shown = subprocess.run(
+        ["sh", "-c", BrowserServer(["printf", "%s\\n", *words]).command], capture_output=True, text=True
+    )
+    assert shown.stdout.splitlines() == words

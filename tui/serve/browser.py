@@ -1,0 +1,145 @@
+"""Serves the app to a browser on this machine: a process of the app for each visitor, by textual-serve.
+
+textual-serve lets every web page that the user visits open and drive the app. Here a request must name this machine's
+loopback as its host, come from the page that evener serves, and know the token in the printed URL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import html
+import secrets
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from importlib.resources import files
+from string import Template
+
+from evener.errors import RequestError, as_request_error
+from evener.tui.serve.address import is_loopback
+
+try:
+    from aiohttp import web
+    from textual_serve.server import Server
+except ImportError:
+    raise RequestError("The browser needs textual-serve.", "Install it: pip install 'evener[web]'.") from None
+
+HOST = "127.0.0.1"
+SHUTDOWN_SECONDS = 5.0  # for the processes of the visitors
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+REFUSED = "Open the address that evener printed, in a browser on this machine."
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class BrowserServer(Server):
+    """textual-serve's server with its own page, behind checks of host, origin and token."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        super().__init__(f"exec {shlex.join(command)}", host=HOST)
+        self.token = secrets.token_urlsafe(24)
+        self._visits: set[asyncio.Task[object]] = set()
+
+    async def _make_app(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard])
+        root = f"/{self.token}"
+        app.add_routes(
+            [
+                web.get(f"{root}/", self._show_page),
+                web.get(f"{root}/ws", self._visit),
+                web.static(f"{root}/static", self.statics_path),
+            ]
+        )
+        app.on_shutdown.append(self._end_visits)
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuse what isn't the user's own page."""
+        host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
+        token = request.path.split("/")[1]
+        own = origin == f"http://{host}" or (origin is None and not request.path.endswith("/ws"))
+        if not (own and is_loopback(host) and hmac.compare_digest(token.encode(), self.token.encode())):
+            return web.Response(status=403, text=REFUSED)
+        response = await handler(request)
+        if not response.prepared:
+            response.headers.update(_page_headers(host))
+        return response
+
+    async def _show_page(self, request: web.Request) -> web.Response:
+        page = Template((files("evener.tui.serve") / "page.html").read_text("utf-8"))
+        websocket = html.escape(f"ws://{request.headers['Host']}/{self.token}/ws")
+        return web.Response(text=page.substitute(websocket=websocket), content_type="text/html")
+
+    async def _visit(self, request: web.Request) -> web.StreamResponse:
+        visit = asyncio.current_task()
+        assert visit is not None
+        self._visits.add(visit)
+        try:
+            return await self.handle_websocket(request)
+        finally:
+            self._visits.discard(visit)
+
+    async def _end_visits(self, _: web.Application) -> None:
+        """Each visitor's process ends with the visit."""
+        for visit in self._visits:
+            visit.cancel()
+        if self._visits:
+            await asyncio.wait(self._visits, timeout=SHUTDOWN_SECONDS)
+
+    async def run(self, listening: socket.socket) -> int:
+        """Serve until a signal asks to end; 128 plus its number."""
+        runner = web.AppRunner(await self._make_app(), access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
+        await runner.setup()
+        await web.SockSite(runner, listening).start()
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[int] = loop.create_future()
+        for number in ENDING_SIGNALS:
+            loop.add_signal_handler(number, partial(_end, ended, 128 + number))
+        port = listening.getsockname()[1]
+        print(
+            f"evener: open http://{HOST}:{port}/{self.token}/ in a browser on this machine", file=sys.stderr, flush=True
+        )
+        try:
+            return await ended
+        finally:
+            await runner.cleanup()
+
+
+def serve_browser(command: Sequence[str], port: int) -> int:
+    """Serve what `command` draws, until a signal; the exit code. RequestError if the port can't be used."""
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with as_request_error(f"The app can't be served at {HOST}:{port}", "Give a free port to --web-port."):
+            listening.bind((HOST, port))
+            listening.listen()
+        return asyncio.run(BrowserServer(command).run(listening))
+
+
+def _end(ended: asyncio.Future[int], code: int) -> None:
+    if not ended.done():
+        ended.set_result(code)
+
+
+def _page_headers(host: str) -> dict[str, str]:
+    """No requests to elsewhere, no frame around the page, no token in a Referer."""
+    sources = {
+        "default-src": "'none'",
+        "script-src": "'self'",
+        "style-src": "'self' 'unsafe-inline'",
+        "font-src": "'self'",
+        "img-src": "'self' data:",
+        "connect-src": f"'self' ws://{host}",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    return {
+        "Content-Security-Policy": "; ".join(f"{what} {where}" for what, where in sources.items()),
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-store",
+    }
