@@ -5,7 +5,6 @@ A session has one for each host of its devices; `remote_host` reaches those that
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +17,10 @@ from evener.balancer.probes.interference import InterferenceMonitor
 from evener.balancer.probes.launch_plan import LOOPBACK, find_free_ports
 from evener.devices.child_environment import ChildEnvironment, child_environment
 from evener.devices.cpu.slices import available_memory_bytes
-from evener.devices.host.network import find_interface
+from evener.devices.host.network import choose_interface
 from evener.devices.nvidia.mps import MpsDaemon
 from evener.devices.nvidia.probe_watch import Vitals
 from evener.devices.types import Device
-
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class LocalHost:
@@ -31,7 +28,7 @@ class LocalHost:
 
     def __init__(self, devices: Sequence[Device], framework: str, name: str = "") -> None:
         self._framework = framework
-        self._network = _choose_interface(devices, name)
+        self._network = choose_interface(name, [device.host for device in devices])
         self.monitor = InterferenceMonitor(devices, name)
         self._children: set[Child] = set()
         self._mps = MpsDaemon()  # started when a pack needs it
@@ -90,10 +87,3 @@ class LocalHost:
         self.monitor.close()
         with self._lock:
             self._mps.close()
-
-
-def _choose_interface(devices: Sequence[Device], name: str) -> dict[str, str]:
-    """The variables by which gloo and NCCL use the interface towards the other hosts, unless they are set already."""
-    others = [device.host for device in devices if device.host != name]
-    interface = find_interface(others[0]) if others else ""
-    return {variable: interface for variable in INTERFACE_VARIABLES if interface and variable not in os.environ}

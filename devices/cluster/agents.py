@@ -23,6 +23,8 @@ START_SECONDS = 12.0  # for all actors together
 ANSWER_SECONDS = 30.0  # the longest that any call takes
 PARENT_POLL_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
+RESERVE_SECONDS = 5.0
+NODE_LABEL = "ray.io/node-id"  # that Ray gives each node
 THREADS = 64  # of an actor: each call that waits holds one
 TICK_SECONDS = 0.2
 _MISSING = re.compile(r"\b(?:ModuleNotFound|Import|Attribute)Error:")
@@ -84,6 +86,8 @@ class Agent:
     def __init__(self, node: Node, actor: Any, reserves: bool = True) -> None:
         self.node, self.host, self.reserves = node, node.host, reserves
         self._actor = actor
+        self._held_cpus = 0.0
+        self._group: Any = None  # a placement group that holds them
 
     def begin(self, method: str, *arguments: Any) -> Any:
         """Call a method of the servant without waiting; `finish` gets the answer."""
@@ -126,10 +130,30 @@ class Agent:
             return False
         return True
 
+    def hold_cpus(self, wanted: float) -> float:
+        """Reserve so many of the node's CPUs, or what other jobs leave of them; how many those hold of the wanted."""
+        wanted = min(wanted, self.node.cpus)
+        free = self.node.free_cpus + self._held_cpus
+        if self._held_cpus != min(wanted, free):
+            self._reserve(min(wanted, free))
+        return wanted - self._held_cpus
+
+    def _reserve(self, cpus: float) -> None:
+        from ray.util import placement_group, remove_placement_group
+
+        if self._group is not None:
+            remove_placement_group(self._group)
+        self._held_cpus, self._group = 0.0, None
+        if cpus > 0:
+            self._group = placement_group([{"CPU": cpus}], bundle_label_selector=[{NODE_LABEL: self.node.id}])
+            if self._group.wait(RESERVE_SECONDS):
+                self._held_cpus = cpus
+
     def end(self) -> None:
-        """End the actor, and with it what it started."""
+        """End the actor, and with it what it started and reserved."""
         import ray
 
+        self._reserve(0.0)
         ray.kill(self._actor)
 
 
@@ -168,8 +192,9 @@ def start_agents(nodes: Iterable[Node], reserve: bool = True) -> tuple[Agent, ..
     for node in nodes:
         there = _agents.get(node.host)
         if there is None or there.node.id != node.id or (reserve and not there.reserves) or not there.alive():
-            actor = _start_actor(node, node.free_gpus if reserve else 0)
+            actor = start_actor(node, node.free_gpus if reserve else 0)
             _agents[node.host] = there = Agent(node, actor, reserve)
+        there.node = node  # as it is now
         agents.append(there)
     calls = [agent.begin("gpu_ids") for agent in agents]
     deadline = time.monotonic() + START_SECONDS
@@ -199,7 +224,8 @@ def end_agents() -> None:
         _agents.popitem()[1].end()
 
 
-def _start_actor(node: Node, gpus: int) -> Any:
+def start_actor(node: Node, gpus: int) -> Any:
+    """A new servant on the node, which holds so many of its GPUs."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -29,6 +29,8 @@ class Node(msgspec.Struct, frozen=True):
     name: str  # its host name; several nodes of a test may have the same
     gpus: int  # that Ray has for its jobs
     free_gpus: int
+    cpus: float = 0.0  # logical CPUs that Ray has for its jobs
+    free_cpus: float = 0.0
 
 
 def connect(address: str = "") -> None:
@@ -67,6 +69,8 @@ def list_nodes() -> tuple[Node, ...]:
             name=node["NodeManagerHostname"],
             gpus=int(node["Resources"].get("GPU", 0)),
             free_gpus=int(free.get(node["NodeID"], {}).get("GPU", 0)),
+            cpus=node["Resources"].get("CPU", 0.0),
+            free_cpus=free.get(node["NodeID"], {}).get("CPU", 0.0),
         )
         for node in ray.nodes()
         if node["Alive"]

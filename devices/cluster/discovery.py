@@ -41,14 +41,29 @@ def discover_cluster(terms: Sequence[Term], address: str = "", reserve: bool = T
     """
     connect(address)
     nodes = list_nodes()
-    wanted = _assign_terms(terms, nodes)
+    wanted = assign_terms(terms, nodes)
     by_host = {node.host: node for node in nodes}
     agents = start_agents((by_host[host] for host in wanted), reserve)
     held = [agent.finish(agent.begin("gpu_ids")) if reserve else None for agent in agents]
     calls = [
         agent.begin("call", find_on_host, wanted[agent.host], ids) for agent, ids in zip(agents, held, strict=True)
     ]
-    return _merge(terms, {agent: _answer(agent, call) for agent, call in zip(agents, calls, strict=True)})
+    found = _merge(terms, {agent: _answer(agent, call) for agent, call in zip(agents, calls, strict=True)})
+    return (
+        msgspec.structs.replace(found, notes=(*found.notes, *_hold_cpus(agents, found.devices))) if reserve else found
+    )
+
+
+def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str, ...]:
+    """Reserve the CPUs of slices; a note for each host of which other jobs hold some."""
+    notes = []
+    for agent in agents:
+        cores = sum(len(device.cores) for device in devices if device.host == agent.host and device.kind == "cpu")
+        if lacking := agent.hold_cpus(cores):
+            notes.append(
+                f"{agent.host}: other jobs of the cluster hold {lacking:g} of the {cores} CPUs to be measured."
+            )
+    return tuple(notes)
 
 
 def _answer(agent: Agent, call: object) -> HostDevices:
@@ -59,7 +74,7 @@ def _answer(agent: Agent, call: object) -> HostDevices:
     return found
 
 
-def _assign_terms(terms: Sequence[Term], nodes: Sequence[Node]) -> dict[str, list[Term]]:
+def assign_terms(terms: Sequence[Term], nodes: Sequence[Node]) -> dict[str, list[Term]]:
     """The terms of each host, in the order of the request."""
     wanted: dict[str, list[Term]] = {}
     for term in terms:
@@ -97,6 +112,11 @@ def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str] | None) -> HostDe
     ids = {device.id for device in usable}
     kept = tuple(device for device in found.devices if device.kind != "gpu" or device.id in ids)
     return HostDevices(msgspec.structs.replace(found, devices=kept), versions, taken=taken)
+
+
+def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
+    """Runs on the host: the UUIDs of GPUs that Ray holds for this process."""
+    return tuple(device.id for device in visible_gpus(_list_gpus(), ",".join(gpu_ids)))
 
 
 def _list_gpus() -> tuple[Device, ...]:

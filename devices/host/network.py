@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
 import psutil
 
 from evener.launched import resolve
+
+RENDEZVOUS_PORT = 29400  # of a launch over several hosts: PyTorch's own
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
+    """The variables by which gloo and NCCL use the interface towards the other hosts, unless they are set already."""
+    others = [other for other in hosts if other != host]
+    interface = find_interface(others[0]) if others else ""
+    return {variable: interface for variable in VARIABLES if interface and variable not in os.environ}
 
 
 def find_interface(host: str) -> str:

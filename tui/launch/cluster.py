@@ -11,11 +11,9 @@ from pathlib import Path
 
 from evener.balancer.probes.launch_plan import find_free_ports
 from evener.balancer.probes.script_copy import copy_script
-from evener.devices.cluster.agents import Agent, HostLostError, Kept, start_agents
-from evener.devices.cluster.connection import connect, list_nodes
-from evener.devices.cluster.discovery import find_node
-from evener.errors import PlanError
-from evener.plan import Plan, load_plan, to_toml
+from evener.devices.cluster.agents import HostLostError, Kept, start_agents
+from evener.devices.cluster.placement import find_plan_nodes
+from evener.plan import load_plan, to_toml
 from evener.tui.launch.children import caught_signals
 from evener.tui.launch.host_training import END_SECONDS, HostTraining
 from evener.tui.launch.job import check_plan
@@ -36,35 +34,25 @@ def launch_on_cluster(
     """
     plan = load_plan(path)
     check_plan(plan, command)
-    agents = _start_agents(plan, address)
+    agents = start_agents(find_plan_nodes(plan, address).values())
     meeting = rendezvous or f"{agents[0].host}:{agents[0].call(find_free_ports, 1, agents[0].host)[0]}"
     script = copy_script(Path(command[0])) if command[0] != "-m" else None
     text = to_toml(plan)
-    parts: list[_Part] = []
+    parts: list[HostPart] = []
     with caught_signals() as caught:
         try:
             for agent in agents:
                 options = ["--host", agent.host, "--rendezvous", meeting, "--max-restarts", str(max_restarts)]
                 kept = agent.keep(HostTraining, text, script, options, tuple(command), str(Path.cwd()))
-                parts.append(_Part(agent.host, kept))
-            _wait(parts, caught)
+                parts.append(HostPart(agent.host, kept))
+            code = wait_for_hosts(parts, caught)
         finally:
             for part in parts:
                 part.end()
-    return 128 + caught[0] if caught else next((part.code for part in parts if part.code), 0)
+    return 128 + caught[0] if caught else code
 
 
-def _start_agents(plan: Plan, address: str) -> tuple[Agent, ...]:
-    """An actor on each host that computes, the plan's first one first."""
-    hosts = list(dict.fromkeys(share.host for share in plan.layout.active))
-    if not hosts[0]:
-        raise PlanError("The plan is for one machine, and names no hosts.", "Leave --ray out.")
-    connect(address)
-    nodes = list_nodes()
-    return start_agents([find_node(host, nodes) for host in hosts])
-
-
-class _Part:
+class HostPart:
     """One host's part: a thread prints what it writes until it ends."""
 
     def __init__(self, host: str, training: Kept) -> None:
@@ -93,10 +81,12 @@ class _Part:
         self.code = code
 
 
-def _wait(parts: Sequence[_Part], caught: Sequence[int]) -> None:
-    """Until all have ended, a signal comes, or one has failed and the others have had their time."""
-    deadline = float("inf")
+def wait_for_hosts(parts: Sequence[HostPart], caught: Sequence[int]) -> int:
+    """Until all have ended, a signal comes, or one has failed and the others have had their time: its exit code."""
+    deadline, code = float("inf"), 0
     while not caught and any(part.code is None for part in parts) and time.monotonic() < deadline:
-        if deadline == float("inf") and any(part.code for part in parts):
+        code = code or next((part.code for part in parts if part.code), 0)
+        if code and deadline == float("inf"):
             deadline = time.monotonic() + OTHERS_SECONDS
         time.sleep(POLL_SECONDS)
+    return code or next((part.code for part in parts if part.code), 0)

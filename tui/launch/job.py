@@ -12,14 +12,12 @@ import msgspec
 
 from evener.devices.child_environment import child_environment, import_path
 from evener.devices.discover import discover
-from evener.devices.host.network import find_interface
+from evener.devices.host.network import RENDEZVOUS_PORT, choose_interface
 from evener.devices.types import Device
 from evener.errors import DeviceError, PlanError, RequestError
-from evener.launched import DEVICE, HOST, PLAN, REPLACED_PLAN, find_host, resolve
+from evener.launched import DEVICE, HOST, PLAN, REPLACED_PLAN, RESTART, RUN, find_host, resolve
 from evener.plan import Plan, Share, load_plan, to_json
 from evener.start_rank import STARTS
-
-PORT = 29400  # PyTorch's own for a rendezvous
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -34,6 +32,8 @@ class Job(msgspec.Struct, frozen=True):
     processes: tuple[tuple[Device, ...], ...]  # the devices of each process of this host
     attempt: int = 0  # starts before this one
     replaced: Path | None = None  # the file that was launched, where devices are left out since
+    run: str = ""  # the name of the training's journal
+    reason: str = ""  # of this start, if it isn't the first
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -48,13 +48,9 @@ class Job(msgspec.Struct, frozen=True):
     def environment(self, more: Sequence[dict[str, str]] = ()) -> dict[str, str]:
         """Of the processes: all that they share, and for `start_rank` what each has for itself, with `more`."""
         variables = {**os.environ, PLAN: str(self.path), "PYTHONPATH": import_path(os.environ.get("PYTHONPATH", ""))}
-        variables[REPLACED_PLAN] = str(self.replaced or "")
+        variables |= {REPLACED_PLAN: str(self.replaced or ""), RUN: self.run, RESTART: self.reason}
         if self.host:
-            variables[HOST] = self.host
-            others = [host for host in self.hosts if host != self.host]
-            interface = find_interface(others[0]) if others else ""
-            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ():
-                variables.setdefault(name, interface)
+            variables |= {HOST: self.host, **choose_interface(self.host, self.hosts)}
         starts = [self._start(devices) for devices in self.processes]
         for start, own in zip(starts, more, strict=False):
             start["variables"].update(own)
@@ -84,7 +80,7 @@ def make_job(path: Path, command: Sequence[str], host: str | None, meeting: str 
             f"The plan's engine is {plan.layout.engine}, one process, but its devices are on several hosts.",
             "Make it with evener balance --engine multiworker.",
         )
-    place = _parse_meeting(meeting) if meeting else (active[0].host, PORT)
+    place = _parse_meeting(meeting) if meeting else (active[0].host, RENDEZVOUS_PORT)
     if place[0] and not resolve(place[0]):
         raise DeviceError(f"The host {place[0]} can't be found.", "Give its address: --rendezvous ADDRESS:PORT.")
     return Job(
@@ -157,5 +153,5 @@ def _request(share: Share) -> str:
 def _parse_meeting(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise RequestError(f"--rendezvous {text} is no address.", f"Write HOST:PORT, as in node1:{PORT}.")
+        raise RequestError(f"--rendezvous {text} is no address.", f"Write HOST:PORT, as in node1:{RENDEZVOUS_PORT}.")
     return host, int(port)

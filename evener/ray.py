@@ -1,0 +1,133 @@
+"""Train by a plan with Ray Train: `trainer("plan.toml", train_loop).fit()`, with `Split()` in the training loop.
+
+Each worker runs on its share's host and device. Ranks, the process group and checkpoints are Ray's.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from evener.devices.cluster.agents import NODE_LABEL
+from evener.devices.cluster.connection import Node
+from evener.devices.cluster.placement import find_plan_nodes, hold_other_gpus
+from evener.devices.host.network import choose_interface
+from evener.errors import PlanError, RequestError
+from evener.launched import DEVICE, HOST, PLAN
+from evener.plan import Plan, load_plan, to_toml
+from evener.plan_check import check_fit
+from evener.torch_split.process import is_cpu, visible_gpus
+
+try:
+    import ray
+    from ray.train import ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer, get_device
+except ImportError as error:
+    raise RequestError(
+        f"Ray Train can't be imported ({error}).", 'Install it: pip install "evener[ray-train]".'
+    ) from error
+
+_DECIDED = ("scaling_config", "datasets", "dataset_config")
+
+
+def trainer(
+    plan: Plan | str | os.PathLike[str],
+    train_loop: Callable[..., Any],
+    *,
+    torch_config: TorchConfig | None = None,
+    ray_address: str = "",
+    **options: Any,
+) -> TorchTrainer:
+    """A TorchTrainer with a worker for each share of the plan, on its host and device; `options` are TorchTrainer's.
+
+    Where the plan uses some GPUs of a host, the others are reserved too, as long as the trainer is kept.
+    PlanError, RequestError or DeviceError if the plan, the options or the cluster at `ray_address` aren't fit for it.
+    """
+    chosen = plan if isinstance(plan, Plan) else load_plan(plan)
+    _check(chosen, options)
+    nodes = find_plan_nodes(chosen, ray_address)
+    active = chosen.layout.active
+    gpus = {host: [share.device for share in active if share.host == host and not is_cpu(share)] for host in nodes}
+    held = [agent for host, node in nodes.items() if gpus[host] for agent in hold_other_gpus(node, gpus[host])]
+    given = {each.name: getattr(torch_config, each.name) for each in fields(TorchConfig)} if torch_config else {}
+    made = TorchTrainer(
+        _with_plan(chosen, train_loop),
+        torch_config=PlanConfig(**given, hosts={node.id: host for host, node in nodes.items()}),
+        scaling_config=ScalingConfig(
+            num_workers=len(active),
+            use_gpu=bool(held or any(gpus.values())),
+            resources_per_worker=_choose_resources(chosen, nodes),
+            label_selector=[{NODE_LABEL: nodes[share.host].id} for share in active],
+        ),
+        **options,
+    )
+    made.held = held
+    return made
+
+
+def _check(plan: Plan, options: dict[str, Any]) -> None:
+    check_fit(plan, devices=None, world=None, workload_digest=None, strict=False)
+    if plan.framework != "torch":
+        raise PlanError(
+            f"The plan is for {plan.framework}, and evener.ray trains with PyTorch.",
+            "Start it with evener launch --ray.",
+        )
+    for name in _DECIDED:
+        if name in options:
+            raise RequestError(
+                f"{name} is decided by the plan; Ray's own would share rows out evenly.",
+                "Leave it out, and take rows from split.loader.",
+            )
+
+
+def _choose_resources(plan: Plan, nodes: dict[str, Node]) -> dict[str, float]:
+    """Of each worker: Ray wants the same for all. A CPU each as by default, or as much as every host has for each."""
+    shares = [share.host for share in plan.layout.active]
+    resources = {"CPU": min(1.0, *(node.cpus / shares.count(host) for host, node in nodes.items()))}
+    return resources if all(map(is_cpu, plan.layout.active)) else {**resources, "GPU": 1}
+
+
+def _with_plan(plan: Plan, train_loop: Callable[..., Any]) -> Callable[..., Any]:
+    """The training loop of a worker, which finds the plan and its device as evener launch would say them."""
+    text = to_toml(plan)
+
+    @functools.wraps(train_loop)
+    def train(*arguments: Any) -> Any:
+        with tempfile.TemporaryDirectory(prefix="evener-") as folder:
+            path = Path(folder, "plan.toml")
+            path.write_bytes(text)
+            os.environ[PLAN] = str(path)
+            own = get_device()
+            os.environ[DEVICE] = next((name for name, i in visible_gpus().items() if own.index == i), "")
+            return train_loop(*arguments)
+
+    return train
+
+
+@dataclass
+class PlanConfig(TorchConfig):  # type: ignore[misc]  # Ray isn't followed
+    """Ray's set-up of PyTorch, on workers that know which of the plan's hosts they are."""
+
+    hosts: dict[str, str] = field(default_factory=dict)  # by the node's id
+
+    @property
+    def backend_cls(self) -> type:
+        """What Ray calls as workers start."""
+        return _PlanBackend
+
+
+class _PlanBackend(TorchConfig().backend_cls):  # type: ignore[misc]
+    def on_start(self, worker_group: Any, backend_config: PlanConfig) -> None:
+        """Before the process group is made: gloo and NCCL take the interface to the other hosts."""
+        worker_group.execute(_settle_on_host, backend_config.hosts)
+        super().on_start(worker_group, backend_config)
+
+
+def _settle_on_host(hosts: dict[str, str]) -> None:
+    host = hosts[ray.get_runtime_context().get_node_id()]
+    os.environ.update({HOST: host, **choose_interface(host, hosts.values())})
