@@ -20,7 +20,7 @@ from evener.errors import DeviceError, EvenerError
 
 Level = Literal["ok", "note", "problem"]
 
-_IMPORT_SECONDS = 120
+IMPORT_SECONDS = 120
 _QUERIES = {
     "tensorflow": "import tensorflow as m; print(m.__version__, len(m.config.list_physical_devices('GPU')))",
     "torch": "import torch as m; print(m.__version__, m.cuda.device_count())",
@@ -80,9 +80,9 @@ def _check_framework(name: str, gpus: int) -> Check:
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-P", "-c", _QUERIES[name]]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, env=environment)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS, env=environment)
     except subprocess.TimeoutExpired:
-        return Check(name, "problem", f"import took over {_IMPORT_SECONDS} s", f"Reinstall it: {_INSTALL[name]}.")
+        return Check(name, "problem", f"import took over {IMPORT_SECONDS} s", f"Reinstall it: {_INSTALL[name]}.")
     words = answer.stdout.split()
     if answer.returncode != 0 or len(words) != 2:
         lines = answer.stderr.strip().splitlines()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from evener.balancer.diagnostics import Level, check_machine
+from evener.balancer.diagnostics import Check, Level, check_machine
 from evener.devices.discover import discover
 from evener.devices.limits import write_limit
 from evener.devices.nvidia.reference_units import over_expected, reference_units
+from evener.devices.terms import parse_request
 from evener.devices.types import Device
+from evener.errors import RequestError
 from evener.tui.cli.options import DevicesOption, JsonOption, RayAddressOption
 from evener.tui.text.formatting import plain, size
 from evener.tui.text.safe_documents import json_text
@@ -85,10 +88,32 @@ def _as_json(device: Device, units: float | None, part: float | None) -> dict[st
     }
 
 
+def _check(devices: str, address: str, script: Path | None) -> tuple[Check, ...]:
+    if parse_request(devices)[0].host is None:
+        if script is not None:
+            raise RequestError("--script compares the hosts of a cluster.", "Name them: --devices ray.")
+        discover(devices)  # what can't be had is its own sentence
+        return check_machine()
+    from evener.balancer.cluster_diagnostics import check_cluster
+
+    return check_cluster(devices, address, script)
+
+
 @app.command()
-def doctor(as_json: JsonOption = False) -> None:
-    """Check Python, driver, frameworks and folders. Exit code 0: balance can run, 1: it can't."""
-    checks = check_machine()
+def doctor(
+    devices: DevicesOption = "auto",
+    ray_address: RayAddressOption = "",
+    script: Annotated[
+        Path | None,
+        typer.Option("--script", help="A training script that is to be the same on the hosts of a cluster."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check Python, driver, frameworks and folders, of every host with --devices ray, and their network.
+
+    Exit code 0: balance can run, 1: it can't.
+    """
+    checks = _check(devices, ray_address, script)
     code = int(any(check.level == "problem" for check in checks))
     if as_json:
         print(json_text({"exit_code": code, "checks": checks}))
