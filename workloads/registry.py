@@ -144,6 +144,7 @@ _TABLE = (
             "base_ms": 5.0,
             "per_sample_ms": 0.05,
             "noise": 0.0,
+            "network_ms": 0.0,
             "memory_base_mib": 1.0,
             "memory_per_sample_mib": 0.0,
             "fail": "",

@@ -31,6 +31,7 @@ def build(place: Place, settings: Mapping[str, Any]) -> Workload:
 class Synthetic:
     """Passes take max over own devices of `base_ms + per_sample_ms * rows`; a group's ranks wait for each other.
 
+    If they are on several hosts, each step takes `network_ms` more.
     `fail` (one of FAILURES) happens in the first step for which own share >= `at_share` and step number >= `at_step`,
     counted from 0 since `prepare`; "memory" happens in `prepare`. "slow" makes that one step 20 times longer.
     """
@@ -48,6 +49,8 @@ class Synthetic:
         self._held: list[bytearray] = []
         self._steps = 0
         self._barrier = Barrier(place.peers, place.rank) if place.world > 1 else None
+        hosts = {peer.rpartition(":")[0] for peer in place.peers}
+        self._network_seconds = settings["network_ms"] / 1000 if len(hosts) > 1 else 0.0
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
         """Hold the memory that a pass needs; MemoryError if that is above the place's limit or the machine's."""
@@ -77,6 +80,7 @@ class Synthetic:
         self._steps += 1
         if self._barrier:
             self._barrier.wait()
+            time.sleep(self._network_seconds)
 
     def synchronize(self) -> None:
         """Nothing is enqueued: a step has ended when it returns."""

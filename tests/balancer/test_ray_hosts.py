@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +19,47 @@ import msgspec
 import psutil
 import pytest
 
-from evener.balancer.events import ProbeProgress
+from evener.balancer import cluster_diagnostics
+from evener.balancer.cluster_diagnostics import HostReport, check_cluster
+from evener.balancer.diagnostics import Check
+from evener.balancer.events import Event, Finished, Observed, ProbeStarted
 from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.request import Request
 from evener.balancer.session import Session
 from evener.balancer.store.locks import lock_devices
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Stage, Timed, layout_of, solo
-from evener.devices.cluster.agents import find_agent
+from evener.devices.cluster import placement
+from evener.devices.cluster.agents import end_agents, find_agent
 from evener.devices.cluster.connection import list_nodes
 from evener.devices.cluster.discovery import describe_versions
+from evener.devices.cluster.placement import hold_other_gpus
 from evener.devices.discover import discover, open_source
 from evener.devices.types import Device, State
-from evener.errors import DeviceError, RequestError
-from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, load_plan, make_layout, to_toml
+from evener.errors import DeviceError, PlanError, RequestError
+from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, load_plan, make_layout
 from evener.tui.cli.main import run
-from evener.tui.launch.cluster import launch_on_cluster
+from evener.tui.launch.cluster import HostPart, launch_on_cluster, wait_for_hosts
 from tests.support.frameworks import skip_without
-from tests.support.launched_checks import check_ranks
 from tests.support.probers import child_prober
-from tests.support.ray_cluster import FIRST, NODE, SECOND, kill_raylet, running_cluster
+from tests.support.ray_cluster import (
+    FIRST,
+    GPUS,
+    NODE,
+    SECOND,
+    kill_raylet,
+    list_children,
+    list_processes,
+    running_cluster,
+    until,
+    until_gone,
+)
 
 skip_without("ray")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
     pytest.mark.usefixtures("cores_of_one_user"),
 ]
+THIRD = "127.0.0.4"
 BOTH = f"ray:{FIRST}/cpu:0,ray:{SECOND}/cpu:1"
 
 
@@ -67,35 +84,6 @@ def measure(prober: ChildProber, *layouts: Layout, seconds: float = 0.2) -> list
     return sorted(prober.measure(probes, lambda _: None, threading.Event()), key=lambda seen: probes.index(seen.probe))
 
 
-def list_processes(word: str) -> list[psutil.Process]:
-    """Every process with this in its command."""
-    processes = [(process, process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
-    return [process for process, command in processes if any(word in part for part in command)]
-
-
-def children() -> list[psutil.Process]:
-    """The children of probes that the cluster's actors started; other tests may run some of their own meanwhile."""
-    actors = {process.pid for process in list_processes("ray::Servant")}
-    found = []
-    for process in list_processes("evener.balancer.probes.worker"):
-        with contextlib.suppress(psutil.Error):
-            found += [process] if process.ppid() in actors else []
-    return found
-
-
-def until_gone(processes: Sequence[psutil.Process]) -> None:
-    """Wait until none of them runs."""
-    until(lambda: not any(process.is_running() for process in processes), f"the end of {processes}")
-
-
-def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
-    """Wait until it holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"it never came: {what}"
-        time.sleep(0.05)
-
-
 def test_devices_of_every_host_or_of_those_that_are_named(cluster: Any) -> None:
     every = discover("ray/cpu/1")
     assert [device.label for device in every.devices] == [f"{FIRST}/CPU:0", f"{SECOND}/CPU:0"]
@@ -112,6 +100,65 @@ def test_devices_of_every_host_or_of_those_that_are_named(cluster: Any) -> None:
             discover(spec)
     with pytest.raises(DeviceError, match=SECOND):
         discover(f"ray:{SECOND}/gpu:0")
+
+
+def test_what_is_measured_is_reserved(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def free() -> list[tuple[float, int]]:
+        return [(node.free_cpus, node.free_gpus) for node in list_nodes()]
+
+    discover(BOTH)
+    until(lambda: free() == [(0, 0), (0, 0)], "that all is reserved")
+    end_agents()
+    until(lambda: free() == [(1, 0), (1, GPUS)], "that nothing is reserved")
+    other = ray.remote(num_cpus=1)(lambda: time.sleep(600)).remote()
+    until(lambda: sum(cpus for cpus, _ in free()) == 1, "another job")
+    (busy,) = (node.host for node in list_nodes() if not node.free_cpus)
+    assert f"{busy}: other jobs of the cluster hold 1 of the 1 CPUs to be measured." in discover(BOTH).notes
+    ray.cancel(other, force=True)
+    end_agents()
+    until(lambda: free() == [(1, 0), (1, GPUS)], "that nothing is reserved")
+
+    monkeypatch.setattr(placement, "name_gpus", lambda ids: tuple(f"GPU-{number}" for number in ids))
+    node = list_nodes()[1]
+    held = hold_other_gpus(node, ["GPU-1"])
+    until(lambda: free()[1] == (1, 1), "that one GPU is held")
+    get_ids = ray.remote(num_gpus=1)(lambda: ray.get_runtime_context().get_accelerator_ids()["GPU"])
+    assert ray.get(get_ids.remote()) == ["1"], "only the plan's can be had"
+    with pytest.raises(DeviceError, match=f"{SECOND} has no free GPU GPU-0"):
+        hold_other_gpus(list_nodes()[1], ["GPU-0"])
+    for agent in held:
+        agent.end()
+
+
+def test_the_doctor_compares_hosts(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def describe_lightly(own: str, hosts: Sequence[str], script: Path | None) -> HostReport:
+        """On the host, without starting the frameworks there, and as if its script and its evener were its own."""
+        vars(cluster_diagnostics)["check_machine"] = lambda: (Check("python", "ok", "3.11"),)
+        found = cluster_diagnostics.describe_host(own, hosts, script)
+        if own != hosts[0]:
+            found = msgspec.structs.replace(found, script="0", versions={**found.versions, "evener": "0"})
+        return found
+
+    script = tmp_path / "train.py"
+    script.write_text("")
+    checks = {check.name: check for check in check_cluster("ray:10.9.9.9", "")}
+    assert [(check.level, check.found) for check in checks.values()] == [
+        ("problem", "The Ray cluster has no host '10.9.9.9'.")
+    ]
+    monkeypatch.setattr(cluster_diagnostics, "describe_host", describe_lightly)
+    checks = {check.name: check for check in check_cluster(BOTH, "", script)}
+    assert [name for name, check in checks.items() if check.level == "ok"] == [
+        "python",
+        "network interface",
+        "ports",
+        "devices",
+    ]
+    assert checks["network interface"].found == "lo"
+    assert "different versions of evener" in checks["versions"].found
+    assert re.search(rf"differs: \w+ on {FIRST}; 0 on {SECOND}", checks["script"].found)
+    end_agents()  # one was changed
 
 
 def test_the_monitor_reads_every_host(cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +186,7 @@ def test_hosts_are_probed_at_once_and_together(devices: tuple[Device, ...]) -> N
     try:
         alone = measure(prober, solo(2, 0, 8), solo(2, 1, 8))
         (group,) = measure(prober, layout_of((8, 4)))
-        started = children()
+        started = list_children()
         assert len(started) == 4
     finally:
         prober.close()
@@ -176,22 +223,65 @@ def test_a_device_is_locked_on_its_host(devices: tuple[Device, ...]) -> None:
         pass
 
 
-def test_a_plan_names_the_hosts(devices: tuple[Device, ...], tmp_path: Path) -> None:
+def search(session: Session, enough: Callable[[Event], object]) -> Finished:
+    """The end of a search, which is stopped once there is enough."""
+    with closing(session):
+        for event in session.events():
+            if enough(event):
+                session.stop()
+    assert isinstance(event, Finished)
+    return event
+
+
+def was_timed(event: Event, stage: Stage) -> bool:
+    """Whether a measurement of this stage went well."""
+    return isinstance(event, Observed) and event.seen.probe.stage == stage and isinstance(event.seen, Timed)
+
+
+def test_a_slow_network_makes_one_host_the_verdict_and_more_time_is_measured(devices: tuple[Device, ...]) -> None:
+    settings = {"base_ms": 2.0, "per_sample_ms": 0.1, "network_ms": 50.0}
+    request = Request(
+        BOTH, workload="synthetic", framework="tensorflow", settings=settings, global_batch=64, budget_seconds=20.0
+    )
+    ended = search(Session(request), lambda event: was_timed(event, "split"))
+    assert len(ended.plan.layout.active) == 1
+    costs = re.search(r"a split over .* loses .*, because keeping them in step costs (\d+) ms a step", ended.verdict)
+    assert costs is not None, ended.verdict
+    assert int(costs[1]) >= 50
+    more = search(Session(Request(), resume=ended.run, extend_seconds=60.0), lambda event: was_timed(event, "race"))
+    assert more.plan.search.probes > ended.plan.search.probes
+
+
+def test_a_host_that_goes_in_a_race_is_left_out(cluster: Any, tmp_path: Path) -> None:
+    """It is named, nothing of it runs on, and the plan is for the others."""
+    node = cluster.add_node(node_ip_address=THIRD, **NODE)
+    until(lambda: THIRD in [each.host for each in list_nodes()], "the third host")
+    ran: list[psutil.Process] = []
+    failures: list[Failed] = []
+
+    def note(event: Event) -> bool:
+        if isinstance(event, ProbeStarted) and event.probe.stage == "race" and event.probe.layout.shares[0] and not ran:
+            ran.extend(list_children())
+            kill_raylet(node)
+        if isinstance(event, Observed) and isinstance(event.seen, Failed):
+            failures.append(event.seen)
+        return bool(failures) and was_timed(event, "race")
+
     settings = {"base_ms": 2.0, "per_sample_ms": 0.1}
-    request = Request(BOTH, workload="synthetic", framework="tensorflow", settings=settings, budget_seconds=6.0)
-    session = Session(request)
-    try:
-        events = list(session.events())
-    finally:
-        session.close()
-    plan = events[-1].plan  # type: ignore[union-attr]
-    assert [(share.host, share.device) for share in plan.layout.share] == [
-        (FIRST, "cpu-0-of-2"),
-        (SECOND, "cpu-1-of-2"),
-    ]
-    file = tmp_path / "plan.toml"
-    file.write_bytes(to_toml(plan))
-    assert load_plan(file) == plan
+    every = f"ray:{THIRD}/cpu:0,{BOTH}"
+    request = Request(
+        every, workload="synthetic", framework="tensorflow", settings=settings, global_batch=96, budget_seconds=20.0
+    )
+    plan = search(Session(msgspec.structs.replace(request, share=True)), note).plan
+    assert {(seen.cause, seen.devices) for seen in failures} == {("device", (0,))}
+    assert f"its host {THIRD} has left the cluster" in failures[0].detail
+    until_gone(ran)
+    places = [(share.host, share.device) for share in plan.layout.share]
+    assert places == [(THIRD, "cpu-0-of-2"), (FIRST, "cpu-0-of-2"), (SECOND, "cpu-1-of-2")]
+    assert THIRD not in [share.host for share in plan.layout.active]
+    plan.save(tmp_path / "plan.toml")
+    assert load_plan(tmp_path / "plan.toml") == plan
+    cluster.remove_node(node, allow_graceful=False)
 
 
 SCRIPT = """
@@ -222,55 +312,13 @@ def test_a_script_of_the_users_own_is_measured_on_every_host(devices: tuple[Devi
     (folder / "sizes.py").write_text("INPUTS = 8\n")
     prober = child_prober(devices, f"{script}:build", "torch")
     try:
-        (well,) = measure(prober, layout_of((8, 4)))
-        (ill,) = measure(prober, layout_of((8, 64)))
+        well, ill = measure(prober, solo(2, 0, 8), solo(2, 1, 64))
     finally:
         prober.close()
     assert isinstance(well, Timed), well
     assert isinstance(ill, Failed), ill
     assert f"{script}:" in ill.detail, "the path is the user's own"
     assert ill.detail.endswith("too many")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("third", "shares"), [("127.0.0.4", (8, 0, 0)), ("127.0.0.5", (8, 8, 8))])
-def test_a_host_that_goes_in_the_middle_is_named(cluster: Any, third: str, shares: tuple[int, ...]) -> None:
-    """Its devices fail for good; the other hosts go on."""
-    node = cluster.add_node(node_ip_address=third, **NODE)
-    until(lambda: third in [each.host for each in list_nodes()], "the third host")
-    devices = discover(f"ray:{third}/cpu:0,{BOTH}").devices
-    prober = child_prober(devices, base_ms=5.0)
-    found: list[Observation] = []
-    started = threading.Event()
-    probe = Probe(layout_of(shares), "solo" if shares[1] == 0 else "split", 300.0, 0, True)
-
-    def note(progress: ProbeProgress) -> None:
-        if progress.phase == "measuring":
-            started.set()
-
-    def run() -> None:
-        found.extend(prober.measure((probe,), note, threading.Event()))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        assert started.wait(60)
-        began = children()
-        kill_raylet(node)
-        thread.join(60)
-        assert not thread.is_alive()
-        (seen,) = found
-        assert isinstance(seen, Failed)
-        assert (seen.cause, seen.devices) == ("device", (0,)), seen
-        assert f"its host {third} has" in seen.detail
-        (again,) = measure(prober, solo(3, 0, 8))
-        assert isinstance(again, Failed), again
-        assert again.cause == "device"
-        assert all(isinstance(one, Timed) for one in measure(prober, solo(3, 1, 8), solo(3, 2, 8)))
-    finally:
-        prober.close()
-        cluster.remove_node(node, allow_graceful=False)
-    until_gone(began)
 
 
 @pytest.mark.slow
@@ -284,8 +332,8 @@ def test_nothing_is_left_of_a_driver_that_was_killed(cluster: Any, tmp_path: Pat
         stderr=subprocess.DEVNULL,
         env={**os.environ},
     )
-    until(lambda: len(children()) >= 2, "its children")
-    started = [*children(), *(each for each in list_processes("ray::Servant") if each.pid not in before)]
+    until(lambda: len(list_children()) >= 2, "its children")
+    started = [*list_children(), *(each for each in list_processes("ray::Servant") if each.pid not in before)]
     assert len(started) >= 4
     driver.send_signal(signal.SIGKILL)
     driver.wait()
@@ -294,64 +342,123 @@ def test_nothing_is_left_of_a_driver_that_was_killed(cluster: Any, tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_plan_over_hosts_is_launched_on_all_of_them(cluster: Any, tmp_path: Path) -> None:
-    """1 + 2 slices, oversubscribed: the weights of one process, to 1e-12."""
-    skip_without("torch")
-    devices = discover(f"ray:{FIRST}/cpu/1:0,ray:{SECOND}/cpu").devices
-    assert len(devices) == 3
-    templates = tuple(Share(each.id, each.index, each.name, 0, 0.0, host=each.host) for each in devices)
-    plan = msgspec.structs.replace(empty_plan(), layout=make_layout("split", templates, (1, 5, 2)))
-    plan.save(tmp_path / "plan.toml")
-    root = Path(__file__).parents[2]
-    (tmp_path / "train.py").write_text(LAUNCHED.format(root=str(root)))
+    """Each process on its device; one that fails ends all of them."""
+    plan = plan_over(("cpu-0-of-1", FIRST), ("cpu-0-of-2", SECOND), ("cpu-1-of-2", SECOND), engine="multiworker")
+    msgspec.structs.replace(plan, framework="tensorflow").save(tmp_path / "plan.toml")
+    (tmp_path / "train.py").write_text(LAUNCHED)
     command = [sys.executable, "-m", "evener", "launch", "--ray", "--ray-address", cluster.address]
     answer = subprocess.run(
-        [*command, "plan.toml", "train.py", str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=280
+        [*command, "plan.toml", "train.py", str(tmp_path)], cwd=tmp_path, capture_output=True, text=True
     )
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    check_ranks(tmp_path, (FIRST, SECOND, SECOND))
-    assert f"[{SECOND}] hello" in answer.stdout
-
-
-@pytest.mark.slow
-def test_a_training_that_fails_on_a_host_ends_everywhere(cluster: Any, tmp_path: Path) -> None:
-    """One device on one host needs no framework; its exit code is that of the launch there."""
-    shares = (Share("cpu-0-of-2", 0, "EPYC", 0, 0.0, host=SECOND),)
-    msgspec.structs.replace(empty_plan(), layout=make_layout("solo", shares, (8,))).save(tmp_path / "plan.toml")
-    (tmp_path / "train.py").write_text("print('hello')\nraise SystemExit(7)")
-    command = [sys.executable, "-m", "evener", "launch", "--ray", "--ray-address", cluster.address]
-    answer = subprocess.run([*command, "plan.toml", "train.py"], cwd=tmp_path, capture_output=True, text=True)
     assert answer.returncode == 1, answer.stdout + answer.stderr
+    told = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(3)]
+    assert [each["place"] for each in told] == [
+        [FIRST, "cpu-0-of-1"],
+        [SECOND, "cpu-0-of-2"],
+        [SECOND, "cpu-1-of-2"],
+    ]
+    (workers,) = {tuple(each["workers"]) for each in told}
+    assert [worker.rpartition(":")[0] for worker in workers] == [FIRST, SECOND, SECOND]
     assert f"[{SECOND}] hello" in answer.stdout
-    assert "ended with exit code 7" in answer.stdout
+    assert "rank 1 ended with exit code 7" in answer.stdout
+
+
+class Training:
+    """One host's part: it says nothing, and ends with its code once `end` is set."""
+
+    def __init__(self, code: int) -> None:
+        self.code, self.end = code, threading.Event()
+
+    def ask(self, method: str, seconds: float) -> tuple[list[bytes], int]:
+        self.end.wait()
+        return [], self.code
+
+
+def test_a_launch_ends_with_the_code_of_the_host_that_failed_first() -> None:
+    trainings: Any = [Training(143), Training(7)]
+    parts = [HostPart("host", training) for training in trainings]
+    trainings[1].end.set()
+    threading.Timer(0.5, trainings[0].end.set).start()  # it was stopped for that
+    assert wait_for_hosts(parts, []) == 7
+    assert [part.code for part in parts] == [143, 7]
 
 
 def test_a_cluster_that_shrank_since_the_plan_is_said(cluster: Any, tmp_path: Path) -> None:
-    shares = (Share("cpu-0-of-1", 0, "EPYC", 0, 0.0, host="10.9.9.9"),)
-    msgspec.structs.replace(empty_plan(), layout=make_layout("solo", shares, (8,))).save(tmp_path / "plan.toml")
+    plan_over(("cpu-0-of-1", "10.9.9.9")).save(tmp_path / "plan.toml")
     (tmp_path / "train.py").write_text("")
     with pytest.raises(RequestError, match=r"no host '10\.9\.9\.9'"):
         launch_on_cluster(tmp_path / "plan.toml", [str(tmp_path / "train.py")], 0, None, "")
 
 
 LAUNCHED = """
-import runpy, sys
+import json, os, sys, time
+from pathlib import Path
+config = json.loads(os.environ["TF_CONFIG"])
+place = [os.environ["EVENER_HOST"], os.environ["EVENER_DEVICE"]]
+number = config["task"]["index"]
+written = Path(sys.argv[1], "new" + str(number))
+written.write_text(json.dumps({"place": place, "workers": config["cluster"]["worker"]}))
+written.rename(Path(sys.argv[1], f"{number}.json"))
 print("hello", flush=True)
-sys.path.insert(0, {root!r})
-runpy.run_module("tests.support.launched_training", run_name="__main__")
+while len(list(Path(sys.argv[1]).glob("*.json"))) < 3:
+    time.sleep(0.05)
+sys.exit({0: 0, 1: 7}[number] if number < 2 else time.sleep(600))
 """
 
 
-def empty_plan() -> Plan:
-    """A plan that only lacks its layout."""
+def plan_over(*devices: tuple[str, str], engine: str = "") -> Plan:
+    """A plan for these devices of hosts, with 1, 5 and 2 rows."""
+    shares = tuple(Share(name, 0, "EPYC", 0, 0.0, host=host) for name, host in devices)
+    layout = make_layout("split" if len(shares) > 1 else "solo", shares, (1, 5, 2)[: len(shares)])
     return Plan(
         created="2026-11-22T12:00:00Z",
         workload="torch_mnist",
         framework="torch",
         precision="float32",
         xla=False,
-        layout=make_layout("solo", (), ()),
+        layout=msgspec.structs.replace(layout, engine=engine),
         throughput=Throughput(100.0, 99.0, 101.0),
         evidence=(),
         search=SearchSummary(1, 0, 1.0, 0, "test"),
         fingerprint=Fingerprint((), "", {}, ""),
     )
+
+
+def test_ray_train_has_refusals(cluster: Any) -> None:
+    skip_without("torch")
+    trainer = pytest.importorskip("evener.ray").trainer
+    plan = plan_over(("cpu-0-of-1", FIRST))
+    nothing: dict[str, Any] = {}
+    for wrong, options, words in (
+        (plan_over(("cpu-0-of-1", "")), nothing, "names no hosts"),
+        (plan_over(("cpu-0-of-1", "10.9.9.9")), {}, "no host"),
+        (msgspec.structs.replace(plan, framework="tensorflow"), {}, "trains with PyTorch"),
+        (plan, {"datasets": {}}, "datasets is decided by the plan"),
+    ):
+        with pytest.raises((PlanError, RequestError), match=words):
+            trainer(wrong, print, **options)
+
+
+@pytest.mark.slow
+def test_ray_train_trains_by_a_plan_over_hosts(cluster: Any, tmp_path: Path) -> None:
+    """1 + 2 slices, oversubscribed: the weights of one process, to 1e-12, also from Ray's checkpoint."""
+    skip_without("torch")
+    pytest.importorskip("pydantic", reason="Ray Train needs it")
+    import ray.train
+    import torch
+
+    from evener.ray import trainer
+    from tests.support import ray_training, torch_ranks
+
+    end_agents()  # which hold the CPUs
+    plan = plan_over(("cpu-0-of-1", FIRST), ("cpu-0-of-2", SECOND), ("cpu-1-of-2", SECOND))
+    stored = ray.train.RunConfig(storage_path=str(tmp_path / "ray"))
+    made = trainer(plan, ray_training.train_loop, train_loop_config={"folder": str(tmp_path)}, run_config=stored)
+    assert made.fit().metrics == {"steps": ray_training.SAVED}
+    weights, losses = torch_ranks.reference(torch_ranks.CASES[ray_training.NAME], 8)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(3)]
+    assert sorted((rank["host"], rank["rows"]) for rank in ranks) == [(FIRST, 1), (SECOND, 2), (SECOND, 5)]
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(losses, abs=1e-12)
+        for mine, expected in zip(rank["weights"], weights, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
+
 from evener.devices.cluster.agents import end_agents
 
 FIRST, SECOND = "127.0.0.2", "127.0.0.3"
+GPUS = 2  # that Ray believes the second node to have
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
 
@@ -27,7 +31,7 @@ def running_cluster(state: Path) -> Iterator[Any]:
         cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         with mock.patch.dict(os.environ, variables):
-            cluster.add_node(node_ip_address=SECOND, **NODE)
+            cluster.add_node(node_ip_address=SECOND, num_gpus=GPUS, **NODE)
         yield cluster
     finally:
         end_agents()
@@ -38,3 +42,32 @@ def running_cluster(state: Path) -> Iterator[Any]:
 def kill_raylet(node: Any) -> None:
     """End a node's own process as a crash would."""
     os.kill(node.all_processes["raylet"][0].process.pid, 9)
+
+
+def list_processes(word: str) -> list[psutil.Process]:
+    """Every process with this in its command."""
+    processes = [(process, process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    return [process for process, command in processes if any(word in part for part in command)]
+
+
+def list_children() -> list[psutil.Process]:
+    """The children of probes that the cluster's actors started; other tests may run some of their own meanwhile."""
+    actors = {process.pid for process in list_processes("ray::Servant")}
+    found = []
+    for process in list_processes("evener.balancer.probes.worker"):
+        with contextlib.suppress(psutil.Error):
+            found += [process] if process.ppid() in actors else []
+    return found
+
+
+def until_gone(processes: Sequence[psutil.Process]) -> None:
+    """Wait until none of them runs."""
+    until(lambda: not any(process.is_running() for process in processes), f"the end of {processes}")
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+    """Wait until it holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"it never came: {what}"
+        time.sleep(0.05)
