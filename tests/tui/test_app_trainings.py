@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import msgspec
 import pytest
 from textual.pilot import Pilot
 
-from evener.devices.recording import Recorder
+from evener.devices.recording import Recorder, Recording
 from evener.live_files import Training
 from evener.tui.cli.commands.monitor import monitor
 from evener.tui.screens.dialogs import DetailsDialog
@@ -94,3 +95,32 @@ def test_a_recording_keeps_trainings_for_the_app_text_and_json(tmp_path: Path, s
     assert "GPU:1 takes 158 ms for its share" in printed[0]
     (training,) = json.loads(printed[1])["trainings"]
     assert [(rank["own_work_s"], rank["waiting_s"]) for rank in training["ranks"]] == [(0.008, 0.152), (0.158, 0.002)]
+
+
+@pytest.mark.slow
+async def test_a_rank_that_is_held_up_for_150_ms_is_seen_in_json_and_in_the_app(
+    app_of: Any, trainer_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    """Two ranks of real PyTorch: the one works for 150 ms longer, the other waits as long."""
+    said, _ = trainer_ranks("tests.support.torch_slow_rank.watched", 0.15, world=2)
+    (training,) = json.loads(said["json"])["trainings"]
+    quick, slow = training["ranks"]
+    assert slow["own_work_s"] >= 0.15
+    assert quick["own_work_s"] < 0.5 * slow["own_work_s"]
+    assert quick["waiting_s"] > 0.075 > slow["waiting_s"]
+    assert slow["own_work_s"] + slow["waiting_s"] == pytest.approx(quick["own_work_s"] + quick["waiting_s"], rel=0.2)
+    assert training["causes"][0]["kind"] == "waiting"
+    (tmp_path / "a.jsonl").write_text(said["recording"])
+    recording = Recording(tmp_path / "a.jsonl")
+    app = app_of(recording.sample())
+    recording.close()
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: app.snapshot is not None, "the snapshot")
+        await pilot.press("4")
+        await until(pilot, lambda: "rank_server.py" in text(app, "#trainings"), "the training")
+        _, first, second = text(app, "#ranks").splitlines()
+        assert f"{1000 * quick['waiting_s']:.0f} ms" in first
+        assert f"{1000 * slow['own_work_s']:.0f} ms" in second
+        assert first.count("░") > first.count("━")
+        assert second.count("━") > second.count("░")
+        assert "Rank 1 takes" in text(app, "#causes")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.devices.types import LOST, Snapshot, value
-from evener.live_files import LiveDevice, Training
+from evener.live_files import Training
 from evener.tui.view.cells import cells
 from evener.tui.view.charts import work_bar
 from evener.tui.view.devices import DeviceRow, device_lines
@@ -216,5 +216,9 @@ def test_text_and_json_have_trainings(script: Any) -> None:
 
 def test_a_process_that_names_no_device_is_a_row(script: Any) -> None:
     row = _only(script, [Training("torch", "w", 9.0, 1, AT_SECONDS, (), pid=7, training="x", rank=0, world=1)])
-    assert [(rank.name, rank.samples_per_second) for rank in row.ranks] == [("rank 0", 9.0)]
-    assert LiveDevice("", -1, 0, 9.0) not in row.ranks
+    assert [(rank.rank, rank.device, rank.samples_per_second) for rank in row.ranks] == [(0, "", 9.0)]
+
+
+def test_ranks_on_one_device_are_told_apart_by_their_numbers(script: Any) -> None:
+    row = _only(script, make_ranks(ids=("cpu", "cpu")))
+    assert row.causes[0].text.startswith("Rank 1 takes 158 ms for its share")

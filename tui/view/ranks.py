@@ -34,11 +34,6 @@ class RankRow(msgspec.Struct, frozen=True):
     waiting_s: float  # of a step, from there to the end of the backward pass
     silent_s: float  # since the last report of a rank that went silent; 0 while it reports
 
-    @property
-    def name(self) -> str:
-        """Its device, else its rank."""
-        return self.device or (f"rank {self.rank}" if self.rank >= 0 else f"process {self.pid}")
-
 
 class Cause(msgspec.Struct, frozen=True):
     """One thing that holds a training up."""
@@ -106,12 +101,25 @@ def find_causes(
     rows = [place.row for place in ranks]
     step_s = step_s or max(row.own_work_s + row.waiting_s for row in rows)
     return (
-        *(Cause("silent", f"{row.name} has been silent for {duration(row.silent_s)}.") for row in rows if row.silent_s),
+        *_silent(rows),
         *_input(step_s, input_s),
-        *_waiting([row for row in rows if row.own_work_s and not row.silent_s], step_s),
+        *_waiting(rows, step_s),
         *_throttled(ranks),
         *_neighbours(rows, processes),
     )
+
+
+def _name_rank(row: RankRow, rows: Sequence[RankRow]) -> str:
+    """Its device where no other rank is on it, else its rank."""
+    if row.device and sum(other.device == row.device for other in rows) == 1:
+        return row.device
+    return f"Rank {row.rank}" if row.rank >= 0 else f"Process {row.pid}"
+
+
+def _silent(rows: Sequence[RankRow]) -> Iterator[Cause]:
+    for row in rows:
+        if row.silent_s:
+            yield Cause("silent", f"{_name_rank(row, rows)} has been silent for {duration(row.silent_s)}.")
 
 
 def _input(step_s: float, input_s: float) -> Iterator[Cause]:
@@ -121,14 +129,16 @@ def _input(step_s: float, input_s: float) -> Iterator[Cause]:
 
 def _waiting(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
     """What unequal own work costs against ranks that finish together, and the exchange that isn't hidden."""
-    if len(rows) < 2:
+    timed = [row for row in rows if row.own_work_s and not row.silent_s]
+    if len(timed) < 2:
         return
-    slowest = max(rows, key=lambda row: row.own_work_s)
-    shares = [row.share or 1 for row in rows]
-    together = sum(shares) / sum(share / row.own_work_s for share, row in zip(shares, rows, strict=True))
+    slowest = max(timed, key=lambda row: row.own_work_s)
+    shares = [row.share or 1 for row in timed]
+    together = sum(shares) / sum(share / row.own_work_s for share, row in zip(shares, timed, strict=True))
     if slowest.own_work_s - together >= LEAST_PART * step_s:
-        own, waiting = milliseconds(slowest.own_work_s), milliseconds(max(row.waiting_s for row in rows))
-        yield Cause("waiting", f"{slowest.name} takes {own} for its share; others wait up to {waiting} for it.")
+        own, waiting = milliseconds(slowest.own_work_s), milliseconds(max(row.waiting_s for row in timed))
+        name = _name_rank(slowest, rows)
+        yield Cause("waiting", f"{name} takes {own} for its share; others wait up to {waiting} for it.")
     if slowest.waiting_s >= LEAST_EXCHANGE * step_s:
         yield Cause("exchange", f"Exchanging gradients takes {milliseconds(slowest.waiting_s)} that nothing hides.")
 
@@ -138,7 +148,7 @@ def _throttled(ranks: Sequence[RankPlace]) -> Iterator[Cause]:
         throttled = sample.throttled_percent.current if sample is not None else None
         if sample is not None and throttled is not None and throttled >= LEAST_PERCENT:
             why = f": {clean(', '.join(sample.throttle_reasons), 60)}" if sample.throttle_reasons else ""
-            yield Cause("throttled", f"{row.name} is throttled {throttled:.0f} % of the time{why}.")
+            yield Cause("throttled", f"{row.device} is throttled {throttled:.0f} % of the time{why}.")
 
 
 def _neighbours(rows: Sequence[RankRow], processes: Sequence[ProcessSample]) -> Iterator[Cause]:

@@ -1,0 +1,40 @@
+"""A training of two ranks that the monitor looks at: rank 1 is held up in its backward pass."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from evener import live
+from evener.torch_split import Split
+from evener.tui.cli.commands.monitor import monitor
+from tests.support import torch_rebalance_programs
+from tests.support.torch_program_parts import data
+from tests.support.torch_rebalance_programs import SlowBackward
+
+
+def watched(folder: Path, rank: int, sleep_seconds: float) -> None:
+    """Train; after the last step rank 0 leaves what the monitor says as JSON, and what it records."""
+    torch.set_num_threads(1)
+    torch_rebalance_programs.SLEEP_SECONDS = sleep_seconds
+    live.INTERVAL_SECONDS, live.COST_LIMIT = 0.0, 1.0
+    split = Split(ratios=(3, 1), global_batch=8)
+    model = split.wrap(SlowBackward())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for inputs, labels in split.loader(data(96)):
+        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()  # the other rank has written its last report
+    said = {}
+    if rank == 0:
+        path = folder / "recording.jsonl"
+        with redirect_stdout(io.StringIO()) as printed:
+            monitor("cpu/2", once=True, as_json=True, record=path)
+        said = {"json": printed.getvalue(), "recording": path.read_text()}
+    dist.barrier()
+    torch.save(said, folder / f"{rank}.pt")
