@@ -9,6 +9,8 @@ from contextlib import suppress
 
 PLAN, DEVICE, HOST = "EVENER_PLAN", "EVENER_DEVICE", "EVENER_HOST"
 REPLACED_PLAN = "EVENER_REPLACED_PLAN"  # the file that was launched, where PLAN is one for the devices that are left
+RUN = "EVENER_RUN"  # the name under which a training may keep a journal
+RESTART = "EVENER_RESTART"  # why the launcher has started it again
 
 
 def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathLike[str] | None:
@@ -27,6 +29,16 @@ def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathL
 def launched_device() -> str:
     """The plan's name of the device that this process was started on; empty if evener launch didn't start it."""
     return os.environ.get(DEVICE, "")
+
+
+def launched_run() -> str:
+    """The name that evener launch has given to this training; empty if that didn't start it."""
+    return os.environ.get(RUN, "")
+
+
+def restart_reason() -> str:
+    """Why evener launch has started this training again; empty if it is the first start."""
+    return os.environ.get(RESTART, "")
 
 
 def find_host(hosts: Iterable[str]) -> str:

@@ -36,6 +36,7 @@ from evener.live_files import (
     start_ticks,
 )
 from evener.plan import Share
+from evener.training_journal import TrainingJournal
 
 __all__ = ["LiveDevice", "Reporter", "Training", "live_folders", "read_trainings", "report"]
 
@@ -73,19 +74,21 @@ class _Point(NamedTuple):
 class Reporter:
     """Counts one training's samples and reports them to the monitor; safe in threads and across forks.
 
-    `details` is asked whenever a file is written.
+    `details` is asked whenever a file is written, and `journal` gets what is written.
     """
 
     _serials = iter(range(1 << 29))
 
-    def __init__(self, details: Callable[[], Details] = Details) -> None:
+    def __init__(self, details: Callable[[], Details] = Details, journal: TrainingJournal | None = None) -> None:
         self._serial = next(self._serials)
         self._details = details
         self._reset()
+        self._journal = journal
         _reporters.add(self)
 
     def _reset(self) -> None:
         self._lock = threading.RLock()
+        self._journal = None  # a forked child leaves it to its parent
         self._pid = os.getpid()
         self._ticks = start_ticks(self._pid)
         self._samples = self._tokens = self._padded = 0
@@ -127,7 +130,10 @@ class Reporter:
                 found = self._rates(now)
                 if found is not None and self._ticks is not None:
                     names = (clean(framework), clean(workload))
-                    self._write(self._record(names, found, devices or (), batches))
+                    record = self._record(names, found, devices or (), batches)
+                    self._write(record)
+                    if self._journal is not None:
+                        self._journal.note(record)
                     self._delay_next(time.monotonic() - now)
 
     def close(self) -> None:
@@ -138,6 +144,8 @@ class Reporter:
                     self._file.unlink(missing_ok=True)
             self._file = None
             self._points.clear()
+            if self._journal is not None:
+                self._journal.close()
 
     def _leave_out(self, seconds: float, *counts: int) -> None:
         """Move earlier points up to a step, as if it had taken no time and had no samples."""

@@ -170,7 +170,7 @@ def reopen(path: Path) -> tuple[Journal, Record]:
 
 def read(path: Path) -> Record:
     """The content of a journal; RequestError names the file and the line that is wrong."""
-    content = _read_trusted(path)
+    content = read_trusted(path)
     *lines, incomplete = content.split(b"\n")
     if not lines:
         raise RequestError(f"{path} holds no whole line.", "Delete the run: nothing was measured in it.")
@@ -277,7 +277,7 @@ def _sane(numbers: Iterable[float]) -> bool:
     return all(math.isfinite(number) and 0 <= number <= LARGEST_NUMBER for number in numbers)
 
 
-def _read_trusted(path: Path) -> bytes:
+def read_trusted(path: Path) -> bytes:
     """The content of a plain file of this user that nobody else may write, and that isn't too large."""
     with (
         as_request_error(f"The journal {path} can't be read", "List the runs with evener runs."),

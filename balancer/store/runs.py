@@ -19,11 +19,13 @@ from evener.balancer.store import journal, replay
 from evener.balancer.store.journal import EndedEntry, FailedEntry, Header, Record
 from evener.balancer.store.locks import is_running, lock_run
 from evener.balancer.store.notes import RunNote, change_note, read_note
+from evener.balancer.store.trainings import TrainingRecord, read_training
 from evener.balancer.types import Failed, Observation, Timed
 from evener.devices.types import Device
 from evener.errors import EvenerError, NoLayoutError, RequestError, as_request_error
 from evener.plan import Plan, parse_plan, to_json
 from evener.state_folders import runs_folder
+from evener.training_journal import TRAINING_JOURNAL
 
 JOURNAL = "journal.jsonl"
 MOST_RUNS = 20  # searched for solo rates, the newest first
@@ -48,6 +50,7 @@ class RunSummary(msgspec.Struct, frozen=True):
     budget_seconds: float | None = None
     note: str = ""
     tags: tuple[str, ...] = ()
+    kind: Literal["search", "training"] = "search"
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -92,7 +95,16 @@ def errors_path(run: str) -> Path:
 
 
 def find(name: str) -> str:
-    """The run meant by an id, by the unique beginning of one, or by `last`; RequestError if none or several match."""
+    """The search meant by an id, by the unique beginning of one, or by `last`; RequestError if it isn't one."""
+    searches = [run for run in _list_ids() if not _is_training(run)] if name == "last" else []
+    run = searches[-1] if searches else find_any(name)
+    if _is_training(run):
+        raise RequestError(f"The run {run} is a training, and measured nothing.", f"See evener runs show {run}.")
+    return run
+
+
+def find_any(name: str) -> str:
+    """The same among searches and trainings; RequestError if none or several match."""
     runs = _list_ids()
     if not runs:
         raise RequestError("There are no runs yet.", "Make one with evener balance.")
@@ -106,6 +118,19 @@ def find(name: str) -> str:
     if matches:
         raise RequestError(f"{len(matches)} runs begin with {name!r}.", f"Write more of it, as in {matches[-1]}.")
     raise RequestError(f"There is no run {name!r}.", f"The last one is {runs[-1]}; evener runs lists them.")
+
+
+def load_training(run: str) -> TrainingRecord | None:
+    """What a training, by its whole id, kept of itself; None for a search. RequestError if it can't be read."""
+    return read_training(run, _training_path(run)) if _is_training(run) else None
+
+
+def _is_training(run: str) -> bool:
+    return os.path.lexists(_training_path(run))
+
+
+def _training_path(run: str) -> Path:
+    return run_folder(run) / TRAINING_JOURNAL
 
 
 def list_runs() -> tuple[RunSummary, ...]:
@@ -136,7 +161,7 @@ def annotate_run(
     name: str, note: str | None = None, add_tags: Iterable[str] = (), remove_tags: Iterable[str] = ()
 ) -> RunNote:
     """Change a run's note (None leaves it) and its tags, and return them; RequestError for a bad tag."""
-    return change_note(run_folder(find(name)), note, add_tags, remove_tags)
+    return change_note(run_folder(find_any(name)), note, add_tags, remove_tags)
 
 
 def choose_prunable(
@@ -166,7 +191,9 @@ def choose_prunable(
 
 def delete_run(name: str) -> str:
     """Remove a run's folder and return its id; RequestError if the run is in progress or can't be removed."""
-    run = find(name)
+    run = find_any(name)
+    if _is_training(run) and _summarize(run).state == "running":
+        raise RequestError(f"The training {run} is going on.", "Wait for its end.")
     folder = run_folder(run)
     with lock_run(run), as_request_error(f"The run {run} can't be deleted", f"Look at {folder}."):
         shutil.rmtree(folder)
@@ -208,6 +235,9 @@ def _list_ids() -> list[str]:
 def _summarize(run: str) -> RunSummary:
     note = read_note(run_folder(run))
     try:
+        training = load_training(run)
+        if training is not None:
+            return _summarize_training(training, note)
         record = journal.read(journal_path(run))
     except EvenerError as fault:
         return RunSummary(run, "", (), "", "unreadable", 0, None, (), fault.message, note=note.note, tags=note.tags)
@@ -227,6 +257,25 @@ def _summarize(run: str) -> RunSummary:
         budget_seconds=header.request.budget_seconds,
         note=note.note,
         tags=note.tags,
+    )
+
+
+def _summarize_training(training: TrainingRecord, note: RunNote) -> RunSummary:
+    start = training.start
+    return RunSummary(
+        run=training.run,
+        created=time.strftime(CREATED, time.gmtime(training.began_at)),
+        devices=start.devices,
+        workload=start.workload,
+        state=training.state,
+        probes=0,
+        samples_per_second=training.samples_per_second,
+        ratios=tuple(share / sum(start.shares) for share in start.shares),
+        trouble=training.failure,
+        seconds=training.seconds,
+        note=note.note,
+        tags=note.tags,
+        kind="training",
     )
 
 

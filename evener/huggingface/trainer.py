@@ -34,6 +34,7 @@ from evener.torch_split.process import find_stand, is_cpu, settle, visible_gpus
 from evener.torch_split.rank_shares import RankShares, find_rank_shares, open_plan
 from evener.torch_split.row_order import RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
+from evener.torch_split.step_reporter import keep_journal
 
 CHECKPOINT = "evener.json"  # beside trainer_state.json
 
@@ -44,26 +45,30 @@ def with_plan(
     *,
     global_batch: int | None = None,
     strict: bool = False,
+    journal: bool = False,
 ) -> type[Any]:
     """A subclass of `trainer_class` that trains by `plan`, or by that of evener launch; use it as the class itself.
 
     The plan decides the rows of each process and pass, instead of `per_device_train_batch_size`; `global_batch` is
     another number of rows for each global batch. `gradient_accumulation_steps=A` makes an optimizer step of A global
     batches. PlanError or RequestError as the trainer is made, or before its first step, if training by the plan
-    wouldn't be exact; with `strict` also if the plan was measured on other devices, which is a warning else.
+    wouldn't be exact; with `strict` also if the plan was measured on other devices, which is a warning else. With
+    `journal`, `evener runs` has the training's steps/s and restarts.
     """
     check_trainer_class(trainer_class)
     chosen = open_plan(plan)
     if chosen is None:
         raise RequestError("No plan is given.", "Give one, or start the script with evener launch.")
     options = {"plan": chosen, "global_batch": global_batch, "strict": strict}
-    return type(f"Planned{trainer_class.__name__}", (_PlanMixin, trainer_class), {"_plan_options": options})
+    made = {"_plan_options": options, "_keeps_journal": journal}
+    return type(f"Planned{trainer_class.__name__}", (_PlanMixin, trainer_class), made)
 
 
 class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete types
     """Placed before a Trainer class, whose methods do the rest."""
 
     _plan_options: dict[str, Any]
+    _keeps_journal: bool
     args: Any
     state: Any
     _tr_loss: Any
@@ -89,7 +94,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._pass_rows = 0  # of the pass that runs
         self._factor: float | None = None  # of its loss
         self._tokens = 0
-        self._reporter = Reporter()
+        self._reporter = Reporter(journal=keep_journal(self._shares) if self._keeps_journal else None)
         self.accelerator.gather = partial(_gather_uneven, self.accelerator.gather)
 
     # ------------------------------------------------------------------ rows

@@ -6,9 +6,12 @@ from typing import Any
 
 import keras
 
+from evener.errors import RequestError
 from evener.keras_split.split import Split
 from evener.keras_split.tf_devices import driver_name
 from evener.live import Reporter
+from evener.plan_check import describe
+from evener.training_journal import TrainingJournal
 
 
 class Report(keras.callbacks.Callback):  # type: ignore[misc]
@@ -16,16 +19,23 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
 
     Without `batch` and `samples` (those of an epoch) they are the fit's own, where it is given arrays, else the split's
     global batch. The first step of each batch size is left out of samples/s: TensorFlow traces and tunes there. In a
-    group each process reports its own rows.
+    group each process reports its own rows. With `journal`, `evener runs` has the training's steps/s and restarts.
     """
 
-    def __init__(self, split: Split | None = None, *, batch: int | None = None, samples: int | None = None) -> None:
+    def __init__(
+        self,
+        split: Split | None = None,
+        *,
+        batch: int | None = None,
+        samples: int | None = None,
+        journal: bool = False,
+    ) -> None:
         super().__init__()
         self._split = split
         self._given = batch, samples
         self.batch = batch
         self.samples = samples
-        self._reporter = Reporter()
+        self._reporter = Reporter(journal=_keep_journal(split) if journal else None)
         self._last_step = -1
         self._counted = 0  # samples of this epoch
         self._traced: set[tuple[int, bool]] = set()  # kinds of step that have run
@@ -75,3 +85,13 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         if split.plan is None and split.group.device.startswith("GPU"):
             return labels | {"devices": [driver_name(split.group.device)]}
         return labels | {"devices": [devices[split.group.rank]]}
+
+
+def _keep_journal(split: Split | None) -> TrainingJournal | None:
+    """The journal of the whole training, for its first process."""
+    if split is None:
+        raise RequestError("A journal needs the split.", "Write Report(split, journal=True).")
+    if split.group is not None and split.group.rank:
+        return None
+    names = [describe(share) for share in split.plan.layout.active] if split.plan else list(split.devices)
+    return TrainingJournal(names, split.shares)

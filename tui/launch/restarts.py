@@ -15,6 +15,7 @@ from evener.errors import DeviceError
 from evener.plan import Plan
 from evener.plan_check import describe
 from evener.smaller_plan import leave_out
+from evener.state_folders import new_run_id
 from evener.tui.launch.children import caught_signals, run_children
 from evener.tui.launch.ending import Ending
 from evener.tui.launch.job import Job, arrange
@@ -28,7 +29,8 @@ def run_job(first: Job, max_restarts: int) -> int:
     After a loss every device is tried, also one that was left out before. On several hosts nobody sees all failures:
     there, each is taken for a loss, and a device that is lost ends the training. The exit code.
     """
-    job, several = first, len(first.hosts) > 1
+    first = job = msgspec.structs.replace(first, run=new_run_id())
+    several = len(first.hosts) > 1
     by_agents = several and first.plan.framework == "torch"  # which restart in step
     restarts = 0 if by_agents else max_restarts
     with tempfile.TemporaryDirectory(prefix="evener-launch-") as folder:
@@ -45,7 +47,8 @@ def run_job(first: Job, max_restarts: int) -> int:
                 broken = find_broken(list(chain.from_iterable(first.processes)), job.plan.framework, caught)
             if caught:
                 return 128 + caught[0]
-            before, job = job, _make_next(first, broken, attempt, Path(folder, f"plan-{attempt}.toml"))
+            first = msgspec.structs.replace(first, attempt=attempt, reason=ended.words)
+            before, job = job, _make_next(first, broken, Path(folder, f"plan-{attempt}.toml"))
             _say_changes(before.plan, job.plan)
             _say(f"all start again, {attempt} of {max_restarts} times")
     raise AssertionError("count() has no end")
@@ -59,10 +62,10 @@ def _start(job: Job, restarts_of_agents: int) -> Ending:
     return run_children(job)
 
 
-def _make_next(first: Job, broken: Sequence[Device], attempt: int, path: Path) -> Job:
+def _make_next(first: Job, broken: Sequence[Device], path: Path) -> Job:
     """The training without the broken devices, by a plan of its own in the file `path`."""
     if not broken:
-        return msgspec.structs.replace(first, attempt=attempt)
+        return first
     names = {device.id for device in broken}
     if len(first.hosts) > 1 or len(names) == len(first.own):
         listed = ", ".join(device.label for device in broken)
@@ -77,7 +80,6 @@ def _make_next(first: Job, broken: Sequence[Device], attempt: int, path: Path) -
         plan=plan,
         path=path,
         replaced=first.path,
-        attempt=attempt,
         own=tuple(share for share in plan.layout.active if share.host == first.host),
         processes=arrange(left, one_process=len(first.processes) < len(first.own)),
     )

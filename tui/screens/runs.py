@@ -20,6 +20,7 @@ from evener.tui.screens.dialogs import confirm
 from evener.tui.screens.export import plan_dialog
 from evener.tui.screens.replay import ReplayScreen
 from evener.tui.screens.run_dialogs import NoteDialog, RunActions, errors_file
+from evener.tui.text.training_report import training_report
 from evener.tui.view.cells import Line, text_lines
 from evener.tui.view.runs import RUN_COLUMNS, has_failed, plan_lines, run_grid, run_rows
 from evener.tui.view.table import Order
@@ -144,10 +145,13 @@ class RunsScreen(RunActions, SortedScreen):
             right.show(self._plan_lines(chosen, *right.size))
 
     def _plan_lines(self, name: str, width: int, height: int) -> tuple[Line, ...]:
-        """The plan of a run, or why the run can't be read."""
+        """The plan of a run, what a training kept of itself, or why the run can't be read."""
         if not name:
             return ()
         try:
+            training = runs.load_training(name)
+            if training is not None:
+                return tuple(line for text in training_report(training) for line in text_lines(text, width, 3))
             found = self._plans.get(name) or runs.load_run(name)
         except EvenerError as fault:
             return text_lines(str(fault), width, 6, "bad")
@@ -159,7 +163,9 @@ class RunsScreen(RunActions, SortedScreen):
         if action not in ("go_on", "replay", "export", "report", "note", "delete", "traceback"):
             return True
         chosen = next((panel.chosen for panel in self.query(RunPanel)), None)
-        if chosen is None:
+        if chosen is not None and chosen.kind == "training" and action != "delete":
+            return False
+        if chosen is None or (self.evener.readonly and action not in ("replay", "traceback")):
             return False
         state, planned = chosen.state, chosen.probes > 0 and not has_failed(chosen)
         return {

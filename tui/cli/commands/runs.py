@@ -11,6 +11,7 @@ import typer
 
 from evener.balancer.store import runs as store
 from evener.balancer.store.runs import Run, RunSummary, State
+from evener.balancer.store.trainings import TrainingRecord
 from evener.errors import RequestError
 from evener.tui.cli.options import JsonOption, RunName
 from evener.tui.cli.streams import terminal_columns
@@ -20,6 +21,7 @@ from evener.tui.text.plan_summary import summary_lines
 from evener.tui.text.progress import observation_words
 from evener.tui.text.safe_documents import json_text
 from evener.tui.text.tables import align
+from evener.tui.text.training_report import training_report
 
 _KEYS: dict[str, Callable[[RunSummary], Any]] = {
     "workload": lambda one: one.workload,
@@ -104,7 +106,8 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
     figure = rate(summary.samples_per_second) if summary.samples_per_second is not None else "-"
     seconds = duration(summary.seconds) if summary.state != "failed" and summary.seconds else "-"
     workload = plain(summary.workload, _WIDEST_TEXT)
-    return (summary.run, summary.state, workload, devices, ratios or "-", str(summary.probes), seconds, figure)
+    probes = str(summary.probes) if summary.kind == "search" else "-"
+    return (summary.run, summary.state, workload, devices, ratios or "-", probes, seconds, figure)
 
 
 def _about(summary: RunSummary) -> str:
@@ -115,8 +118,13 @@ def _about(summary: RunSummary) -> str:
 
 @runs_app.command("show")
 def show_run(run_id: RunName, as_json: JsonOption = False) -> None:
-    """Show a run: its state, what was measured, and its plan."""
-    run = store.load_run(run_id)
+    """Show a run: its state, what was measured, and its plan; of a training its speed, shares and restarts."""
+    name = store.find_any(run_id)
+    training = store.load_training(name)
+    if training is not None:
+        print(json_text(_training_as_json(training)) if as_json else "\n".join(training_report(training)))
+        return
+    run = store.load_run(name)
     if as_json:
         print(json_text(_as_json(run)))
         return
@@ -129,6 +137,16 @@ def show_run(run_id: RunName, as_json: JsonOption = False) -> None:
         print(f"  {observation_words(seen, labels)}")
     summary = summary_lines(run.plan, labels, run.verdict, terminal_columns()) if run.plan else None
     print("\n".join(["", *summary] if summary else ["this run has no plan"]))
+
+
+def _training_as_json(training: TrainingRecord) -> dict[str, Any]:
+    return {
+        "run": training.run,
+        "state": training.state,
+        "trouble": training.failure,
+        "seconds": training.seconds,
+        "entries": training.entries,
+    }
 
 
 def _as_json(run: Run) -> dict[str, Any]:
@@ -168,7 +186,7 @@ def tag_run(
 def _annotate(name: str, **changes: Any) -> None:
     found = store.annotate_run(name, **changes)
     words = note_words(found.note, found.tags) or "no tags, no note"
-    print(f"evener: {store.find(name)}: {plain(words, 1200)}", file=sys.stderr)
+    print(f"evener: {store.find_any(name)}: {plain(words, 1200)}", file=sys.stderr)
 
 
 @runs_app.command("delete")
@@ -177,7 +195,7 @@ def delete_runs(
     yes: YesOption = False,
 ) -> None:
     """Delete runs, after asking."""
-    _delete(list(dict.fromkeys(map(store.find, run_ids))), yes)
+    _delete(list(dict.fromkeys(map(store.find_any, run_ids))), yes)
 
 
 @runs_app.command("prune")

@@ -1,0 +1,139 @@
+"""What a training keeps of itself, if asked: its steps/s, changes of shares and restarts, as JSON lines among the runs.
+
+The launcher names the run, so a training that starts again goes on in the same file. A folder or disk that can't be
+written is one warning, and the training goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+
+import msgspec
+
+from evener.errors import RequestError
+from evener.launched import launched_run, restart_reason
+from evener.live_files import LiveRecord, ShareChange, start_ticks
+from evener.state_folders import new_run_id, runs_folder, trusted_folder
+
+TRAINING_JOURNAL = "training.jsonl"
+SPEED_SECONDS = 30.0  # between two lines of steps/s
+
+
+class StartEntry(msgspec.Struct, frozen=True, tag="started", tag_field="entry"):
+    """The processes of the training began, for the first time or again."""
+
+    at: float  # seconds since the epoch
+    workload: str
+    framework: str
+    devices: tuple[str, ...]  # of each rank
+    shares: tuple[int, ...]
+    plan_samples_per_second: float  # that the plan promises; 0: no plan
+    host: str
+    pid: int  # of the first rank
+    ticks: int  # its start in clock ticks since boot
+    reason: str = ""  # why the launcher has started it again
+
+
+class SpeedEntry(msgspec.Struct, frozen=True, tag="speed", tag_field="entry"):
+    """How fast it was in the last seconds."""
+
+    at: float
+    step: int  # since the processes began
+    steps_per_second: float
+    samples_per_second: float  # of all devices
+
+
+class ChangeEntry(msgspec.Struct, frozen=True, tag="changed", tag_field="entry"):
+    """The shares became others."""
+
+    change: ShareChange
+
+
+class EndEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
+    """It ended by itself; a process that is killed writes none."""
+
+    at: float
+    failure: str = ""  # the exception
+
+
+TrainingEntry = StartEntry | SpeedEntry | ChangeEntry | EndEntry
+
+
+class TrainingJournal:
+    """The journal of one training, written by its first rank."""
+
+    def __init__(self, devices: Sequence[str], shares: Sequence[int]) -> None:
+        self._devices = tuple(devices)
+        self._shares = tuple(shares)
+        self._run = launched_run() or new_run_id()
+        self._descriptor = -1
+        self._last: LiveRecord | None = None
+        self._from: LiveRecord | None = None  # from which the next steps/s count
+        self._changes: set[ShareChange] = set()
+
+    def note(self, record: LiveRecord) -> None:
+        """Keep what is new in a report of the first rank."""
+        if self._descriptor < 0:
+            self._begin(record)
+        self._last = record
+        for change in record.changes:
+            if change not in self._changes:
+                self._changes.add(change)
+                self._append(ChangeEntry(change))
+        if self._from is None or record.updated_at >= self._from.updated_at + SPEED_SECONDS:
+            self._note_speed(record)
+
+    def close(self) -> None:
+        """Say how fast it was last, and that it has ended."""
+        if self._descriptor < 0 or self._last is None:
+            return
+        self._note_speed(self._last)
+        error = getattr(sys, "last_value", None)
+        self._append(EndEntry(time.time(), f"{type(error).__name__}: {error}"[:1000] if error else ""))
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _begin(self, record: LiveRecord) -> None:
+        self._from = None
+        try:
+            path = trusted_folder(runs_folder() / self._run) / TRAINING_JOURNAL
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._descriptor = os.open(path, flags, 0o600)
+        except (OSError, RequestError) as error:
+            warnings.warn(f"The training's journal can't be written: {error}", stacklevel=2)
+            self._descriptor = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        pid = os.getpid()
+        self._append(
+            StartEntry(
+                record.updated_at,
+                record.workload,
+                record.framework,
+                self._devices,
+                self._shares,
+                record.plan_samples_per_second,
+                socket.gethostname(),
+                pid,
+                start_ticks(pid) or 0,
+                restart_reason(),
+            )
+        )
+
+    def _note_speed(self, record: LiveRecord) -> None:
+        """Steps/s since the last line of them; the first report only starts the clock."""
+        earlier, self._from = self._from, record
+        if earlier is not None and record.updated_at > earlier.updated_at:
+            steps = (record.step - earlier.step) / (record.updated_at - earlier.updated_at)
+            self._append(SpeedEntry(record.updated_at, record.step, steps, steps * sum(self._shares)))
+
+    def _append(self, entry: TrainingEntry) -> None:
+        content = msgspec.json.encode(entry) + b"\n"
+        try:
+            os.write(self._descriptor, content)
+        except OSError as error:
+            warnings.warn(f"The training's journal can't be written: {error}", stacklevel=2)
+            os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), self._descriptor)

@@ -1,0 +1,135 @@
+"""The journals of trainings: written by the first rank, listed and shown among the runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from evener.balancer.store import runs
+from evener.errors import RequestError
+from evener.live_files import LiveDevice, LiveRecord, ShareChange
+from evener.state_folders import runs_folder
+from evener.training_journal import TRAINING_JOURNAL, ChangeEntry, EndEntry, SpeedEntry, StartEntry, TrainingJournal
+from evener.tui.cli.main import run as evener
+
+RECORD = LiveRecord("torch", "mine.py", 500.0, 1, 1_000.0, (LiveDevice("a", 0, 5, 500.0),), plan_samples_per_second=900)
+CHANGE = ShareChange(40, 1_070.0, (5, 3), (6, 2), "b slower by 40 % since step 31: 5+3 -> 6+2")
+
+
+def at(seconds: float, step: int, *changes: ShareChange) -> LiveRecord:
+    return msgspec.structs.replace(RECORD, updated_at=1_000 + seconds, step=step, changes=changes)
+
+
+def write(name: str, monkeypatch: pytest.MonkeyPatch, reason: str = "") -> TrainingJournal:
+    """A training of 100 s with 100 steps/s in its first 60 s and 50 in what follows, and a change of shares."""
+    monkeypatch.setenv("EVENER_RUN", name)
+    monkeypatch.setenv("EVENER_RESTART", reason)
+    monkeypatch.delattr(sys, "last_value", raising=False)  # pytest's, of an earlier test
+    journal = TrainingJournal(["a", "b"], [5, 3])
+    for record in (at(0, 1), at(10, 1001), at(30, 3001), at(60, 6001), at(70, 6501, CHANGE), at(95, 7751, CHANGE)):
+        journal.note(record)
+    return journal
+
+
+def test_a_journal_has_speeds_changes_and_the_end(own_state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("20261122-120000-abc1", monkeypatch).close()
+    training = runs.load_training("20261122-120000-abc1")
+    assert training is not None
+    start, *entries, end = training.entries
+    assert isinstance(start, StartEntry)
+    assert (start.devices, start.shares, start.plan_samples_per_second) == (("a", "b"), (5, 3), 900)
+    assert isinstance(end, EndEntry)
+    assert [
+        (entry.step, entry.steps_per_second, entry.samples_per_second)
+        for entry in entries
+        if isinstance(entry, SpeedEntry)
+    ] == [(3001, 100, 800), (6001, 100, 800), (7751, 50, 400)]
+    assert [entry.change for entry in entries if isinstance(entry, ChangeEntry)] == [CHANGE]
+    assert (training.state, training.failure, training.samples_per_second) == ("finished", "", 400)
+
+
+def test_runs_lists_and_shows_trainings_and_last_means_the_last_search(
+    own_state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first processes are killed, the next ones end by themselves."""
+    name = "20261122-120000-abc1"
+    write(name, monkeypatch)
+    os.truncate(runs_folder() / name / TRAINING_JOURNAL, (runs_folder() / name / TRAINING_JOURNAL).stat().st_size - 9)
+    assert [one.state for one in runs.list_runs()] == ["running"]
+    with pytest.raises(RequestError, match="is going on"):
+        runs.delete_run(name)
+    write("20261122-120000-abc2", monkeypatch, "rank 1 was ended by SIGKILL").close()
+    assert evener(["runs", "show", "20261122-120000-abc2"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "training 20261122-120000-abc2: mine.py, torch, 1970-01-01 00:16:40 UTC"
+    assert said[1].startswith("finished, ")
+    assert said[2:-1] == [
+        "  00:16:40  started again: 5+3 rows on a, b; the plan says 900.0 samples/s (rank 1 was ended by SIGKILL)",
+        "  00:17:10  step 3,001: 100 steps/s, 800.0 samples/s",
+        "  00:17:40  step 6,001: 100 steps/s, 800.0 samples/s",
+        "  00:17:50  b slower by 40 % since step 31: 5+3 -> 6+2",
+        "  00:18:15  step 7,751: 50 steps/s, 400.0 samples/s",
+    ]
+    assert evener(["runs", "show", "20261122-120000-abc2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["entries"][0]["entry"] == "started"
+    assert evener(["runs", "list"]) == 0
+    assert "mine.py" in capsys.readouterr().out
+    assert evener(["runs", "tag", "20261122-120000-abc2", "kept"]) == 0
+    assert evener(["export", "last", "-o", "plan.toml"]) == 2
+    assert "is a training, and measured nothing." in capsys.readouterr().err
+    assert [(one.kind, one.tags) for one in runs.list_runs()] == [("training", ("kept",)), ("training", ())]
+
+
+PROGRAM = """
+import os, time
+from evener.live import Reporter
+from evener.state_folders import runs_folder
+from evener.training_journal import TrainingJournal
+reporter = Reporter(journal=TrainingJournal(["a"], [4]))
+while not list(runs_folder().glob("*/training.jsonl")):
+    reporter.report(4, devices=["a"], workload="mine", framework="torch")
+    time.sleep(0.02)
+if os.environ["END"] == "killed":
+    os.kill(os.getpid(), 9)
+if os.environ["END"] == "failed":
+    raise ValueError("wrong shape")
+"""
+
+
+@pytest.mark.parametrize(("end", "state"), [("killed", "stopped"), ("failed", "failed"), ("", "finished")])
+def test_how_a_training_ended_is_what_its_journal_says(own_state: Path, tmp_path: Path, end: str, state: str) -> None:
+    variables = {"END": end, "EVENER_RUN": "20261122-120000-abc1", "EVENER_LIVE_DIR": str(tmp_path / "live")}
+    environment = {**os.environ, **variables, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=60)
+    assert (end == "killed") == (done.returncode == -9), done.stderr
+    (found,) = runs.list_runs()
+    assert (found.state, found.kind, found.devices) == (state, "training", ("a",))
+    assert found.trouble == ("ValueError: wrong shape" if end == "failed" else "")
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(own_state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVENER_RUN", "20261122-120000-abc1")
+    (runs_folder() / "20261122-120000-abc1").write_text("in the way")
+    journal = TrainingJournal(["a"], [4])
+    with pytest.warns(UserWarning, match="journal can't be written"):
+        journal.note(RECORD)
+    journal.note(at(40, 9))
+    journal.close()
+
+
+def test_a_broken_line_is_named(own_state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("20261122-120000-abc1", monkeypatch).close()
+    path = runs_folder() / "20261122-120000-abc1" / TRAINING_JOURNAL
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], "{", *lines[1:], ""]))
+    (found,) = runs.list_runs()
+    assert found.state == "unreadable"
+    assert "line 2 is broken" in found.trouble
+    runs.delete_run(found.run)
+    assert runs.list_runs() == ()
