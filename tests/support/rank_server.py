@@ -6,6 +6,7 @@ child of the tests' process: others of its tests count their children, or kill t
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -57,6 +58,7 @@ def serve() -> None:
         request = json.loads(line)
         module, _, function = request["function"].rpartition(".")
         called = getattr(import_module(module), function)
+        gc.freeze()  # trainers collect garbage often, which would go through all modules each time
         os.environ.update(request["environment"])
         ranks = {fork_rank(called, request, rank): rank for rank in range(request["world"])}
         print(json.dumps(wait_for(ranks)), file=answers, flush=True)
