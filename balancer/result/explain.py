@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import fmean
 
 import msgspec
 
@@ -41,10 +42,14 @@ class Costs(msgspec.Struct, frozen=True):
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """What a row has on average, 0 where rows have no lengths; and the part of the computed tokens that is padding."""
+    """What a row has on average, 0 where rows have no lengths; and the part of the computed tokens that is padding.
+
+    `gap` is by how much the devices' own work of a step differs, as a part of the longest; None where that is unknown.
+    """
 
     of_row: float = 0.0
     padding: float = 0.0
+    gap: float | None = None
 
 
 def list_rivals(chosen: Result, ranking: Sequence[Standing], results: Sequence[Result] = ()) -> tuple[Rival, ...]:
@@ -93,6 +98,8 @@ def explain(
     figure = f"{rate(chosen.throughput.value)} samples/s{_error(chosen.throughput)}"
     if tokens.of_row:
         beside = f"{rate(chosen.throughput.value)} samples/s, {percent(tokens.padding)} padding"
+        if tokens.gap is not None and len(chosen.layout.active) > 1:
+            beside += f", the devices' own work within {percent(tokens.gap)}"
         figure = f"{rate(chosen.throughput.value * tokens.of_row)} tokens/s{_error(chosen.throughput)} ({beside})"
     begin = f"{_advice(chosen, labels, tokens)}: {figure}"
     gains = _gains(chosen, rivals, labels)
@@ -142,14 +149,25 @@ def list_samples(layout: Layout) -> str:
 
 def waiting_share(seen: Sequence[Timed]) -> float | None:
     """The part of a step in which the busiest device waits for others or for data; None where that isn't measured."""
-    parts = []
-    for one in seen:
-        own = [one.device_seconds[i] for i in one.probe.layout.active]
-        computing = [seconds for seconds in own if seconds is not None]
-        if len(computing) < len(own) or one.step_seconds <= 0:
-            return None
-        parts.append(max(0.0, 1 - max(computing) / one.step_seconds))
-    return sum(parts) / len(parts) if parts else None
+    own = _own_seconds(seen)
+    if own is None or any(one.step_seconds <= 0 for one in seen):
+        return None
+    return fmean(max(0.0, 1 - max(each) / one.step_seconds) for each, one in zip(own, seen, strict=True))
+
+
+def work_gap(seen: Sequence[Timed]) -> float | None:
+    """By how much the devices' own work differs, as a part of the longest; None where that isn't measured."""
+    own = _own_seconds(seen)
+    if own is None or any(max(each) <= 0 for each in own):
+        return None
+    return fmean(1 - min(each) / max(each) for each in own)
+
+
+def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
+    """Of each device that computes, by measurement."""
+    own = [[one.device_seconds[i] or 0.0 for i in one.probe.layout.active] for one in seen]
+    missing = any(one.device_seconds[i] is None for one in seen for i in one.probe.layout.active)
+    return None if missing or not own else own
 
 
 def cost_ratios(costs: Sequence[Cost | None], row_tokens: float) -> tuple[float, ...]:

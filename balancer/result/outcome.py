@@ -22,6 +22,7 @@ from evener.balancer.result.explain import (
     list_samples,
     name_candidate,
     name_rivals,
+    work_gap,
 )
 from evener.balancer.result.explain_hosts import explain_hosts
 from evener.balancer.result.number_format import join_words, relative_error
@@ -79,7 +80,8 @@ def build_outcome(
     labels = [device.label for device in devices]
     rivals = list_rivals(chosen, search.ranking(), search.results())
     doubts = measurements.find_doubts(seen, chosen.layout, relative_error(*msgspec.structs.astuple(chosen.throughput)))
-    tokens = Tokens(search.mean_length, search.padding(chosen.layout))
+    gap = work_gap(search.turns(chosen.layout))
+    tokens = Tokens(search.mean_length, search.padding(chosen.layout), gap)
     sentence = explain(chosen, rivals, labels, Costs(search.sync_seconds(), search.apart_seconds), tokens)
     sentence += explain_hosts(chosen, search.results(), devices, search.network_seconds)
     warnings = (
