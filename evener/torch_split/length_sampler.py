@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NoReturn
 from zlib import crc32
 
 import torch
@@ -32,7 +32,11 @@ class LengthSampler(UnevenBatchSampler):
         super().__init__(rows, shares, rank, **options)
         self._lengths = _whole_numbers(lengths)
         self._dealer = dealer
-        dealer.check(self._lengths.tolist(), rows)
+        tokens = self._lengths.tolist()
+        dealer.check(tokens, rows)
+        longest = sorted(tokens)[-self.global_batch :]
+        # else a loop without parts would train until the first batch comes that has passes
+        self._in_passes = (dealer.saves_padding and min(tokens) < max(tokens)) or dealer.deal(longest).in_passes
         self._orders: dict[int, torch.Tensor] = {}  # of rows, by epoch
         self._deals: dict[tuple[int, int], Deal] = {}  # by epoch and place
 
@@ -79,14 +83,14 @@ class LengthSampler(UnevenBatchSampler):
         return [rows[torch.tensor(places)] for places in passes]
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """The batch of each step: one pass as it is where no rank has more, else a DealtBatch."""
+        """The batch of each step: a DealtBatch, or one pass as it is where no batch has more on any rank."""
         return self._join(fetched, self.epoch, self._firsts())
 
     def _join(self, fetched: Iterator[Any], epoch: int, firsts: range) -> Iterator[Any]:
         for first in firsts:
             rows = self.pass_sizes(first, epoch)
             passes = list(islice(fetched, len(rows)))
-            yield DealtBatch(passes, rows) if self.deal_at(first, epoch).in_passes else passes[0]
+            yield DealtBatch(passes, rows) if self._in_passes else passes[0]
 
     def digest(self, epoch: int) -> int:
         """What tells other lengths, or another order of the user's own, from these."""
@@ -111,6 +115,11 @@ def make_sampler(
     return LengthSampler(rows, shares, rank, lengths=dealing[0], dealer=dealing[1], **options)
 
 
+def raise_no_shares() -> NoReturn:
+    """RequestError: rows are dealt by length."""
+    raise RequestError("Rows dealt by length have no shares to rebalance.", "Leave rebalance out, or make a new plan.")
+
+
 def check_dealt(training: bool, strategy: Any, rebalancing: Any) -> None:
     """RequestError where rows can't be dealt by length."""
     if not training:
@@ -119,9 +128,7 @@ def check_dealt(training: bool, strategy: Any, rebalancing: Any) -> None:
             "Leave lengths out.",
         )
     if rebalancing is not None:
-        raise RequestError(
-            "Rows dealt by length have no shares to rebalance.", "Leave rebalance out, or make a new plan."
-        )
+        raise_no_shares()
     if strategy is not None:
         raise RequestError(
             "Lightning takes as many passes on every rank and in every step, and rows dealt by length don't.",

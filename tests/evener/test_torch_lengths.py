@@ -90,9 +90,16 @@ def test_a_pass_fits_in_memory() -> None:
             assert len(rows) * max(TEXTS.lengths[row] for row in rows) <= 60
 
 
-def test_a_loop_without_parts_trains_where_each_batch_is_one_pass(split: Split) -> None:
-    dear = Split(plan(Cost(1e9, 1, 0)))
-    assert all(len(batch["rows"]) for batch in dear.loader(TEXTS, lengths=TEXTS.lengths, collate_fn=collate))
+def test_a_loop_without_parts_trains_where_every_batch_is_one_pass() -> None:
+    """By ratios. Where batches may have passes, the first is refused already, though it has none."""
+    split = Split(ratios=[1.0], global_batch=BATCH)
+    assert all(len(batch["rows"]) for batch in split.loader(TEXTS, lengths=TEXTS.lengths, collate_fn=collate))
+    equal = split.loader(TEXTS, lengths=[7] * len(TEXTS), collate_fn=collate)
+    assert all(len(batch["rows"]) for batch in equal)
+    dear = Split(plan(Cost(1e9, 1, 0))).loader(TEXTS, lengths=TEXTS.lengths, collate_fn=collate)
+    assert all(len(batch.passes) == 1 for batch in dear)
+    with pytest.raises(RequestError, match="computes a batch at once"):
+        next(iter(dear))["rows"]
 
 
 @pytest.mark.parametrize(
