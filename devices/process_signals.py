@@ -15,10 +15,11 @@ START_TIME_TOLERANCE_SECONDS = 0.05  # psutil works it out from clock ticks
 
 
 def send_signal(row: ProcessSample, name: str) -> None:
-    """Send SIG`name`; RequestError if the process ended, its pid is another's now, or it belongs to another user.
+    """Send SIG`name`; RequestError if the process ended, its pid is another's now, or it is out of reach.
 
     A descriptor holds the process while its start time and owner are checked, so the pid can't be reused meanwhile.
     """
+    _check_here(row)
     try:
         with open(os.pidfd_open(row.pid), "rb") as held:
             _check_same(row)
@@ -31,6 +32,7 @@ def send_signal(row: ProcessSample, name: str) -> None:
 
 def read_environment(row: ProcessSample) -> dict[str, str]:
     """The variables that a process started with; RequestError if it ended, or belongs to another user."""
+    _check_here(row)
     try:
         _check_same(row)
         return dict(psutil.Process(row.pid).environ())
@@ -38,6 +40,11 @@ def read_environment(row: ProcessSample) -> dict[str, str]:
         raise RequestError(f"Process {row.pid} has ended.", "Choose one that runs.") from None
     except (psutil.AccessDenied, OSError):
         raise RequestError(f"You may not read the environment of process {row.pid}.", "Ask its user.") from None
+
+
+def _check_here(row: ProcessSample) -> None:
+    if row.host:
+        raise RequestError(f"Process {row.pid} runs on {row.host}, out of reach from here.", "Run evener there.")
 
 
 def _check_same(row: ProcessSample) -> None:

@@ -74,10 +74,10 @@ class Sampler:
             return last
         return stale(last, age)
 
-    def history(self, device_id: str, metric: str) -> tuple[float | None, ...]:
+    def history(self, key: str, metric: str) -> tuple[float | None, ...]:
         """Values of one metric of one device, a tick each, oldest first; None where there was no current value."""
         with self._lock:
-            return self._history.values(device_id, metric)
+            return self._history.values(key, metric)
 
     def _poll(self) -> None:
         try:
@@ -128,15 +128,15 @@ class History:
         """One tick."""
         self._ticks.append(
             {
-                sample.device.id: tuple(getattr(sample, name).current for name in _READINGS)
+                sample.device.key: tuple(getattr(sample, name).current for name in _READINGS)
                 for sample in snapshot.devices
             }
         )
 
-    def values(self, device_id: str, metric: str) -> tuple[float | None, ...]:
+    def values(self, key: str, metric: str) -> tuple[float | None, ...]:
         """All ticks kept, oldest first."""
         at = _READINGS.index(metric)
-        return tuple(tick[device_id][at] if device_id in tick else None for tick in self._ticks)
+        return tuple(tick[key][at] if key in tick else None for tick in self._ticks)
 
 
 def stale(snapshot: Snapshot, age_seconds: float) -> Snapshot:

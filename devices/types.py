@@ -42,6 +42,11 @@ class Device(msgspec.Struct, frozen=True):
         return f"{self.host}/{short}" if self.host and self.host.isprintable() else short  # journals are foreign text
 
     @property
+    def key(self) -> str:
+        """Its id, unique over hosts."""
+        return f"{self.host}/{self.id}" if self.host else self.id
+
+    @property
     def usable_memory_bytes(self) -> int | None:
         """What a training process can have, under the limit."""
         sizes = [size for size in (self.memory_bytes, self.limit.memory_bytes) if size is not None]
@@ -145,6 +150,7 @@ class ProcessSample(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: Reading = UNSUPPORTED  # without padding; of trainings whose rows have lengths
     padding_percent: Reading = UNSUPPORTED  # of the tokens that they compute
     parent_pid: int = 0  # who started it; 0: unknown
+    host: str = ""  # in a Ray cluster; empty: this machine
 
 
 class HostSample(msgspec.Struct, frozen=True, kw_only=True):

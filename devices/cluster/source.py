@@ -71,7 +71,7 @@ def _name_host(snapshot: Snapshot, host: str) -> Snapshot:
         for sample in snapshot.devices
     )
     processes = tuple(
-        msgspec.structs.replace(process, device_label=f"{host}/{process.device_label}")
+        msgspec.structs.replace(process, device_label=f"{host}/{process.device_label}", host=host)
         for process in snapshot.processes
     )
     reports = tuple(

@@ -33,12 +33,13 @@ from evener.devices.cluster.agents import end_agents, find_agent
 from evener.devices.cluster.connection import list_nodes
 from evener.devices.cluster.discovery import describe_versions
 from evener.devices.cluster.placement import hold_other_gpus
-from evener.devices.discover import discover, open_source
+from evener.devices.discover import discover
 from evener.devices.types import Device, State
 from evener.errors import DeviceError, PlanError, RequestError
 from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, load_plan, make_layout
 from evener.tui.cli.main import run
 from evener.tui.launch.cluster import HostPart, launch_on_cluster, wait_for_hosts
+from evener.tui.runtime.snapshot_publisher import open_publisher
 from tests.support.frameworks import skip_without
 from tests.support.probers import child_prober
 from tests.support.ray_cluster import (
@@ -169,7 +170,9 @@ def test_the_monitor_reads_every_host(cluster: Any, capsys: pytest.CaptureFixtur
     assert all(each["utilization_percent"]["state"] == "value" for each in snapshot["devices"])
     assert run(["monitor", "--devices", f"ray:{FIRST}/cpu:0,ray:{SECOND}/cpu", "--once"]) == 0
     assert f"{SECOND} " in capsys.readouterr().out
-    source = open_source(discover("ray/cpu/1", only_visible=False))
+    publisher, trainable = open_publisher("ray/cpu/1", None)
+    assert [device.label for device in trainable] == [f"{FIRST}/CPU:0", f"{SECOND}/CPU:0"]
+    source = publisher.source
     try:
         found = find_agent(SECOND)
         found.end()
@@ -248,7 +251,7 @@ def test_a_slow_network_makes_one_host_the_verdict_and_more_time_is_measured(dev
     costs = re.search(r"a split over .* loses .*, because keeping them in step costs (\d+) ms a step", ended.verdict)
     assert costs is not None, ended.verdict
     assert int(costs[1]) >= 50
-    more = search(Session(Request(), resume=ended.run, extend_seconds=60.0), lambda event: was_timed(event, "race"))
+    more = search(Session(Request(), resume=ended.run, extend_seconds=10.0), lambda event: was_timed(event, "race"))
     assert more.plan.search.probes > ended.plan.search.probes
 
 

@@ -154,6 +154,7 @@ def run_app(
     *,
     theme: str | None = None,
     replay: Path | None = None,
+    ray_address: str = "",
     serving: Callable[[Callable[[], Snapshot | None]], AbstractContextManager[object]] | None = None,
     **options: Any,
 ) -> int:
@@ -164,7 +165,7 @@ def run_app(
     """
     if theme not in (None, *THEMES):
         raise RequestError(f"--theme {theme!r} is not known.", "Choose dark or light; the app itself has more.")
-    publisher, trainable = open_publisher(devices, replay)
+    publisher, trainable = open_publisher(devices, replay, ray_address)
     app = EvenerApp(publisher, devices=devices, trainable=trainable, theme=theme or "dark", **options)
     with watching_terminal(app.hang_up, app.close_threads):
         try:

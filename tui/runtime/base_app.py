@@ -157,8 +157,8 @@ class BaseApp(App[int]):
 
     def session_samples(self) -> tuple[DeviceSample | None, ...]:
         """The newest sample of each device of the session, None where the monitor doesn't see it."""
-        seen = {sample.device.id: sample for sample in self.snapshot.devices} if self.snapshot is not None else {}
-        return tuple(seen.get(device.id) for device in self._session_devices)
+        seen = {sample.device.key: sample for sample in self.snapshot.devices} if self.snapshot is not None else {}
+        return tuple(seen.get(device.key) for device in self._session_devices)
 
     def change_interval(self, direction: int) -> None:
         """Sample more (-1) or less (1) often, in steps."""

@@ -15,7 +15,6 @@ from evener.devices.recording import Recording
 from evener.devices.sampler import Sampler
 from evener.devices.simulated.source import SimulatedSource
 from evener.devices.types import Device, Snapshot
-from evener.errors import RequestError
 
 Post = Callable[[Message], object]
 
@@ -54,7 +53,9 @@ class SnapshotPublisher(Sampler):
                 self.source.set_load(position, *loads.get(device.id, ()))
 
 
-def open_publisher(devices: str, replay: Path | None) -> tuple[SnapshotPublisher, tuple[Device, ...]]:
+def open_publisher(
+    devices: str, replay: Path | None, ray_address: str = ""
+) -> tuple[SnapshotPublisher, tuple[Device, ...]]:
     """The publisher for `--devices` or a recording, and the devices that a search may use.
 
     RequestError and DeviceError say what is wrong with either one.
@@ -62,16 +63,12 @@ def open_publisher(devices: str, replay: Path | None) -> tuple[SnapshotPublisher
     if replay is not None:
         recorded = Recording(replay)
         return SnapshotPublisher(recorded, max(0.1, recorded.interval_seconds)), recorded.devices()
-    found = discover(devices, only_visible=False)
-    if found.machine is None and found.devices[0].host:
-        raise RequestError(
-            "The app shows the devices of one machine.", "Use evener monitor --once or -i 1, or the app on each host."
-        )
+    found = discover(devices, only_visible=False, ray_address=ray_address)
     return SnapshotPublisher(open_source(found)), _trainable(found.devices)
 
 
 def _trainable(devices: tuple[Device, ...]) -> tuple[Device, ...]:
     """A monitor shows every GPU; a search uses those that CUDA would."""
-    if not devices or devices[0].kind != "gpu":
+    if not devices or devices[0].kind != "gpu" or devices[0].host:
         return devices
     return visible_gpus(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))

@@ -14,6 +14,7 @@ from evener.tui.screens.dialogs import DetailsDialog
 from evener.tui.screens.signals import SignalDialog
 from evener.tui.view.cells import Line, Span, line
 from evener.tui.view.details import device_details, environment_lines, process_details
+from evener.tui.view.host_groups import HostRow
 from evener.tui.view.monitor import arrange, host_line, note_line
 from evener.tui.view.processes import identity
 from evener.tui.widgets.lines import Lines
@@ -47,23 +48,23 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         if snapshot is None:
             return
         with self.app.batch_update():
-            self._place_panels(snapshot)
-            self._draw_bars(snapshot)
             devices = self.query_one(DevicePanel)
+            self._place_panels(snapshot, len(devices.group(snapshot)))
+            self._draw_bars(snapshot)
             devices.take(snapshot)
-            self.query_one(GraphPanel).take(devices.chosen)
+            self.query_one(GraphPanel).take(devices.sample)
             self.query_one(ProcessPanel).take(snapshot)
 
-    def _place_panels(self, snapshot: Snapshot) -> None:
+    def _place_panels(self, snapshot: Snapshot, devices: int) -> None:
         notes = self.query_one("#notes", Lines)
         notes.display = bool(snapshot.notes)
         filtering = self.query_one("#filter").has_class("-open")
-        placed = (self.app.size, notes.display, filtering, len(snapshot.devices))
+        placed = (self.app.size, notes.display, filtering, devices)
         if placed == self._placed:
             return
         self._placed = placed
         width, height = self.app.size
-        rows = arrange(width, height - _BARS - notes.display - filtering, len(snapshot.devices))
+        rows = arrange(width, height - _BARS - notes.display - filtering, devices)
         panels = ((DevicePanel, rows.devices), (GraphPanel, rows.graphs), (ProcessPanel, rows.processes))
         self.place_panels(rows.framed, *panels)
 
@@ -74,18 +75,22 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
 
     def on_list_panel_moved(self) -> None:
         """The graphs follow the device under the cursor."""
-        self.query_one(GraphPanel).take(self.query_one(DevicePanel).chosen)
+        self.query_one(GraphPanel).take(self.query_one(DevicePanel).sample)
 
     def action_open_device(self) -> None:
-        """Show all details of the device under the cursor."""
+        """Show all details of the device under the cursor, or fold the host there."""
         panel = self.query_one(DevicePanel)
         chosen = panel.rows[panel.cursor]
-        device_id = chosen.device.id
+        if isinstance(chosen, HostRow):
+            panel.fold(chosen.host)
+            self.redraw()
+            return
+        key = chosen.device.key
 
         def draw(width: int) -> tuple[Line, ...]:
             snapshot = self.evener.snapshot
             devices = snapshot.devices if snapshot is not None else ()
-            return device_details(next((each for each in devices if each.device.id == device_id), chosen), width)
+            return device_details(next((each for each in devices if each.device.key == key), chosen), width)
 
         self.app.push_screen(DetailsDialog(chosen.device.label, draw))
 

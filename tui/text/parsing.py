@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from evener.balancer.request import Request
+from evener.balancer.request import EFFICIENCY, Request
 from evener.devices.limits import write_limit
-from evener.devices.types import Device
+from evener.devices.types import Device, group_by_host
 from evener.errors import RequestError
 
 REQUEST_HELP = {
@@ -31,7 +31,9 @@ REQUEST_HELP = {
     "max_global_batch": "Upper limit for the global batch, in samples.",
     "multiple_of": "Make every share a multiple of this number.",
     "micro": "auto: compute a share that doesn't fit in memory in several passes; off: keep to what fits at once.",
-    "objective": "What to maximise: tokens/s where rows have lengths, else samples/s. samples leaves lengths out.",
+    "objective": "What to maximise: tokens/s where rows have lengths, else samples/s. samples leaves lengths out."
+    " samples-per-joule: the most efficient layout within --max-slowdown of the fastest.",
+    "max_slowdown": "How much slower than the fastest the most efficient layout may be. Default: 10%.",
     "budget": "Most time to spend on measuring, like 90s or 5m; none: no limit.",
     "tolerance": "Take the smallest global batch within this fraction of the fastest; 0.02 is 2 %.",
     "pace": "Simulated devices: real seconds for each simulated one; 0 doesn't wait.",
@@ -48,11 +50,17 @@ def make_request(
     settings: list[str] | None = None,
     budget: str = "120s",
     inputs: str = "host",
+    max_slowdown: str | None = None,
     **fields: Any,
 ) -> Request:
     """The request for these options; RequestError names the one that is wrong."""
     if framework not in (None, *_FRAMEWORKS):
         raise RequestError(f"--framework {framework!r} is not known.", f"Choose {' or '.join(_FRAMEWORKS)}.")
+    if max_slowdown is not None:
+        if fields.get("objective") != EFFICIENCY:
+            message = f"--max-slowdown goes with --objective {EFFICIENCY}."
+            raise RequestError(message, "Add that, or leave --max-slowdown out.")
+        fields["max_slowdown"] = _parse_part(max_slowdown)
     return Request(
         workload=workload,
         framework=framework or _default_framework(workload),
@@ -61,6 +69,12 @@ def make_request(
         input=inputs,
         **fields,
     )
+
+
+def _parse_part(text: str) -> float:
+    """10% or 0.1; RequestError for anything else."""
+    number = text.strip()
+    return _parse_number(number.removesuffix("%"), "--max-slowdown") / (100 if number.endswith("%") else 1)
 
 
 def _default_framework(workload: str | None) -> str:
@@ -148,12 +162,17 @@ def select_devices(spec: str, devices: Sequence[Device], chosen: Sequence[int]) 
     picked = [devices[position] for position in chosen]
     if picked[0].kind == "sim":
         return _select_simulated(spec, devices, chosen)
+    return ",".join(_select_on_host(host, own) for host, own in group_by_host(picked).items())
+
+
+def _select_on_host(host: str, picked: Sequence[Device]) -> str:
     prefix = "gpu:"
     names = [device.id for device in picked]
     if picked[0].kind == "cpu":
         prefix = f"cpu/{picked[0].id.rpartition('-of-')[2]}:"
         names = [str(device.index) for device in picked]
-    return prefix + ",".join(_limited(name, device) for name, device in zip(names, picked, strict=True))
+    where = f"ray:{host}/" if host else ""
+    return where + prefix + ",".join(_limited(name, device) for name, device in zip(names, picked, strict=True))
 
 
 def _limited(name: str, device: Device) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -23,6 +24,7 @@ from evener.tui.view.figures import (
     traffic,
     whole,
 )
+from evener.tui.view.host_groups import HostRow, draw_host
 from evener.tui.view.marks import Marks
 from evener.tui.view.table import NO_CURSOR, Column, Grid, Position, table_lines, table_row
 
@@ -244,15 +246,17 @@ _WITHOUT_WORK = DEVICES._replace(columns=tuple(column for column in DEVICE_COLUM
 
 
 def device_lines(
-    rows: Sequence[DeviceRow], width: int, height: int, marks: Marks, position: Position = NO_CURSOR
+    rows: Sequence[DeviceRow | HostRow], width: int, height: int, marks: Marks, position: Position = NO_CURSOR
 ) -> tuple[tuple[Line, ...], int]:
-    """The heading and as many rows as fit in `height`, and the first row shown.
+    """The heading and as many rows as fit in `height`, and the first row shown; a host has a row of its own.
 
     A lost device shows what happened instead of its figures. Own work has a column where a training tells it.
     """
-    grid = DEVICES if any(row.work for row in rows) else _WITHOUT_WORK
+    grid: Grid[Any] = DEVICES if any(isinstance(row, DeviceRow) and row.work for row in rows) else _WITHOUT_WORK
 
-    def draw(row: DeviceRow, widths: Mapping[str, int], here: bool) -> Line:
+    def draw(row: DeviceRow | HostRow, widths: Mapping[str, int], here: bool) -> Line:
+        if isinstance(row, HostRow):
+            return draw_host(row, width, marks, here)
         sample = row.sample
         if not sample.note or sample.utilization_percent.state is not State.LOST:
             return table_row(grid.columns, widths, row, marks, cursor=here)

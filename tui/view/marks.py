@@ -25,6 +25,7 @@ class Marks(msgspec.Struct, frozen=True, kw_only=True):
     lost: str = "×"
     stale: str = "~"  # before a value that is too old to be called current
     cursor: str = "▸"
+    folded: str = "▶"  # a group whose rows are hidden
     tagged: str = "◆"
     ascending: str = "▲"
     descending: str = "▼"
@@ -64,6 +65,7 @@ ASCII = Marks(
     lost="X",
     stale="~",
     cursor=">",
+    folded="+",
     tagged="*",
     ascending="^",
     descending="v",

@@ -14,9 +14,10 @@ from evener.tui.view.charts import bar, graph, nice_ceiling
 from evener.tui.view.details import reading_words
 from evener.tui.view.devices import DeviceRow
 from evener.tui.view.figures import celsius, gib, percents, samples_rate, short, watts
+from evener.tui.view.host_groups import HostRow, PanelRow
 from evener.tui.view.marks import Marks
 
-History = Callable[[str, str], tuple[float | None, ...]]  # device id, metric -> a value each tick, oldest first
+History = Callable[[str, str], tuple[float | None, ...]]  # a device's key, metric -> a value each tick, oldest first
 Work = Mapping[tuple[str, str], tuple[float, float]]  # of a device, by host and id: own work and waiting in seconds
 NEWEST_TICKS = 32  # of a row's history
 
@@ -43,16 +44,18 @@ def arrange(width: int, height: int, devices: int) -> Arrangement:
     return Arrangement(devices_rows, graphs, left - graphs, framed)
 
 
-def device_rows(samples: Sequence[DeviceSample], history: History, work: Work) -> tuple[DeviceRow, ...]:
-    """A table row for each device, with its last ticks and the work of its training."""
-    return tuple(
-        DeviceRow(
-            sample,
-            history(sample.device.id, "samples_per_second")[-NEWEST_TICKS:],
-            history(sample.device.id, "utilization_percent")[-NEWEST_TICKS:],
-            work.get((sample.device.host, sample.device.id)),
-        )
-        for sample in samples
+def panel_rows(rows: Sequence[PanelRow], history: History, work: Work) -> tuple[DeviceRow | HostRow, ...]:
+    """A table row for each device, with its last ticks and the work of its training; hosts stay as they are."""
+    return tuple(row if isinstance(row, HostRow) else _device_row(row, history, work) for row in rows)
+
+
+def _device_row(sample: DeviceSample, history: History, work: Work) -> DeviceRow:
+    """Its label is without the host, which stands above."""
+    return DeviceRow(
+        msgspec.structs.replace(sample, device=msgspec.structs.replace(sample.device, host="")),
+        history(sample.device.key, "samples_per_second")[-NEWEST_TICKS:],
+        history(sample.device.key, "utilization_percent")[-NEWEST_TICKS:],
+        work.get((sample.device.host, sample.device.id)),
     )
 
 
@@ -147,7 +150,7 @@ def _graphs(sample: DeviceSample, history: History) -> tuple[Graph, ...]:
         tone: Tone,
     ) -> Graph:
         """A metric's newest value and its history, up to `top` or else to a round number above its maximum."""
-        past = history(sample.device.id, name)
+        past = history(sample.device.key, name)
         highest = top or nice_ceiling(max((number for number in past if number is not None), default=1.0))
         return Graph(caption, reading_words(getattr(sample, name), draw), past, highest, label(highest), tone)
 

@@ -82,7 +82,7 @@ def process_words(sample: ProcessSample) -> str:
 
 def identity(sample: ProcessSample) -> Identity:
     """What identifies a process between two ticks."""
-    return (sample.pid, sample.start_time, sample.device_id)
+    return (sample.pid, sample.start_time, f"{sample.host}/{sample.device_id}")
 
 
 def process_rows(snapshot: Snapshot, order: Order, words: str = "", *, tree: bool = False) -> tuple[ProcessRow, ...]:

@@ -8,7 +8,8 @@ from textual.binding import Binding, BindingType
 
 from evener.devices.types import DeviceSample, Snapshot
 from evener.tui.view.devices import device_lines, short_name
-from evener.tui.view.monitor import Work, device_rows, graph_lines
+from evener.tui.view.host_groups import HostRow, PanelRow, group_rows
+from evener.tui.view.monitor import graph_lines, panel_rows
 from evener.tui.view.processes import PROCESSES, Identity, ProcessRow, identity, nothing_there, process_rows
 from evener.tui.view.ranks import work_by_device
 from evener.tui.view.table import Order, Position
@@ -16,25 +17,42 @@ from evener.tui.widgets.lines import Lines
 from evener.tui.widgets.lists import ListPanel, SortedPanel
 
 
-class DevicePanel(ListPanel[DeviceSample]):
-    """One row per device."""
+class DevicePanel(ListPanel[PanelRow]):
+    """One row per device; those of a cluster below their hosts."""
 
     OPEN = "screen.open_device"
 
     def __init__(self) -> None:
         super().__init__("Devices", id="devices")
-        self.work: Work = {}
+        self.snapshot: Snapshot | None = None
+        self.folded: frozenset[str] = frozenset()  # hosts whose devices are hidden
+
+    @property
+    def sample(self) -> DeviceSample | None:
+        """The device under the cursor, or the first of the host there."""
+        row = self.chosen
+        return row.samples[0] if isinstance(row, HostRow) else row
+
+    def group(self, snapshot: Snapshot) -> tuple[PanelRow, ...]:
+        """The rows that it makes of a snapshot."""
+        return group_rows(snapshot.devices, self.folded)
 
     def take(self, snapshot: Snapshot) -> None:
         """Show its devices."""
-        self.rows, self.work = snapshot.devices, work_by_device(snapshot)
+        self.snapshot = snapshot
+        self.rows = self.group(snapshot)
         self.cursor = max(0, min(self.cursor, self.count - 1))
         self.redraw()
+
+    def fold(self, host: str) -> None:
+        """Hide the host's devices, or show them again."""
+        self.folded ^= {host}
 
     def redraw(self) -> None:
         """Rebuild the rows."""
         app = self.evener
-        rows = device_rows(self.rows, app.publisher.history, self.work)
+        work = work_by_device(self.snapshot) if self.snapshot is not None else {}
+        rows = panel_rows(self.rows, app.publisher.history, work)
         lines, self.top = device_lines(rows, *self.size, app.marks, Position(self.cursor, self.top))
         self.entitle(subtitle=f"every {app.publisher.interval_seconds:g} s")
         self.show(lines)

@@ -75,7 +75,9 @@ def monitor(
         from evener.tui.app.app import run_app
 
         drawn = {"readonly": readonly, "ascii": ascii_only}
-        raise typer.Exit(run_app(devices, theme=theme, replay=replay, serving=serving, **drawn))
+        raise typer.Exit(
+            run_app(devices, theme=theme, replay=replay, ray_address=ray_address, serving=serving, **drawn)
+        )
     if as_json and as_csv:
         raise RequestError("--json and --csv are two forms of one answer.", "Give one of them.")
     pause = 1.0 if interval is None else _parse_interval(interval)
