@@ -15,8 +15,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from evener.dealing import Dealer
 from evener.errors import RequestError
 from evener.keras_split.batch_bounds import Cut
+from evener.keras_split.dealt_arrays import DealtArrays, deal_arrays
 from evener.keras_split.nested_rows import OwnRows, widen_if_empty
 
 PREFETCHED_BATCHES = 2
@@ -58,6 +60,16 @@ class ArrayBatches:
 
         return self._dataset(take_own, endless)
 
+    def dealt_rows(self, tokens: Any, dealer: Dealer) -> Any:
+        """A dataset of `DealtArrays`: global batches whose rows, of so many tokens each, are dealt to devices."""
+
+        def take_dealt(epoch: Any, start: Any, stop: Any) -> DealtArrays:
+            places = self._places(epoch, start, stop)
+            order, edges, longest = deal_arrays(dealer, tf.gather(tokens, places))
+            return DealtArrays(self._gather(tf.gather(places, order)), edges, longest)
+
+        return self._dataset(take_dealt, endless=False)
+
     def _dataset(self, take: Take, endless: bool) -> Any:
         numbers = self._once()
         if endless:
@@ -82,11 +94,17 @@ class ArrayBatches:
     def _take(self, epoch: Any, start: Any, stop: Any) -> Any:
         if not self._shuffle and self.rows == self._length:
             return keras.tree.map_structure(lambda tensor: tensor[start:stop], self._tensors)
+        return self._gather(self._places(epoch, start, stop))
+
+    def _places(self, epoch: Any, start: Any, stop: Any) -> Any:
+        """The numbers of the arrays' rows that are an epoch's rows from `start` to `stop`."""
         places = tf.range(start, stop)
         if self._shuffle:
             key = tf.stack([tf.constant(self._seed, tf.int64), epoch])
             places = tf.random.experimental.index_shuffle(places, seed=key, max_index=self.rows - 1)
-        places %= self._length
+        return places % self._length
+
+    def _gather(self, places: Any) -> Any:
         return keras.tree.map_structure(lambda tensor: tf.gather(tensor, places), self._tensors)
 
 
@@ -149,6 +167,8 @@ def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
     `inputs` are those of the model, if it has them already.
     """
     spec = dataset.element_spec
+    if isinstance(spec, DealtArrays):
+        return True
     shapes = [getattr(leaf, "shape", tf.TensorShape(None)) for leaf in tf.nest.flatten(spec)]
     if not shapes or any(shape.rank is None for shape in shapes):
         return None

@@ -28,6 +28,7 @@ from evener.keras_split.compatibility import (
     warn_small_data,
 )
 from evener.keras_split.data import ArrayBatches, are_arrays, array_rows, batch_rows, batch_samples, pack_arrays
+from evener.keras_split.dealt_arrays import DealtArrays, check_padding
 from evener.plan_check import check_global_batch
 
 
@@ -217,6 +218,8 @@ class FitHooks:
         if isinstance(data, tf.data.Dataset):
             size = chosen["batch_size"] or self.global_batch
             chosen |= {"x": batch_samples(data, size, _inputs(self.model)), "batch_size": None}
+            if isinstance(data.element_spec, DealtArrays):
+                check_padding(self.model, next(iter(data)))
             self._note_batch(batch_rows(chosen["x"]))
         elif not self._in_process:
             if isinstance(data, tf.distribute.DistributedDataset):

@@ -10,11 +10,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from evener.dealing import make_dealer
 from evener.errors import PlanError, RequestError
 from evener.keras_split import tf_devices
 from evener.keras_split.batch_bounds import Cut
 from evener.keras_split.compatibility import check_backend, check_model, warn, warn_small_data
 from evener.keras_split.data import ArrayBatches, batch_rows, batch_samples, gives_batches, pack_arrays
+from evener.keras_split.dealt_arrays import read_lengths
 from evener.keras_split.digest import model_digest
 from evener.keras_split.engines.keras_step import SingleDevice
 from evener.keras_split.engines.mirrored import Mirrored, UnevenMirroredStrategy, distribute
@@ -145,11 +147,13 @@ class Split:
         batch_size: int | None = None,
         shuffle: bool = False,
         seed: int = 0,
+        lengths: Any = None,
     ) -> Any:
         """A dataset of whole global batches of these arrays: each sample once an epoch, the short last batch too.
 
-        With `shuffle` each epoch has another order, the same in every process of a group. x may also be a
-        tf.data.Dataset, of single samples or batches of any size, in its own order.
+        With `shuffle` each epoch has another order, the same in every process of a group. With `lengths`, the tokens of
+        each padded row, towers get rows of like length, cut to their longest. x may also be a tf.data.Dataset, of
+        single samples or batches of any size, in its own order.
         """
         size = batch_size or self.global_batch
         if size is None:
@@ -158,11 +162,11 @@ class Split:
         if not isinstance(x, tf.data.Dataset):
             arrays = ArrayBatches(pack_arrays(x, y, sample_weight, class_weight), size, shuffle, seed)
             warn_small_data(arrays.rows, size if self.plan else None)
-            return arrays.global_batches()
-        if shuffle or any(each is not None for each in (y, sample_weight, class_weight)):
+            return arrays.global_batches() if lengths is None else self._deal_rows(arrays, x, lengths)
+        if shuffle or any(each is not None for each in (y, sample_weight, class_weight, lengths)):
             raise RequestError(
-                "A dataset comes with its own labels, weights and order.",
-                "Put them into it: dataset.map(...), dataset.shuffle(...).",
+                "A dataset comes with its own labels, weights and order, and its rows can't be dealt by length.",
+                "Put them into it: dataset.map(...), dataset.shuffle(...). Rows with lengths have to be arrays.",
             )
         batched = gives_batches(x, self._inputs)
         if batched is None:
@@ -173,6 +177,18 @@ class Split:
         if not batched:
             return batch_samples(x, size, self._inputs)
         return x if batch_rows(x) == size else x.rebatch(size)
+
+    def _deal_rows(self, arrays: ArrayBatches, x: Any, lengths: Any) -> Any:
+        """Global batches whose rows go to devices by their length; to one device as without."""
+        if self.engine not in ("solo", "towers") or self.cut.in_passes:
+            who = "A plan with passes" if self.cut.in_passes else f"engine={self.engine!r}"
+            raise RequestError(
+                f"{who} can't deal rows by length: each pass and process divides a masked loss by its own tokens.",
+                "Use engine='towers' and a plan without passes (evener balance --micro off), or leave lengths out.",
+            )
+        dealer = make_dealer(self.cut.weights, self.cut.weights, ())
+        tokens = read_lengths(lengths, x, arrays.rows, dealer)
+        return arrays.global_batches() if self.engine == "solo" else arrays.dealt_rows(tokens, dealer)
 
     def batches(self, arrays: ArrayBatches, endless: bool = False) -> Any:
         """Batches of arrays in the form that the engine's steps take: whole, dealt to replicas, or own rows."""

@@ -110,6 +110,42 @@ def test_a_dataset_has_each_sample_once_an_epoch(proofs: Any) -> None:
     assert found == {"complete": True, "repeatable": True, "reshuffled": True, "sizes": [24] * 6 + [9]}
 
 
+@pytest.mark.parametrize("case", ["masked", "weighted"])
+def test_towers_learn_the_same_from_rows_dealt_by_length(proofs: Any, case: str) -> None:
+    """Weights and figures, a validation's too, with means over tokens, clipping and a short last batch."""
+    found = proofs("towers")[0]["lengths"][case]
+    assert found["weights"] <= 1e-12
+    assert found["logs"] <= 1e-12
+
+
+def test_rows_dealt_by_length_come_once_and_without_most_padding(proofs: Any) -> None:
+    """Over three devices, shuffled; 23 % of the steps are words, and one device would compute nearly all of them."""
+    found = proofs("towers")[0]["lengths"]["computed"]
+    assert found["once"]
+    assert found["part"] < 0.8
+    assert proofs("towers")[0]["lengths"]["one device"]
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        *[(case, "The loss counts padding") for case in ("unmasked", "weights of rows", "mean over steps")],
+        ("looks ahead", "another output for a row without its padding"),
+        ("batch normalization", "Batch normalization counts padding"),
+        ("activity", "adds losses of its layers' outputs"),
+        ("eager", "eagerly"),
+        ("predict", "in the order of the devices"),
+        ("passes", "A plan with passes can't deal rows by length"),
+        ("fewer", "80 lengths for 81 rows"),
+        ("too long", "has 16 tokens, but x has a second axis of 4"),
+        ("fractions", "isn't a list of whole numbers"),
+    ],
+)
+def test_rows_whose_padding_would_count_are_refused(proofs: Any, case: str, said: str) -> None:
+    """Each before a step, in a sentence."""
+    assert said in proofs("towers")[0]["lengths"]["refused"][case]
+
+
 def test_towers_average_moving_statistics_by_rows(proofs: Any) -> None:
     """BatchNormalization's moving mean is that of the whole batch; its variance lacks the spread between devices."""
     found = proofs("towers")[0]["batch normalization"]

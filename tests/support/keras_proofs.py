@@ -28,7 +28,7 @@ from evener.keras_split import Report, Split, SplitWarning, make_logical_cpus
 from evener.keras_split.engines.layer_state import StepStates
 from evener.live import read_trainings
 from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
-from tests.support import keras_users
+from tests.support import keras_length_proofs, keras_users
 from tests.support.keras_twice import train_twice
 
 BATCH = 24
@@ -530,6 +530,7 @@ def main(engine: str, folder: str) -> dict[str, Any]:
     cases["limits"] = limits
     cases["noted"] = lambda: noted(by["5:0:1"])
     cases["warned"] = lambda: warned(by["3:1"])
+    cases["lengths"] = lambda: keras_length_proofs.main(by, Split(make_plan(14, 10, 0, micros=(7, 2, 0))))
     cases["users"] = keras_users.towers
     found: dict[str, Any] = {name: case() for name, case in cases.items()}
     return found | {"refusals": refusals(by["3:1"]), "requests": requests()} | in_passes()

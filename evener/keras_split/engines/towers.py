@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from evener.errors import RequestError
 from evener.keras_split.batch_bounds import Cut
+from evener.keras_split.dealt_arrays import DealtArrays, cut_pieces, pad_steps
 from evener.keras_split.engines.keras_step import call_on_copies, loss_with, update_metrics
 from evener.keras_split.engines.layer_state import StateUpdate, StepStates, assign_updates
 from evener.keras_split.engines.passes import DevicePasses, PassSums
@@ -45,10 +47,22 @@ class Towers:
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.train_step`, with the rows spread over the devices."""
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        dealt, (x, y, weight) = _open(data)
         if self.cut.in_passes:
             return self._train_in_passes(x, y, weight)
-        return self.train_on_pieces(self.pieces(x), count_rows(x), x, y, weight)
+        model, rows = self.model, count_rows(x)
+        towers = self._run(self.pieces(x, dealt), rows, training=True)
+        with tf.device(self.devices[0]):
+            with tf.GradientTape() as tape:
+                for tower in towers:
+                    tape.watch(_floats(tower.outputs) + tower.losses)
+                outputs = _join_outputs(towers, x, dealt)
+                loss = self._loss(x, y, outputs, weight, towers, training=True)
+                scaled = model.optimizer.scale_loss(loss)
+            if model.trainable_weights:
+                gradients = self._gradients(tape, scaled, towers)
+                model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+            return update_metrics(model, loss, rows, x, y, outputs, weight)
 
     def _train_in_passes(self, x: Any, y: Any, weight: Any) -> dict[str, Any]:
         """The same with a loss for each pass: no device has outputs of the whole batch before its backward passes."""
@@ -69,43 +83,32 @@ class Towers:
             loss = tf.add_n([each.loss for each in sums])
             return update_metrics(model, loss, rows, x, y, join_rows([each.outputs for each in sums]), weight)
 
-    def train_on_pieces(
-        self, pieces: list[tuple[Tensors, Any]], rows: Any, x: Any, y: Any, weight: Any
-    ) -> dict[str, Any]:
-        """The step on rows that are cut already: for each device its piece and how many of its rows count."""
-        model = self.model
-        towers = self._run(pieces, rows, training=True)
-        with tf.device(self.devices[0]):
-            with tf.GradientTape() as tape:
-                for tower in towers:
-                    tape.watch(_floats(tower.outputs) + tower.losses)
-                outputs = join_rows([tower.outputs for tower in towers])
-                loss = self._loss(x, y, outputs, weight, towers, training=True)
-                scaled = model.optimizer.scale_loss(loss)
-            if model.trainable_weights:
-                gradients = self._gradients(tape, scaled, towers)
-                model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
-            return update_metrics(model, loss, rows, x, y, outputs, weight)
-
     def test_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.test_step`, with the rows spread over the devices."""
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        dealt, (x, y, weight) = _open(data)
         rows = count_rows(x)
-        towers = self._run(self.pieces(x), rows, training=False)
+        towers = self._run(self.pieces(x, dealt), rows, training=False)
         with tf.device(self.devices[0]):
-            outputs = join_rows([tower.outputs for tower in towers])
+            outputs = _join_outputs(towers, x, dealt)
             loss = self._loss(x, y, outputs, weight, towers, training=False)
             return update_metrics(self.model, loss, rows, x, y, outputs, weight)
 
     def predict_step(self, data: Tensors) -> Tensors:
         """The model's outputs for the whole batch, in its order."""
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        dealt, (x, _, _) = _open(data)
+        if dealt is not None:
+            raise RequestError(
+                "Rows dealt by length come in the order of the devices, not in that of the data.",
+                "Predict on split.data without lengths, or on the arrays.",
+            )
         towers = self._run(self.pieces(x), count_rows(x), training=False)
         with tf.device(self.devices[0]):
-            return join_rows([tower.outputs for tower in towers])
+            return _join_outputs(towers, x, None)
 
-    def pieces(self, x: Tensors) -> list[tuple[Tensors, Any]]:
+    def pieces(self, x: Tensors, dealt: DealtArrays | None = None) -> list[tuple[Tensors, Any]]:
         """Each device's rows, cut on the host so that only they travel, and how many of them count."""
+        if dealt is not None:
+            return cut_pieces(x, dealt)
         with tf.device("CPU:0"):
             edges = self.cut.bounds(count_rows(x))
             return [(cut_rows(x, start, stop), stop - start) for start, stop in pairwise(edges)]
@@ -151,6 +154,24 @@ class Towers:
                 flow = [tf.zeros_like(t) if f is None else f for t, f in zip(targets, flow, strict=True)]
                 parts.append(tower.tape.gradient(targets, tower.copies, output_gradients=flow))
         return [_sum(each) for each in zip(*parts, strict=True)]
+
+
+def _open(data: Tensors) -> tuple[DealtArrays | None, tuple[Any, Any, Any]]:
+    """How a batch was dealt, if it was by length, and its x, y and weight."""
+    dealt = data if isinstance(data, DealtArrays) else None
+    return dealt, keras.utils.unpack_x_y_sample_weight(data if dealt is None else dealt.data)
+
+
+def _join_outputs(towers: Sequence[Tower], x: Tensors, dealt: DealtArrays | None) -> Tensors:
+    """The whole batch's outputs; RequestError for losses from inside the model that would have counted padding."""
+    if dealt is None:
+        return join_rows([tower.outputs for tower in towers])
+    if any(tower.losses for tower in towers):
+        raise RequestError(
+            "The model adds losses of its layers' outputs, which count padding.",
+            "Leave activity_regularizer and add_loss out, or train without lengths.",
+        )
+    return join_rows([pad_steps(tower.outputs, x) for tower in towers])
 
 
 def _floats(outputs: Tensors) -> list[Any]:
