@@ -127,14 +127,9 @@ class Reporter:
             self._reported_at = now
             if now >= self._next_write:
                 self._next_write = now + INTERVAL_SECONDS
-                found = self._rates(now)
-                if found is not None and self._ticks is not None:
+                if self._ticks is not None:
                     names = (clean(framework), clean(workload))
-                    record = self._record(names, found, devices or (), batches)
-                    self._write(record)
-                    if self._journal is not None:
-                        self._journal.note(record)
-                    self._delay_next(time.monotonic() - now)
+                    self._publish(names, self._rates(now), devices or (), batches)
 
     def close(self) -> None:
         """Remove this process's file; a later report starts a new one."""
@@ -163,6 +158,24 @@ class Reporter:
             return None
         tokens = last.tokens - first.tokens
         return (last.samples - first.samples) / seconds, tokens / seconds, 1 - tokens / padded if padded else 0.0
+
+    def _publish(
+        self,
+        names: tuple[str, str],
+        rates: tuple[float, float, float] | None,
+        devices: Devices,
+        batches: Sequence[int] | None,
+    ) -> None:
+        """Keep a report in the journal, and write the file, once there are rates."""
+        if rates is None and self._journal is None:
+            return
+        began = time.monotonic()
+        record = self._record(names, rates or (0.0, 0.0, 0.0), devices, batches)
+        if self._journal is not None:
+            self._journal.note(record)
+        if rates is not None:
+            self._write(record)
+            self._delay_next(time.monotonic() - began)
 
     def _record(
         self, names: tuple[str, str], rates: tuple[float, float, float], devices: Devices, batches: Sequence[int] | None

@@ -55,7 +55,7 @@ class ChangeEntry(msgspec.Struct, frozen=True, tag="changed", tag_field="entry")
 
 
 class EndEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
-    """It ended by itself; a process that is killed writes none."""
+    """It ended by itself; one that is killed, or interrupted by Ctrl-C, writes none."""
 
     at: float
     failure: str = ""  # the exception
@@ -94,7 +94,8 @@ class TrainingJournal:
             return
         self._note_speed(self._last)
         error = getattr(sys, "last_value", None)
-        self._append(EndEntry(time.time(), f"{type(error).__name__}: {error}"[:1000] if error else ""))
+        if not isinstance(error, KeyboardInterrupt):
+            self._append(EndEntry(time.time(), f"{type(error).__name__}: {error}"[:1000] if error else ""))
         os.close(self._descriptor)
         self._descriptor = -1
 

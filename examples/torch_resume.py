@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
     options = parser.parse_args()
 
-    split = Split(options.plan)
+    split = Split(options.plan, journal=True)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 4))
     model, loader = split.wrap(net), split.loader(points(), seed=0)

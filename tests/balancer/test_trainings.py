@@ -97,12 +97,16 @@ while not list(runs_folder().glob("*/training.jsonl")):
     time.sleep(0.02)
 if os.environ["END"] == "killed":
     os.kill(os.getpid(), 9)
+if os.environ["END"] == "interrupted":
+    raise KeyboardInterrupt
 if os.environ["END"] == "failed":
     raise ValueError("wrong shape")
 """
 
 
-@pytest.mark.parametrize(("end", "state"), [("killed", "stopped"), ("failed", "failed"), ("", "finished")])
+@pytest.mark.parametrize(
+    ("end", "state"), [("killed", "stopped"), ("interrupted", "stopped"), ("failed", "failed"), ("", "finished")]
+)
 def test_how_a_training_ended_is_what_its_journal_says(own_state: Path, tmp_path: Path, end: str, state: str) -> None:
     variables = {"END": end, "EVENER_RUN": "20261122-120000-abc1", "EVENER_LIVE_DIR": str(tmp_path / "live")}
     environment = {**os.environ, **variables, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}

@@ -31,7 +31,7 @@ def die(mark: Path, device: str) -> None:
 def main(folder: Path) -> None:
     """The script of a user who names the plan; a checkpoint after every second step."""
     case, checkpoint = CASES[NAME], folder / "checkpoint.pt"
-    split = Split("plan.toml")
+    split = Split("plan.toml", journal=True)
     net = model(case)
     wrapped, update, loader = split.wrap(net), optimizer(case, net), split.loader(data(case), seed=2)
     losses: list[float] = []

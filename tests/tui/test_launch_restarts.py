@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evener.balancer.store import runs
 from evener.device_check import check_gpu
 from evener.device_errors import is_device_error
 from evener.devices.discover import discover
@@ -23,6 +24,7 @@ from evener.errors import PlanError
 from evener.plan import Kind, Plan, make_layout, parse_plan, to_toml
 from evener.plan_check import check_fit
 from evener.smaller_plan import leave_out
+from evener.training_journal import StartEntry
 from evener.tui.launch.ending import Ending
 from evener.tui.launch.working_devices import find_broken
 from tests.support.launched_plan import plan
@@ -59,7 +61,7 @@ def launch(folder: Path, *script: str, device: str = "cpu-1-of-2") -> subprocess
 def test_a_training_goes_on_without_a_device_that_is_lost_and_with_it_once_it_is_back(tmp_path: Path) -> None:
     """Rank 1 is killed in mid-epoch and its slice is dead; later the only rank is killed, and the slice is back.
 
-    Each row once an epoch, and the weights of one process that nothing disturbed.
+    Each row once an epoch, and the weights of one process that nothing disturbed. The journal has the three starts.
     """
     need_torch_and_two_cpus()
     import torch
@@ -78,6 +80,14 @@ def test_a_training_goes_on_without_a_device_that_is_lost_and_with_it_once_it_is
         "evener: rank 0 was ended by SIGKILL; trying the devices",
         "evener: a device (cpu-1-of-2) computes again: 8+0 → 5+3 rows",
         "evener: all start again, 2 of 2 times",
+    ]
+    (summary,) = runs.list_runs()
+    training = runs.load_training(summary.run)
+    assert training is not None
+    assert [(entry.shares, entry.reason) for entry in training.entries if isinstance(entry, StartEntry)] == [
+        ((5, 3), ""),
+        ((8,), "rank 1 was ended by SIGKILL"),
+        ((5, 3), "rank 0 was ended by SIGKILL"),
     ]
     case = torch_ranks.CASES[surviving_training.NAME]
     weights, expected = torch_ranks.reference(case, 8)

@@ -34,8 +34,8 @@ def training_report(training: TrainingRecord) -> Iterator[str]:
                     said = steps
             case ChangeEntry(change=change):
                 yield plain(f"  {_clock(change.at)}  {change.reason}", 1000)
-            case EndEntry():
-                yield f"  {_clock(entry.at)}  ended"
+            case EndEntry(failure=failure):
+                yield plain(f"  {_clock(entry.at)}  ended" + f": {failure}" * bool(failure), 1000)
 
 
 def _start_words(start: StartEntry) -> str:
