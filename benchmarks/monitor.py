@@ -1,12 +1,14 @@
 """The cost of the monitor: CPU, first paint, memory and `monitor --once`, compared with an empty Textual app.
 
 `python -m benchmarks.monitor` starts each on a pseudo-terminal of 160 x 48 and writes docs/benchmarks/monitor.md. CPU
-is user plus system time of the process, from /proc, over a window that begins after it has come up.
+is user plus system time of the process, from /proc, over a window that begins after it has come up. Three trainings of
+two ranks each report themselves twice a second meanwhile, where a row says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import os
 import platform
@@ -20,11 +22,13 @@ import tempfile
 import termios
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 import psutil
+
+from evener.live_files import LiveDevice, LiveRecord, file_name, prepare_folder, replace_file, start_ticks
 
 COLUMNS, ROWS = 160, 48
 DEVICES = "sim:" + ",".join(["gtx1080ti", "gtx1080"] * 4)
@@ -120,11 +124,49 @@ class Screen:
         return code
 
 
-def measure(name: str, code: str, wanted: bytes, seconds: float) -> Cost:
-    """Start a program, let it settle, and take its CPU time over `seconds`."""
+@contextlib.contextmanager
+def training(folder: Path) -> Iterator[None]:
+    """Reports of three trainings, as of this process, twice a second while it is entered."""
+    ended = threading.Event()
+    prepare_folder(folder)
+    files = [folder / file_name(os.getpid(), start_ticks(os.getpid()) or 0, serial) for serial in range(6)]
+
+    def report() -> None:
+        for step in range(1 << 30):
+            for rank, path in enumerate(files):
+                replace_file(path, msgspec.json.encode(_record(rank, step)))
+            if ended.wait(0.5):
+                return
+
+    thread = threading.Thread(target=report)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        for path in files:
+            path.unlink()
+
+
+def _record(rank: int, step: int) -> LiveRecord:
+    """Every figure changes with each step."""
+    wave = 1 + 0.05 * ((step * (rank + 3)) % 7 - 3) / 3
+    device = LiveDevice(
+        f"sim-{rank}-{('gtx1080ti', 'gtx1080')[rank % 2]}", rank, 600, 1100 * wave, 300, 0.1 * wave, 0.04 / wave
+    )
+    return LiveRecord(
+        "torch", "train.py", 1100 * wave, step, time.time(), (device,), 9e4 * wave, 0.1, f"training {rank // 2}",
+        rank % 2, 2, 0.15 * wave, 0.03, 0.002, 2500.0,
+    )  # fmt: skip
+
+
+def measure(name: str, code: str, wanted: bytes, seconds: float, keys: bytes = b"") -> Cost:
+    """Start a program, press keys, let it settle, and take its CPU time over `seconds`."""
     screen = Screen(code)
     try:
         first = screen.wait_for(wanted)
+        screen.press(keys)
         time.sleep(SETTLE_SECONDS)
         cpu_before, bytes_before, begun = _cpu(screen.process), screen.written_bytes, time.perf_counter()
         time.sleep(seconds)
@@ -198,13 +240,21 @@ time of the whole process, as a share of one core.
 
 | | measured | target |
 | --- | --- | --- |
-| CPU of the Monitor screen | {app.cpu_percent:.2f} % | at most 1 % |
+| CPU of the Monitor screen, with three trainings | {app.cpu_percent:.2f} % | at most 1 % |
 | first paint, warm, median | {paint:.2f} s | at most 0.5 s |
 | `evener monitor --once`, median | {once:.2f} s | at most 0.3 s |
 | memory | {app.memory_mib:.0f} MiB | at most 70 MiB |
 
 {missing}A working device changes every figure of its row at each reading, an idle one few.
 """
+
+
+def _measure_trainings(folder: Path, seconds: float) -> tuple[Cost, ...]:
+    with training(folder / "live"):
+        return (
+            measure("evener, 8 working devices, 3 trainings: Monitor", LOADED, b"SIM:7", seconds),
+            measure("the same: Trainings", LOADED, b"SIM:7", seconds, b"4"),
+        )
 
 
 def main() -> None:
@@ -217,16 +267,19 @@ def main() -> None:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as state:
         os.environ["XDG_STATE_HOME"] = state
+        os.environ["EVENER_LIVE_DIR"] = f"{state}/live"
         costs = [
             measure("an empty Textual app", EMPTY, b"READY", given.seconds),
+            *_measure_trainings(Path(state), given.seconds),
             measure("evener, 8 working devices", LOADED, b"SIM:7", given.seconds),
             measure("evener, 8 idle devices", EVENER, b"SIM:7", given.seconds),
         ]
         with_nvitop = nvml_works()
         if with_nvitop:
             costs.append(measure("nvitop", NVITOP, b"NVITOP", given.seconds))
-        paint = first_paint(EVENER, b"SIM:7", given.repeats)
-        once = once_seconds(given.repeats)
+        with training(Path(os.environ["EVENER_LIVE_DIR"])):
+            paint = first_paint(EVENER, b"SIM:7", given.repeats)
+            once = once_seconds(given.repeats)
     text = report(costs, paint, once, given.seconds, load, with_nvitop)
     given.output.parent.mkdir(parents=True, exist_ok=True)
     given.output.write_text(text)

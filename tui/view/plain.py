@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,8 +15,9 @@ from evener.tui.view.monitor import host_line
 from evener.tui.view.processes import PROCESSES, nothing_there, process_rows
 from evener.tui.view.ranks import work_by_device
 from evener.tui.view.table import Order, table_lines
-from evener.tui.view.training_lines import rank_table, training_lines, training_table
-from evener.tui.view.trainings import join_trainings
+
+if TYPE_CHECKING:
+    from evener.tui.view.trainings import TrainingRow
 
 _CODES: dict[Tone, str] = {
     "dim": "2",
@@ -51,17 +53,29 @@ def snapshot_text(snapshot: Snapshot, width: int, marks: Marks, *, colour: bool)
 
 def snapshot_document(snapshot: Snapshot) -> dict[str, object]:
     """What `--json` prints: the snapshot, with its reports joined as trainings."""
-    document = msgspec.structs.asdict(snapshot)
+    document = msgspec.structs.asdict(snapshot) | {"trainings": _join(snapshot)}
     del document["reports"]
-    return document | {"trainings": join_trainings(snapshot)}
+    return document
+
+
+def _join(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
+    """The trainings; what joins them is imported if there are any."""
+    if not snapshot.reports:
+        return ()
+    from evener.tui.view.trainings import join_trainings
+
+    return join_trainings(snapshot)
 
 
 def _training_parts(snapshot: Snapshot, width: int, marks: Marks) -> Iterator[Line]:
     """The trainings, and below them the ranks of each with what holds it up."""
-    rows = join_trainings(snapshot)
-    if rows:
-        yield Line()
-        yield from training_table(rows, width, len(rows) + 1, marks)[0]
+    rows = _join(snapshot)
+    if not rows:
+        return
+    from evener.tui.view.training_lines import rank_table, training_lines, training_table
+
+    yield Line()
+    yield from training_table(rows, width, len(rows) + 1, marks)[0]
     for row in rows:
         if not row.training and len(row.ranks) < 2:
             continue  # the table has it all
