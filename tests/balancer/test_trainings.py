@@ -19,7 +19,7 @@ from evener.training_journal import TRAINING_JOURNAL, ChangeEntry, EndEntry, Spe
 from evener.tui.cli.main import run as evener
 
 RECORD = LiveRecord("torch", "mine.py", 500.0, 1, 1_000.0, (LiveDevice("a", 0, 5, 500.0),), plan_samples_per_second=900)
-CHANGE = ShareChange(40, 1_070.0, (5, 3), (6, 2), "b slower by 40 % since step 31: 5+3 -> 6+2")
+CHANGE = ShareChange(40, 1_070.0, (5, 3), (6, 2), "b slower by 40 % since step 31")
 
 
 def at(seconds: float, step: int, *changes: ShareChange) -> LiveRecord:
@@ -73,7 +73,7 @@ def test_runs_lists_and_shows_trainings_and_last_means_the_last_search(
         "  00:16:40  started again: 5+3 rows on a, b; the plan says 900.0 samples/s (rank 1 was ended by SIGKILL)",
         "  00:17:10  step 3,001: 100 steps/s, 800.0 samples/s",
         "  00:17:40  step 6,001: 100 steps/s, 800.0 samples/s",
-        "  00:17:50  b slower by 40 % since step 31: 5+3 -> 6+2",
+        "  00:17:50  b slower by 40 % since step 31: 5+3 → 6+2",
         "  00:18:15  step 7,751: 50 steps/s, 400.0 samples/s",
     ]
     assert evener(["runs", "show", "20261122-120000-abc2", "--json"]) == 0

@@ -33,7 +33,8 @@ def training_report(training: TrainingRecord) -> Iterator[str]:
                     yield f"  {_clock(entry.at)}  step {entry.step:,}: {speed}"
                     said = steps
             case ChangeEntry(change=change):
-                yield plain(f"  {_clock(change.at)}  {change.reason}", 1000)
+                shares = " → ".join("+".join(map(str, each)) for each in (change.before, change.after))
+                yield plain(f"  {_clock(change.at)}  {change.reason}: {shares}", 1000)
             case EndEntry(failure=failure):
                 yield plain(f"  {_clock(entry.at)}  ended" + f": {failure}" * bool(failure), 1000)
 
