@@ -4,15 +4,21 @@ Simulated trainings of ten minutes on 2 to 16 devices: one device, or all, chang
 oracle knows the trace and changes shares at once and at no cost; whoever stays keeps the plan's shares. The rule sees
 medians of five steps, acts three steps later and pays 0.2 s for new shapes. The table of docs/benchmarks/rebalance.md
 goes to stdout.
+
+`python -m benchmarks.rebalance real` trains on two CPU slices in PyTorch, of which one is slower by 40 % for a while.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from statistics import fmean
+from itertools import pairwise
+from statistics import fmean, median
 from typing import NamedTuple
 
 from tests.support.share_traces import Slowdown, Trace, at_rest, flipping, foresee, machine, rebalance, slower, stay
@@ -32,8 +38,37 @@ class Score(NamedTuple):
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", nargs="?", choices=("simulated", "real"), default="simulated")
     parser.add_argument("--seeds", type=int, default=3, help="machines of each size")
-    seeds = parser.parse_args().seeds
+    options = parser.parse_args()
+    if options.what == "real":
+        print_real()
+    else:
+        print_simulated(options.seeds)
+
+
+def print_real(start: int = 200, end: int = 600, steps: int = 900) -> None:
+    """When real shares changed, and how fast the training was with them."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "benchmarks.rebalance_ranks", *map(str, (start, end, steps))]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found = json.loads(printed.splitlines()[-1])
+    times, fixed = found["times"], found["fixed"]
+    for name, seconds in fixed.items():
+        print(f"fixed shares, {name}: {seconds * 1e3:.1f} ms a step")
+    for step, shares in found["changes"]:
+        before = start if step < end else end
+        seconds = times[step - 1] - times[before - 1]
+        print(f"step {step}: {'+'.join(map(str, shares))}, {seconds:.2f} s after step {before}")
+    settled = max((step for step, _ in found["changes"] if step <= start + 60), default=start)
+    ended = (end + steps) // 2
+    for first, last, best in ((settled, end, "oracle"), (ended, steps, "free")):
+        seconds = median(after - before for before, after in pairwise(times[first:last]))
+        print(f"steps {first} to {last}: {seconds * 1e3:.1f} ms, {fixed[best] / seconds:.3f} of the oracle's rate")
+
+
+def print_simulated(seeds: int) -> None:
+    """The table of docs/benchmarks/rebalance.md."""
     print("| trace | of the oracle's samples: least | mean | against staying: least | mean | changes in 1,000 steps |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
     for name, make in TRACES.items():
