@@ -22,6 +22,17 @@ class RankInfo(msgspec.Struct, frozen=True):
     local_rank: int = 0
     plan: int = 0  # a digest of the plan's shares
     training: str = ""  # a name for it; rank 0's is taken
+    fault: str = ""  # why it can't train; all else is then unknown
+
+
+def check_faults(ranks: Sequence[RankInfo]) -> None:
+    """PlanError, the same on every rank, if one of them can't train."""
+    for rank, info in enumerate(ranks):
+        if info.fault:
+            raise PlanError(
+                f"Rank {rank}, on {info.machine}, has no plan that it can use: {info.fault.rstrip('.')}.",
+                "Give every process the same plan file.",
+            )
 
 
 def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[int, ...]:

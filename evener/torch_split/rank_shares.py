@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
-from evener.errors import RequestError
+from evener.errors import EvenerError, RequestError
 from evener.launched import find_host, launched_device, launched_plan
 from evener.passes import batch_in_one_pass, count_passes
 from evener.plan import Plan, Share, load_plan
 from evener.plan_check import check_fit, check_global_batch, describe
-from evener.share_order import RankInfo, order_shares
+from evener.share_order import RankInfo, check_faults, order_shares
 from evener.shares import apportion, check_ratios
 from evener.torch_split.process import Stand, choose_device, gather_infos, is_cpu
 
@@ -72,6 +72,15 @@ def open_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
     return None if path is None else load_plan(path)
 
 
+def open_plan_together(plan: Plan | str | os.PathLike[str] | None, stand: Stand) -> Plan | None:
+    """As `open_plan`, where every rank then finds its share: none waits for one that can't read its plan."""
+    try:
+        return open_plan(plan)
+    except EvenerError as fault:
+        gather_infos(RankInfo(machine=socket.gethostname(), host="", fault=fault.message), stand)
+        raise
+
+
 def find_rank_shares(
     plan: Plan, global_batch: int | None, stand: Stand, gpus: dict[str, int], strict: bool, device: Any = None
 ) -> RankShares:
@@ -84,6 +93,7 @@ def find_rank_shares(
     check = partial(check_fit, plan, workload_digest=None, global_batch=global_batch)
     check(devices=None, world=stand.world, strict=False)  # before anyone waits for a process that never comes
     ranks = gather_infos(_describe_rank(plan, global_batch, stand, gpus, device), stand)
+    check_faults(ranks)
     differences = check(devices=_seen(active, ranks), world=None, strict=strict, framework="torch")
     order = order_shares(active, ranks)
     for difference in differences:

@@ -38,7 +38,7 @@ from evener.torch_split.model_checks import check_exchange, check_normalization,
 from evener.torch_split.model_digest import model_digest
 from evener.torch_split.parts import Part, in_turn, make_parts, weigh_by_count
 from evener.torch_split.process import choose_device, find_stand, join, leave_group, settle, visible_gpus
-from evener.torch_split.rank_shares import find_rank_shares, open_plan, share_by_ratios, shares_to_evaluate
+from evener.torch_split.rank_shares import find_rank_shares, open_plan_together, share_by_ratios, shares_to_evaluate
 from evener.torch_split.rebalancing import Rebalancing
 from evener.torch_split.row_order import Order, RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
@@ -81,7 +81,7 @@ class Split:
         stand, gpus = find_stand(), visible_gpus()
         if plan is not None and ratios is not None:
             raise RequestError("Both a plan and ratios are given.", "Give one of them; the plan has its own ratios.")
-        self.plan = None if ratios is not None else open_plan(plan)
+        self.plan = None if ratios is not None else open_plan_together(plan, stand)
         if self.plan is None:
             found, share = share_by_ratios(ratios, global_batch, stand, gpus), None
         else:

@@ -390,7 +390,7 @@ def test_a_cluster_that_shrank_since_the_plan_is_said(cluster: Any, tmp_path: Pa
     plan_over(("cpu-0-of-1", "10.9.9.9")).save(tmp_path / "plan.toml")
     (tmp_path / "train.py").write_text("")
     with pytest.raises(RequestError, match=r"no host '10\.9\.9\.9'"):
-        launch_on_cluster(tmp_path / "plan.toml", [str(tmp_path / "train.py")], 0, None, "")
+        launch_on_cluster(tmp_path / "plan.toml", [str(tmp_path / "train.py")], 0, None, "", 60.0)
 
 
 LAUNCHED = """

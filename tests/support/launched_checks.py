@@ -20,6 +20,7 @@ def check_ranks(folder: Path, hosts: Sequence[str]) -> None:
     for rank in ranks:
         assert rank["said"][0].startswith("Ranks 0 and 1 and 2 all train on ")
         assert rank["said"][1].startswith("Rank 1 trains by another plan, or at another global batch, than rank 0.")
+        assert "nowhere.toml" in rank["said"][2], "also where the plan can be read"
         assert rank["losses"] == pytest.approx(losses, abs=1e-12)
         for mine, expected in zip(rank["weights"], weights, strict=True):
             torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)

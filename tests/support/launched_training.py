@@ -18,12 +18,12 @@ from tests.support.torch_ranks import CASES, STEPS, compute, data, finish, model
 NAME = "clip adamw"
 
 
-def refusal(variables: dict[str, str], **options: Any) -> str:
+def refusal(variables: dict[str, str], *plan: str, **options: Any) -> str:
     """What a split says before it waits for anything; every rank calls it."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
-        Split(*sys.argv[2:], **options)
+        Split(*(plan or sys.argv[2:]), **options)
     except PlanError as fault:
         return str(fault)
     finally:
@@ -57,6 +57,7 @@ if __name__ == "__main__":
     first = load_plan(os.environ.get("EVENER_PLAN") or sys.argv[2]).layout.active[0]
     place = {"EVENER_HOST": first.host, "EVENER_DEVICE": first.device}
     said = [refusal(place), refusal({}, global_batch=8 + int(os.environ["RANK"]) % 2)]
+    said.append(refusal({}, *(["nowhere.toml"] if os.environ["RANK"] == "1" else [])))
     folder, case, split = Path(sys.argv[1]), CASES[NAME], Split(*sys.argv[2:])
     net = split.wrap(model(case))
     update, loader = optimizer(case, net), split.loader(data(case), seed=2)

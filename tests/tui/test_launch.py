@@ -294,6 +294,19 @@ def test_the_first_host_prints_the_line_for_the_second(start: Callable[..., Any]
     ]
 
 
+@pytest.mark.slow
+def test_hosts_that_do_not_meet_are_one_sentence(start: Callable[..., Any], tmp_path: Path) -> None:
+    need_torch_and_two_cpus()
+    (tmp_path / "train.py").write_text(SCRIPT)
+    plan(["cpu-0-of-1", "cpu-0-of-1"], HOSTS[:2]).save(tmp_path / "plan.toml")
+    nobody = f"127.0.0.2:{free_port()}"
+    process = start("launch", "--host", "127.0.0.3", "--rendezvous", nobody, "--wait", "1s", "plan.toml", "train.py")
+    _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 3
+    (line,) = errors.splitlines()
+    assert line.startswith(f"evener: The hosts 127.0.0.2, 127.0.0.3 didn't meet at {nobody} within 1 s. ")
+
+
 def test_a_launch_under_nohup_outlives_its_terminal() -> None:
     earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

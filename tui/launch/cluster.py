@@ -26,7 +26,7 @@ LOST_EXIT_CODE = 3
 
 
 def launch_on_cluster(
-    path: Path, command: Sequence[str], max_restarts: int, rendezvous: str | None, address: str
+    path: Path, command: Sequence[str], max_restarts: int, rendezvous: str | None, address: str, wait_seconds: float
 ) -> int:
     """Start the training on each host of the plan and wait for its end; the exit code. EvenerError if it can't start.
 
@@ -43,6 +43,7 @@ def launch_on_cluster(
         try:
             for agent in agents:
                 options = ["--host", agent.host, "--rendezvous", meeting, "--max-restarts", str(max_restarts)]
+                options += ["--wait", f"{wait_seconds:g}"]
                 kept = agent.keep(HostTraining, text, script, options, tuple(command), str(Path.cwd()))
                 parts.append(HostPart(agent.host, kept))
             code = wait_for_hosts(parts, caught)

@@ -19,6 +19,8 @@ from evener.launched import DEVICE, HOST, PLAN, REPLACED_PLAN, RESTART, RUN, fin
 from evener.plan import Plan, Share, load_plan, to_json
 from evener.start_rank import STARTS
 
+WAIT_SECONDS = 60.0
+
 
 class Job(msgspec.Struct, frozen=True):
     """A training as this host starts it."""
@@ -30,6 +32,7 @@ class Job(msgspec.Struct, frozen=True):
     meeting: tuple[str, int]  # host and port where the processes of all hosts find each other
     own: tuple[Share, ...]  # of this host
     processes: tuple[tuple[Device, ...], ...]  # the devices of each process of this host
+    wait_seconds: float = WAIT_SECONDS  # in which every host has to be there
     attempt: int = 0  # starts before this one
     replaced: Path | None = None  # the file that was launched, where devices are left out since
     run: str = ""  # the name of the training's journal
@@ -66,7 +69,9 @@ class Job(msgspec.Struct, frozen=True):
         return start
 
 
-def make_job(path: Path, command: Sequence[str], host: str | None, meeting: str | None) -> Job:
+def make_job(
+    path: Path, command: Sequence[str], host: str | None, meeting: str | None, wait_seconds: float = WAIT_SECONDS
+) -> Job:
     """The training by the plan in this file; EvenerError, in a sentence, if it can't be started here."""
     plan = load_plan(path)
     check_plan(plan, command)
@@ -91,6 +96,7 @@ def make_job(path: Path, command: Sequence[str], host: str | None, meeting: str 
         meeting=place,
         own=own,
         processes=arrange(devices, one_process),
+        wait_seconds=wait_seconds,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -13,7 +14,6 @@ from evener.tui.launch.children import restored_signals
 from evener.tui.launch.ending import Ending
 from evener.tui.launch.job import Job
 
-JOIN_SECONDS = 600  # in which every host has to be there
 FORCE_SECONDS = 25  # a process that ends later than the first one was ended by the agent
 
 
@@ -21,7 +21,7 @@ def run_agent(job: Job, max_restarts: int) -> Ending:
     """Start the processes and wait for their end; on several hosts the agents start them again by themselves."""
     own = {"TORCHELASTIC_RESTART_COUNT": str(job.attempt)} if job.attempt else {}
     environment = job.environment([own] * len(job.processes))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns again and again of a host that isn't there yet
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # it has pages about a host that isn't there
     try:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -54,11 +54,11 @@ def run_agent(job: Job, max_restarts: int) -> Ending:
             return Ending(failures=ended)
         except SignalException as error:
             return Ending(error.sigval)
-        except RendezvousError as error:
+        except RendezvousError:
             host, port = job.meeting
             raise DeviceError(
-                f"The processes on {', '.join(job.hosts)} didn't meet at {host}:{port}: {error}.".replace("..", "."),
-                "Run the line for each other host there, and see that the port can be reached.",
+                f"The hosts {', '.join(job.hosts)} didn't meet at {host}:{port} within {job.wait_seconds:g} s.",
+                "Run the line for each other host there, see that the port is open, or wait longer (--wait 10m).",
             ) from None
     return Ending()
 
@@ -69,7 +69,8 @@ def _meet(job: Job) -> dict[str, Any]:
         place: dict[str, Any] = {"rdzv_endpoint": "localhost:0", "local_addr": "127.0.0.1", "run_id": job.identity}
     else:
         host, port = job.meeting
-        times = {"timeout": JOIN_SECONDS, "join_timeout": JOIN_SECONDS, "read_timeout": JOIN_SECONDS}
+        seconds = math.ceil(job.wait_seconds)
+        times = {"timeout": seconds, "join_timeout": seconds, "read_timeout": seconds}
         place = {
             "rdzv_endpoint": f"{host}:{port}",
             "run_id": job.identity,

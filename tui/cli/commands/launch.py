@@ -13,6 +13,7 @@ from evener.tui.cli.options import RayAddressOption
 from evener.tui.launch.job import Job, make_job
 from evener.tui.text.formatting import plain
 from evener.tui.text.launch_line import write_line
+from evener.tui.text.parsing import parse_duration
 
 app = typer.Typer()
 
@@ -32,6 +33,9 @@ def launch(
         str | None,
         typer.Option("--rendezvous", help="HOST:PORT where hosts find each other. Default: the first host, 29400."),
     ] = None,
+    wait: Annotated[
+        str, typer.Option("--wait", help="Longest time for all hosts to be there, like 10m. PyTorch's only.")
+    ] = "60s",
     ray: Annotated[
         bool, typer.Option("--ray", help="Start it on all hosts of the plan, through the Ray cluster that they are in.")
     ] = False,
@@ -41,15 +45,16 @@ def launch(
 
     Split() and with_plan(Trainer) in the script find the plan by themselves.
     """
+    wait_seconds = parse_duration(wait, "--wait")
     if ray and host is not None:
         raise RequestError("--host says which host this is, and --ray starts all of them.", "Give one of them.")
     if ray:
         from evener.tui.launch.cluster import launch_on_cluster
 
-        return launch_on_cluster(plan, script, max_restarts, rendezvous, ray_address)
+        return launch_on_cluster(plan, script, max_restarts, rendezvous, ray_address, wait_seconds)
     from evener.tui.launch.restarts import run_job
 
-    job = make_job(plan, script, host, rendezvous)
+    job = make_job(plan, script, host, rendezvous, wait_seconds)
     if rendezvous is None:
         _say_other_hosts(job, max_restarts)
     return run_job(job, max_restarts)
