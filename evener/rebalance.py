@@ -18,6 +18,7 @@ from statistics import median
 import msgspec
 
 from evener.curves import Curve
+from evener.plan_layout import Share
 from evener.share_solver import pass_rows, scale, solve_shares
 
 LEAST_GAIN = 0.02  # in own work; smaller ones aren't worth new shapes
@@ -40,6 +41,11 @@ class Change(msgspec.Struct, frozen=True):
     micros: tuple[int, ...]  # rows of each pass: the share where it fits at once
     reason: str  # "GPU:1 slower by 38 % since step 1,204"
     gain: float  # 0.12: the slowest rank's own work gets 12 % faster
+
+    def describe(self, before: Sequence[int]) -> str:
+        """The reason, and the shares before and after."""
+        shown = " -> ".join("+".join(map(str, shares)) for shares in (before, self.shares))
+        return f"{self.reason}: {shown}"
 
 
 class Advice(msgspec.Struct, frozen=True):
@@ -195,6 +201,17 @@ def advise(
     step = max(step_s, slowest)
     gain = step / (step - saved) - 1
     return Advice(found, gain) if gain >= LEAST_GAIN else None
+
+
+def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
+    """As the monitor has them; nothing where shares don't tell devices apart."""
+    if len({(share.host, share.device) for share in shares}) < len(shares):
+        return ()
+    return tuple(f"{share.host}/{_name(share)}" if share.host else _name(share) for share in shares)
+
+
+def _name(share: Share) -> str:
+    return f"GPU:{share.index}" if share.device.startswith("GPU-") else share.device
 
 
 def choose_quantum(shares: Sequence[int]) -> int:

@@ -112,7 +112,11 @@ class FitHooks:
             check_test_step(model, engine)
         if model.jit_compile and engine != "mirrored" and not (engine == "solo" and self.devices[0].endswith(":0")):
             model.jit_compile = False
-        return getattr(type(model), name)(model, force)
+        before = getattr(model, "train_function", None)
+        made = getattr(type(model), name)(model, force)
+        if engine == "multiworker" and model.train_function is not before:
+            model.train_function = self.engine.after_steps(model.train_function)
+        return made
 
     def fit(self, *arguments: Any, **keywords: Any) -> Any:
         """`keras.Model.fit`; the default batch size is the split's global batch."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import msgspec
 
 from evener.errors import RequestError
+from evener.keras_split.engines.multiworker import Workers
 from evener.keras_split.split import Split
 from evener.keras_split.tf_devices import driver_name
-from evener.live import Reporter
+from evener.live import Details, Reporter
 from evener.plan_check import describe
 from evener.training_journal import TrainingJournal
 
@@ -35,7 +37,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         self._given = batch, samples
         self.batch = batch
         self.samples = samples
-        self._reporter = Reporter(journal=_keep_journal(split) if journal else None)
+        self._reporter = Reporter(self._describe, _keep_journal(split) if journal else None)
         self._last_step = -1
         self._counted = 0  # samples of this epoch
         self._traced: set[tuple[int, bool]] = set()  # kinds of step that have run
@@ -82,9 +84,20 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         devices = split.plan.layout.active if split.plan else [driver_name(name) for name in split.devices]
         if split.group is None:
             return labels | {"devices": devices, "batches": split.shares}
-        if split.plan is None and split.group.device.startswith("GPU"):
-            return labels | {"devices": [driver_name(split.group.device)]}
-        return labels | {"devices": [devices[split.group.rank]]}
+        rank = split.group.rank
+        if not split.rank_shares:
+            own = driver_name(split.group.device) if split.group.device.startswith("GPU") else devices[rank]
+            return labels | {"devices": [own]}
+        now = {"batch": split.shares[rank], "micro": (split.cut.micros or split.shares)[rank]}
+        return labels | {"devices": [msgspec.structs.replace(split.rank_shares[rank], **now)]}
+
+    def _describe(self) -> Details:
+        """How a process of a group spends its steps; where one process trains on all devices, that isn't seen."""
+        hooks = getattr(self.model.fit, "hooks", None)
+        if hooks is None or not isinstance(hooks.engine, Workers):
+            return Details()
+        plan = self._split.plan if self._split else None
+        return hooks.engine.describe(plan.throughput.samples_per_second if plan else 0.0)
 
 
 def _keep_journal(split: Split | None) -> TrainingJournal | None:

@@ -14,6 +14,7 @@ from evener.dealing import make_dealer
 from evener.errors import PlanError, RequestError
 from evener.keras_split import tf_devices
 from evener.keras_split.batch_bounds import Cut
+from evener.keras_split.changing_cut import ChangingCut, make_changing
 from evener.keras_split.compatibility import check_backend, check_model, warn, warn_small_data
 from evener.keras_split.data import ArrayBatches, batch_rows, batch_samples, gives_batches, pack_arrays
 from evener.keras_split.dealt_arrays import read_lengths
@@ -26,7 +27,7 @@ from evener.keras_split.fit_hooks import FitHooks
 from evener.keras_split.group_shares import order_by_device
 from evener.launched import launched_plan
 from evener.passes import batch_in_one_pass, largest_pass
-from evener.plan import Plan, load_plan
+from evener.plan import Plan, Share, load_plan
 from evener.plan_check import check_fit, check_global_batch, describe
 from evener.shares import is_ratio
 
@@ -41,7 +42,7 @@ class Split:
     `Split(gpus=2)`, `Split(gpus=[0, 1], ratios=[768, 560])` mean what they meant to `multi_gpu_model`; `devices` takes
     TensorFlow's names instead. Make it before the model.
     PlanError, RequestError or DeviceError if it can't be done; SplitWarning, or PlanError with `strict`, where the plan
-    was made for something else.
+    was made for something else. With `rebalance`, the shares of a group follow its processes' own work.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Split:
         global_batch: int | None = None,
         engine: str = "auto",
         strict: bool = False,
+        rebalance: bool = False,
     ) -> None:
         if engine not in ENGINES:
             raise RequestError(f"There is no engine {engine!r}.", f"Choose one of {', '.join(ENGINES)}.")
@@ -67,6 +69,7 @@ class Split:
         self.strict = strict
         self.group = group_from_environment() if engine in ("auto", "multiworker") else None
         self.engine, self.why = _choose_engine(engine, self.plan, self.group)
+        self.rank_shares: tuple[Share, ...] = ()  # of the plan, where a group trains by one
         if self.engine == "multiworker":
             _ = self.required_group
         self.devices, self.cut, self.global_batch = self._divide(gpus, devices, ratios, global_batch)
@@ -79,6 +82,8 @@ class Split:
             self.engine, self.why = "solo", "One device computes, so there is nothing to split."
         if self.global_batch is not None:
             self.global_batch = check_global_batch(self.global_batch, len(self.devices))
+        if rebalance and self.engine != "solo":
+            self.cut = make_changing(self.cut, self.global_batch, self.engine)
         if self.group is None:
             tf_devices.check_present(self.devices)
         elif self.group.size != len(self.devices):
@@ -192,7 +197,7 @@ class Split:
 
     def batches(self, arrays: ArrayBatches, endless: bool = False) -> Any:
         """Batches of arrays in the form that the engine's steps take: whole, dealt to replicas, or own rows."""
-        if self.engine == "multiworker":
+        if self.engine == "multiworker" and not isinstance(self.cut, ChangingCut):
             return arrays.own_rows(self.cut, self.required_group.rank, endless)
         return self.deal(arrays.global_batches(endless))
 
@@ -217,7 +222,7 @@ class Split:
             case "mirrored":
                 return Mirrored(model)
             case "multiworker":
-                return Workers(model, self.cut, self.required_group)
+                return Workers(model, self.cut, self.required_group, self.rank_shares)
         return Towers(model, self.devices, self.cut)
 
     def _divide(
@@ -242,7 +247,7 @@ class Split:
             check_fit(self.plan, devices=None, world=self.group.size, workload_digest=None, strict=False)
             order = order_by_device(active, self.group)
             shares, micros = ([sizes[place] for place in order] for sizes in (shares, micros))
-            active = tuple(active[place] for place in order)
+            active = self.rank_shares = tuple(active[place] for place in order)
         cut = Cut(shares, micros=() if micros == shares else micros)
         if self.group is None:
             return tf_devices.name_plan_devices(self.plan), cut, size

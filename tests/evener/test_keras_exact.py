@@ -76,6 +76,28 @@ def test_processes_learn_what_one_device_learns(proofs: Any, group: str, case: s
     assert all(other[case]["learned"] == first[case]["learned"] for other in others)
 
 
+@pytest.mark.parametrize("case", ["forced", "by rule"])
+def test_processes_whose_shares_change_learn_what_one_device_learns(proofs: Any, case: str) -> None:
+    """Within 1e-12: 300 steps with changes after every fifth, in passes, clipped; and as the rule says."""
+    first, second = (found[case] for found in proofs("group of 2"))
+    assert first["weights"] <= 1e-12
+    assert first["logs"] <= 1e-12
+    assert second["learned"] == first["learned"]
+
+
+def test_a_slow_process_loses_rows_and_the_monitor_sees_why(proofs: Any) -> None:
+    """Both processes decide the same; own work, the training's name and the change are in the live files."""
+    first, second = (found["by rule"] for found in proofs("group of 2"))
+    assert first["changes"] == second["changes"]
+    assert any(after[1] < 12 for _, after, _ in first["changes"])
+    assert all(len(after) == 2 and sum(after) == 24 for _, after, _ in first["changes"])
+    assert min(first["own"], second["own"]) > 0
+    assert any(after[1] < 12 for after in second["recorded"][-1])
+    ((rank, world, name),), ((other, _, same),) = first["ranks"], second["ranks"]
+    assert (rank, other, world) == (0, 1, 2)
+    assert name == same != ""
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_group_sums_each_tensor_whatever_was_summed_before(proofs: Any, size: int) -> None:
     """Two types, and lengths that come and go: each is settled between the processes once, under its own key."""

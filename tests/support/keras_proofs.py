@@ -28,7 +28,7 @@ from evener.keras_split import Report, Split, SplitWarning, make_logical_cpus
 from evener.keras_split.engines.layer_state import StepStates
 from evener.live import read_trainings
 from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
-from tests.support import keras_length_proofs, keras_users
+from tests.support import keras_length_proofs, keras_rebalance_proofs, keras_users
 from tests.support.keras_twice import train_twice
 
 BATCH = 24
@@ -678,6 +678,15 @@ def group_cases() -> dict[str, Any]:
         "rounding": rounding(split),
         "refusals": refusals(split),
         "users": keras_users.group(),
+        "forced": keras_rebalance_proofs.forced(
+            make_plan(15, 9, micros=(5, 9)),
+            lambda: network(optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.1), regularizer="l2"),
+            X[:ONE_OVER],
+            Y[:ONE_OVER],
+        ),
+        "by rule": keras_rebalance_proofs.by_rule(
+            make_plan(12, 12), lambda slow: network(optimizers.Adam(0.01), extra=[slow]), X, Y
+        ),
     }
 
 

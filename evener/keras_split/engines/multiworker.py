@@ -6,9 +6,11 @@ scaling and accumulation act on the gradient of the whole batch, as on one devic
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -16,11 +18,16 @@ import tensorflow as tf
 
 from evener.errors import RequestError
 from evener.keras_split.batch_bounds import Cut
+from evener.keras_split.changing_cut import ChangingCut
 from evener.keras_split.compatibility import check_mask
 from evener.keras_split.engines.keras_step import call_model, update_metrics
 from evener.keras_split.engines.layer_state import assign_updates
 from evener.keras_split.engines.passes import DevicePasses
 from evener.keras_split.nested_rows import OwnRows, Tensors, count_rows, cut_rows, take_rows
+from evener.keras_split.rebalancing import Rebalancing
+from evener.keras_split.work_times import WorkTimes
+from evener.live import Details
+from evener.plan import Share
 
 GROUP_KEY = 10_000  # of the collectives here; the strategy numbers its own from 1
 KINDS = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)  # that TensorFlow can sum so
@@ -36,6 +43,7 @@ class Group:
         )
         self.rank = rank
         self.size = len(peers)
+        self.name = hashlib.blake2b(",".join(peers).encode(), digest_size=8).hexdigest()  # the same in all of them
         self.strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=communication())
         if self.strategy.num_replicas_in_sync != self.size:
             raise RequestError(
@@ -133,14 +141,39 @@ def _read_cluster(config: Any) -> tuple[list[str], int]:
 
 
 class Workers:
-    """Train and evaluate steps of one process of a group: on its `OwnRows`, or those of a whole batch."""
+    """Train and evaluate steps of one process of a group: on its `OwnRows`, or those of a whole batch.
+
+    `shares` are those of the group's plan, by rank, for a cut that changes.
+    """
 
     name = "multiworker"
 
-    def __init__(self, model: Any, cut: Cut, group: Group) -> None:
+    def __init__(self, model: Any, cut: Cut, group: Group, shares: Sequence[Share] = ()) -> None:
         self.model = model
         self.cut = cut
         self.group = group
+        self.times = WorkTimes(group.rank, group.size)
+        self.rebalancing = Rebalancing(cut, shares, group.rank) if isinstance(cut, ChangingCut) else None
+
+    def after_steps(self, train: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Keras' function that trains some steps, with what comes after them."""
+        if self.rebalancing is None:
+            return train
+        rebalance = functools.partial(self.rebalancing.after_steps, self.model.steps_per_execution, self.times)
+
+        def train_and_rebalance(iterator: Any) -> Any:
+            logs = train(iterator)
+            rebalance()
+            return logs
+
+        return train_and_rebalance
+
+    def describe(self, promised: float) -> Details:
+        """What the monitor shows of this process; `promised` are the plan's samples/s."""
+        own, waiting, step, spread = self.times.medians()
+        group, changes = self.group, tuple(self.rebalancing.changes) if self.rebalancing else ()
+        times = ((own, waiting),)
+        return Details(group.name, group.rank, group.size, promised, step, spread, 0.0, times, changes)
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.train_step`, on own rows; the update is that of the whole batch."""
@@ -149,14 +182,14 @@ class Workers:
 
     def train_on_rows(self, data: Tensors, size: Any, rows: Any) -> dict[str, Any]:
         """The step on rows that are cut already; `size` of them count, of `rows` in the whole batch."""
-        model = self.model
+        model, began = self.model, self.times.now([size])
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         if self.cut.in_passes:
             passes = DevicePasses(model, self.group.device, 0, (x, y, weight), size, rows)
             own = passes.run(self.cut.passes(self.group.rank, size))
             assign_updates([(1.0, own.updates)])
             y, weight = take_rows(y, size), take_rows(weight, size)
-            return self._apply(own.gradients, own.loss, rows, x, y, own.outputs, weight)
+            return self._apply(began, own.gradients, own.loss, rows, x, y, own.outputs, weight)
         with tf.GradientTape() as tape:
             outputs = take_rows(call_model(model, x, True), size)
             check_mask(outputs, f"engine='{self.name}'")
@@ -166,11 +199,14 @@ class Workers:
             scaled = model.optimizer.scale_loss(loss)
         weights = list(model.trainable_weights)
         gradients = tape.gradient(scaled, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        return self._apply(list(map(tf.convert_to_tensor, gradients)), loss, rows, x, y, outputs, weight)
+        return self._apply(began, list(map(tf.convert_to_tensor, gradients)), loss, rows, x, y, outputs, weight)
 
-    def _apply(self, gradients: list[Any], loss: Any, rows: Any, *batch: Any) -> dict[str, Any]:
+    def _apply(self, began: Any, gradients: list[Any], loss: Any, rows: Any, *batch: Any) -> dict[str, Any]:
         """Sum over the processes and update the weights; `batch` is own x, y, outputs and weight, for the metrics."""
-        *gradients, loss = self.group.sum([*gradients, loss])
+        ready = self.times.now([*gradients, loss])
+        own = self.times.spread(ready - began, loss.dtype)
+        *gradients, loss, own_works = self.group.sum([*gradients, loss, own])
+        self.times.note(rows, began, ready, own_works)
         if gradients:
             self.model.optimizer.apply_gradients(zip(gradients, self.model.trainable_weights, strict=True))
         return update_metrics(self.model, loss, rows, *batch)
