@@ -50,9 +50,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workload", default="torch_text")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the workload")
     parser.add_argument("--batch", type=int, default=512, help="the global batch")
-    parser.add_argument("--budget", type=float, default=50.0, help="of each search, in seconds")
+    parser.add_argument("--budget", type=float, default=40.0, help="of each search, in seconds")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--share", action="store_true", help="run beside other measurements")
     return parser.parse_args()
 
