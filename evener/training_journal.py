@@ -58,7 +58,7 @@ class EndEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
     """It ended by itself; one that is killed, or interrupted by Ctrl-C, writes none."""
 
     at: float
-    failure: str = ""  # the exception
+    failure: str = ""  # the exception, its first line
 
 
 TrainingEntry = StartEntry | SpeedEntry | ChangeEntry | EndEntry
@@ -95,7 +95,8 @@ class TrainingJournal:
         self._note_speed(self._last)
         error = getattr(sys, "last_value", None)
         if not isinstance(error, KeyboardInterrupt):
-            self._append(EndEntry(time.time(), f"{type(error).__name__}: {error}"[:1000] if error else ""))
+            first, *_ = str(error).splitlines() or [""]
+            self._append(EndEntry(time.time(), f"{type(error).__name__}: {first[:200]}" if error else ""))
         os.close(self._descriptor)
         self._descriptor = -1
 
