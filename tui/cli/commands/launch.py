@@ -24,7 +24,7 @@ def launch(
     script: Annotated[list[str], typer.Argument(metavar="SCRIPT ARGS...", help="Or -m MODULE ARGS...")],
     max_restarts: Annotated[
         int,
-        typer.Option("--max-restarts", min=0, help="If one is killed, start all again, so often, on the devices left."),
+        typer.Option("--max-restarts", min=0, help="Times to start all again on what computes, if one is killed."),
     ] = 0,
     host: Annotated[
         str | None, typer.Option("--host", help="Which of the plan's hosts this is. Default: by name and addresses.")
