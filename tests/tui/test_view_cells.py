@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.devices.types import Reading, State
 from evener.tui.text.formatting import folded, plain
-from evener.tui.view.cells import Span, cells, clean, cut, fit, pad, span_cells, spread, whole_lines, wrap
+from evener.tui.view.cells import Span, cells, clean, cut, fit, join_blanks, pad, span_cells, spread, whole_lines, wrap
 from evener.tui.view.charts import axis_ticks, bar, graph, nice_ceiling, spark
 from evener.tui.view.figures import reading_text, short, short_bytes, whole
 from evener.tui.view.marks import ASCII, UNICODE, to_ascii
@@ -161,6 +164,22 @@ def test_a_reading_without_a_value_yet_is_not_lost() -> None:
     """As the CPU % of a process at its first reading."""
     assert reading_text(Reading(State.STALE), whole, UNICODE, 6) == ("…", False)
     assert reading_text(Reading(State.LOST), whole, UNICODE, 6) == ("lost", False)
+
+
+_SPANS = st.builds(Span, st.text(" ab", max_size=4), st.sampled_from(["text", "bad"]), st.sampled_from(["", "click"]))
+
+
+@given(st.lists(_SPANS, max_size=12))
+def test_blanks_join_what_is_before_them_and_what_can_be_clicked_stays_apart(spans: list[Span]) -> None:
+    joined = join_blanks(spans)
+    assert [sign for sign in _signs(joined) if sign[0] != " "] == [sign for sign in _signs(spans) if sign[0] != " "]
+    assert "".join(span.text for span in joined) == "".join(span.text for span in spans)
+    assert [span for span in joined if span.action] == [span for span in spans if span.action and span.text]
+    assert not any(not span.text.strip() and not span.action and not before.action for before, span in pairwise(joined))
+
+
+def _signs(spans: Iterable[Span]) -> list[tuple[str, str, str]]:
+    return [(sign, span.tone, span.action) for span in spans for sign in span.text]
 
 
 def _columns() -> tuple[Column[int], ...]:

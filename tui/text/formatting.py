@@ -63,6 +63,8 @@ def folded(text: str, width: int | None, indent: str = "") -> list[str]:
 
 def plain(text: str, limit: int = 500) -> str:
     """Foreign text with every control and format character replaced, so that it can't control a terminal."""
-    clean = "".join(" " if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp") else char for char in text)
-    clean = "".join("?" if unicodedata.category(char) == "Cs" else char for char in clean)
+    clean = text
+    if not text.isprintable():
+        clean = "".join(" " if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp") else char for char in text)
+        clean = "".join("?" if unicodedata.category(char) == "Cs" else char for char in clean)
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"

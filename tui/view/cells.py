@@ -116,6 +116,19 @@ def span_cells(spans: Iterable[Span]) -> int:
     return taken
 
 
+def join_blanks(spans: Iterable[Span]) -> list[Span]:
+    """The same row in fewer spans: blanks look alike in every tone, and go with what is before them."""
+    joined: list[Span] = []
+    for span in spans:
+        text, _, action = span
+        if joined and not action and not joined[-1].action and not text.strip(" "):
+            last = joined[-1]
+            joined[-1] = Span(last.text + text, last.tone)
+        elif text:
+            joined.append(span)
+    return joined
+
+
 def pad(spans: tuple[Span, ...], width: int, align: Literal["left", "right"] = "left") -> tuple[Span, ...]:
     """The spans in exactly `width` cells: cut on the right, or padded with spaces."""
     missing = width - span_cells(spans)

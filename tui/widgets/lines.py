@@ -16,7 +16,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from evener.tui.runtime.base_app import UsesApp
-from evener.tui.view.cells import BLANK, TONES, Line
+from evener.tui.view.cells import BLANK, TONES, Line, join_blanks
 
 
 class Lines(UsesApp, Widget):
@@ -69,17 +69,14 @@ class Lines(UsesApp, Widget):
     def render_line(self, y: int) -> Strip:
         """One row of the content, cut or padded to the width."""
         line = self._lines[y] if y < len(self._lines) else BLANK
-        width = self.size.width
-        base = self._tone("text", line.cursor)
+        show = self.evener.marks.show
         segments = []
-        for text, tone, action in line.spans:
-            if not text:
-                continue
+        for text, tone, action in join_blanks(line.spans):
             style = self._tone(tone, line.cursor)
             if action:
                 style += Style.from_meta({"@click": action})
-            segments.append(Segment(self.evener.marks.show(text), style))
-        return Strip(segments).adjust_cell_length(width, base)
+            segments.append(Segment(show(text), style))
+        return Strip(segments).adjust_cell_length(self.size.width, self._tone("text", line.cursor))
 
     def _tone(self, tone: str, on_cursor: bool) -> Style:
         known = self._styles_by_tone.get((tone, on_cursor))
