@@ -13,7 +13,8 @@ from evener.devices.types import Device
 from evener.errors import RequestError
 
 LARGEST_BATCH = 1 << 30
-OBJECTIVES = ("throughput", "tokens", "samples")
+EFFICIENCY = "samples-per-joule"
+OBJECTIVES = ("throughput", "tokens", "samples", EFFICIENCY)
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 INPUTS = ("host", "device")
 ENGINES = ("auto", "towers", "mirrored", "multiworker")
@@ -31,7 +32,10 @@ class Request(msgspec.Struct, frozen=True):
     global_batch: int | None = None  # fixed: the shares sum to it
     max_global_batch: int | None = None
     multiple_of: int = 1
-    objective: str = "throughput"  # tokens/s where rows have lengths, else samples/s; or one of these two
+    objective: str = (
+        "throughput"  # tokens/s where rows have lengths, else samples/s; or one of these two; or efficiency
+    )
+    max_slowdown: float = 0.1  # that efficiency may cost: a part of the fastest layout's samples/s
     budget_seconds: float | None = 120.0  # None: until the evidence is enough
     tolerance: float = 0.02  # within it of the best, the smallest global batch wins
     seed: int = 0
@@ -89,6 +93,8 @@ def check_request(request: Request) -> None:
         raise RequestError(f"--budget is {budget} seconds.", "Give a time above 0, like 120s or 5m.")
     if not (math.isfinite(request.tolerance) and 0 <= request.tolerance < 1):
         raise RequestError(f"--tolerance is {request.tolerance}.", "Use a value of at least 0 and less than 1.")
+    if not 0 <= request.max_slowdown < 1:
+        raise RequestError(f"--max-slowdown is {request.max_slowdown:g}.", "Give a part of the speed, like 10%.")
     if not (math.isfinite(request.pace) and request.pace >= 0):
         raise RequestError(f"--pace is {request.pace}.", "Give 0 for no waiting, 1 for real time.")
     for option, word, words in (

@@ -15,11 +15,12 @@ from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.launch_plan import ONE_PROCESS
 from evener.balancer.probes.prober import Prober
 from evener.balancer.probes.simulated import SimulatedProber
-from evener.balancer.request import Request, ResolvedRequest, check_request
+from evener.balancer.request import EFFICIENCY, Request, ResolvedRequest, check_request
 from evener.devices.child_environment import child_environment
 from evener.devices.cluster.agents import find_agent
 from evener.devices.discover import discover
 from evener.devices.limits import write_limit
+from evener.devices.simulated.machine import Machine
 from evener.devices.types import Device, group_by_host
 from evener.errors import DeviceError, EvenerError, RequestError
 from evener.workloads import registry
@@ -37,6 +38,8 @@ def resolve_request(request: Request) -> ResolvedRequest:
     if found.machine is not None:
         _check_simulated(request)
     _check_engine(request.engine, entry.framework, found.devices)
+    if request.objective == EFFICIENCY:
+        _check_energy(found.devices, found.machine)
     _check_json(registry.resolve_settings(entry, request.settings))
     if found.machine is not None:
         own = (f"{name} was not run: {NOT_RUN}",) if ":" in name else ()
@@ -91,6 +94,17 @@ def _check_engine(engine: str, framework: str, devices: tuple[Device, ...]) -> N
             f"--engine {engine} has one process for all devices.",
             "Use --engine multiworker, or leave the limit out.",
         )
+
+
+def _check_energy(devices: Sequence[Device], machine: Machine | None) -> None:
+    """RequestError for a device that can't report its energy."""
+    cause = "samples per joule can't be compared."
+    for position, device in enumerate(devices):
+        if device.kind == "cpu":
+            raise RequestError(f"CPU slices report no energy, so {cause}", "Leave --objective out, or choose GPUs.")
+        if machine is not None and machine.devices[position].power_watts is None:
+            remedy = "Leave --objective out, or give `power_watts` in a machine file."
+            raise RequestError(f"The power of {device.label} isn't written down, so {cause}", remedy)
 
 
 def _check_simulated(request: Request) -> None:

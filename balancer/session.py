@@ -10,7 +10,7 @@ from evener.balancer import resolve
 from evener.balancer.event_thread import EventThread
 from evener.balancer.events import Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
 from evener.balancer.probes.prober import Facts, Prober
-from evener.balancer.request import Request, ResolvedRequest
+from evener.balancer.request import EFFICIENCY, Request, ResolvedRequest
 from evener.balancer.result.explain_failure import explain_no_plan, explain_unfinished
 from evener.balancer.result.outcome import build_outcome
 from evener.balancer.search.decisions import Stop
@@ -159,6 +159,7 @@ class Session(EventThread):
         if facts not in (self._facts, Facts()):
             self._learn(facts, at)
         self._write(ObservationEntry(seen, at))
+        self._check_energy(seen, at)
         self._search.tell(seen)
         self._seen.append(seen)
         self._running.pop(seen.probe, None)
@@ -173,11 +174,25 @@ class Session(EventThread):
             )
         )
 
+    def _check_energy(self, seen: Observation, at: float) -> None:
+        """RequestError if energy is to decide and a device has trained twice and reported none."""
+        if self._header.request.objective != EFFICIENCY or not isinstance(seen, Timed):
+            return
+        timed = [one for one in (*self._seen, seen) if isinstance(one, Timed)]
+        for position in seen.probe.layout.active:
+            own = [one.watts for one in timed if position in one.probe.layout.active]
+            if len(own) < 2 or any(watts and watts[position] is not None for watts in own):
+                continue
+            label = self._header.devices[position].label
+            message = f"{label} reports no energy, so samples per joule can't be compared."
+            self._write(FailedEntry(message, at))
+            raise RequestError(message, "Leave --objective out, or choose other devices.")
+
     def _learn(self, facts: Facts, at: float) -> None:
         """What children say of themselves; RequestError if tokens are to be counted and rows have none."""
         self._facts = facts
         self._write(FactsEntry(facts))
-        self._search.learn_data(facts.rows, facts.lengths)
+        self._search.learn_data(facts.rows, facts.lengths, facts.longest_row)
         if self._header.request.objective == "tokens" and not facts.lengths:
             why = "gives no lengths of its rows, or all are equal, so tokens can't be counted."
             message = f"{self._header.workload} {why}"

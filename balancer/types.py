@@ -101,6 +101,18 @@ class Warned(msgspec.Struct, frozen=True):
     device: int = -1  # position, -1: the whole step
 
 
+class Power(msgspec.Struct, frozen=True):
+    """What the devices of a request draw while a layout trains."""
+
+    active_watts: float  # devices that compute
+    idle_watts: float  # devices that are left out
+
+    @property
+    def watts(self) -> float:
+        """Of all of them: idle ones are a part of what a layout costs."""
+        return self.active_watts + self.idle_watts
+
+
 class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     """A layout that ran: seconds per synchronised optimizer step, with its 95 % interval."""
 
@@ -117,6 +129,16 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     start_seconds: float = 0.0  # part of it: starting and building new children, which later probes are spared
     short_bytes: tuple[int, ...] = ()  # of each device's memory, what others held as it began; empty: nothing
     work: tuple[Work | None, ...] = ()  # of each device in a step, where rows have lengths
+    watts: tuple[float | None, ...] = ()  # mean power of each device of the request, idle ones too; None: unknown
+
+    @property
+    def power(self) -> Power | None:
+        """Of all devices together; None if one doesn't report it."""
+        watts = [each for each in self.watts if each is not None]
+        if not watts or len(watts) < len(self.watts):
+            return None
+        active = sum(watts[i] for i in self.probe.layout.active)
+        return Power(active, sum(watts) - active)
 
     @property
     def tokens(self) -> float:
@@ -231,3 +253,5 @@ class Problem(msgspec.Struct, frozen=True):
     micro: bool = True  # a share may be taken in several passes; False: it must fit in one
     hosts: tuple[int, ...] = ()  # the number of each device's host; empty: all are on one
     lengths: tuple[int, ...] = ()  # of rows, in tokens, rising, an even sample; empty: shares are by rows
+    longest_row: int = -1  # the number of the longest one in the data; -1: unknown
+    max_slowdown: float | None = None  # samples/J decide among layouts at most so much slower than the fastest

@@ -61,6 +61,9 @@ class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     high: float
     tokens_per_second: float = 0.0  # without padding; these two are written only where rows have lengths
     padding: float = 0.0  # the part of the computed tokens that is padding
+    samples_per_joule: float = 0.0  # of all devices of the request; these three only where all report their power
+    active_watts: float = 0.0  # of the devices that compute
+    idle_watts: float = 0.0  # of those that are left out
 
 
 class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -208,8 +211,8 @@ def _write_as_schema_1(data: dict[str, Any]) -> None:
     for rival in data["evidence"]:
         rival.pop("tie", None)
     for figure in (data["throughput"], *(rival["throughput"] for rival in data["evidence"])):
-        figure.pop("tokens_per_second", None)
-        figure.pop("padding", None)
+        for key in ("tokens_per_second", "padding", "samples_per_joule", "active_watts", "idle_watts"):
+            figure.pop(key, None)
     for share in _all_shares(data):
         if "host" in share:
             raise PlanError(

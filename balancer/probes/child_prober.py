@@ -22,6 +22,7 @@ import msgspec
 from evener.balancer.probes.child import Inbox
 from evener.balancer.probes.child_group import ChildGroup, GroupError, RankFailure, RankMap, StoppedError
 from evener.balancer.probes.hosts import Hosts
+from evener.balancer.probes.interference import read_idle
 from evener.balancer.probes.launch_plan import (
     GroupKey,
     assign_devices,
@@ -69,6 +70,8 @@ class ChildProber:
         self._memory = MemoryBudget(self._devices, self._hosts.available_memory_bytes)
         self._busy_cores: dict[int, float] = {}  # position -> cores that a step alone keeps busy
         self._facts = Facts(driver=resolved.driver)
+        self._used: set[int] = set()  # positions of devices that have been in a probe, and so are watched
+        self._unused: tuple[int, ...] = ()  # those of them that none of the running probes uses
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
@@ -77,6 +80,9 @@ class ChildProber:
     ) -> Iterator[Observation]:
         """All probes at once, each driven by its own thread."""
         self._free_memory(probes)
+        busy = {position for probe in (*probes, *finished) for position in probe.layout.active}
+        self._unused = tuple(sorted(self._used - busy))
+        self._used |= busy
         results: queue.SimpleQueue[tuple[Probe, Observation | BaseException | None]] = queue.SimpleQueue()
         running = {probe: ProgressReporter(probe, report, self.now) for probe in probes}
 
@@ -164,6 +170,7 @@ class ChildProber:
 
     def _attempt(self, probe: Probe, progress: ProgressReporter, stop: threading.Event, started: float) -> Timed:
         key = GroupKey.for_layout(probe.layout)
+        idle = read_idle(self._hosts, self._unused)
         self._hosts.wait_for_drivers(key.positions, stop)
         group = self._take_idle(key)
         short_bytes = self._measure_short(key, group is None)
@@ -172,7 +179,7 @@ class ChildProber:
         try:
             lengths = self._facts.lengths
             row_tokens = fmean(lengths) if lengths else 0.0
-            measurement = Measurement(probe, group, self._timeouts, progress, self._hosts, row_tokens)
+            measurement = Measurement(probe, group, self._timeouts, progress, self._hosts, row_tokens, idle)
             seen = measurement.run(stop, started, self._warm_up_share(probe, group), short_bytes)
         except BaseException:
             group.end()
@@ -284,7 +291,8 @@ class ChildProber:
             rows, statistics = int(facts.get("rows", 0)), facts.get("batch_statistics", "")
             by_cost = deals_by_cost(resolved.request, resolved.framework)
             lengths = tuple(map(int, facts.get("lengths", "").split())) if by_cost else ()
-            self._facts = Facts(versions, before.driver, engine or before.engine, digest, statistics, rows, lengths)
+            engine, longest = engine or before.engine, int(facts.get("longest_row", -1))
+            self._facts = Facts(versions, before.driver, engine, digest, statistics, rows, lengths, longest)
 
     def _failed(self, probe: Probe, failure: RankFailure, phase: str, elapsed_seconds: float) -> Observation:
         key = GroupKey.for_layout(probe.layout)

@@ -16,6 +16,7 @@ import psutil
 
 from evener.balancer.probes.block_timing import Block
 from evener.balancer.probes.child_group import GroupError, RankFailure, StoppedError
+from evener.devices.cluster.agents import HostLostError
 from evener.devices.cpu.slices import available_memory_bytes
 from evener.devices.nvidia.probe_watch import GpuVitals, Vitals
 from evener.devices.types import Device
@@ -147,11 +148,17 @@ class DriverReader(Protocol):
 
 
 class ProbeInterference:
-    """What held the devices of one probe back, from one block to the next."""
+    """What held the devices of one probe back, from one block to the next; what they and idle ones drew.
 
-    def __init__(self, monitor: DriverReader, positions: Sequence[int]) -> None:
-        self._monitor, self._positions = monitor, positions
+    `idle`: readings of devices that are left out, from before the probe.
+    """
+
+    def __init__(
+        self, monitor: DriverReader, positions: Sequence[int], idle: Mapping[int, Vitals] | None = None
+    ) -> None:
+        self._monitor, self._positions, self._idle = monitor, positions, idle or {}
         self._before = monitor.read(positions)
+        self._first = {**self._idle, **self._before}
 
     def annotate(self, block: Block) -> Block:
         """The block, with what the drivers say of its time; GroupError if a device has gone meanwhile."""
@@ -162,6 +169,22 @@ class ProbeInterference:
         return msgspec.structs.replace(
             block, slowed=slowed, capped=max(capped, default=0.0), slowest=position if slowed else -1
         )
+
+    def mean_watts(self) -> dict[int, float]:
+        """From the beginning until the last block, by position; those that tell no energy are left out."""
+        found = {}
+        for position, last in {**read_idle(self._monitor, self._idle), **self._before}.items():
+            first = self._first.get(position, last)
+            if first.joules is not None and last.joules is not None and last.at_seconds > first.at_seconds:
+                found[position] = max(0.0, last.joules - first.joules) / (last.at_seconds - first.at_seconds)
+        return found
+
+
+def read_idle(monitor: DriverReader, positions: Collection[int]) -> Mapping[int, Vitals]:
+    """What the drivers say of devices that are left out; nothing if one has gone, as that doesn't concern a probe."""
+    with suppress(GroupError, HostLostError):
+        return monitor.read(positions) if positions else {}
+    return {}
 
 
 def _resident_bytes(pid: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import TypeVar, cast
 
@@ -20,6 +20,7 @@ from evener.balancer.probes.stack_dump import Stack
 from evener.balancer.search.statistics import relative_half_width
 from evener.balancer.types import Layout, Probe, Timed, Warned
 from evener.costs import Work
+from evener.devices.nvidia.probe_watch import Vitals
 
 _T = TypeVar("_T")
 REPORT_SECONDS = 0.2  # between two reports on one probe
@@ -92,11 +93,14 @@ class Measurement:
         progress: ProgressReporter,
         monitor: DriverReader,
         row_tokens: float = 0.0,
+        idle: Mapping[int, Vitals] | None = None,
     ) -> None:
         self._probe, self._group, self._ranks = probe, group, group.ranks
         self._row_tokens = row_tokens  # of a row on average, where rows have lengths
         self._work: list[tuple[Work, ...]] = []  # of each rank in a step, by block
         self._timeouts, self._progress, self._monitor = timeouts, progress, monitor
+        self._idle = idle  # readings of devices that are left out
+        self._watts: dict[int, float] = {}
         self._memory_bytes: Sequence[int | None] = ()  # the peak of each rank or device of the group
         self._not_finite: tuple[Warned, ...] = ()
         self._cpu_seconds, self._work_seconds = 0.0, 0.0  # alone on its own cores: of all blocks, without spinning
@@ -128,6 +132,7 @@ class Measurement:
             start_seconds=start_seconds,
             short_bytes=short_bytes,
             work=self._by_position(self._mean_work()) if self._work else (),
+            watts=tuple(map(self._watts.get, range(len(self._probe.layout.shares)))) if self._watts else (),
         )
 
     @property
@@ -144,7 +149,7 @@ class Measurement:
     def _time_blocks(self, first_step_seconds: float, stop: threading.Event) -> StepTiming:
         timer = BlockTimer(self._probe.seconds, self._probe.whole, self._probe.steps)
         step_seconds = first_step_seconds
-        interference = ProbeInterference(self._monitor, self._ranks.unique_positions)
+        interference = ProbeInterference(self._monitor, self._ranks.unique_positions, self._idle)
         while steps := timer.next_steps():
             limit = max(self._timeouts.block, BLOCK_SLACK * steps * step_seconds)
             command = self._run_command(steps, step_seconds)
@@ -157,6 +162,7 @@ class Measurement:
             timer.add(block)
             step_seconds = block.step_seconds
             self._report_progress(timer)
+        self._watts = interference.mean_watts()
         timing = timer.result()
         if timing is None:
             raise GroupError(RankFailure(0, "protocol", "no block was timed"))

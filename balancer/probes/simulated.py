@@ -141,6 +141,7 @@ class _SimulatedProbe:
 
     def _timed(self, step: float, parts: tuple[float | None, ...], short_bytes: tuple[int, ...]) -> Observation:
         noise = self._machine.step_noise(self._probe.layout.shares)
+        watts = self._watts(step, parts)
         timer = BlockTimer(self._probe.seconds, self._probe.whole, self._probe.steps)
         elapsed = first = step * self._draw(noise, 1)
         while steps := timer.next_steps():
@@ -167,7 +168,20 @@ class _SimulatedProbe:
             elapsed_seconds=elapsed,
             warnings=timing.warnings,
             short_bytes=short_bytes,
+            watts=watts,
         )
+
+    def _watts(self, step: float, parts: tuple[float | None, ...]) -> tuple[float | None, ...]:
+        """Of each device; unknown for one that another probe uses, or whose power isn't written down."""
+        layout, found = self._probe.layout, list[float | None]()
+        if layout.kind == "place":  # how busy its parts are isn't written down either
+            return ()
+        for position, device in enumerate(self._machine.devices):
+            rate = layout.shares[position] * layout.processes / step
+            busy = min(1.0, (parts[position] or 0.0) / step)
+            other = position in self._busy and position not in layout.active
+            found.append(None if other or device.power_watts is None else device.watts(busy, rate))
+        return tuple(found) if any(found) else ()
 
     def _slowed(self, elapsed: float) -> tuple[float, int]:
         """How much the device that is held back most slows the step, and its position; -1 if none is."""

@@ -243,7 +243,10 @@ def _losses(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str], cost
             continue
         layout = rival.candidate.layout
         who = f"{layout.processes} trainings side by side" if family == "pack" else f"the placement {layout.placement}"
-        clauses.append(f"{who} {verb} {_loss(rival)}")
+        if rival.gain < 0:
+            clauses.append(f"{who} {'are' if family == 'pack' else 'is'} {_faster(rival)}")
+        else:
+            clauses.append(f"{who} {verb} {_loss(rival)}")
     return clauses
 
 
@@ -251,7 +254,14 @@ def _split_loses(chosen: Result, split: Rival, labels: Sequence[str], costs: Cos
     over = f"a split over {join_words([labels[i] for i in split.candidate.layout.active])}"
     if split.tie:
         return f"{over} is no faster within the error ({rate(split.throughput.value)} samples/s)"
+    if split.gain < 0:
+        return f"{over} is {_faster(split)} ({rate(split.throughput.value)} samples/s)"
     return f"{over} loses {_loss(split)}{_cause(chosen, split.candidate.layout, costs)}"
+
+
+def _faster(rival: Rival) -> str:
+    """A rival that is faster than the chosen layout, which something else has decided for."""
+    return f"{percent(1 / (1 + rival.gain) - 1)} faster"
 
 
 def _loss(rival: Rival) -> str:

@@ -25,7 +25,7 @@ from evener.balancer.result.explain import (
     work_gap,
 )
 from evener.balancer.result.explain_hosts import explain_hosts
-from evener.balancer.result.number_format import join_words, relative_error
+from evener.balancer.result.number_format import join_words, percent, relative_error
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.plan_curves import Knots
@@ -109,12 +109,13 @@ def build_outcome(
         precision=MIXED if "mixed" in knobs else request.precision,
         xla=request.xla or "xla" in knobs,
         layout=_add_curves(write(chosen.layout), search.curves(chosen.layout)),
-        throughput=_write_throughput(chosen.throughput, search.mean_length, search.padding(chosen.layout)),
+        throughput=_write_throughput(chosen.throughput, chosen.layout, search),
         evidence=_write_evidence(chosen, rivals, search, devices, write),
         search=_summarize(header, seen, why_stopped, seconds),
         fingerprint=_write_fingerprint(header, facts),
         warnings=warnings,
     )
+    sentence += explain_efficiency(search, plan)
     verdict = measurements.add_doubt(measurements.add_taken_memory(sentence, seen, devices), doubts)
     return Outcome(plan, explain_short_budget(search, seen, why_stopped) + verdict)
 
@@ -126,6 +127,20 @@ def explain_failures(search: Search, labels: Sequence[str]) -> tuple[str, ...]:
         why = seen.detail.rstrip(".") if isinstance(seen, Failed) else "it ran out of memory"
         lines.append(f"Not compared: {name_candidate(candidate, len(labels))}: {why}.")
     return tuple(lines)
+
+
+def explain_efficiency(search: Search, plan: Plan) -> str:
+    """What the chosen layout does with its energy, where that decided; else nothing."""
+    slowdown, own = search.problem.max_slowdown, plan.throughput
+    if slowdown is None or not own.samples_per_joule:
+        return ""
+    fastest = max((one.throughput for one in plan.evidence), key=lambda one: one.samples_per_second, default=own)
+    figure = f" It trains {own.samples_per_joule:.3g} samples per joule"
+    within = f"of the layouts at most {percent(slowdown)} slower than the fastest"
+    if fastest.samples_per_second <= own.samples_per_second or not fastest.samples_per_joule:
+        return f"{figure}, the most {within}."
+    more = percent(own.samples_per_joule / fastest.samples_per_joule - 1)
+    return f"{figure}, the most {within}, and {more} more than the fastest."
 
 
 def explain_by_rows(search: Search) -> tuple[str, ...]:
@@ -199,8 +214,7 @@ def _write_evidence(
 
     def describe(name: str, one: Rival) -> Evidence:
         layout = one.candidate.layout
-        figure = _write_throughput(one.throughput, search.mean_length, search.padding(layout))
-        return Evidence(name, write(layout), figure, one.tie)
+        return Evidence(name, write(layout), _write_throughput(one.throughput, layout, search), one.tie)
 
     return tuple(describe(name, one) for name, one in found)
 
@@ -250,10 +264,16 @@ def _add_curves(layout: PlanLayout, curves: Sequence[tuple[Knots, int]]) -> Plan
     return msgspec.structs.replace(layout, share=described)
 
 
-def _write_throughput(figure: Interval, row_tokens: float, padding: float) -> Throughput:
-    """A figure with its interval, in order."""
+def _write_throughput(figure: Interval, layout: Layout, search: Search) -> Throughput:
+    """A layout's figure with its interval, in order, and what it means in tokens and energy."""
     low, high = max(0.0, min(figure.low, figure.value)), max(figure.high, figure.value)
-    return Throughput(figure.value, low, high, figure.value * row_tokens, padding)
+    tokens = (figure.value * search.mean_length, search.padding(layout))
+    power = search.power(layout)
+    if power is None or not power.watts:
+        return Throughput(figure.value, low, high, *tokens)
+    return Throughput(
+        figure.value, low, high, *tokens, figure.value / power.watts, power.active_watts, power.idle_watts
+    )
 
 
 def _write_fingerprint(header: Header, facts: Facts) -> Fingerprint:

@@ -17,7 +17,7 @@ import msgspec
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.observations import Turns, relative_error
 from evener.balancer.search.statistics import normal_cdf, normal_density, relative_half_width, student
-from evener.balancer.types import Interval, Layout, Problem
+from evener.balancer.types import Interval, Layout, Power, Problem
 
 TIE = 0.01  # relative; a smaller difference is not worth a change
 UNCLEAR = 0.03  # relative; a tie with a measured gap above this is reported as unclear
@@ -87,10 +87,14 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
     """The fastest, or the layout that is preferred within the tolerance.
 
     For a free global batch the smallest one within the tolerance of the fastest. Else, or if the fastest is a pack or a
-    placement, the simplest layout less than 1 % from the fastest.
+    placement, the simplest layout less than 1 % from the fastest. With a `max_slowdown` the one with most samples per
+    joule, of those that are at most so much slower.
     """
     leader = max(ran, key=lambda one: throughput(turns[one.layout]).value)
     gaps = {one.layout: compare_turns(turns[one.layout], turns[leader.layout]).interval() for one in ran}
+    if problem.max_slowdown is not None:
+        within = [one for one in ran if gaps[one.layout].value >= -problem.max_slowdown]
+        return max([leader, *within], key=lambda one: samples_per_joule(turns[one.layout]))
     if leader.synchronous and problem.global_batch is None and problem.tolerance:
         within = [one for one in ran if one.synchronous and _tolerable(gaps[one.layout], problem.tolerance)]
         return min([leader, *within], key=lambda one: (one.layout.global_batch, -gaps[one.layout].value))
@@ -168,6 +172,18 @@ def throughput(turns: Turns) -> Interval:
     between = student(max(2, count - 1)) * stdev(figure.value for figure in figures)
     half = math.hypot(within, between) / math.sqrt(count)
     return Interval(value, max(0.0, value - half), value + half)
+
+
+def mean_power(turns: Turns) -> Power | None:
+    """Over all turns in which every device reported it."""
+    found = [power for seen in turns.values() if (power := seen.power)]
+    return Power(fmean(one.active_watts for one in found), fmean(one.idle_watts for one in found)) if found else None
+
+
+def samples_per_joule(turns: Turns) -> float:
+    """Of all devices of the request together; 0 where that isn't known."""
+    power = mean_power(turns)
+    return throughput(turns).value / power.watts if power and power.watts else 0.0
 
 
 def center(figure: Interval, value: float) -> Interval:

@@ -28,7 +28,7 @@ from evener.balancer.search.plan_curves import Knots, describe_curves
 from evener.balancer.search.predictions import Predictions
 from evener.balancer.search.problem import check_problem
 from evener.balancer.search.race import Race
-from evener.balancer.search.ranking import ROUGH, Standing, center, choose_winner, throughput
+from evener.balancer.search.ranking import ROUGH, Standing, center, choose_winner, mean_power, throughput
 from evener.balancer.search.solo_stage import SoloStage
 from evener.balancer.search.split_stage import SplitStage
 from evener.balancer.search.statistics import relative_half_width
@@ -39,6 +39,7 @@ from evener.balancer.types import (
     Belief,
     Layout,
     Observation,
+    Power,
     Probe,
     Problem,
     Result,
@@ -77,16 +78,17 @@ class Search:
         for reading in READINGS:
             self.__dict__.pop(reading, None)
 
-    def learn_data(self, rows: int, lengths: tuple[int, ...] = ()) -> None:
+    def learn_data(self, rows: int, lengths: tuple[int, ...] = (), longest_row: int = -1) -> None:
         """The data have so many rows, 0: unknown. A free global batch has no more, unless a largest one is given.
 
-        `lengths` are an even sample of the rows' lengths, rising; with them, rows are dealt by what they cost.
+        `lengths` are an even sample of the rows' lengths, rising; with them, rows are dealt by what they cost. The
+        number of the longest row is for a sentence.
         """
         problem, quantum = self.problem, self.problem.multiple_of
         if rows and problem.global_batch is None and problem.max_global_batch is None:
             problem = msgspec.structs.replace(problem, max_global_batch=max(quantum, rows // quantum * quantum))
         if lengths:
-            problem = msgspec.structs.replace(problem, lengths=lengths)
+            problem = msgspec.structs.replace(problem, lengths=lengths, longest_row=longest_row)
         if problem != self.problem:
             self.problem, self._predicted, self._priced = problem, None, None
             self._forget_readings()
@@ -196,6 +198,10 @@ class Search:
     def padding(self, layout: Layout) -> float:
         """The part of the computed tokens that is padding, as measured."""
         return fmean([one.padding for one in self._turns(layout).values()] or [0.0])
+
+    def power(self, layout: Layout) -> Power | None:
+        """What the devices of the request draw while it trains; None where one doesn't report that."""
+        return mean_power(self._turns(layout))
 
     def apart_seconds(self, layout: Layout) -> float | None:
         """The longest that a device would take alone for its share of a layout; None if none of them ran alone."""
@@ -334,7 +340,7 @@ class Search:
         if not model.live:
             return Decision((), "Nothing more can be measured.", explain_nobody(model))
         if self._text and not self._text.can_hold(model.live):
-            return Decision((), "Nothing more can be measured.", explain_too_long(self.problem.lengths[-1]))
+            return Decision((), "Nothing more can be measured.", explain_too_long(self.problem))
         if self._explores(model) and (decision := self._explore(self._budget)):
             return decision
         if decision := self._repeat(ROUGH):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from evener.balancer.probes.prober import Facts
-from evener.balancer.request import allows_passes
+from evener.balancer.request import EFFICIENCY, allows_passes
 from evener.balancer.result.outcome import Outcome, build_outcome
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import BALANCE
@@ -32,6 +32,7 @@ def make_problem(header: Header, spend_all: bool = False) -> Problem:
         largest_share=header.largest_share,
         micro=allows_passes(request, header.framework),
         spend_all=spend_all,
+        max_slowdown=request.max_slowdown if request.objective == EFFICIENCY else None,
         hosts=tuple(names.index(device.host) for device in header.devices) if len(names) > 1 else (),
     )
 
@@ -44,7 +45,7 @@ def make_search(
 ) -> Search:
     """A search for what was asked, with everything that was seen and what is known of the data."""
     search = Search(make_problem(header, spend_all), header.request.compare or BALANCE)
-    search.learn_data(facts.rows, facts.lengths)
+    search.learn_data(facts.rows, facts.lengths, facts.longest_row)
     for observation in seen:
         search.tell(observation)
     return search

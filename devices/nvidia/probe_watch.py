@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import msgspec
 
-from evener.devices.nvidia.gpu_reader import HARDWARE_HEAT, POWER_BRAKE, POWER_CAP, SOFTWARE_HEAT
+from evener.devices.nvidia.gpu_reader import ENERGY, HARDWARE_HEAT, POWER_BRAKE, POWER_CAP, SOFTWARE_HEAT
 from evener.devices.nvidia.nvml_calls import DriverGoneError, Fields, GpuGoneError, Metric
 from evener.devices.nvidia.nvml_library import (
     GONE_WORDS,
@@ -25,7 +25,7 @@ from evener.devices.nvidia.nvml_library import (
     memory,
 )
 from evener.devices.nvidia.processes import GpuProcesses
-from evener.devices.types import State
+from evener.devices.types import Reading, State
 
 HELD_FIELDS = (SOFTWARE_HEAT, HARDWARE_HEAT, POWER_BRAKE)
 HELD_BITS, CAPPED_BITS = 0x08 | 0x20 | 0x40 | 0x80, 0x04  # of the reasons' mask, for chips without the counters
@@ -39,6 +39,7 @@ class Vitals(msgspec.Struct, frozen=True):
     capped_seconds: float | None = None  # by its power limit
     used_bytes: int | None = None  # by everybody; read only in full readings, as are the processes
     processes: Mapping[int, int] = {}  # pid -> bytes, as far as the driver reports
+    joules: float | None = None  # by the driver's energy counter, else power summed up over the readings
     trouble: str = ""  # why the GPU can't be used now, as a sentence
 
 
@@ -144,24 +145,39 @@ class _Reader:
 
     def __init__(self, nvml: Library, handle: Handle) -> None:
         self._nvml, self._handle = nvml, handle
-        self._fields = Fields(nvml, handle, [*HELD_FIELDS, POWER_CAP])
+        self._fields = Fields(nvml, handle, [*HELD_FIELDS, POWER_CAP, ENERGY])
         self._reasons = Metric(nvml, lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
         self._mask, self._mask_at = 0, time.monotonic()
         self._held = self._capped = 0.0
+        self._power = Metric(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000)
+        self._joules, self._watts, self._watts_at = 0.0, 0.0, 0.0
         self._memory: tuple[int | None, Mapping[int, int]] = (None, {})
 
     def read(self, full: bool) -> Vitals:
         """One reading; GpuGoneError or DriverGoneError if there is nothing left to ask."""
         now = time.monotonic()
-        held, capped = self._slowed(now)
+        counters = dict(self._fields.read(now))
+        energy = counters.pop(ENERGY)
+        held, capped = self._slowed(now, counters)
         if full:
             self._memory = self._holders(now)
         used, processes = self._memory
-        return Vitals(now, held, capped, used, processes)
+        return Vitals(now, held, capped, used, processes, joules=self._used_joules(now, energy))
 
-    def _slowed(self, now: float) -> tuple[float | None, float | None]:
+    def _used_joules(self, now: float, counted: Reading) -> float | None:
+        """By the counter; on chips without one the mean of two readings of the power counts for the time between."""
+        if counted.state is not State.UNSUPPORTED:
+            return None if counted.current is None else counted.current / 1000
+        watts = self._power.read_one(now).current
+        if watts is None:
+            return None
+        if self._watts_at:
+            self._joules += (self._watts + watts) / 2 * (now - self._watts_at)
+        self._watts, self._watts_at = watts, now
+        return self._joules
+
+    def _slowed(self, now: float, found: Mapping[int, Reading]) -> tuple[float | None, float | None]:
         """Seconds by the driver's nanosecond counters, else estimated from the mask at each reading."""
-        found = self._fields.read(now)
         counts = {field: reading.current / 1e9 for field, reading in found.items() if reading.current is not None}
         if counts:
             held = [counts[field] for field in HELD_FIELDS if field in counts]

@@ -24,6 +24,7 @@ from msgspec import Meta
 from evener.devices.types import Device, Limit
 
 MIB = 1 << 20
+USUAL_WATTS, IDLE_POWER = 250.0, 0.08  # at full load, where a file says nothing; at rest, as a part of it
 SMALLEST_STALL_MS = 1e-6  # below a nanosecond there are no stairs
 LARGEST = 1e12  # of any number in a machine file, so that no product of two overflows
 
@@ -63,6 +64,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     pass_overhead_ms: Amount | None = None  # a further pass costs this beside its rows; None: as a step of its rows
     contention: Amount = 0.0  # relative slow-down while other devices work too
     pack_gain: Points = ()  # (trainings side by side, combined throughput / that of one); flat beyond the last
+    power_watts: Positive | None = None  # at full load; None: it reports none to a search
     host: str = ""  # the machine that it is in, where a file has several
     source: str = ""  # where the figures come from
 
@@ -98,6 +100,16 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         if self.stall_ms >= SMALLEST_STALL_MS:
             milliseconds = math.ceil(milliseconds / self.stall_ms - 1e-9) * self.stall_ms
         return milliseconds / 1000
+
+    def watts(self, busy: float, samples_per_second: float) -> float:
+        """What it draws while it computes for a part of the time; 8 % of the full load at rest."""
+        effort = min(1.0, samples_per_second / self.samples_per_second)
+        return (self.power_watts or USUAL_WATTS) * (IDLE_POWER + (1 - IDLE_POWER) * (0.3 * busy + 0.65 * effort))
+
+    @property
+    def samples_per_second(self) -> float:
+        """The most that it trains alone, at any point of its curve."""
+        return max(batch / seconds if (seconds := self.seconds(batch)) else math.inf for batch, _ in self.curve)
 
     def gain(self, processes: int) -> float:
         """Combined throughput of so many trainings over that of one: 1 where no curve is given, as time is shared."""

@@ -14,13 +14,12 @@ import threading
 import msgspec
 
 from evener.devices.host.snapshot_builder import SnapshotBuilder
-from evener.devices.simulated.machine import Machine, SimulatedDevice
+from evener.devices.simulated.machine import USUAL_WATTS, Machine
 from evener.devices.types import Device, DeviceSample, Snapshot, value
 
 MIB = 1 << 20
 AMBIENT_CELSIUS, FULL_LOAD_CELSIUS, SLOWDOWN_CELSIUS = 31.0, 76.0, 84.0
 HEAT_LAG_SECONDS = 25.0
-POWER_LIMIT_WATTS, IDLE_POWER_SHARE = 250.0, 0.08
 IDLE_MHZ, FULL_MHZ = 210.0, 1900.0
 IDLE_MEMORY_BYTES = 12 * MIB
 BYTES_PER_SAMPLE = 28 * 28 * 4  # that the workload's host sends for one sample
@@ -78,11 +77,11 @@ class SimulatedSource:
         device, state = self._devices[position], self._states[position]
         interval = self._builder.interval_seconds
         physics, load = self.machine.devices[position], state.load
-        busy, effort = self._busy(position, load), min(1.0, load.samples_per_second / fastest(physics))
+        busy, effort = self._busy(position, load), min(1.0, load.samples_per_second / physics.samples_per_second)
+        limit = physics.power_watts or USUAL_WATTS
         jitter = state.random.gauss(0.0, 0.006)
-        power_share = IDLE_POWER_SHARE + (1 - IDLE_POWER_SHARE) * (0.3 * busy + 0.65 * effort)
-        watts = POWER_LIMIT_WATTS * min(1.0, power_share * (1 + jitter))
-        target = AMBIENT_CELSIUS + (FULL_LOAD_CELSIUS - AMBIENT_CELSIUS) * watts / POWER_LIMIT_WATTS
+        watts = min(limit, physics.watts(busy, load.samples_per_second) * (1 + jitter))
+        target = AMBIENT_CELSIUS + (FULL_LOAD_CELSIUS - AMBIENT_CELSIUS) * watts / limit
         state.celsius += (target - state.celsius) * (1 - math.exp(-interval / HEAT_LAG_SECONDS))
         state.joules += watts * interval
         used = IDLE_MEMORY_BYTES + self.machine.memory_bytes(position, load.share if load.samples_per_second else 0)
@@ -99,7 +98,7 @@ class SimulatedSource:
             temperature_celsius=value(round(state.celsius)),
             temperature_limit_celsius=value(SLOWDOWN_CELSIUS),
             power_watts=value(watts),
-            power_limit_watts=value(POWER_LIMIT_WATTS),
+            power_limit_watts=value(limit),
             energy_joules=value(state.joules),
             clock_mhz=value(round(IDLE_MHZ + (FULL_MHZ * 0.97 - IDLE_MHZ) * busy**0.1 * (1 + jitter))),
             clock_max_mhz=value(FULL_MHZ),
@@ -123,11 +122,6 @@ class SimulatedSource:
     def _shared(self) -> float:
         """1 while two or more devices train together, else 0: one alone exchanges nothing."""
         return float(sum(1 for state in self._states if state.load.samples_per_second) > 1)
-
-
-def fastest(device: SimulatedDevice) -> float:
-    """The most samples/s of a device alone, at any point of its curve."""
-    return max(batch / seconds if (seconds := device.seconds(batch)) else math.inf for batch, _ in device.curve)
 
 
 def _noisy(share: float, jitter: float) -> float:

@@ -99,6 +99,16 @@ def test_a_gpu_that_is_held_back_is_named_measured_again_and_doubted(nvml: Any) 
     assert "held back while it was measured" in add_doubt("Use GPU:1.", hot.warnings)
 
 
+def test_a_probe_knows_what_its_gpu_and_the_idle_one_draw(nvml: Any) -> None:
+    nvml.gpus[1].power_watts = 50.0
+    with Bench(nvml) as bench:
+        assert isinstance(bench.probe(solo(2, 1, 8)), Timed)
+        seen = bench.probe(solo(2, 0, 8))
+    assert isinstance(seen, Timed)
+    assert seen.power is not None
+    assert seen.power.active_watts > seen.power.idle_watts > 0
+
+
 def test_a_chip_without_counters_is_judged_by_the_reasons_of_the_moment(nvml: Any) -> None:
     """The driver's mask says a hardware slowdown at every look: all of the time was slow."""
     for call in COUNTERS:

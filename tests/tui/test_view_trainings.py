@@ -47,6 +47,17 @@ def test_ranks_are_joined_over_processes_and_compared_with_the_plan(script: Any)
     assert (row.missing_ranks, row.step, row.step_s) == (0, 12_345, 0.17)
 
 
+def test_samples_per_joule_count_each_device_once_and_need_every_one(script: Any) -> None:
+    row = _only(script, make_ranks())
+    assert row.watts == 640 + 631
+    assert row.samples_per_joule == pytest.approx(row.samples_per_second / 1271)
+    assert "6.42 samples per joule, at 1271 W." in " ".join(
+        line.text for line in training_lines(row, AT_SECONDS, 300, UNICODE)
+    )
+    dark = (script.sample(0), script.sample(1, power_watts=LOST))
+    assert _only(script, make_ranks(), devices=dark).samples_per_joule == 0.0
+
+
 def test_ranks_on_other_hosts_have_their_names_and_make_no_plan_s_share(script: Any) -> None:
     """A monitor sees one host; what is missing can't be compared."""
     here, there = make_ranks(plan_samples_per_second=21_000.0, world=3)

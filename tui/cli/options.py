@@ -29,7 +29,7 @@ TRAINING = (
     "inputs",
     "engine",
 )
-BATCHES = ("global_batch", "max_global_batch", "multiple_of", "micro", "tolerance", "objective")
+BATCHES = ("global_batch", "max_global_batch", "multiple_of", "micro", "tolerance", "objective", "max_slowdown")
 SEARCH = (*BATCHES, "budget", "seed", "pace")
 _FLAGS = {
     "devices": ("--devices", "-d"),
@@ -44,6 +44,7 @@ _TYPED: dict[str, tuple[Any, Any]] = {  # options whose text `make_request` pars
     "settings": (list[str] | None, None),
     "inputs": (str, "host"),
     "budget": (str, "120s"),
+    "max_slowdown": (str | None, None),
 }
 
 

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from evener.errors import RequestError
-from evener.tui.report.contents import RunReport, read_report
+from evener.tui.report.contents import RankedLayout, RunReport, read_report
 from evener.tui.report.figures import (
     PICTURES,
     draw_ranking,
@@ -18,7 +18,7 @@ from evener.tui.report.figures import (
     figure_module,
     save_sheet,
 )
-from evener.tui.text.formatting import duration, percent, rate, unbroken, write_share
+from evener.tui.text.formatting import duration, energy_cells, percent, rate, unbroken, write_share
 from evener.whole_files import write_atomically
 
 REPORT_FORMATS = (".html", ".png", ".svg")
@@ -107,6 +107,7 @@ def _probes(report: RunReport) -> str:
 
 def _ranking(report: RunReport) -> str:
     heads = ("tokens/s", "padding") if report.plan.throughput.tokens_per_second else ()
+    energy = ("samples/J", "W", "idle W") if any(bar.throughput.samples_per_joule for bar in report.ranking) else ()
     rows = [
         (
             bar.name,
@@ -114,11 +115,17 @@ def _ranking(report: RunReport) -> str:
             *((rate(bar.throughput.tokens_per_second), percent(bar.throughput.padding, 1)) if heads else ()),
             rate(bar.throughput.samples_per_second),
             f"{rate(bar.throughput.low)} – {rate(bar.throughput.high)}",
+            *(_energy(bar) if energy else ()),
             f"{bar.step_seconds * 1000:.2f}",
         )
         for bar in report.ranking
     ]
-    return _table(("layout", "where", *heads, "samples/s", "95 % interval", "step ms"), rows, numbers_from=2)
+    return _table(("layout", "where", *heads, "samples/s", "95 % interval", *energy, "step ms"), rows, numbers_from=2)
+
+
+def _energy(bar: RankedLayout) -> tuple[str, str, str]:
+    figure = bar.throughput
+    return energy_cells(figure.samples_per_second, figure.active_watts, figure.idle_watts)
 
 
 def _facts(report: RunReport) -> str:

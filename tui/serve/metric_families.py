@@ -54,13 +54,13 @@ _TRAININGS = (  # name, field of Training, help; 0 is unknown and left out, exce
 )
 
 
-def metric_families(snapshot: Snapshot, trainings: Sequence[Training]) -> Iterator[Metric]:
+def metric_families(snapshot: Snapshot) -> Iterator[Metric]:
     """Every metric of this reading."""
     hostname = clean(snapshot.host.hostname)
     yield _gauge("evener_reading_timestamp_seconds", "When the devices were read.", (), [((), snapshot.at_seconds)])
     yield from _device_families(snapshot, hostname)
     # Prometheus refuses an answer with a series twice: of two reports under one name, the newer one counts
-    named = {_name(each, hostname): each for each in sorted(trainings, key=lambda each: each.updated_at)}
+    named = {_name(each, hostname): each for each in sorted(snapshot.reports, key=lambda each: each.updated_at)}
     yield from _training_families(named)
     yield from _share_families(named, {sample.device.id: sample.device for sample in snapshot.devices})
 

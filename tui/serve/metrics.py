@@ -12,7 +12,6 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from evener.devices.types import Snapshot
 from evener.errors import RequestError, as_request_error
-from evener.live_files import read_trainings
 from evener.tui.serve.address import Address, is_loopback, parse_address
 
 try:
@@ -35,7 +34,7 @@ class _Reading:
     def collect(self) -> Iterable[Any]:
         """Nothing before the first reading."""
         snapshot = self._latest()
-        return () if snapshot is None else metric_families(snapshot, read_trainings())
+        return () if snapshot is None else metric_families(snapshot)
 
 
 class _Handler(WSGIRequestHandler):

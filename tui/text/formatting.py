@@ -68,3 +68,11 @@ def plain(text: str, limit: int = 500) -> str:
         clean = "".join(" " if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp") else char for char in text)
         clean = "".join("?" if unicodedata.category(char) == "Cs" else char for char in clean)
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
+
+
+def energy_cells(samples_per_second: float, active_watts: float, idle_watts: float) -> tuple[str, str, str]:
+    """Samples per joule of all devices, the watts of those that compute and of idle ones; - where they are unknown."""
+    watts = active_watts + idle_watts
+    if not watts:
+        return "-", "-", "-"
+    return f"{samples_per_second / watts:.3g}", f"{active_watts:.0f}", f"{idle_watts:.0f}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evener.balancer.session_state import SUM, plan_rivals
-from evener.plan import LARGER_BATCH, SOLO_PREFIX, Evidence, Plan
-from evener.tui.text.formatting import folded, half_width, percent, plain, rate, write_share
+from evener.plan import LARGER_BATCH, SOLO_PREFIX, Evidence, Plan, Throughput
+from evener.tui.text.formatting import energy_cells, folded, half_width, percent, plain, rate, write_share
 from evener.tui.text.tables import align
 
 
@@ -43,7 +43,17 @@ def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
     total, error = plan.layout.global_batch, half_width(combined, plan.throughput.low, plan.throughput.high)
     rows.append(("together", "", str(total), "1.000", rate(combined), f"± {error}"))
     tokens = f"{rate(plan.throughput.tokens_per_second)} tokens/s, {percent(plan.throughput.padding)} padding"
-    return [*align(rows, numbers_from=2), *([tokens] if plan.throughput.tokens_per_second else [])]
+    return [
+        *align(rows, numbers_from=2),
+        *([tokens] if plan.throughput.tokens_per_second else []),
+        *([_write_energy(plan.throughput)] if plan.throughput.samples_per_joule else []),
+    ]
+
+
+def _write_energy(figure: Throughput) -> str:
+    """Samples per joule of all devices, and what they draw for it; those that are left out apart."""
+    efficiency, active, idle = energy_cells(figure.samples_per_second, figure.active_watts, figure.idle_watts)
+    return f"{efficiency} samples/J at {active} W" + (f", and {idle} W in idle devices" if figure.idle_watts else "")
 
 
 def _alone(solo: Evidence | None) -> str:

@@ -13,8 +13,8 @@ from evener.balancer.result.explain import PACK_MODES, name_all, waiting_share
 from evener.balancer.search.layouts import is_even
 from evener.balancer.search.ranking import Standing
 from evener.balancer.search.search import Search
-from evener.balancer.types import Failed, Observation, OutOfMemory, Timed
-from evener.tui.text.formatting import half_width, percent, plain, rate, size
+from evener.balancer.types import Failed, Observation, OutOfMemory, Power, Timed
+from evener.tui.text.formatting import energy_cells, half_width, percent, plain, rate, size
 from evener.tui.text.progress import outcome_name, share_words
 from evener.tui.text.tables import Table
 from evener.workloads.profiling import Transfer
@@ -30,10 +30,14 @@ RANKING_NOTE = (
 def ranking_table(found: Search, labels: Sequence[str]) -> Table:
     """One row per layout, the winner first: throughput, step time, and the difference from the winner."""
     counts = ("tokens/s", "padding") if found.mean_length else ()
-    rows = [("layout", "where", *counts, "samples/s", "±", "step ms", "waiting", "against the winner", "turns")]
+    drawn = [found.power(one.candidate.layout) for one in found.ranking()]
+    energy = ("samples/J", "W", "idle W") if any(drawn) else ()
+    rows = [
+        ("layout", "where", *counts, "samples/s", "±", *energy, "step ms", "waiting", "against the winner", "turns")
+    ]
     standings = found.ranking()
     titles = name_all([one.candidate for one in standings], len(labels))
-    for title, one in zip(titles, standings, strict=True):
+    for title, one, power in zip(titles, standings, drawn, strict=True):
         waiting = waiting_share(found.turns(one.candidate.layout)) if len(one.candidate.layout.active) > 1 else None
         rows.append(
             (
@@ -42,6 +46,7 @@ def ranking_table(found: Search, labels: Sequence[str]) -> Table:
                 *_token_cells(found, one),
                 rate(one.throughput.value),
                 half_width(one.throughput.value, one.throughput.low, one.throughput.high),
+                *(_energy_cells(one, power) if energy else ()),
                 f"{one.step.value * 1000:.2f}",
                 "-" if waiting is None else percent(waiting, 1),
                 against(one),
@@ -56,6 +61,11 @@ def _token_cells(found: Search, one: Standing) -> tuple[str, ...]:
     if not found.mean_length:
         return ()
     return rate(one.throughput.value * found.mean_length), percent(found.padding(one.candidate.layout), 1)
+
+
+def _energy_cells(one: Standing, power: Power | None) -> tuple[str, str, str]:
+    power = power or Power(0.0, 0.0)
+    return energy_cells(one.throughput.value, power.active_watts, power.idle_watts)
 
 
 def where(one: Standing, labels: Sequence[str]) -> str:
@@ -131,6 +141,7 @@ def ranking_json(found: Search, labels: Sequence[str]) -> dict[str, Any]:
 def _standing_json(found: Search, one: Standing) -> dict[str, object]:
     layout, difference = one.candidate.layout, one.against
     interval = None if difference is None else [difference.low, difference.high]
+    power = found.power(layout)
     return {
         "kind": one.candidate.family,
         "batches": layout.shares,
@@ -142,6 +153,9 @@ def _standing_json(found: Search, one: Standing) -> dict[str, object]:
         "samples_per_second_interval": [one.throughput.low, one.throughput.high],
         "tokens_per_second": one.throughput.value * found.mean_length or None,
         "padding": found.padding(layout) if found.mean_length else None,
+        "samples_per_joule": one.throughput.value / power.watts if power and power.watts else None,
+        "active_watts": power and power.active_watts,
+        "idle_watts": power and power.idle_watts,
         "step_milliseconds": one.step.value * 1000,
         "moved_share": waiting_share(found.turns(layout)) if len(layout.active) > 1 else None,
         "against_winner": None if difference is None else difference.value,

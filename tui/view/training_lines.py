@@ -217,6 +217,8 @@ def _figures(row: TrainingRow) -> str:
     if row.step_s:
         spread = f"a step takes {time_words(row.step_s)}, quartiles {percent(row.step_spread)} apart"
         sentences.append(f"{spread[0].upper()}{spread[1:]}; {time_words(row.input_s)} of it for input.")
+    if row.samples_per_joule:
+        sentences.append(f"{row.samples_per_joule:.3g} samples per joule, at {row.watts:.0f} W.")
     return " ".join(sentences)
 
 

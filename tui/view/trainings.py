@@ -10,7 +10,7 @@ from evener.devices.types import Snapshot
 from evener.live_files import ShareChange, Training
 from evener.rebalance import Advice, advise
 from evener.share_solver import proportional_curves
-from evener.tui.view.ranks import Cause, Placed, RankRow, find_causes, place_ranks
+from evener.tui.view.ranks import Cause, Placed, RankPlace, RankRow, find_causes, place_ranks
 
 
 class TrainingRow(msgspec.Struct, frozen=True):
@@ -24,6 +24,8 @@ class TrainingRow(msgspec.Struct, frozen=True):
     step: int
     samples_per_second: float
     tokens_per_second: float
+    watts: float  # of its devices; 0: one of them reports none, or isn't seen
+    samples_per_joule: float  # 0: unknown
     plan_samples_per_second: float  # 0: it has no plan
     of_plan: float  # samples/s over the plan's; 0: unknown, as while ranks are missing
     step_s: float
@@ -57,6 +59,7 @@ def _join(reports: Sequence[Training], samples: Placed, snapshot: Snapshot) -> T
     missing = max(0, max(each.world for each in reports) - len({each.rank for each in reports}))
     speed = sum(row.samples_per_second for row in reporting)
     plan = max(each.plan_samples_per_second for each in reports)
+    watts = _watts(places)
     step_s, input_s = max(each.step_s for each in reports), max(each.input_s for each in reports)
     return TrainingRow(
         training=newest.training,
@@ -67,6 +70,8 @@ def _join(reports: Sequence[Training], samples: Placed, snapshot: Snapshot) -> T
         step=newest.step,
         samples_per_second=speed,
         tokens_per_second=sum(row.tokens_per_second for row in reporting),
+        watts=watts,
+        samples_per_joule=speed / watts if watts and not missing else 0.0,
         plan_samples_per_second=plan,
         of_plan=speed / plan if plan and not missing else 0.0,
         step_s=step_s,
@@ -76,6 +81,14 @@ def _join(reports: Sequence[Training], samples: Placed, snapshot: Snapshot) -> T
         advice=None if missing else _advice(ranks, step_s),
         changes=max((each.changes for each in reports), key=len),
     )
+
+
+def _watts(places: Sequence[RankPlace]) -> float:
+    """What its devices draw together, each counted once."""
+    samples = {place.sample.device.label: place.sample for place in places if place.sample}
+    watts = [sample.power_watts.current for sample in samples.values()]
+    known = [each for each in watts if each is not None]
+    return sum(known) if len(known) == len(watts) and all(place.sample for place in places) else 0.0
 
 
 def _advice(ranks: Sequence[RankRow], step_s: float) -> Advice | None:
