@@ -22,7 +22,7 @@ SHORT = 100  # steps of a training whose speed doesn't change
 
 
 class Sleep(torch.autograd.Function):  # type: ignore[misc]
-    """Takes as long for each row as it is told when it is called."""
+    """Takes so many seconds for each row."""
 
     @staticmethod
     def forward(context: Any, rows: torch.Tensor, seconds: float) -> torch.Tensor:

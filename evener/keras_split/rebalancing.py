@@ -22,7 +22,7 @@ WINDOW_STEPS = 5  # whose median is one figure
 FEWEST_STEPS = 3  # of them that were whole batches
 
 
-class Rebalancing:
+class GroupRebalancer:
     """Changes the cut of a group's batches; `shares` are those of the plan in the order of ranks, if there is one."""
 
     def __init__(self, cut: ChangingCut, shares: Sequence[Share], rank: int) -> None:

@@ -16,7 +16,7 @@ KEPT_STEPS = 25
 HOST = "CPU:0"
 
 
-class TimedStep(NamedTuple):
+class GroupStep(NamedTuple):
     """A step of the group."""
 
     number: int
@@ -26,7 +26,7 @@ class TimedStep(NamedTuple):
     own_work_s: tuple[float, ...]  # of each process, until its last gradient
 
 
-class StepMedians(NamedTuple):
+class StepSummary(NamedTuple):
     """Of this process; 0 where nothing was trained yet."""
 
     own_work_s: float
@@ -66,22 +66,22 @@ class WorkTimes:
             self._kept.scatter_update(tf.IndexedSlices(row, place))
             self._count.assign_add(1)
 
-    def medians(self) -> StepMedians:
+    def summarize(self) -> StepSummary:
         """Of the steps that are kept."""
         steps = self.read()
         if not steps:
-            return StepMedians(0.0, 0.0, 0.0, 0.0)
+            return StepSummary(0.0, 0.0, 0.0, 0.0)
         lengths = [after.began - before.began for before, after in pairwise(steps)] or [0.0]
         low, middle, high = quantiles(lengths, n=4) if len(lengths) > 1 else lengths * 3
         own = median(step.own_work_s[self._rank] for step in steps)
         waiting = median(step.waiting_s for step in steps)
-        return StepMedians(own, waiting, middle, (high - low) / middle if middle else 0.0)
+        return StepSummary(own, waiting, middle, (high - low) / middle if middle else 0.0)
 
-    def read(self) -> list[TimedStep]:
+    def read(self) -> list[GroupStep]:
         """The last steps, oldest first."""
         count, kept = int(self._count.numpy()), self._kept.numpy().tolist()
         steps = []
         for number in range(max(0, count - KEPT_STEPS), count):
             rows, began, waiting, *own = kept[number % KEPT_STEPS]
-            steps.append(TimedStep(number, int(rows), began, waiting, tuple(own)))
+            steps.append(GroupStep(number, int(rows), began, waiting, tuple(own)))
         return steps

@@ -24,7 +24,7 @@ from evener.keras_split.engines.keras_step import call_model, update_metrics
 from evener.keras_split.engines.layer_state import assign_updates
 from evener.keras_split.engines.passes import DevicePasses
 from evener.keras_split.nested_rows import OwnRows, Tensors, count_rows, cut_rows, take_rows
-from evener.keras_split.rebalancing import Rebalancing
+from evener.keras_split.rebalancing import GroupRebalancer
 from evener.keras_split.work_times import WorkTimes
 from evener.live import Details
 from evener.plan import Share
@@ -153,7 +153,7 @@ class Workers:
         self.cut = cut
         self.group = group
         self.times = WorkTimes(group.rank, group.size)
-        self.rebalancing = Rebalancing(cut, shares, group.rank) if isinstance(cut, ChangingCut) else None
+        self.rebalancing = GroupRebalancer(cut, shares, group.rank) if isinstance(cut, ChangingCut) else None
 
     def after_steps(self, train: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Keras' function that trains some steps, with what comes after them."""
@@ -170,7 +170,7 @@ class Workers:
 
     def describe(self, promised: float) -> Details:
         """What the monitor shows of this process; `promised` are the plan's samples/s."""
-        own, waiting, step, spread = self.times.medians()
+        own, waiting, step, spread = self.times.summarize()
         group, changes = self.group, tuple(self.rebalancing.changes) if self.rebalancing else ()
         times = ((own, waiting),)
         return Details(group.name, group.rank, group.size, promised, step, spread, 0.0, times, changes)
