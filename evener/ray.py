@@ -54,13 +54,16 @@ def trainer(
     active = chosen.layout.active
     gpus = {host: [share.device for share in active if share.host == host and not is_cpu(share)] for host in nodes}
     held = [agent for host, node in nodes.items() if gpus[host] for agent in hold_other_gpus(node, gpus[host])]
-    given = {each.name: getattr(torch_config, each.name) for each in fields(TorchConfig)} if torch_config else {}
+    base = torch_config or TorchConfig()
+    given = {each.name: getattr(base, each.name) for each in fields(TorchConfig)}
+    if any(gpus.values()) and not base.backend:
+        given["backend"] = "cpu:gloo,cuda:nccl"  # as Split makes it
     made = TorchTrainer(
         _with_plan(chosen, train_loop),
         torch_config=PlanConfig(**given, hosts={node.id: host for host, node in nodes.items()}),
         scaling_config=ScalingConfig(
             num_workers=len(active),
-            use_gpu=bool(held or any(gpus.values())),
+            use_gpu=any(gpus.values()),
             resources_per_worker=_choose_resources(chosen, nodes),
             label_selector=[{NODE_LABEL: nodes[share.host].id} for share in active],
         ),

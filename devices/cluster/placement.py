@@ -32,7 +32,7 @@ def hold_other_gpus(node: Node, wanted: Collection[str]) -> list[Agent]:
     if node.gpus == node.free_gpus == len(wanted):
         return []
     agents = [Agent(node, start_actor(node, 1)) for _ in range(node.free_gpus)]
-    held = {agent.call(name_gpus, agent.finish(agent.begin("gpu_ids")))[0]: agent for agent in agents}
+    held = {",".join(agent.call(name_gpus, agent.finish(agent.begin("gpu_ids")))): agent for agent in agents}
     missing = [name for name in wanted if name not in held]
     if missing:
         raise DeviceError(
