@@ -17,7 +17,7 @@ from typing import Any
 import lightning as L  # noqa: N812 - as its documentation writes it
 import torch
 from accelerate import Accelerator
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from evener.huggingface import with_plan
@@ -167,14 +167,38 @@ def train_accelerate(plan: Plan | None, rows: int, size: str, bf16: bool, done: 
         split = Split(plan)
         model, loader = split.wrap(model), split.loader(data)
     loader = loader or accelerator.prepare(DataLoader(data, batch_size=rows, shuffle=True))
+    loop(model, optimizer, loader, accelerator.backward, done)
+
+
+def loop(model: Any, optimizer: Any, loader: Any, backward: Callable[[Any], None], done: Done) -> None:
+    """Train until it is done; both libraries clip by PyTorch's function."""
     while True:
         for batch in loader:
-            accelerator.backward(model(**batch).loss)
-            accelerator.clip_grad_norm_(model.parameters(), CLIP)
+            backward(model(**batch).loss)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             optimizer.zero_grad()
             if done():
                 return
+
+
+# ---------------------------------------------------------------------- PyTorch
+
+
+def train_torch(plan: Plan | None, rows: int, size: str, bf16: bool, done: Done) -> None:
+    """With PyTorch's DistributedDataParallel, on CPUs in float32."""
+    if bf16 or torch.cuda.is_available():
+        raise SystemExit("The trainer torch is for CPUs, in float32.")
+    model, data = network(size), Texts(size)
+    loader: Any
+    if plan:
+        split = Split(plan)
+        model, loader = split.wrap(model), split.loader(data)
+    else:
+        torch.distributed.init_process_group("gloo")
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        loader = DataLoader(data, batch_size=rows, sampler=DistributedSampler(data))
+    loop(model, torch.optim.AdamW(model.parameters(), 5e-5), loader, torch.Tensor.backward, done)
 
 
 class NextWords(torch.nn.Module):
@@ -194,11 +218,14 @@ def next_word_loss(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(scores.flatten(0, 1), words.flatten())
 
 
-def build_accelerate(size: str = "small") -> Any:
+def build_torch(size: str = "small") -> Any:
     """Model, optimizer, loss and data."""
     model, texts = NextWords(size), Texts(size).texts
     optimizer = torch.optim.AdamW(model.parameters(), 5e-5)
     return model, optimizer, next_word_loss, torch.utils.data.TensorDataset(texts, texts[:, 1:])
+
+
+build_accelerate = build_torch
 
 
 # ---------------------------------------------------------------------- a probe
@@ -219,7 +246,12 @@ def step_as_probe(trainer: str, rows: int, size: str, done: Done) -> None:
 
 # ---------------------------------------------------------------------- a rank
 
-TRAININGS = {"huggingface": train_huggingface, "lightning": train_lightning, "accelerate": train_accelerate}
+TRAININGS = {
+    "huggingface": train_huggingface,
+    "lightning": train_lightning,
+    "accelerate": train_accelerate,
+    "torch": train_torch,
+}
 
 
 class Turns:

@@ -25,7 +25,7 @@ from evener.plan import Plan, load_plan, to_toml
 from tests.support.huggingface_programs import make_plan
 from tests.support.torch_start import free_port
 
-TRAINERS = ("huggingface", "lightning", "accelerate")
+TRAINERS = ("huggingface", "lightning", "accelerate", "torch")
 RANKS = Path(__file__).with_name("trainer_ranks.py")
 Ranks = Sequence[Any]  # processes with text pipes
 Times = tuple[float, float]  # wall, CPU

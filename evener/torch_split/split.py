@@ -226,7 +226,8 @@ class Split:
             self._weights.attach(ddp)
             return model
         devices = [self.device] if self.device.type == "cuda" else None
-        made = DistributedDataParallel(module.to(self.device), **{"device_ids": devices, **options})
+        own = {"device_ids": devices, "gradient_as_bucket_view": True}  # a copy less makes up for the weighting
+        made = DistributedDataParallel(module.to(self.device), **{**own, **options})
         self._weights.attach(made)
         return made
 
