@@ -27,6 +27,7 @@ class Facts(msgspec.Struct, frozen=True):
     batch_statistics: str = ""  # a layer that takes statistics over the rows of a pass, as batch normalization does
     rows: int = 0  # of the data that it trains on; 0: unknown, or made for the measurement
     lengths: tuple[int, ...] = ()  # of its rows, in tokens, rising: an even sample; empty: they have none, or all one
+    longest_row: int = -1  # its number in the data; -1: unknown
 
 
 class Prober(Protocol):

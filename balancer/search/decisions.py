@@ -7,7 +7,7 @@ from enum import StrEnum
 import msgspec
 
 from evener.balancer.search.machine_model import MachineModel
-from evener.balancer.types import CurveSketch, Layout, Probe
+from evener.balancer.types import CurveSketch, Layout, Probe, Problem
 
 SKETCHED = 24  # points of a curve for drawing
 WHY_SOLO = (
@@ -99,6 +99,7 @@ def explain_nobody(model: MachineModel) -> str:
     return f"{rule.value}: {'; '.join(words)}."
 
 
-def explain_too_long(tokens: int) -> str:
+def explain_too_long(problem: Problem) -> str:
     """Why rows of unequal length can't be trained."""
-    return f"{Stop.ROW_TOO_LONG.value}: it has {tokens} tokens."
+    row = "it" if problem.longest_row < 0 else f"row {problem.longest_row}"
+    return f"{Stop.ROW_TOO_LONG.value}: {row} has {problem.lengths[-1]} tokens."

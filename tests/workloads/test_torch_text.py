@@ -141,6 +141,7 @@ def test_the_longest_rows_up_to_a_length_stand_for_it() -> None:
     assert lengths.nearest(8, 2).tolist() == [3, 0]
     assert lengths.nearest(3, 5).tolist() == [4, 2, 4, 2, 4]
     assert lengths.sample() == (1, 3, 5, 7, 9)
+    assert lengths.longest_row == 1
 
 
 OWN = """

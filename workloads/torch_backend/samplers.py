@@ -45,6 +45,11 @@ class Lengths:
         self.tokens = torch.as_tensor(tokens)
         self._rising = torch.argsort(self.tokens, stable=True)
 
+    @property
+    def longest_row(self) -> int:
+        """The number of the last of the longest rows."""
+        return int(self._rising[-1])
+
     def sample(self) -> tuple[int, ...]:
         """An even sample, rising, the longest among it."""
         rising, rows = self.tokens[self._rising].tolist(), len(self.tokens)

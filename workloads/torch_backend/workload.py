@@ -183,6 +183,7 @@ class TorchWorkload:
         data = self.recipe.data
         if data is not None and data.lengths is not None and known["batch_statistics"] is None:
             known["lengths"] = " ".join(map(str, data.lengths.sample()))  # no statistics over rows that are dealt
+            known["longest_row"] = data.lengths.longest_row
         return {key: str(value) for key, value in known.items() if value is not None}
 
     def _open_batches(self) -> Batches:

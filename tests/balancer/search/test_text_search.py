@@ -116,6 +116,8 @@ def test_a_row_that_no_device_can_hold_ends_the_search() -> None:
     machine = TextMachine((FAST, FAST), walls=(400, 450))
     search, _ = machine.searched(global_batch=64)
     assert "longer than any device can hold: it has 512 tokens" in (search.why_stopped() or "")
+    search.learn_data(0, machine.lengths, longest_row=17)
+    assert "row 17 has 512 tokens" in (search.why_stopped() or "")
 
 
 def test_one_device_trains_by_cost_too() -> None:
