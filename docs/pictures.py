@@ -115,7 +115,7 @@ class PicturePublisher:
 def _reports() -> tuple[Training, ...]:
     """Two ranks that train by the plan; the second one's card became slower."""
     at_seconds = AT_SECONDS + 150.0
-    change = "SIM:0 slower by 21 % since step 880: 820+568 -> 768+620"
+    change = "SIM:0 slower by 21 % since step 880"
     facts: dict[str, Any] = {
         "training": "picture", "world": 2, "step_s": 0.743, "step_spread": 0.03, "input_s": 0.004,
         "plan_samples_per_second": 2106.0,

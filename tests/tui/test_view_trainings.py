@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.devices.types import LOST, Snapshot, value
-from evener.live_files import Training
+from evener.live_files import ShareChange, Training
 from evener.tui.view.cells import cells
 from evener.tui.view.charts import work_bar
 from evener.tui.view.devices import DeviceRow, device_lines
@@ -137,6 +137,17 @@ def test_a_silent_rank_says_since_when_and_its_figures_are_old(script: Any) -> N
     assert "~158 ms" in shown
     slow_steps = msgspec.structs.replace(hung, updated_at=AT_SECONDS - 42, step_s=20.0)
     assert "silent" not in _kinds(_only(script, (quick, slow_steps)))
+
+
+def test_changes_of_shares_stand_with_their_reasons_newest_first(script: Any) -> None:
+    changes = (
+        ShareChange(880, AT_SECONDS - 7200, (768, 560), (820, 568), "SIM:1 slower by 9 % since step 860"),
+        ShareChange(12_040, AT_SECONDS - 190, (820, 568), (904, 484), "GPU:1 slower by 38 % since step 12,020"),
+    )
+    lines = training_lines(_only(script, make_ranks(changes=changes)), AT_SECONDS, 160, UNICODE)
+    newest, oldest = (line.text.strip() for line in lines[-2:])
+    assert newest == ("· Step 12 040, 3 min 10 s ago: GPU:1 slower by 38 % since step 12,020; 820 + 568 to 904 + 484.")
+    assert oldest.startswith("· Step 880, 2 h ago: SIM:1 slower by 9 %")
 
 
 def test_a_training_below_its_plan_without_a_cause_says_so(script: Any) -> None:

@@ -231,7 +231,7 @@ DEVICES = Grid(
         ("sm", 5),
         ("dram", 5),
         ("throttled", 14),
-        ("work", 16),
+        ("work", 17),
         ("links", 12),
         ("history", 12),
         ("clock", 8),

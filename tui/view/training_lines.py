@@ -225,4 +225,4 @@ def _figures(row: TrainingRow) -> str:
 def _change_words(change: ShareChange, at_seconds: float) -> str:
     before, after = (" + ".join(map(str, shares)) for shares in (change.before, change.after))
     ago = duration(max(0.0, at_seconds - change.at))
-    return f"Step {count_words(change.step)}, {ago} ago: {before} to {after}. {clean(change.reason)}"
+    return f"Step {count_words(change.step)}, {ago} ago: {clean(change.reason)}; {before} to {after}."
