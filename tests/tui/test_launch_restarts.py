@@ -21,10 +21,12 @@ from evener.device_check import check_gpu
 from evener.device_errors import is_device_error
 from evener.devices.discover import discover
 from evener.errors import PlanError
+from evener.live_files import start_ticks
 from evener.plan import Kind, Plan, make_layout, parse_plan, to_toml
 from evener.plan_check import check_fit
 from evener.smaller_plan import leave_out
 from evener.training_journal import StartEntry
+from evener.tui.launch import working_devices
 from evener.tui.launch.ending import Ending
 from evener.tui.launch.working_devices import find_broken
 from tests.support.launched_plan import plan
@@ -252,6 +254,20 @@ def test_a_slice_computes_unless_its_cores_are_gone(monkeypatch: pytest.MonkeyPa
     (device,) = discover("cpu/1:0").devices
     gone = msgspec.structs.replace(device, cores=(4095,))
     assert find_broken([device, gone], "torch", []) == (gone,)
+
+
+def test_a_device_that_hangs_is_broken_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child writes its pid and never ends; nothing of it is left."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(300)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.setattr(working_devices, "CHECK_SECONDS", 2.0)
+    (device,) = discover("cpu/1:0").devices
+    assert find_broken([device], "torch", []) == (device,)
+    pid = tmp_path / "pid"
+    if written := pid.exists() and pid.read_text():  # on a busy machine it may not have come so far
+        assert start_ticks(int(written)) is None
 
 
 class FakeCuda:
