@@ -50,19 +50,7 @@ class Towers:
         dealt, (x, y, weight) = _open(data)
         if self.cut.in_passes:
             return self._train_in_passes(x, y, weight)
-        model, rows = self.model, count_rows(x)
-        towers = self._run(self.pieces(x, dealt), rows, training=True)
-        with tf.device(self.devices[0]):
-            with tf.GradientTape() as tape:
-                for tower in towers:
-                    tape.watch(_floats(tower.outputs) + tower.losses)
-                outputs = _join_outputs(towers, x, dealt)
-                loss = self._loss(x, y, outputs, weight, towers, training=True)
-                scaled = model.optimizer.scale_loss(loss)
-            if model.trainable_weights:
-                gradients = self._gradients(tape, scaled, towers)
-                model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
-            return update_metrics(model, loss, rows, x, y, outputs, weight)
+        return self.train_on_pieces(self.pieces(x, dealt), count_rows(x), x, y, weight, dealt)
 
     def _train_in_passes(self, x: Any, y: Any, weight: Any) -> dict[str, Any]:
         """The same with a loss for each pass: no device has outputs of the whole batch before its backward passes."""
@@ -82,6 +70,30 @@ class Towers:
                 model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
             loss = tf.add_n([each.loss for each in sums])
             return update_metrics(model, loss, rows, x, y, join_rows([each.outputs for each in sums]), weight)
+
+    def train_on_pieces(
+        self,
+        pieces: list[tuple[Tensors, Any]],
+        rows: Any,
+        x: Any,
+        y: Any,
+        weight: Any,
+        dealt: DealtArrays | None = None,
+    ) -> dict[str, Any]:
+        """The step on rows that are cut already: for each device its piece and how many of its rows count."""
+        model = self.model
+        towers = self._run(pieces, rows, training=True)
+        with tf.device(self.devices[0]):
+            with tf.GradientTape() as tape:
+                for tower in towers:
+                    tape.watch(_floats(tower.outputs) + tower.losses)
+                outputs = _join_outputs(towers, x, dealt)
+                loss = self._loss(x, y, outputs, weight, towers, training=True)
+                scaled = model.optimizer.scale_loss(loss)
+            if model.trainable_weights:
+                gradients = self._gradients(tape, scaled, towers)
+                model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+            return update_metrics(model, loss, rows, x, y, outputs, weight)
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.test_step`, with the rows spread over the devices."""
