@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -328,14 +327,16 @@ def test_a_script_of_the_users_own_is_measured_on_every_host(devices: tuple[Devi
 def test_nothing_is_left_of_a_driver_that_was_killed(cluster: Any, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "evener", "balance", "--devices", BOTH, "--workload", "synthetic", "--share"]
     before = {process.pid for process in list_processes("ray::Servant")}
-    driver = subprocess.Popen(
-        [*command, "--ray-address", cluster.address, "--budget", "60s"],
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ},
-    )
-    until(lambda: len(list_children()) >= 2, "its children")
+    errors = tmp_path / "errors.txt"
+    with errors.open("w") as stream:
+        driver = subprocess.Popen(
+            [*command, "--ray-address", cluster.address, "--budget", "60s"],
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=stream,
+        )
+    until(lambda: driver.poll() is not None or len(list_children()) >= 2, "its children", 120)
+    assert driver.poll() is None, errors.read_text()
     started = [*list_children(), *(each for each in list_processes("ray::Servant") if each.pid not in before)]
     assert len(started) >= 4
     driver.send_signal(signal.SIGKILL)
