@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
 
@@ -13,6 +14,8 @@ import evener
 from evener.balancer.session import Request, Session
 from evener.balancer.store import runs
 from evener.errors import DeviceError, NoLayoutError
+from evener.live_files import LiveRecord
+from evener.training_journal import TrainingJournal
 from evener.tui.screens.dialogs import DetailsDialog
 from evener.tui.screens.export import SaveDialog
 from evener.tui.screens.run_dialogs import ContinueDialog, NoteDialog
@@ -187,3 +190,19 @@ async def test_a_read_only_app_starts_no_search_and_changes_no_run(app_of: Any) 
         await pilot.press("r")
         await until(pilot, lambda: app.screen.query("BalanceView"), "the replay")
     assert len(runs.list_runs()) == 1
+
+
+async def test_a_training_shows_what_its_journal_has_and_can_only_be_deleted(
+    app_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVENER_RUN", "20261122-120000-abc1")
+    monkeypatch.setenv("EVENER_RESTART", "rank 1 was ended by SIGKILL")
+    journal = TrainingJournal(["GPU:0"], [8])
+    journal.note(LiveRecord("torch", "mine.py", 0.0, 1, 1_000.0, ()))
+    journal.close()
+    app = app_of()
+    async with app.run_test(size=(120, 36)) as pilot:
+        await open_runs(pilot, 1)
+        await until(pilot, lambda: "started again: 8 rows on GPU:0" in text(app, "#left"), "the journal")
+        assert app.screen.check_action("delete", ())
+        assert not any(app.screen.check_action(name, ()) for name in ("go_on", "export", "report", "replay", "note"))
