@@ -46,7 +46,8 @@ class ClusterSource:
             if device.host in lost
         ]
         # hosts that share a machine read the same files
-        reports = {(each.pid, each.updated_at): each for seen in found.values() for each in seen.reports}
+        reported = [each for seen in found.values() for each in seen.reports]
+        reports = {(each.training, each.rank, each.pid, each.updated_at): each for each in reported}
         return Snapshot(
             at_seconds=time.time(),
             interval_seconds=max((each.interval_seconds for each in found.values()), default=0.0),
