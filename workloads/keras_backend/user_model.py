@@ -53,8 +53,8 @@ class UserModel:
         """What the user's `training_data()` returned, if there is one; RequestError if it has lengths."""
         if self._own is not None and self._own.lengths is not None:
             raise RequestError(
-                f"{self._name} has lengths(), and Keras doesn't deal rows by their length.",
-                "Remove it: devices then get numbers of rows. Only PyTorch workloads can have lengths.",
+                f"{self._name} has lengths(), and a search deals rows by their length in PyTorch only.",
+                "Remove it. By the plan's shares, split.data(..., lengths=) deals padded rows in the training.",
             )
         if self._own is None or self._own.training_data is None:
             return None
