@@ -9,6 +9,7 @@ solos. The tables for docs/benchmarks/text.md go to stdout; on two slices of a C
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import threading
 from collections.abc import Sequence
@@ -94,11 +95,12 @@ def explain(figures: Figures) -> list[float]:
     """What the split loses against both devices alone at once, in three factors.
 
     Its ranks' own work for their tokens, as devices alone take for as many over what they took; the mean of the ranks'
-    own work over the longest; and that over the step, which has the exchange and waiting too.
+    own work over the longest; and that over the step, which has the exchange and waiting too. NaN where own work isn't
+    known, as on a GPU.
     """
     factors = []
     for (split,), solos in zip(figures[DEALT], figures[AT_ONCE], strict=True):
-        own = [seconds or 0.0 for seconds in split.device_seconds]
+        own = [math.nan if seconds is None else seconds for seconds in split.device_seconds]
         alone = [each.step_seconds / each.tokens for each in solos]
         least = sum(each * work.tokens for each, work in zip(alone, split.work, strict=True) if work)
         factors.append((least / sum(own), fmean(own) / max(own), max(own) / split.step_seconds))
