@@ -12,13 +12,16 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
 from evener.errors import RequestError
 from evener.launched import launched_run, restart_reason
-from evener.live_files import LiveRecord, ShareChange, start_ticks
+from evener.live_files import Count, LiveRecord, Rate, ShareChange, start_ticks
 from evener.state_folders import new_run_id, runs_folder, trusted_folder
+
+At = Annotated[float, msgspec.Meta(ge=0, le=1e11)]  # seconds since the epoch
 
 TRAINING_JOURNAL = "training.jsonl"
 SPEED_SECONDS = 30.0  # between two lines of steps/s
@@ -27,12 +30,12 @@ SPEED_SECONDS = 30.0  # between two lines of steps/s
 class StartEntry(msgspec.Struct, frozen=True, tag="started", tag_field="entry"):
     """The processes of the training began, for the first time or again."""
 
-    at: float  # seconds since the epoch
+    at: At
     workload: str
     framework: str
     devices: tuple[str, ...]  # of each rank
-    shares: tuple[int, ...]
-    plan_samples_per_second: float  # that the plan promises; 0: no plan
+    shares: tuple[Count, ...]
+    plan_samples_per_second: Rate  # that the plan promises; 0: no plan
     host: str
     pid: int  # of the first rank
     ticks: int  # its start in clock ticks since boot
@@ -42,10 +45,10 @@ class StartEntry(msgspec.Struct, frozen=True, tag="started", tag_field="entry"):
 class SpeedEntry(msgspec.Struct, frozen=True, tag="speed", tag_field="entry"):
     """How fast it was in the last seconds."""
 
-    at: float
-    step: int  # since the processes began
-    steps_per_second: float
-    samples_per_second: float  # of all devices
+    at: At
+    step: Count  # since the processes began
+    steps_per_second: Rate
+    samples_per_second: Rate  # of all devices
 
 
 class ChangeEntry(msgspec.Struct, frozen=True, tag="changed", tag_field="entry"):
@@ -57,7 +60,7 @@ class ChangeEntry(msgspec.Struct, frozen=True, tag="changed", tag_field="entry")
 class EndEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
     """It ended by itself; one that is killed, or interrupted by Ctrl-C, writes none."""
 
-    at: float
+    at: At
     failure: str = ""  # the exception, its first line
 
 

@@ -270,7 +270,7 @@ def _summarize_training(training: TrainingRecord, note: RunNote) -> RunSummary:
         state=training.state,
         probes=0,
         samples_per_second=training.samples_per_second,
-        ratios=tuple(share / sum(start.shares) for share in start.shares),
+        ratios=tuple(share / max(1, sum(start.shares)) for share in start.shares),
         trouble=training.failure,
         seconds=training.seconds,
         note=note.note,

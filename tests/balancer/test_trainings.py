@@ -127,6 +127,38 @@ def test_a_folder_that_cannot_be_written_is_one_warning(own_state: Path, monkeyp
     journal.close()
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"entry":"speed","at":1e300,"step":1,"steps_per_second":1,"samples_per_second":1}',
+        b'{"entry":"speed","at":1,"step":-1,"steps_per_second":1,"samples_per_second":1}',
+        b'{"entry":"header"}',
+        b"[" * 100_000,
+        b"\xff",
+    ],
+)
+def test_a_line_that_no_training_writes_is_one_sentence(
+    line: bytes, own_state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("20261122-120000-abc1", monkeypatch).close()
+    path = runs_folder() / "20261122-120000-abc1" / TRAINING_JOURNAL
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    assert evener(["runs", "show", "20261122-120000-abc1"]) == 2
+    assert "is broken" in capsys.readouterr().err
+
+
+def test_odd_numbers_and_texts_are_shown_without_harm(
+    own_state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EVENER_RUN", "20261122-120000-abc1")
+    journal = TrainingJournal(["\x1b[2Ja"], [0])
+    journal.note(at(0, 1, msgspec.structs.replace(CHANGE, at=1e18, reason="\x1b[31m")))
+    journal.close()
+    for command in ("show", "list"):
+        assert evener(["runs", *([command, "last"] if command == "show" else [command])]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
 def test_a_broken_line_is_named(own_state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write("20261122-120000-abc1", monkeypatch).close()
     path = runs_folder() / "20261122-120000-abc1" / TRAINING_JOURNAL

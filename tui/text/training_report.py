@@ -9,6 +9,7 @@ from evener.balancer.store.trainings import TrainingRecord
 from evener.training_journal import ChangeEntry, EndEntry, SpeedEntry, StartEntry
 from evener.tui.text.formatting import duration, plain, rate
 
+LATEST = 1e11  # seconds since the epoch that a date can be made of
 WORTH_SAYING = 0.05  # by so much steps/s have to differ from those of the last line
 
 
@@ -48,4 +49,4 @@ def _start_words(start: StartEntry) -> str:
 
 
 def _clock(at: float) -> str:
-    return time.strftime("%H:%M:%S", time.gmtime(at))
+    return time.strftime("%H:%M:%S", time.gmtime(min(at, LATEST)))

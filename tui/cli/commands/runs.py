@@ -101,7 +101,7 @@ def _print_table(listed: Sequence[RunSummary]) -> None:
 
 
 def _row(summary: RunSummary) -> tuple[str, ...]:
-    devices = ", ".join(summary.devices[:4]) + (" …" if len(summary.devices) > 4 else "")
+    devices = plain(", ".join(summary.devices[:4])) + (" …" if len(summary.devices) > 4 else "")
     ratios = ":".join(f"{ratio:.2f}" for ratio in summary.ratios[:4]) + (" …" if len(summary.ratios) > 4 else "")
     figure = rate(summary.samples_per_second) if summary.samples_per_second is not None else "-"
     seconds = duration(summary.seconds) if summary.state != "failed" and summary.seconds else "-"
