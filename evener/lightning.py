@@ -15,7 +15,9 @@ from evener.errors import RequestError
 from evener.torch_split.model_checks import check_normalization
 from evener.torch_split.pass_loader import PassLoader
 from evener.torch_split.pass_sampler import PassSampler
+from evener.torch_split.rebalancing import Rebalancing
 from evener.torch_split.sampler import UnevenBatchSampler
+from evener.torch_split.step_reporter import StepReporter
 
 try:
     from lightning.pytorch.strategies import DDPStrategy
@@ -28,9 +30,11 @@ except ImportError as error:
 class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't followed
     """DistributedDataParallel with uneven shares; `options` are DDPStrategy's. Made by `Split.strategy`."""
 
-    def __init__(self, split: Any, passes: int, **options: Any) -> None:
+    def __init__(
+        self, split: Any, passes: int, reporter: StepReporter, rebalancing: Rebalancing | None, **options: Any
+    ) -> None:
         super().__init__(**options)
-        self._split, self._passes = split, passes
+        self._split, self._passes, self._reporter, self._rebalancing = split, passes, reporter, rebalancing
         self._loader: PassLoader | None = None
         self._accumulated = 0  # global batches of an optimizer step, by the trainer; 0 before the first training
 
@@ -42,6 +46,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def make_loader(self, dataset: Any, rows: UnevenBatchSampler, options: dict[str, Any]) -> PassLoader:
         """The training data of this rank, a batch for each pass."""
         self._loader = PassLoader(dataset, PassSampler(rows, self._passes), **options)
+        if self._rebalancing is not None:
+            self._rebalancing.fix_passes([self._passes] * self._split.world)
+            self._rebalancing.add(rows, self._loader.drawn_ahead + 1)  # Lightning may look for the epoch's end
         return self._loader
 
     def setup(self, trainer: Any) -> None:
@@ -81,17 +88,21 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         """One pass of the loader's."""
         trainer = self.lightning_module.trainer
         self._loaded.done = trainer.fit_loop.epoch_loop.batch_idx + 1
+        if self._loaded.done % self._passes == 1 % self._passes:
+            self._reporter.finish()
+            self._reporter.timer.begin(self._loaded.take((self._loaded.done - 1) // self._passes))
         if not self._pass_rows():
             trainer._results.batch_size = 0  # a row that only keeps step counts in no logged mean
         result = super().training_step(*args, **kwargs)
         if self._loaded.done % self._passes == 0:
-            self._split.report(sum(self._step_sizes()[0]))
+            self._reporter.report(sum(self._step_sizes()[0]))
         return result
 
     def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
         """The loss by its pass's rows of the global batch, so that the mean over ranks and passes is the batch's."""
-        weight = self._pass_rows() * self._passes * self._split.world / self._step_sizes()[1]
-        return super().backward(closure_loss * weight, *args, **kwargs)
+        loss = closure_loss * (self._pass_rows() * self._passes * self._split.world / self._step_sizes()[1])
+        self._reporter.timer.end_pass(loss)
+        return super().backward(loss, *args, **kwargs)
 
     def _pass_rows(self) -> int:
         """Rows that count of the pass in hand."""
@@ -100,7 +111,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As DDPStrategy, but a mean of whole numbers isn't cut off: Lightning divides by the mean number of rows."""
         whole = isinstance(tensor, torch.Tensor) and not tensor.is_floating_point()
-        return super().reduce(tensor.double() if whole else tensor, group, reduce_op)
+        with self._reporter.timer.meeting():
+            return super().reduce(tensor.double() if whole else tensor, group, reduce_op)
 
     def _step_sizes(self) -> tuple[Sequence[int], int]:
         """The rows of each of this rank's passes in the global batch in hand, and of all ranks."""

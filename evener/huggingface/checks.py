@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.errors import RequestError
-from evener.torch_split.model_checks import is_sharded
+from evener.plan import Share
+from evener.torch_split.length_sampler import raise_no_shares
+from evener.torch_split.model_checks import has_own_work, is_sharded
 
 TOKEN_MEANS = (
     "transformers.trainer",
@@ -63,6 +67,17 @@ def check_setup(trainer: Any) -> None:
         )
 
 
+def check_rebalance(trainer: Any, share: Share) -> None:
+    """RequestError where shares can't follow own work; `share` is this rank's of the plan."""
+    has_own_work(trainer.model, rebalances=True)
+    if trainer.is_fsdp_enabled:
+        raise RequestError(
+            "FSDP's ranks meet in layers, so none has times of its own to rebalance by.", "Leave rebalance out."
+        )
+    if share.cost is not None:
+        raise_no_shares()
+
+
 def needs_equal_passes(trainer: Any) -> bool:
     """Whether ranks meet in every pass: FSDP gathers weights there, TRL's trainers their metrics."""
     if trainer.is_fsdp_enabled or is_sharded(trainer.model):
@@ -100,6 +115,20 @@ def check_loss(trainer: Any, batches: list[Any], items: Any) -> None:
             " the tokens of all ranks.",
             "Set loss_is_scaled_for_ga in the class: False for the mean over its rows, True if it divides by"
             " num_items_in_batch and multiplies by the number of processes.",
+        )
+
+
+def check_checkpoint(path: Path, rows: int, step_rows: int) -> None:
+    """RequestError if steps of the checkpoint were of other rows: positions in the epoch are counted in steps."""
+    try:
+        state = json.loads(path.read_text())
+    except FileNotFoundError:
+        return  # of a training without a plan
+    if state != {"rows": rows, "step_rows": step_rows}:
+        raise RequestError(
+            f"The checkpoint was made with {state['step_rows']} of {state['rows']} rows in each optimizer step, this"
+            f" training has {step_rows} of {rows}.",
+            f"Give with_plan(..., global_batch=N) the number that makes {state['step_rows']}, and the same data set.",
         )
 
 

@@ -21,20 +21,29 @@ from transformers.trainer_utils import seed_worker
 
 from evener.dealing import make_dealer
 from evener.errors import RequestError
-from evener.huggingface.checks import check_experts, check_loss, check_setup, check_trainer_class, needs_equal_passes
+from evener.huggingface.checks import (
+    check_checkpoint,
+    check_experts,
+    check_loss,
+    check_rebalance,
+    check_setup,
+    check_trainer_class,
+    needs_equal_passes,
+)
 from evener.huggingface.dealt_rows import DealtRows, DealtSteps, PassList, find_lengths
-from evener.live import Reporter
 from evener.plan import Plan
 from evener.torch_split.length_sampler import LengthSampler
 from evener.torch_split.loader import count_rows
-from evener.torch_split.model_checks import check_normalization
+from evener.torch_split.model_checks import check_normalization, has_own_work
+from evener.torch_split.own_work import StepTimer
 from evener.torch_split.pass_loader import PassLoader
 from evener.torch_split.pass_sampler import PassSampler
 from evener.torch_split.process import find_stand, is_cpu, settle, visible_gpus
 from evener.torch_split.rank_shares import RankShares, find_rank_shares, open_plan
+from evener.torch_split.rebalancing import Rebalancing
 from evener.torch_split.row_order import RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
-from evener.torch_split.step_reporter import keep_journal
+from evener.torch_split.step_reporter import StepReporter
 
 CHECKPOINT = "evener.json"  # beside trainer_state.json
 
@@ -46,6 +55,7 @@ def with_plan(
     global_batch: int | None = None,
     strict: bool = False,
     journal: bool = False,
+    rebalance: bool = False,
 ) -> type[Any]:
     """A subclass of `trainer_class` that trains by `plan`, or by that of evener launch; use it as the class itself.
 
@@ -53,14 +63,14 @@ def with_plan(
     another number of rows for each global batch. `gradient_accumulation_steps=A` makes an optimizer step of A global
     batches. PlanError or RequestError as the trainer is made, or before its first step, if training by the plan
     wouldn't be exact; with `strict` also if the plan was measured on other devices, which is a warning else. With
-    `journal`, `evener runs` has the training's steps/s and restarts.
+    `journal`, `evener runs` has the training's steps/s and restarts; with `rebalance`, shares follow own work.
     """
     check_trainer_class(trainer_class)
     chosen = open_plan(plan)
     if chosen is None:
         raise RequestError("No plan is given.", "Give one, or start the script with evener launch.")
     options = {"plan": chosen, "global_batch": global_batch, "strict": strict}
-    made = {"_plan_options": options, "_keeps_journal": journal}
+    made = {"_plan_options": options, "_keeps_journal": journal, "_rebalances": rebalance}
     return type(f"Planned{trainer_class.__name__}", (_PlanMixin, trainer_class), made)
 
 
@@ -69,6 +79,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     _plan_options: dict[str, Any]
     _keeps_journal: bool
+    _rebalances: bool
     args: Any
     state: Any
     _tr_loss: Any
@@ -94,8 +105,14 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._pass_rows = 0  # of the pass that runs
         self._factor: float | None = None  # of its loss
         self._tokens = 0
-        self._reporter = Reporter(journal=keep_journal(self._shares) if self._keeps_journal else None)
-        self.accelerator.gather = partial(_gather_uneven, self.accelerator.gather)
+        self._reporter = StepReporter(self._shares, device, self._keeps_journal)
+        self._reporter.timer.has_own_work = not self.is_fsdp_enabled and has_own_work(self.model, False)
+        self._rebalancing: Rebalancing | None = None
+        if self._rebalances and self._shares.world > 1:
+            check_rebalance(self, self._shares.share)
+            self._rebalancing = Rebalancing(self._reporter)
+            self._rebalancing.fix_passes(self._shares.passes)
+        self.accelerator.gather = partial(_gather_uneven, self.accelerator.gather, self._reporter.timer)
 
     # ------------------------------------------------------------------ rows
 
@@ -111,7 +128,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             dataset, collate = DealtRows(dataset, collate), PassList
         else:
             self._sampler = PassSampler(rows, shares.passes[shares.rank])
-        return PassLoader(
+        self._batches = PassLoader(
             dataset,
             self._sampler,
             collate_fn=collate,
@@ -121,6 +138,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             prefetch_factor=args.dataloader_prefetch_factor,
             worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
         )
+        if self._rebalancing is not None:
+            self._rebalancing.add(rows, self._batches.drawn_ahead)
+        return self._batches
 
     def _row_sampler(self, dataset: Any) -> UnevenBatchSampler:
         """The trainer's own order of rows, drawn alike on every rank."""
@@ -152,6 +172,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """The passes of an optimizer step; rows that only keep step have no labels, so nothing counts them."""
+        self._reporter.finish()
         batches = list(islice(epoch_iterator, num_batches))
         sampler, first = self._sampler, self._next_global_batch()
         steps = range(first, first + len(batches) // sampler.passes)
@@ -162,6 +183,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         passes = [each if rows else _ignore_labels(each) for each, (rows, _) in zip(passes, self._rows, strict=True)]
         items = self._get_num_items_in_batch(passes, device)
         check_loss(self, passes, items)
+        sizes = {self._batches.take(step) for step in steps}
+        self._reporter.timer.begin(sizes.pop() if len(sizes) == 1 else ())
         if not isinstance(sampler, DealtSteps):
             return passes, items
         left = iter(passes)
@@ -201,11 +224,12 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The class's own, times the weight of the pass; as it is in evaluation."""
         result = super().compute_loss(model, inputs, *args, **kwargs)
-        if self._factor is None or self._factor == 1.0:
+        if self._factor is None:
             return result
-        if isinstance(result, tuple):
-            return (result[0] * self._factor, *result[1:])
-        return result * self._factor
+        loss, *others = result if isinstance(result, tuple) else (result,)
+        loss = loss if self._factor == 1.0 else loss * self._factor
+        self._reporter.timer.end_pass(loss)
+        return (loss, *others) if isinstance(result, tuple) else loss
 
     def _counts_tokens(self, items: Any) -> bool:
         """Whether the loss is a sum over this rank divided by what all ranks have."""
@@ -214,8 +238,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return items is not None and (bool(takes) if own is None else own)
 
     def _report(self) -> None:
-        shares, (rows, tokens) = self._shares, self._done
-        self._reporter.report(rows, devices=(shares.share,), framework="torch", workload=shares.workload, tokens=tokens)
+        self._reporter.report(*self._done)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Tokens of all passes, summed over the ranks once an optimizer step, as ranks differ in their passes."""
@@ -249,7 +272,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, checkpoint: Any, trial: Any
     ) -> tuple[int, int]:
         if checkpoint is not None:
-            _check_checkpoint(
+            check_checkpoint(
                 Path(checkpoint) / CHECKPOINT, self._sampler.sampler.length, self.get_total_train_batch_size(self.args)
             )
         found: tuple[int, int] = super()._init_training_state(
@@ -266,20 +289,6 @@ def training_rows(trainer: Any) -> tuple[Any, Any]:
     if hasattr(dataset, "column_names"):  # of the library datasets
         return trainer._remove_unused_columns(dataset, description="training"), trainer.data_collator
     return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, description="training")
-
-
-def _check_checkpoint(path: Path, rows: int, step_rows: int) -> None:
-    """RequestError if steps of the checkpoint were of other rows: positions in the epoch are counted in steps."""
-    try:
-        state = json.loads(path.read_text())
-    except FileNotFoundError:
-        return  # of a training without a plan
-    if state != {"rows": rows, "step_rows": step_rows}:
-        raise RequestError(
-            f"The checkpoint was made with {state['step_rows']} of {state['rows']} rows in each optimizer step, this"
-            f" training has {step_rows} of {rows}.",
-            f"Give with_plan(..., global_batch=N) the number that makes {state['step_rows']}, and the same data set.",
-        )
 
 
 def _list_passes(inputs: Any) -> list[Any]:
@@ -303,8 +312,13 @@ def _count_tokens(trainer: Any, inputs: Any) -> int:
     return int(inputs[name].numel())
 
 
-def _gather_uneven(gather: Any, tensor: Any) -> Any:
+def _gather_uneven(gather: Any, timer: StepTimer, tensor: Any) -> Any:
     """All ranks' tensors as accelerate gathers them, also where ranks have different numbers of rows."""
+    with timer.meeting():
+        return _gather(gather, tensor)
+
+
+def _gather(gather: Any, tensor: Any) -> Any:
     if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
         return gather(tensor)
     counts = gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()

@@ -11,23 +11,36 @@ import torch.distributed as dist
 
 from evener.errors import RequestError
 from evener.shares import bounds, gradient_weight
+from evener.torch_split.own_work import StepTimer
 
 
-def gather_rows(rows: torch.Tensor, sizes: Sequence[int], rank: int, by_loss: bool) -> torch.Tensor:
+def gather_rows(rows: torch.Tensor, sizes: Sequence[int], rank: int, by_loss: bool, timer: StepTimer) -> torch.Tensor:
     """(n_i, ...) of every rank as (N, ...), in the batch's order; `sizes` are the n_i, and a rank with 0 gives any row.
 
     The gradient of each rank's own rows is that of the ranks' losses weighted by their rows, so it is exact if every
     rank has the whole batch's loss, and if each has the mean over its own rows; `by_loss`: the losses are weighted
-    already, else the model's gradients will be. RequestError for other shapes.
+    already, else the model's gradients will be. The `timer` leaves the exchange out. RequestError for other shapes.
     """
     if len(rows) not in {sizes[rank], max(1, sizes[rank])}:
         raise RequestError(
             f"gather was given {len(rows)} rows on rank {rank}, which has {sizes[rank]} of the batch.",
             "Give one row for each row of this rank's batch; gather two views of it one after the other.",
         )
-    _check_same(rows)
-    gathered: torch.Tensor = _Gather.apply(rows, tuple(sizes), rank, by_loss)
+    with timer.meeting():
+        _check_same(rows)
+        gathered: torch.Tensor = _Gather.apply(rows, tuple(sizes), rank, by_loss, timer)
     return gathered
+
+
+def add_up(value: Any, device: torch.device, world: int, timer: StepTimer) -> torch.Tensor:
+    """The sum of a figure over the ranks: in float64, or in int64 for whole numbers in a tensor with dimensions."""
+    figure = torch.as_tensor(value).detach()
+    whole = figure.ndim and not figure.is_floating_point()
+    figure = figure.to(device, torch.int64 if whole else torch.float64, copy=True)
+    if world > 1:
+        with timer.meeting():
+            dist.all_reduce(figure)
+    return figure
 
 
 def is_equal_everywhere(value: int, device: torch.device) -> bool:
@@ -48,8 +61,10 @@ def _check_same(rows: torch.Tensor) -> None:
 
 class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, sizes: tuple[int, ...], rank: int, by_loss: bool) -> torch.Tensor:
-        ctx.sizes, ctx.rank, ctx.shape = sizes, rank, rows.shape
+    def forward(
+        ctx: Any, rows: torch.Tensor, sizes: tuple[int, ...], rank: int, by_loss: bool, timer: StepTimer
+    ) -> torch.Tensor:
+        ctx.sizes, ctx.rank, ctx.shape, ctx.timer = sizes, rank, rows.shape, timer
         ctx.weight = 1.0 if by_loss else gradient_weight(sizes, rank)
         sent = rows.new_zeros((max(sizes), *rows.shape[1:]))
         sent[: sizes[rank]] = rows[: sizes[rank]]
@@ -59,12 +74,13 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not fo
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         """Weighted before the sum over ranks; the model's gradients are weighted after this, so its own part isn't."""
         total = gradient * ctx.weight if ctx.weight else torch.zeros_like(gradient)
-        dist.all_reduce(total)
+        with ctx.timer.meeting():
+            dist.all_reduce(total)
         start, stop = bounds(ctx.sizes)[ctx.rank]
         own = gradient.new_zeros(ctx.shape)
         if start < stop:
             own[: stop - start] = total[start:stop] / ctx.weight
-        return own, None, None, None
+        return own, None, None, None, None

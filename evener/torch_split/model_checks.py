@@ -35,18 +35,30 @@ def is_sharded(model: Any) -> bool:
     return "FSDPModule" in _class_names(model)
 
 
-def check_sharded(weigh: str, rebalances: bool) -> None:
-    """RequestError for what a model that FSDP2 shards can't do."""
-    if weigh == "gradients":
+def has_own_work(model: Any, rebalances: bool) -> bool:
+    """Whether a rank waits for no other within a pass, as in FSDP2's layers and in normalization over ranks.
+
+    RequestError if it does, and shares are to follow own work.
+    """
+    if not (is_sharded(model) or any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())):
+        return True
+    if rebalances:
+        raise RequestError(
+            "Ranks meet in layers, by FSDP or SyncBatchNorm, so none has times of its own to rebalance by.",
+            "Leave rebalance out, or use DistributedDataParallel and GroupNorm or LayerNorm.",
+        )
+    return False
+
+
+def check_sharded(model: Any, weigh: str) -> bool:
+    """Whether FSDP2 shards the model; RequestError if its gradients are to be weighted."""
+    sharded = is_sharded(model)
+    if sharded and weigh == "gradients":
         raise RequestError(
             "FSDP shards the model, and its mean over ranks can't be weighted.",
             "Use Split(..., weigh='loss') and split.scale(loss).backward(), which is exact.",
         )
-    if rebalances:
-        raise RequestError(
-            "FSDP's ranks meet in every layer, so none has times of its own to rebalance by.",
-            "Leave rebalance out, or use DistributedDataParallel.",
-        )
+    return sharded
 
 
 def check_exchange(model: Any) -> None:

@@ -10,7 +10,8 @@ import math
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from statistics import median, quantiles
 from typing import Any, NamedTuple, Protocol
@@ -109,7 +110,7 @@ class StepTimer:
         self._clock = clock
         self._alone = alone
         self._asked: Any = None
-        self._sizes: tuple[int, ...] = ()
+        self.sizes: tuple[int, ...] = ()  # of the newest batch
         self._turns: list[Any] = []
         self._trained = False  # gradients were computed, or applied
         self._marked: deque[_Marked] = deque(maxlen=KEPT_STEPS)
@@ -118,7 +119,7 @@ class StepTimer:
 
     def begin(self, sizes: tuple[int, ...]) -> None:
         """A batch is in hand, of which the ranks have these rows."""
-        self._sizes = sizes
+        self.sizes = sizes
         self._turns = [self._clock.mark()]
         self._trained = False
 
@@ -140,6 +141,16 @@ class StepTimer:
         if turns and not len(turns) % 2:
             turns.append(self._clock.mark())
 
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """What runs within waits for other ranks: it is no own work."""
+        turns = self._turns
+        if len(turns) % 2:
+            turns.append(self._clock.mark())
+        yield
+        if turns and not len(turns) % 2:
+            turns.append(self._clock.mark())
+
     def end_pass(self, loss: Any) -> None:
         """Call `note_gradients` at the end of the backward pass of `loss`, before it waits for other ranks."""
         if self.has_own_work and loss.requires_grad:
@@ -153,7 +164,7 @@ class StepTimer:
         """The loop asks for its next batch; whether it has trained on this one."""
         done = self._clock.mark()
         if self._trained:
-            self._marked.append(_Marked(self._sizes, self._asked, self._turns, done))
+            self._marked.append(_Marked(self.sizes, self._asked, self._turns, done))
         trained, self._trained = self._trained, False
         self._asked, self._turns = done, []
         return trained

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from evener.errors import RequestError
 from evener.passes import split_passes
@@ -70,15 +69,20 @@ def make_parts(batch: Any, rows: int, micro: int, scale: Callable[[Any], Any]) -
 
 
 def weigh_by_count(
-    parts: Sequence[Part], count: Callable[[Part], Any], sizes: Sequence[int], rank: int, device: torch.device
+    parts: Sequence[Part],
+    count: Callable[[Part], Any],
+    sizes: Sequence[int],
+    rank: int,
+    add_up: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Weigh each part by what `count` counts in it, of all that the ranks count in the batch; every rank calls it."""
-    counted = [torch.as_tensor(count(part)).detach().to(device, torch.float64) for part in parts]
+    """Weigh each part by what `count` counts in it, of all that the ranks count in the batch; every rank calls it.
+
+    `add_up` sums over the ranks.
+    """
+    counted = [torch.as_tensor(count(part)).detach().to(torch.float64) for part in parts]
     own = torch.stack(counted) * min(1, sizes[rank])
-    total = own.sum()
-    if len(sizes) > 1:
-        dist.all_reduce(total)
-    weights = own / (total * (gradient_weight(sizes, rank) or 1.0))
+    total = add_up(own.sum())
+    weights = own.to(total.device) / (total * (gradient_weight(sizes, rank) or 1.0))
     for part, weight in zip(parts, weights, strict=True):
         part.weight = weight
 

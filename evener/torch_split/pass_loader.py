@@ -27,6 +27,19 @@ class PassLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
         self._start = 0
         return super().__iter__()
 
+    @property
+    def drawn_ahead(self) -> int:
+        """The most global batches whose rows are drawn before the trainer asks for them."""
+        passes: PassSampler = self.batch_sampler
+        drawn: int = self.num_workers * (self.prefetch_factor or 2)
+        return -(-drawn // passes.passes)
+
+    def take(self, step: int) -> tuple[int, ...]:
+        """The rows of each rank in the epoch's global batch number `step`, which the trainer has now."""
+        passes: PassSampler = self.batch_sampler
+        passes.sampler.schedule.begun = (step + 1) * passes.sampler.global_batch
+        return passes.rank_sizes(step)
+
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the next iteration."""
         self.batch_sampler.set_epoch(epoch)

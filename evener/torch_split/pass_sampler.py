@@ -41,11 +41,11 @@ class PassSampler:
 
     def pass_sizes(self, step: int) -> tuple[int, ...]:
         """The rows that count of each pass in the epoch's global batch number `step`."""
-        return even(self._sizes(step)[self.sampler.rank], self.passes)
+        return even(self.rank_sizes(step)[self.sampler.rank], self.passes)
 
     def global_rows(self, step: int) -> int:
         """The rows of that global batch, over all ranks."""
-        return sum(self._sizes(step))
+        return sum(self.rank_sizes(step))
 
     def count_tokens(self, steps: Iterable[int]) -> tuple[int, int]:
         """The tokens of this rank's rows in those batches, without and with padding; 0 where rows have no lengths."""
@@ -53,5 +53,6 @@ class PassSampler:
         counted = [rows.count_tokens(step * rows.global_batch, rows.epoch) for step in steps]
         return sum(tokens for tokens, _ in counted), sum(padded for _, padded in counted)
 
-    def _sizes(self, step: int) -> tuple[int, ...]:
+    def rank_sizes(self, step: int) -> tuple[int, ...]:
+        """The rows of each rank in that global batch."""
         return self.sampler.sizes_at(step * self.sampler.global_batch)

@@ -11,6 +11,7 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from operator import mul
 from statistics import median
 from typing import Any
 
@@ -23,19 +24,26 @@ from evener.plan import Share
 from evener.rebalance import GROWTH, Rebalancer
 from evener.share_solver import read_curves
 from evener.torch_split.batch_weights import BatchWeights
+from evener.torch_split.own_work import KEPT_STEPS
 from evener.torch_split.rank_shares import RankShares
 from evener.torch_split.sampler import UnevenBatchSampler
 from evener.torch_split.step_reporter import StepReporter
 
-WINDOW_STEPS = 5  # whose median is one figure
+WINDOW_SECONDS = 0.1  # of steps whose median is one figure: more often than that, agreeing would cost too much
+FEWEST_STEPS, MOST_STEPS = 5, KEPT_STEPS  # of a window
 
 
 class Rebalancing:
-    """Changes the shares of this rank's samplers, as all other ranks do; made on every rank."""
+    """Changes the shares of this rank's samplers, as all other ranks do; made on every rank.
 
-    def __init__(self, reporter: StepReporter, weights: BatchWeights) -> None:
+    Without `weights`, by whom a split's loops train, `fix_passes` says how shares are computed.
+    """
+
+    def __init__(self, reporter: StepReporter, weights: BatchWeights | None = None) -> None:
+        reporter.on_step = self.after_step
         self._reporter = reporter
         self._weights = weights
+        self._passes: tuple[int, ...] = ()  # of each rank, where they are the same for any share
         self._planned = reporter.shares
         self._rule: Any = None  # made with the first figures, when it is seen how the loop computes
         self._group = dist.new_group(backend="gloo")
@@ -43,13 +51,18 @@ class Rebalancing:
         self._ahead = 0  # the most batches that a loader draws before their turn
         self._step = 0  # batches that were trained on
         self._window = 0  # of them, whole ones with the shares in force since the last window
-        self._gathered: tuple[Any, list[torch.Tensor]] | None = None  # under way
+        self._window_steps = FEWEST_STEPS  # until the next window ends
+        self._gathered: tuple[Any, torch.Tensor] | None = None  # under way
 
     def add(self, sampler: UnevenBatchSampler, ahead: int) -> None:
         """A loader draws batches by this sampler, so many before their turn at most."""
         sampler.changes = True
         self._samplers.add(sampler)
         self._ahead = max(self._ahead, ahead)
+
+    def fix_passes(self, passes: Sequence[int]) -> None:
+        """The ranks take so many passes, whatever their shares."""
+        self._passes = tuple(passes)
 
     def after_step(self, sizes: Sequence[int]) -> None:
         """A batch of these rows was trained on; every rank calls it, and the ranks come to agree in every few calls."""
@@ -58,13 +71,15 @@ class Rebalancing:
             work, figures = self._gathered
             self._gathered = None
             work.wait()
-            self._decide(*torch.stack(figures).T.tolist())
+            every = figures.tolist()
+            self._window_steps = int(min(max(FEWEST_STEPS, WINDOW_SECONDS / max(*every[2::3], 1e-6)), MOST_STEPS))
+            self._decide(every[::3], every[1::3])
         self._window += sizes == self._reporter.shares.batches
-        if self._window == WINDOW_STEPS:
+        if self._window >= self._window_steps:
             self._window = 0
-            own = torch.tensor([self._own_work(), self._ahead], dtype=torch.float64)
-            figures = [torch.empty_like(own) for _ in sizes]
-            self._gathered = dist.all_gather(figures, own, self._group, async_op=True), figures
+            own = torch.tensor(self._figures(), dtype=torch.float64)
+            figures = own.repeat(len(sizes))
+            self._gathered = dist.all_gather_into_tensor(figures, own, self._group, async_op=True), figures
 
     def state_dict(self) -> dict[str, Any]:
         """The shares in force, and those of the plan, under which alone they make sense."""
@@ -77,11 +92,13 @@ class Rebalancing:
             self._rule = None
             self._change(tuple(state["shares"]), tuple(state["micros"]), 0)
 
-    def _own_work(self) -> float:
-        """The median of the window; 0 where no step of it has been computed yet."""
+    def _figures(self) -> tuple[float, float, float]:
+        """Medians of own work and steps in the window, 0 where none has been computed yet; how far rows are drawn."""
         shares = self._reporter.shares.batches
-        steps = [step.own_work_s for step in self._reporter.timer.last() if step.sizes == shares]
-        return median(steps[-WINDOW_STEPS:]) if steps else 0.0
+        steps = [step for step in self._reporter.timer.last(self._window_steps) if step.sizes == shares]
+        whole = [step.step_s for step in steps if not math.isnan(step.step_s)]
+        own = median(step.own_work_s for step in steps) if steps else 0.0
+        return own, self._ahead, median(whole) if whole else 0.0
 
     def _decide(self, own_work_s: Sequence[float], ahead: Sequence[float]) -> None:
         before = self._reporter.shares.batches
@@ -104,13 +121,18 @@ class Rebalancing:
         shares = [
             msgspec.structs.replace(each, batch=own) for each, own in zip(planned.shares, planned.batches, strict=True)
         ]
-        most = [share.most or math.ceil(GROWTH * micro) for share, micro in zip(shares, planned.micros, strict=True)]
-        return Rebalancer(now, read_curves(shares), most, not self._weights.computes_at_once, _name_devices(planned))
+        in_pass = [share.most or math.ceil(GROWTH * micro) for share, micro in zip(shares, planned.micros, strict=True)]
+        by_parts = not self._passes and self._weights is not None and not self._weights.computes_at_once
+        most = list(map(mul, in_pass, self._passes or [1] * planned.world))
+        return Rebalancer(now, read_curves(shares), most, by_parts, _name_devices(planned))
 
     def _change(self, shares: tuple[int, ...], micros: tuple[int, ...], ahead: int) -> None:
         reporter = self._reporter
+        if self._passes:
+            micros = tuple(-(-share // passes) for share, passes in zip(shares, self._passes, strict=True))
         reporter.shares = msgspec.structs.replace(reporter.shares, batches=shares, micros=micros)
-        self._weights.change(shares, micros)
+        if self._weights is not None:
+            self._weights.change(shares, micros)
         for sampler in self._samplers:
             sampler.change_shares(shares, ahead)
         self._window = 0

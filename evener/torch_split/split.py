@@ -20,7 +20,6 @@ from importlib import import_module
 from typing import Any, Literal, TypeVar, overload
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.dealing import make_dealer
@@ -30,11 +29,11 @@ from evener.plan import Plan
 from evener.plan_check import check_fit
 from evener.torch_split.batch_weights import BatchWeights
 from evener.torch_split.dealt_batch import DealtBatch
-from evener.torch_split.gather import gather_rows
+from evener.torch_split.gather import add_up, gather_rows
 from evener.torch_split.length_sampler import check_dealt, make_sampler
 from evener.torch_split.loader import Loader, check_options, count_rows, warn_of_short_batches
 from evener.torch_split.loader_states import LoaderStates
-from evener.torch_split.model_checks import check_exchange, check_normalization, check_sharded, find_ddp, is_sharded
+from evener.torch_split.model_checks import check_exchange, check_normalization, check_sharded, find_ddp, has_own_work
 from evener.torch_split.model_digest import model_digest
 from evener.torch_split.parts import Part, in_turn, make_parts, weigh_by_count
 from evener.torch_split.process import choose_device, find_stand, join, leave_group, settle, visible_gpus
@@ -124,9 +123,7 @@ class Split:
         """Rows of this rank's batch in hand that count; 0 if it only keeps step. RequestError outside a loop."""
         batch = self._weights.batches.current
         if batch is None:
-            raise RequestError(
-                "No batch is in hand: split.rows is the rows of the loader's batch.", "Read it inside the loop."
-            )
+            raise RequestError("No batch is in hand: split.rows is of the loader's batch.", "Read it inside the loop.")
         return batch.sizes[self.rank]
 
     @property
@@ -171,7 +168,7 @@ class Split:
             passes: Loader = self._strategy.make_loader(dataset, sampler, options)
             return passes
         on_host = training and (self._weights.in_passes or sampler.is_dealt)  # a part is sent as its turn comes
-        steps = Steps(self._weights, self._reporter if training else None, self._rebalancing, self.device)
+        steps = Steps(self._weights, self._reporter if training else None, self.device)
         made = Loader(dataset, sampler, steps, options, self.device, prefetch, training, on_host)
         if training and self._rebalancing is not None:
             self._rebalancing.add(sampler, made.drawn_ahead)
@@ -198,7 +195,7 @@ class Split:
         """
         strategies = import_module("evener.lightning")  # which builds on this module
         passes = max(count_passes(share, micro) for share, micro in zip(self.shares, self.micros, strict=True))
-        self._strategy = strategies.PlanStrategy(self, passes, **options)
+        self._strategy = strategies.PlanStrategy(self, passes, self._reporter, self._rebalancing, **options)
         return self._strategy
 
     def wrap(self, model: Model, **options: Any) -> Model | DistributedDataParallel:
@@ -216,9 +213,8 @@ class Split:
                 self._weights.follow(moved)
             return moved
         check_exchange(module)
-        if is_sharded(module):
-            check_sharded(self.weigh, self._rebalancing is not None)
-            self._reporter.timer.has_own_work = False
+        self._reporter.timer.has_own_work = has_own_work(module, self._rebalancing is not None)
+        if check_sharded(module, self.weigh):
             self._weights.follow(model)
             return model
         ddp = find_ddp(module)
@@ -257,7 +253,7 @@ class Split:
             most = max(1, rows) if taken.origin.dealt else self.micros[self.rank]
             parts = make_parts(batch, rows, most, self._weights.scale_part)
             if count is not None:
-                weigh_by_count(parts, count, sizes, self.rank, self.device)
+                weigh_by_count(parts, count, sizes, self.rank, self._add_up)
             in_passes = self._weights.in_passes or isinstance(batch, DealtBatch)
             yield from in_turn(parts, self._weights.list_models(models, in_passes), self.device)
         finally:
@@ -277,11 +273,9 @@ class Split:
         sum of class weights. `loss.backward()`, `scale` and `mean` then do what they do with a mean over rows.
         """
         self._weights.refuse_in_parts("loss")
-        counted = torch.as_tensor(count).detach().to(self.device, torch.float64, copy=True)
         if not self._weights.sizes[self.rank]:
-            total, counted = total * 0, counted * 0
-        if self.world > 1:
-            dist.all_reduce(counted)
+            total, count = total * 0, torch.as_tensor(count) * 0
+        counted = self._add_up(count)
         return total / (counted * (self.weight or 1.0)).to(torch.promote_types(total.dtype, torch.float32))
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
@@ -293,7 +287,7 @@ class Split:
         self._weights.refuse_in_parts("gather")
         if self.world == 1:
             return rows
-        return gather_rows(rows, self._weights.sizes, self.rank, self.weigh == "loss")
+        return gather_rows(rows, self._weights.sizes, self.rank, self.weigh == "loss", self._reporter.timer)
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         """The model's `no_sync`, for all but the last step of an accumulation; nothing where there is no other rank."""
@@ -312,12 +306,11 @@ class Split:
     def total(self, value: Any) -> Any:
         """The sum over the ranks: of a number a float, of a tensor with dimensions a tensor. Every rank calls it."""
         self._weights.refuse_in_parts("total")
-        figure = torch.as_tensor(value).detach()
-        whole = figure.ndim and not figure.is_floating_point()
-        figure = figure.to(self.device, torch.int64 if whole else torch.float64, copy=True)
-        if self.world > 1:
-            dist.all_reduce(figure)
+        figure = self._add_up(value)
         return figure if figure.ndim else float(figure)
+
+    def _add_up(self, value: Any) -> torch.Tensor:
+        return add_up(value, self.device, self.world, self._reporter.timer)
 
     def report(self, rows: int | None = None, tokens: tuple[int, int] = (0, 0)) -> None:
         """Tell the monitor that a step on this rank's rows is done; the loader does so itself.

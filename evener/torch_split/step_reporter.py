@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from evener.live import Details, Reporter
@@ -16,14 +17,20 @@ from evener.training_journal import TrainingJournal
 class StepReporter:
     """Reports the steps of one rank, which computes its shares on `device`; `timer` is marked in each step.
 
-    With `journal`, the first rank keeps one.
+    `on_step` is called after a step that was trained on, with the rows of each rank. With `journal`, rank 0 keeps one.
     """
 
     def __init__(self, shares: RankShares, device: Any, journal: bool = False) -> None:
         self.timer = make_timer(device, alone=shares.world == 1)
         self.shares = shares
         self.changes: deque[ShareChange] = deque(maxlen=MOST_CHANGES)
+        self.on_step: Callable[[tuple[int, ...]], None] = lambda _: None
         self._reporter = Reporter(self._describe, keep_journal(shares) if journal else None)
+
+    def finish(self) -> None:
+        """The loop asks for its next batch."""
+        if self.timer.finish():
+            self.on_step(self.timer.sizes)
 
     def report(self, rows: int, tokens: tuple[int, int] = (0, 0)) -> None:
         """A step on this rank's rows is done; `tokens` are those of the rows, without and with padding."""

@@ -12,26 +12,15 @@ from evener.torch_split.batch_tracker import Epoch
 from evener.torch_split.batch_weights import BatchWeights
 from evener.torch_split.gather import is_equal_everywhere
 from evener.torch_split.loader import StepListener
-from evener.torch_split.rebalancing import Rebalancing
 from evener.torch_split.step_reporter import StepReporter
 
 
 class Steps(StepListener):
-    """Hears of one loader's steps; `reporter` times and reports each step of a training, None for a validation.
+    """Hears of one loader's steps; `reporter` times and reports each step of a training, None for a validation."""
 
-    `rebalancing` hears of each batch that was trained on.
-    """
-
-    def __init__(
-        self,
-        weights: BatchWeights,
-        reporter: StepReporter | None,
-        rebalancing: Rebalancing | None,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, weights: BatchWeights, reporter: StepReporter | None, device: torch.device) -> None:
         self._weights = weights
         self._reporter = reporter
-        self._rebalancing = rebalancing
         self._device = device
 
     def compare(self, digest: int) -> None:
@@ -50,12 +39,9 @@ class Steps(StepListener):
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
         """The loop is done with it."""
-        if self._reporter is None:
-            return
-        trained = self._reporter.timer.finish()
-        self._reporter.report(sizes[self._reporter.shares.rank], tokens)
-        if trained and self._rebalancing is not None:
-            self._rebalancing.after_step(sizes)
+        if self._reporter is not None:
+            self._reporter.report(sizes[self._reporter.shares.rank], tokens)
+            self._reporter.finish()
 
     def end(self, origin: Epoch) -> None:
         """An epoch is over, or left."""

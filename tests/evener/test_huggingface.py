@@ -24,7 +24,7 @@ from tests.support.frameworks import skip_without
 
 PROGRAMS = "tests.support.huggingface_programs"
 TWO, THREE = ((6, 2), (2, 2)), ((5, 2, 1), (3, 2, 1))  # shares, and rows of a pass: 3 to 1 passes, and 2 to 1 to 1
-THREE_RANKS = ("tokens", "rows, accumulated, drop last", "resumed")
+THREE_RANKS = ("tokens", "rows, accumulated, drop last", "resumed", "rows, rebalanced")
 NAMES = (
     *THREE_RANKS,
     "tokens, accumulated, cosine",
@@ -34,6 +34,7 @@ NAMES = (
     "rows by a compute_loss",
     "tokens by cost",
     "rows by cost",
+    "tokens, rebalanced",
     "tokens, FSDP2",
     "bf16",
 )
@@ -85,6 +86,8 @@ def test_it_learns_what_one_process_learns(trained: Any, name: str) -> None:
             assert rank["samples"] == pytest.approx(expected["samples"], rel=0.02)  # its rate has three digits
         for figure in ("steps", "tokens", "total"):
             assert rank[figure] == expected[figure]
+        if "rebalanced" in name:
+            assert rank["changes"] > 0
         if rank["predicted"] is not None:  # each row once
             torch.testing.assert_close(rank["predicted"], expected["predicted"], rtol=0, atol=1e-12)
 

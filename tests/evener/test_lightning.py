@@ -23,8 +23,8 @@ from evener.torch_split.sampler import UnevenBatchSampler
 
 LIGHTNING, ACCELERATE = "tests.support.lightning_programs", "tests.support.accelerate_programs"
 GIVEN = (((6, 2), (6, 2)), ((5, 2, 1), (3, 2, 1)))  # shares, and rows of a pass
-IN_LIGHTNING = ("plain", "accumulated", "validated", "resumed", "manual")
-WITH_ACCELERATE = ("plain", "prepared", "accumulated", "in passes", "resumed", "sharded in passes")
+IN_LIGHTNING = ("plain", "accumulated", "validated", "resumed", "manual", "rebalanced")
+WITH_ACCELERATE = ("plain", "prepared", "accumulated", "in passes", "resumed", "rebalanced", "sharded in passes")
 pytestmark = pytest.mark.slow
 
 Run = Callable[..., list[Any]]
@@ -60,6 +60,7 @@ def test_lightning_learns_what_one_process_learns(in_lightning: Pairs, name: str
     assert_same_weights(in_lightning[name], 2 if name == "manual" else 5)
     for expected, rank in in_lightning[name]:
         assert rank["steps"] == expected["steps"]
+        assert name != "rebalanced" or rank["changes"] > 0
         if name != "resumed":  # Lightning itself logs another mean there
             assert rank["metrics"] == pytest.approx(expected["metrics"], abs=1e-12)
 

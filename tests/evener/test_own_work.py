@@ -13,26 +13,9 @@ import torch
 
 from evener.live import Training
 from evener.torch_split.own_work import GpuClock, StepTimer, TimedStep
-from tests.support.torch_rebalance_programs import SLEEP_SECONDS
+from tests.support.torch_rebalance_programs import SLEEP_SECONDS, TurnedClock
 
 SIZES = (3, 1)
-
-
-class TurnedClock:
-    """A clock that tests turn; marks are past up to `computed`."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.computed = math.inf
-
-    def mark(self) -> float:
-        return self.now
-
-    def is_past(self, mark: float) -> bool:
-        return mark <= self.computed
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
 
 
 def run(script: str, alone: bool = False) -> tuple[StepTimer, TurnedClock]:
@@ -73,6 +56,20 @@ def test_with_several_passes_the_last_one_ends_own_work() -> None:
 def test_two_updates_in_a_step_have_own_work_each() -> None:
     """As in a GAN: what the first update waited for isn't own work."""
     assert last("b3g2u4g1uf")[1:3] == (7, 3)
+
+
+def test_an_exchange_within_a_step_is_waiting() -> None:
+    """As of the number of tokens before the backward pass, and of the mean loss behind it."""
+    timer, clock = run("b1")
+    with timer.meeting():
+        clock.now += 5
+    clock.now += 2
+    timer.note_gradients()
+    with timer.meeting():
+        clock.now += 3
+    timer.note_update()
+    timer.finish()
+    assert timer.last()[0][1:3] == (3, 8)
 
 
 def test_batches_that_are_taken_together_are_one_step() -> None:
@@ -150,7 +147,8 @@ def test_on_a_gpu_events_are_read_once_they_are_past() -> None:
 def test_live_files_tell_the_rank_whose_backward_pass_is_slow(trainer_ranks: Callable[..., list[Any]]) -> None:
     """DDP makes both backward passes equally long; own work differs by what rank 1 sleeps, and rank 0 waits as long."""
     first, second = trainer_ranks("tests.support.torch_rebalance_programs.slow_backward", world=2)
-    for weigh in ("gradients", "loss"):
+    assert len(first) == 3
+    for weigh in first:
         fast, slow = (msgspec.convert(records[weigh], Training) for records in (first, second))
         (quick,), (late,) = fast.devices, slow.devices
         assert late.own_work_s >= SLEEP_SECONDS

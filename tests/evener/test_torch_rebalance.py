@@ -49,9 +49,8 @@ def test_all_ranks_change_to_the_same_shares_at_the_same_step(trained: list[Any]
 
 @pytest.mark.slow
 def test_a_rank_that_gets_slower_gets_fewer_rows_and_more_again(trained: list[Any]) -> None:
-    """Rank 1 takes four times as long for a row from step 60 to 199."""
+    """Rank 1 takes four times as long for a row from step 60 to 199; its memory is trusted with 5 rows."""
     changes = trained[0]["by the rule"]["changes"]
-    slow = [shares for shares, step in changes if 60 < step <= 190]
-    after = [shares for shares, step in changes if step > 200]
-    assert slow[-1][1] <= 4
-    assert after[-1][1] > slow[-1][1]
+    assert [shares for shares, _ in changes] == [(11, 5), (13, 3), (11, 5)]
+    assert 60 < changes[1][1] <= 80
+    assert 200 < changes[2][1] <= 220

@@ -19,6 +19,7 @@ from evener.errors import EvenerError
 from evener.torch_split import Split
 from tests.support.huggingface_programs import SEED, Ordered, make_plan
 from tests.support.lightning_programs import EPOCHS, points
+from tests.support.scripted_shares import rotate_shares
 
 ROWS = 45
 WINDOW = 2
@@ -68,12 +69,13 @@ LOOPS: dict[str, Callable[..., None]] = {
     "accumulated": accumulated,
     "in passes": in_passes,
     "resumed": plain,
+    "rebalanced": accumulated,
 }
 
 
 def train(name: str, split: Any = None, folder: str = "") -> dict[str, Any]:
     """By a split, or in one process without; "resumed" in two halves, the second from a saved state."""
-    window = WINDOW if name == "accumulated" else 1
+    window = WINDOW if LOOPS[name] is accumulated else 1
     options = GradientAccumulationPlugin(num_steps=window, sync_with_dataloader=False)
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=options)
     module = network()
@@ -91,6 +93,8 @@ def train(name: str, split: Any = None, folder: str = "") -> dict[str, Any]:
         LOOPS[name](accelerator, model, optimizer, loader, split)
     found = {"weights": [tensor.detach().clone() for tensor in module.state_dict().values()]}
     found["predicted"] = predict(accelerator, model)
+    if name == "rebalanced" and split is not None:
+        assert split._reporter.changes
     accelerator.free_memory()
     return found
 
@@ -163,12 +167,20 @@ def sentence(called: Callable[[], Any]) -> str:
     return ""
 
 
+def make_split(name: str, plan: Any) -> Split:
+    """For one of the loops."""
+    split = Split(plan, rebalance=name == "rebalanced")
+    if name == "rebalanced":
+        rotate_shares(split._rebalancing)
+    return split
+
+
 def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> None:
     """Every loop as one rank; under a plan with passes those that know of them."""
     torch.set_num_threads(1)
     plan = make_plan(shares, micros)
     names = list(LOOPS) if shares == micros else ["in passes"]
-    found: dict[str, Any] = {name: train(name, Split(plan), str(folder / "state")) for name in names}
+    found: dict[str, Any] = {name: train(name, make_split(name, plan), str(folder / "state")) for name in names}
     found["parallel"] = refuse_parallel(Split(plan))
     if shares == micros:
         found["refused"] = refuse(Split(plan))

@@ -25,6 +25,7 @@ from evener.huggingface import with_plan
 from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
 from evener.torch_split.row_order import RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
+from tests.support.scripted_shares import rotate_shares
 
 GLOBAL_BATCH = 8
 WORDS = 64
@@ -41,6 +42,7 @@ class Program(msgspec.Struct, frozen=True):
     three_ranks: bool = False  # also in passes by three
     sharded: bool = False
     by_cost: bool = False
+    rebalance: bool = False
 
 
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 0.5}
@@ -61,6 +63,8 @@ PROGRAMS = {
     "resumed": Program(rows=45, arguments=ADAM, resume_after=8, three_ranks=True),
     "tokens by cost": Program(rows=45, arguments={**ADAM, "gradient_accumulation_steps": 2}, by_cost=True),
     "rows by cost": Program("own loss", 41, ADAM, by_cost=True),
+    "tokens, rebalanced": Program(rows=45, arguments={**ADAM, "gradient_accumulation_steps": 2}, rebalance=True),
+    "rows, rebalanced": Program("plain", 45, ADAM, three_ranks=True, rebalance=True),
     "tokens, FSDP2": Program(rows=45, arguments=ADAM, sharded=True),
 }
 
@@ -263,11 +267,14 @@ def choose_class(program: Program) -> Any:
 
 def train(program: Program, plan: Plan, folder: Path, resumed_by: Plan) -> dict[str, Any]:
     """By the adapter; if it stops on the way, the rest is trained by `resumed_by`, unless a checkpoint is there."""
-    kind, path = with_plan(choose_class(program), plan_by_cost(plan) if program.by_cost else plan), str(folder)
+    chosen, path = plan_by_cost(plan) if program.by_cost else plan, str(folder)
+    kind = with_plan(choose_class(program), chosen, rebalance=program.rebalance)
     checkpoint = folder / f"checkpoint-{program.resume_after}"
     if not program.resume_after:
         trainer = kind(args=make_arguments(program, path), **make_parts(program))
-        return describe(trainer, trainer.train())
+        if program.rebalance:
+            rotate_shares(trainer._rebalancing)
+        return {**describe(trainer, trainer.train()), "changes": len(trainer._reporter.changes)}
     if not checkpoint.exists():
         saves = {"save_strategy": "steps", "save_steps": program.resume_after, "max_steps": program.resume_after}
         kind(args=make_arguments(program, path, **saves), **make_parts(program)).train()

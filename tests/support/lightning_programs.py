@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from evener.errors import EvenerError
 from evener.torch_split import Split
 from tests.support.huggingface_programs import SEED, Ordered, Points, make_plan
+from tests.support.scripted_shares import rotate_shares
 
 EPOCHS = 3
 
@@ -31,6 +32,7 @@ class Program(msgspec.Struct, frozen=True):
     manual: bool = False
     validate: bool = False
     resume_after: int = 0  # optimizer steps
+    rebalance: bool = False
 
 
 PROGRAMS = {
@@ -39,6 +41,7 @@ PROGRAMS = {
     "validated": Program(45, validate=True),
     "manual": Program(manual=True),
     "resumed": Program(45, resume_after=8),
+    "rebalanced": Program(45, {"accumulate_grad_batches": 2}, rebalance=True),
 }
 
 
@@ -103,8 +106,10 @@ def train(program: Program, split: Any, folder: str) -> dict[str, Any]:
             trainer.validate(module, held_out, verbose=False)
         return module, trainer
 
+    if program.rebalance:
+        rotate_shares(split._rebalancing)
     if not program.resume_after:
-        return describe(*fit())
+        return {**describe(*fit()), "changes": len(split._reporter.changes)}
     saves = pl.callbacks.ModelCheckpoint(folder, "half", every_n_train_steps=program.resume_after, save_top_k=-1)
     fit(enable_checkpointing=True, callbacks=[saves])
     return describe(*fit(f"{folder}/half.ckpt"))
@@ -134,9 +139,9 @@ class Epochs(Ordered):
 def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> None:
     """Every program as one rank, but manual optimization in passes."""
     torch.set_num_threads(1)
-    split = Split(make_plan(shares, micros))
+    plan = make_plan(shares, micros)
     found = {
-        name: train(program, split, str(folder / name))
+        name: train(program, Split(plan, rebalance=program.rebalance), str(folder / name))
         for name, program in PROGRAMS.items()
         if not (program.manual and shares != micros)
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from evener.live import read_trainings
 from evener.rebalance import Change
 from evener.torch_split import Split
 from evener.torch_split.sampler import UnevenBatchSampler
+from tests.support.scripted_shares import script
 from tests.support.torch_program_parts import data, network
 
 SLEEP_SECONDS = 0.1
@@ -54,15 +56,22 @@ def slow_backward(folder: Path, rank: int) -> None:
     found = {
         "gradients": _live_record(Split(ratios=(3, 1), global_batch=8)),
         "loss": _live_record(Split(ratios=(3, 1), global_batch=8, weigh="loss")),
+        "loss, and its mean before the backward pass": _live_record(
+            Split(ratios=(3, 1), global_batch=8, weigh="loss"), by_mean=True
+        ),
     }
     torch.save(found, folder / f"{rank}.pt")
 
 
-def _live_record(split: Split) -> dict[str, Any]:
-    model = split.wrap(SlowBackward())
+def _live_record(split: Split, by_mean: bool = False) -> dict[str, Any]:
+    """Of a training whose rank 1 sleeps in each step: in its backward pass, or before ranks meet in `split.mean`."""
+    model = split.wrap(network() if by_mean else SlowBackward())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for inputs, labels in split.loader(data(64)):
         loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+        if by_mean:
+            time.sleep(SLEEP_SECONDS * split.rank)
+            split.mean(loss)
         (split.scale(loss) if split.weigh == "loss" else loss).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -76,8 +85,25 @@ GLOBAL_BATCH = 16
 SHARES = ((12, 4), (7, 9), (15, 1), (5, 11), (8, 8))
 
 
+class TurnedClock:
+    """A clock that tests turn; marks are past up to `computed`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.computed = math.inf
+
+    def mark(self) -> float:
+        return self.now
+
+    def is_past(self, mark: float) -> bool:
+        return mark <= self.computed
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
 class RebalancedCase(msgspec.Struct, frozen=True):
-    """A training whose shares change; `slow` steps are those in which rank 1 sleeps longer for each row."""
+    """A training whose shares change; in `slow` steps, rank 1 takes four times as long for a row."""
 
     rows: int = 97  # the last batch has a single row
     steps: int = 300
@@ -158,6 +184,7 @@ class _Training:
         self.net: Any = network()
         self._optimizer = torch.optim.AdamW(self.net.parameters(), 1e-2)
         self._seen = 0
+        self._clock = TurnedClock()  # as long as rows are said to take
         self.rows: list[list[int]] = []  # of each epoch, of the first loader
         self.changes: list[tuple[tuple[int, ...], int]] = []
 
@@ -171,9 +198,9 @@ class _Training:
     def _run_until(self, last: int, state: dict[str, Any] | None) -> dict[str, Any]:
         case = self._case
         split = Split(ratios=SHARES[0], global_batch=GLOBAL_BATCH, weigh=case.weigh, rebalance=True)
+        split._reporter.timer._clock = self._clock
         if case.slow is None:
-            rebalancing: Any = split._rebalancing
-            rebalancing._rule = ScriptedRule(case.micros)
+            script(split._rebalancing, ScriptedRule(case.micros))
         if state is not None:
             split.load_state_dict(state)
         model = split.wrap(self.net)
@@ -203,12 +230,12 @@ class _Training:
     def _compute(self, split: Split, model: Any, inputs: torch.Tensor, labels: torch.Tensor) -> None:
         case = self._case
         if case.micros:
+            self._clock.now += 0.001
             for part in split.parts((inputs, labels)):
                 part.backward(torch.nn.functional.cross_entropy(model(part.batch[0]), part.batch[1]) / case.accumulate)
             return
-        if case.slow is not None:
-            slower = 4 if self._rank and case.slow[0] <= self._seen < case.slow[1] else 1
-            time.sleep(0.0005 * slower * len(inputs))
+        slow = case.slow is not None and self._rank and case.slow[0] <= self._seen < case.slow[1]
+        self._clock.now += len(inputs) * (0.004 if slow else 0.001)
         loss = torch.nn.functional.cross_entropy(model(inputs), labels) / case.accumulate
         (split.scale(loss) if case.weigh == "loss" else loss).backward()
 

@@ -41,10 +41,16 @@ def rows_dealt_by_length_that_rebalance(shares: tuple[int, ...], rows: TensorDat
     return []
 
 
-@refused("none has times of its own to rebalance by")
+@refused("so none has times of its own to rebalance by")
 def a_sharded_model_that_rebalances(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
     split = split_by(shares, rebalance=True, weigh="loss")
     return weights(split.wrap(shard(split, network())))
+
+
+@refused("by FSDP or SyncBatchNorm")
+def a_model_normalized_over_ranks_that_rebalances(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    split = split_by(shares, rebalance=True, weigh="loss")
+    return weights(split.wrap(nn.SyncBatchNorm(4)))
 
 
 @refused("One backward pass mixes two batches")

@@ -1,0 +1,29 @@
+"""A rule that changes shares after every window, for trainings that must learn the same whatever the shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from evener.rebalance import Change
+from evener.torch_split import rebalancing
+
+
+class RotatedShares:
+    """In place of a Rebalancer: each rank takes over the rows of the next one."""
+
+    def observe(self, step: int, own_work_s: Sequence[float], rows: Sequence[int]) -> Change:
+        assert min(own_work_s) > 0  # of every rank
+        shares = (*rows[1:], rows[0])
+        return Change(shares, shares, f"a script, at step {step}", 0.1)
+
+
+def script(made: Any, rule: Any) -> None:
+    """Let a Rebalancing follow this rule, after every five steps however fast they are."""
+    rebalancing.MOST_STEPS = rebalancing.FEWEST_STEPS
+    made._rule = rule
+
+
+def rotate_shares(made: Any) -> None:
+    """From the first window on."""
+    script(made, RotatedShares())
