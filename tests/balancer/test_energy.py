@@ -22,6 +22,7 @@ from evener.devices.nvidia import probe_watch
 from evener.devices.nvidia.probe_watch import Vitals
 from evener.plan import load_plan, to_toml
 from evener.tui.cli.main import run
+from evener.tui.report.contents import read_report
 
 LEAN = """
 [[device]]
@@ -152,6 +153,9 @@ def test_a_search_by_energy_takes_the_lean_device_alone(own_folder: Path, capsys
     assert "% faster (" in printed
     assert "the most of the layouts at most 10 % slower than the fastest, and" in printed
     assert b"joule" not in to_toml(plan, schema=1)
+    ranked = {one.name: one.throughput for one in read_report("last").ranking}
+    assert ranked["the plan"] == own
+    assert ranked["best split"] == split
     assert run([*efficient, "--max-slowdown", "1%"]) == 0
     assert load_plan("plan.toml").batches[1] > 0, "the lean device alone is too slow for that"
     capsys.readouterr()

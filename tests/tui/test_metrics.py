@@ -45,7 +45,9 @@ RANKS = [
 
 
 def _trainings() -> list[Training]:
-    return [Training(**msgspec.structs.asdict(each), pid=50 + place) for place, each in enumerate(RANKS)]
+    """The last one is an earlier report under the first one's name."""
+    reports = [*RANKS, msgspec.structs.replace(RANKS[0], updated_at=1.78e9, step=2)]
+    return [Training(**msgspec.structs.asdict(each), pid=50 + place) for place, each in enumerate(reports)]
 
 
 def _registry(snapshot: Any) -> CollectorRegistry:
@@ -117,6 +119,17 @@ def test_each_rank_of_a_training_has_its_own_work_waiting_and_share(script: Any)
     assert ranks["evener_tokens_per_second"] == {"1": 3e4}
     assert ranks["evener_steps_total"] == {"0": 7, "1": 7, "": 3}
     assert set(_by_label(text, "workload")["evener_samples_per_second"]) == {'odd "name"\\', "bert", "mnist"}
+
+
+def test_ranks_on_other_hosts_carry_their_names(script: Any) -> None:
+    """Two processes without an id may have one pid on two hosts: both are there."""
+    here = Training(**msgspec.structs.asdict(RANKS[1]) | {"training": "", "rank": -1}, pid=50)
+    there = msgspec.structs.replace(
+        here, devices=(msgspec.structs.replace(here.devices[0], host="10.0.0.2"),), samples_per_second=5.0
+    )
+    families = metric_families(script.snapshot(reports=(here, there)))
+    (speeds,) = (family for family in families if family.name == "evener_samples_per_second")
+    assert {each.labels["Hostname"]: each.value for each in speeds.samples} == {"node7": 700.0, "10.0.0.2": 5.0}
 
 
 def _ask(port: int, host: str = "", path: str = "/metrics") -> tuple[int, str]:

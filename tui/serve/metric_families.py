@@ -134,7 +134,8 @@ def _short(device: Device) -> str:
 def _name(training: Training, hostname: str) -> Labels:
     """A training that has no id goes by its process."""
     rank = "" if training.rank < 0 else str(training.rank)
-    return clean(training.training or training.pid), clean(training.workload), rank, hostname
+    host = next((clean(live.host) for live in training.devices if live.host), hostname)
+    return clean(training.training or training.pid), clean(training.workload), rank, host
 
 
 def _place(live: LiveDevice, devices: Mapping[str, Device]) -> tuple[str, str]:
