@@ -116,17 +116,18 @@ def span_cells(spans: Iterable[Span]) -> int:
     return taken
 
 
-def join_blanks(spans: Iterable[Span]) -> list[Span]:
-    """The same row in fewer spans: blanks look alike in every tone, and go with what is before them."""
-    joined: list[Span] = []
+def join_blanks(spans: Iterable[Span]) -> list[tuple[str, Tone, str]]:
+    """The same row in fewer parts: blanks look alike in every tone, and go with what is before them."""
+    joined: list[tuple[str, Tone, str]] = []
+    text, tone, action = "", TONES[0], ""
     for span in spans:
-        text, _, action = span
-        if joined and not action and not joined[-1].action and not text.strip(" "):
-            last = joined[-1]
-            joined[-1] = Span(last.text + text, last.tone)
-        elif text:
-            joined.append(span)
-    return joined
+        if not (action or span[2]) and (not span[0] or span[0].isspace()):
+            text += span[0]
+        else:
+            if text:
+                joined.append((text, tone, action))
+            text, tone, action = span
+    return [*joined, (text, tone, action)] if text else joined
 
 
 def pad(spans: tuple[Span, ...], width: int, align: Literal["left", "right"] = "left") -> tuple[Span, ...]:
