@@ -20,12 +20,10 @@ import torch
 import torch.distributed as dist
 
 from evener.live_files import ShareChange
-from evener.plan import Share
-from evener.rebalance import GROWTH, Rebalancer
+from evener.rebalance import GROWTH, Rebalancer, name_devices
 from evener.share_solver import read_curves
 from evener.torch_split.batch_weights import BatchWeights
 from evener.torch_split.own_work import KEPT_STEPS
-from evener.torch_split.rank_shares import RankShares
 from evener.torch_split.sampler import UnevenBatchSampler
 from evener.torch_split.step_reporter import StepReporter
 
@@ -113,8 +111,7 @@ class Rebalancing:
             ShareChange(self._step + batches + 1, time.time(), before, change.shares, change.reason)
         )
         if self._planned.rank == 0:
-            shown = " -> ".join("+".join(map(str, shares)) for shares in (before, change.shares))
-            print(f"{change.reason}: {shown}\n", end="", file=sys.stderr, flush=True)
+            print(f"{change.describe(before)}\n", end="", file=sys.stderr, flush=True)
 
     def _make_rule(self) -> Rebalancer:
         planned, now = self._planned, self._reporter.shares.batches
@@ -124,7 +121,7 @@ class Rebalancing:
         in_pass = [share.most or math.ceil(GROWTH * micro) for share, micro in zip(shares, planned.micros, strict=True)]
         by_parts = not self._passes and self._weights is not None and not self._weights.computes_at_once
         most = list(map(mul, in_pass, self._passes or [1] * planned.world))
-        return Rebalancer(now, read_curves(shares), most, by_parts, _name_devices(planned))
+        return Rebalancer(now, read_curves(shares), most, by_parts, name_devices(planned.shares))
 
     def _change(self, shares: tuple[int, ...], micros: tuple[int, ...], ahead: int) -> None:
         reporter = self._reporter
@@ -136,15 +133,3 @@ class Rebalancing:
         for sampler in self._samplers:
             sampler.change_shares(shares, ahead)
         self._window = 0
-
-
-def _name_devices(shares: RankShares) -> tuple[str, ...]:
-    """As the monitor has them; by rank where no plan names them."""
-    if len({(share.host, share.device) for share in shares.shares}) < shares.world:
-        return ()
-    return tuple(map(_name, shares.shares))
-
-
-def _name(share: Share) -> str:
-    device = f"GPU:{share.index}" if share.device.startswith("GPU-") else share.device
-    return f"{share.host}/{device}" if share.host else device

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from evener.curves import Curve
 from evener.passes import split_passes
 from evener.plan import Share
-from evener.rebalance import GROWTH, Change, Rebalancer, advise, choose_quantum
+from evener.rebalance import GROWTH, Change, Rebalancer, advise, choose_quantum, name_devices
 from evener.share_solver import pass_rows, proportional_curves, read_curves, scale, solve_shares
 from tests.support.share_traces import (
     Machine,
@@ -102,9 +102,16 @@ def test_the_reason_names_the_device_how_much_and_since_when() -> None:
     assert change is not None
     assert step == 2
     assert change.reason == "GPU:1 slower by 40 % since step 200"
+    assert change.describe((768, 560)) == f"{change.reason}: 768+560 -> 872+456"
     assert change.shares == (872, 456)
     assert change.micros == (872, 456)
     assert change.gain == pytest.approx(1.4 / (1.4 * 456 / 560) - 1)
+
+
+def test_devices_are_named_as_in_the_monitor_and_by_rank_where_nothing_tells_them_apart() -> None:
+    shares = [Share("GPU-8a50", 1, "H200", 60, 0.6, host="b"), Share("cpu-0-of-2", 0, "a slice", 40, 0.4)]
+    assert name_devices(shares) == ("b/GPU:1", "cpu-0-of-2")
+    assert name_devices([shares[1], shares[1]]) == ()
 
 
 def test_what_was_wrong_from_the_start_is_told_apart_from_what_changed() -> None:
