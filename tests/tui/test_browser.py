@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -40,7 +41,7 @@ class Served:
 
     def visitors(self) -> list[psutil.Process]:
         """The processes that draw for visitors."""
-        return [each for each in psutil.Process(self.process.pid).children() if each.status() != psutil.STATUS_ZOMBIE]
+        return [each for each in psutil.Process(self.process.pid).children() if _lives(each)]
 
     def ask(self, path: str, **headers: str) -> int:
         """The status of an answer."""
@@ -63,6 +64,12 @@ def served() -> Iterator[Served]:
     started = Served()
     yield started
     started.end()
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def _wait(what: str, holds: Callable[[], object]) -> None:
@@ -113,7 +120,7 @@ def test_a_visitor_sees_the_monitor_and_uses_keys_and_a_closed_tab_ends_its_proc
         browser.call("Page.close")
         _wait("its process ends with the tab", lambda: served.visitors() == [first])
         assert served.end() == 128 + signal.SIGTERM
-        _wait("the visitors end with the server", lambda: not first.is_running())
+        _wait("the visitors end with the server", lambda: not _lives(first))
     finally:
         browser.close()
         served.end()
