@@ -47,7 +47,7 @@ def make_changing(cut: Cut, global_batch: int | None, engine: str) -> ChangingCu
     """The same cut, to be changed while an engine trains; RequestError where it can't be."""
     if engine != "multiworker":
         raise RequestError(
-            f"engine={engine!r} can't rebalance: its devices wait for each other within a step, and none has own times.",
+            f"engine={engine!r} can't rebalance: its devices wait for each other within a step.",
             "Leave rebalance out, or start a process for each device with evener launch.",
         )
     if global_batch is None:

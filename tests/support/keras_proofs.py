@@ -656,7 +656,8 @@ def group_cases() -> dict[str, Any]:
     """This process' part of a group of two or three: in passes where it is of three."""
     config = json.loads(os.environ["TF_CONFIG"])
     three = sum(map(len, config["cluster"].values())) == 3
-    split = Split(make_plan(15, 6, 0, 3, micros=(3, 6, 0, 2)) if three else make_plan(18, 6))
+    plan = make_plan(15, 6, 0, 3, micros=(3, 6, 0, 2)) if three else make_plan(18, 6)
+    split = Split(plan, rebalance=three)
     clipped = lambda: network(  # noqa: E731
         optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.1), regularizer="l2"
     )
@@ -664,7 +665,13 @@ def group_cases() -> dict[str, Any]:
     x, y, weights, held = X[:ONE_OVER], Y[:ONE_OVER], WEIGHTS[:ONE_OVER], (X[:40], Y[:40])
     found = {"sums": sums(split), "engine": split.engine}
     if three:
-        return found | {"passes": compare(split, clipped, x, y, sample_weight=weights, validation_data=held)}
+        found["passes"] = compare(split, clipped, x, y, sample_weight=weights, validation_data=held)
+        adamw = lambda: network(  # noqa: E731
+            optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.1), regularizer="l2"
+        )
+        found["forced"] = keras_rebalance_proofs.forced(split, adamw, x, y)
+        adam = lambda slow: network(optimizers.Adam(0.01), extra=[slow])  # noqa: E731
+        return found | {"by rule": keras_rebalance_proofs.by_rule(split, adam, X, Y)}
     classes = {0: 0.5, 1: 2.0, 3: 1.5}
     return found | {
         "clipped momentum L2 weights one row": compare(
@@ -678,15 +685,6 @@ def group_cases() -> dict[str, Any]:
         "rounding": rounding(split),
         "refusals": refusals(split),
         "users": keras_users.group(),
-        "forced": keras_rebalance_proofs.forced(
-            make_plan(15, 9, micros=(5, 9)),
-            lambda: network(optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.1), regularizer="l2"),
-            X[:ONE_OVER],
-            Y[:ONE_OVER],
-        ),
-        "by rule": keras_rebalance_proofs.by_rule(
-            make_plan(12, 12), lambda slow: network(optimizers.Adam(0.01), extra=[slow]), X, Y
-        ),
     }
 
 
