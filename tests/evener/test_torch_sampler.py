@@ -357,3 +357,27 @@ def test_data_without_numbered_rows_are_refused(dataset: Any) -> None:
 def test_options_that_the_plan_decides_are_refused(option: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=next(iter(option))):
         check_options(option)
+
+
+@pytest.mark.parametrize(("prefetch", "workers"), [(0, 0), (2, 0), (1, 1)])
+def test_shares_that_change_in_a_loop_take_each_row_once(prefetch: int, workers: int) -> None:
+    """Rows that are drawn ahead keep the shares that they were drawn by, and the loaders say so."""
+    length, before, after = 61, (5, 3), (2, 6)
+    heard = [Heard(), Heard()]
+    samplers = ranks(length, before, seed=4)
+    loaders = [
+        Loader(Numbers(length), sampler, listener, {"num_workers": workers}, prefetch=prefetch)
+        for sampler, listener in zip(samplers, heard, strict=True)
+    ]
+    for each, sampler in zip(heard, samplers, strict=True):
+        each.rank = sampler.rank
+    whole = list(UnevenBatchSampler(length, [8], 0, seed=4))
+    for step, batches in enumerate(zip(*loaders, strict=True)):
+        sizes = heard[0].begun[step]
+        assert heard[1].begun[step] == sizes
+        assert [row for batch, size in zip(batches, sizes, strict=True) for row in batch.tolist()[:size]] == whole[step]
+        if step == 1:
+            for loader, sampler in zip(loaders, samplers, strict=True):
+                sampler.change_shares(after, loader.drawn_ahead)
+    first = 2 + loaders[0].drawn_ahead
+    assert heard[0].begun == [before] * first + [after] * (7 - first) + [(1, 4)]
