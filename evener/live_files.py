@@ -176,7 +176,7 @@ def _read_record(name: str, folder: int) -> LiveRecord | None:
     except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
     texts = (record.framework, record.workload, *(device.id for device in record.devices))
-    return record if all(text == clean(text) for text in texts) else None
+    return record if all(map(str.isprintable, texts)) else None
 
 
 def _is_ours(status: os.stat_result) -> bool:
