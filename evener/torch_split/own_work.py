@@ -112,7 +112,7 @@ class StepTimer:
         self._asked: Any = None
         self.sizes: tuple[int, ...] = ()  # of the newest batch
         self._turns: list[Any] = []
-        self._trained = False  # gradients were computed, or applied
+        self._computed = self._applied = False  # gradients of the batch
         self._marked: deque[_Marked] = deque(maxlen=KEPT_STEPS)
         handle = register_optimizer_step_pre_hook(_call_weakly(weakref.WeakMethod(self.note_update)))
         weakref.finalize(self, handle.remove)
@@ -121,11 +121,11 @@ class StepTimer:
         """A batch is in hand, of which the ranks have these rows."""
         self.sizes = sizes
         self._turns = [self._clock.mark()]
-        self._trained = False
+        self._computed = self._applied = False
 
     def note_gradients(self) -> None:
         """The last gradient is ready; with several passes, called for each."""
-        self._trained = True
+        self._computed = True
         turns = self._turns
         if len(turns) % 2:
             turns.append(self._clock.mark())
@@ -137,7 +137,7 @@ class StepTimer:
         turns = self._turns
         if turns and len(turns) % 2 and self._alone:
             self.note_gradients()
-        self._trained = bool(turns)
+        self._applied = True
         if turns and not len(turns) % 2:
             turns.append(self._clock.mark())
 
@@ -161,17 +161,19 @@ class StepTimer:
         torch.autograd.Variable._execution_engine.queue_callback(self.note_gradients)
 
     def finish(self) -> bool:
-        """The loop asks for its next batch; whether it has trained on this one."""
+        """The loop asks for its next batch; whether gradients of this one were computed, and exchanged."""
         done = self._clock.mark()
-        if self._trained:
+        if self._turns and (self._computed or self._applied):
             self._marked.append(_Marked(self.sizes, self._asked, self._turns, done))
-        trained, self._trained = self._trained, False
-        self._asked, self._turns = done, []
-        return trained
+        computed = self._computed
+        self.pause()
+        self._asked = done
+        return computed
 
     def pause(self) -> None:
         """The loop has ended: what comes before its next batch belongs to no step."""
-        self._asked, self._turns, self._trained = None, [], False
+        self._asked, self._turns = None, []
+        self._computed = self._applied = False
 
     def last(self, count: int = KEPT_STEPS) -> list[TimedStep]:
         """Of the last steps, so many at most, those that the device has computed."""

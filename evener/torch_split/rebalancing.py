@@ -87,7 +87,7 @@ class Rebalancing:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the shares of `state`, if it is of the same plan."""
         if tuple(state["planned"]) == self._planned.batches:
-            self._rule = None
+            self._rule = self._gathered = None
             self._change(tuple(state["shares"]), tuple(state["micros"]), 0)
 
     def _figures(self) -> tuple[float, float, float]:
@@ -95,8 +95,8 @@ class Rebalancing:
         shares = self._reporter.shares.batches
         steps = [step for step in self._reporter.timer.last(self._window_steps) if step.sizes == shares]
         whole = [step.step_s for step in steps if not math.isnan(step.step_s)]
-        own = median(step.own_work_s for step in steps) if steps else 0.0
-        return own, self._ahead, median(whole) if whole else 0.0
+        own = [step.own_work_s for step in steps if not math.isnan(step.own_work_s)]
+        return median(own) if own else 0.0, self._ahead, median(whole) if whole else 0.0
 
     def _decide(self, own_work_s: Sequence[float], ahead: Sequence[float]) -> None:
         before = self._reporter.shares.batches

@@ -84,6 +84,16 @@ def test_a_step_without_an_update_has_own_work() -> None:
     assert math.isnan(step.waiting_s)
 
 
+def test_only_a_step_with_gradients_counts_for_an_agreement() -> None:
+    """An optimizer of one rank's own may step at any time; the others would wait for it."""
+    timer, _ = run("b1u1")
+    assert not timer.finish()
+    timer.begin(SIZES)
+    timer.note_gradients()
+    assert timer.finish()
+    assert not timer.finish()
+
+
 def test_a_process_alone_waits_for_nobody() -> None:
     assert last("b5u1f", alone=True)[1:3] == (5, 0)
 
