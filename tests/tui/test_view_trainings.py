@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.devices.types import LOST, Snapshot, value
-from evener.live_files import ShareChange, Training
+from evener.live_files import LiveDevice, ShareChange, Training
 from evener.tui.view.cells import cells
 from evener.tui.view.charts import work_bar
 from evener.tui.view.devices import DeviceRow, device_lines
@@ -193,6 +193,32 @@ def test_every_line_fits_at_every_width(width: int, marks: Marks, own: float, wa
     columns_need = 79  # with tokens/s
     assert all(cells(line.text) <= max(width, columns_need) for line in lines)
     assert all(cells(line.text) <= width for line in training_lines(row, AT_SECONDS, width, marks))
+
+
+_RATES = st.sampled_from([0.0, 1e-320, 1e-9, 0.1, 60.0, 1e18])
+_COUNTS = st.sampled_from([0, 1, 64, 1 << 40, (1 << 62) - 1])
+
+
+@given(st.lists(st.tuples(_RATES, _RATES, _COUNTS, _COUNTS), min_size=1, max_size=4), _RATES)
+def test_any_figures_that_a_file_may_hold_are_shown_at_once(
+    figures: list[tuple[float, float, int, int]], step_s: float
+) -> None:
+    reports = [
+        Training(
+            "t", "w", own, share, AT_SECONDS, (LiveDevice("x", 0, share, own, micro, own, waiting),),
+            training="t", rank=rank, world=len(figures), step_s=step_s, input_s=own, pid=rank,
+        )
+        for rank, (own, waiting, share, micro) in enumerate(figures)
+    ]  # fmt: skip
+    host: Any = None
+    snapshot = Snapshot(
+        at_seconds=AT_SECONDS, interval_seconds=1.0, devices=(), processes=(), host=host, sampling_seconds=0.0,
+        reports=tuple(reports),
+    )  # fmt: skip
+    (row,) = join_trainings(snapshot)
+    assert len(rank_table(row, 100, 9, UNICODE)[0]) == 1 + len(figures)
+    assert training_table([row], 100, 9, UNICODE)[0]
+    assert training_lines(row, AT_SECONDS, 100, UNICODE)
 
 
 @given(st.floats(0, 10), st.floats(0, 10), st.floats(0.001, 20), st.integers(1, 100))

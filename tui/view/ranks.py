@@ -17,6 +17,7 @@ SILENT_STEPS = 3.0  # a report that is late by so many steps: the rank hangs, va
 LEAST_PART = 0.05  # of a step, from which it is named
 LEAST_EXCHANGE = 0.1  # of a step
 LEAST_PERCENT = 5.0  # of the time throttled, or of a device's multiprocessors that a neighbour takes
+MOST_PASSES = 1000  # of a share; more are no training's, and would take long to write
 Placed = Mapping[tuple[str, str], DeviceSample]  # by host and id
 
 
@@ -60,7 +61,7 @@ def place_ranks(report: Training, samples: Placed, at_seconds: float) -> Iterato
             pid=report.pid,
             device=sample.device.label if sample else _name(live),
             share=live.batch,
-            micro=live.micro,
+            micro=live.micro if live.batch <= MOST_PASSES * live.micro else 0,
             samples_per_second=live.samples_per_second,
             tokens_per_second=report.tokens_per_second * part,
             own_work_s=live.own_work_s,

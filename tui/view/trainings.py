@@ -12,6 +12,9 @@ from evener.rebalance import Advice, advise
 from evener.share_solver import proportional_curves
 from evener.tui.view.ranks import Cause, Placed, RankPlace, RankRow, find_causes, place_ranks
 
+MOST_ROWS = 1 << 24  # of a step for which shares are looked for; reports are foreign figures
+LEAST_WORK_S, MOST_WORK_S = 1e-6, 1e5
+
 
 class TrainingRow(msgspec.Struct, frozen=True):
     """One training: its ranks, its figures over all of them, and what holds it up."""
@@ -96,4 +99,6 @@ def _advice(ranks: Sequence[RankRow], step_s: float) -> Advice | None:
     if len(ranks) < 2 or any(row.silent_s or not row.share or not row.own_work_s for row in ranks):
         return None
     shares = [row.share for row in ranks]
+    if sum(shares) > MOST_ROWS or not all(LEAST_WORK_S < row.own_work_s < MOST_WORK_S for row in ranks):
+        return None
     return advise(proportional_curves(shares), shares, [row.own_work_s for row in ranks], step_s)
