@@ -18,6 +18,7 @@ from evener.devices.cluster import agents, connection, discovery
 from evener.devices.cluster.agents import Agent
 from evener.devices.cluster.connection import Node
 from evener.devices.cluster.discovery import HostDevices, explain_versions, find_on_host
+from evener.devices.cluster.reachability import Listener, find_unreachable
 from evener.devices.discover import discover
 from evener.devices.terms import parse_request
 from evener.devices.this_machine import Discovery
@@ -154,3 +155,11 @@ def test_without_ray_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(connection, "find_spec", lambda name: None if name == "ray" else find(name))
     with pytest.raises(RequestError, match=r"Ray is not installed\. Install it"):
         discover("ray")
+
+
+def test_ports_are_reached_while_somebody_listens() -> None:
+    listener = Listener("127.0.0.1")
+    places = listener.places()
+    assert find_unreachable(places) == []
+    listener.close()
+    assert find_unreachable(places[:1]) == [(places[0], "Connection refused")]

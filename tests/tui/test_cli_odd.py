@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from evener.balancer import manual_run
+from evener.balancer.cluster_diagnostics import merge_checks
 from evener.balancer.diagnostics import Check, Level, check_machine
 from evener.balancer.store.locks import lock_devices
 from evener.balancer.store.runs import journal_path
@@ -251,3 +252,21 @@ def test_json_is_json_on_either_side_of_the_command(capsys: pytest.CaptureFixtur
         before = json.loads(capsys.readouterr().out)
         assert run(["runs", *command, "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == before
+
+
+def test_the_doctor_says_once_what_all_hosts_have() -> None:
+    same, here, there = (
+        Check("python", "ok", "3.11"),
+        Check("torch", "ok", "2.13"),
+        Check("torch", "note", "2.12", "Update."),
+    )
+    assert merge_checks({"a": (same, here), "b": (same, there)}) == (
+        same,
+        Check("torch", "ok", "a: 2.13"),
+        Check("torch", "note", "b: 2.12", "Update."),
+    )
+
+
+def test_the_doctor_compares_a_script_over_hosts_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--script", "train.py"]) == 2
+    assert "--script compares the hosts of a cluster" in capsys.readouterr().err
