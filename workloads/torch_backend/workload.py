@@ -284,7 +284,7 @@ def join(place: Place, device: torch.device) -> bool:
 
 
 def wrap(module: Any, device: torch.device, group: Any) -> Any:
-    """The module in DistributedDataParallel over `group`, with its gradients beside its buckets, as trainers have it."""
+    """The module in DistributedDataParallel over `group`; gradients lie beside its buckets, as in trainers."""
     return DistributedDataParallel(module, device_ids=[device] if _on_gpu(device) else None, process_group=group)
 
 
