@@ -39,7 +39,7 @@ class Change(msgspec.Struct, frozen=True):
 
     shares: tuple[int, ...]
     micros: tuple[int, ...]  # rows of each pass: the share where it fits at once
-    reason: str  # "GPU:1 slower by 38 % since step 1,204"
+    reason: str  # "GPU:1 slower by 38 % since step 1 204"
     gain: float  # 0.12: the slowest rank's own work gets 12 % faster
 
     def describe(self, before: Sequence[int]) -> str:
@@ -185,7 +185,8 @@ class Rebalancer:
         while first and math.log(windows[first - 1][rank] / usual[rank]) / shifts[rank] > 0.5:
             first -= 1
         word, percent = "slower" if shifts[rank] > 0 else "faster", 100 * abs(math.expm1(shifts[rank]))
-        return f"{self._names[rank]} {word} by {percent:.0f} % since step {self._starts[first]:,}"
+        since = f"{self._starts[first]:,}".replace(",", " ")
+        return f"{self._names[rank]} {word} by {percent:.0f} % since step {since}"
 
 
 def advise(

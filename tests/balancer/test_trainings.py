@@ -71,10 +71,10 @@ def test_runs_lists_and_shows_trainings_and_last_means_the_last_search(
     assert said[1].startswith("finished, ")
     assert said[2:-1] == [
         "  00:16:40  started again: 5+3 rows on a, b; the plan says 900.0 samples/s (rank 1 was ended by SIGKILL)",
-        "  00:17:10  step 3,001: 100 steps/s, 800.0 samples/s",
-        "  00:17:40  step 6,001: 100 steps/s, 800.0 samples/s",
+        "  00:17:10  step 3 001: 100 steps/s, 800.0 samples/s",
+        "  00:17:40  step 6 001: 100 steps/s, 800.0 samples/s",
         "  00:17:50  b slower by 40 % since step 31: 5+3 → 6+2",
-        "  00:18:15  step 7,751: 50 steps/s, 400.0 samples/s",
+        "  00:18:15  step 7 751: 50 steps/s, 400.0 samples/s",
     ]
     assert evener(["runs", "show", "20261122-120000-abc2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["entries"][0]["entry"] == "started"

@@ -142,11 +142,11 @@ def test_a_silent_rank_says_since_when_and_its_figures_are_old(script: Any) -> N
 def test_changes_of_shares_stand_with_their_reasons_newest_first(script: Any) -> None:
     changes = (
         ShareChange(880, AT_SECONDS - 7200, (768, 560), (820, 568), "SIM:1 slower by 9 % since step 860"),
-        ShareChange(12_040, AT_SECONDS - 190, (820, 568), (904, 484), "GPU:1 slower by 38 % since step 12,020"),
+        ShareChange(12_040, AT_SECONDS - 190, (820, 568), (904, 484), "GPU:1 slower by 38 % since step 12 020"),
     )
     lines = training_lines(_only(script, make_ranks(changes=changes)), AT_SECONDS, 160, UNICODE)
     newest, oldest = (line.text.strip() for line in lines[-2:])
-    assert newest == ("· Step 12 040, 3 min 10 s ago: GPU:1 slower by 38 % since step 12,020; 820 + 568 to 904 + 484.")
+    assert newest == ("· Step 12 040, 3 min 10 s ago: GPU:1 slower by 38 % since step 12 020; 820 + 568 to 904 + 484.")
     assert oldest.startswith("· Step 880, 2 h ago: SIM:1 slower by 9 %")
 
 

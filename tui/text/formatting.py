@@ -41,6 +41,11 @@ def size(count: float) -> str:
     return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
 
 
+def count_words(count: int) -> str:
+    """A count with its thousands set apart: 12 040."""
+    return f"{count:,}".replace(",", " ")
+
+
 def note_words(note: str, tags: Iterable[str]) -> str:
     """A run's tags and note on one line."""
     return " ".join((*(f"#{tag}" for tag in tags), note)).strip()

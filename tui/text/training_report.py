@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from evener.balancer.store.trainings import TrainingRecord
 from evener.training_journal import ChangeEntry, EndEntry, SpeedEntry, StartEntry
-from evener.tui.text.formatting import duration, plain, rate
+from evener.tui.text.formatting import count_words, duration, plain, rate
 
 LATEST = 1e11  # seconds since the epoch that a date can be made of
 WORTH_SAYING = 0.05  # by so much steps/s have to differ from those of the last line
@@ -31,7 +31,7 @@ def training_report(training: TrainingRecord) -> Iterator[str]:
                 last = not isinstance(following, SpeedEntry)
                 if last or abs(steps - said) > WORTH_SAYING * max(steps, said):
                     speed = f"{steps:.3g} steps/s, {rate(entry.samples_per_second)} samples/s"
-                    yield f"  {_clock(entry.at)}  step {entry.step:,}: {speed}"
+                    yield f"  {_clock(entry.at)}  step {count_words(entry.step)}: {speed}"
                     said = steps
             case ChangeEntry(change=change):
                 shares = " → ".join("+".join(map(str, each)) for each in (change.before, change.after))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from evener.live_files import ShareChange
-from evener.tui.text.formatting import duration, milliseconds, percent, rate, write_share
+from evener.tui.text.formatting import count_words, duration, milliseconds, percent, rate, write_share
 from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, text_lines
 from evener.tui.view.charts import work_bar
 from evener.tui.view.marks import Marks
@@ -41,11 +41,6 @@ def arrange_trainings(width: int, height: int, trainings: int, ranks: int) -> Tr
 def time_words(seconds: float) -> str:
     """A part of a step: 157 ms, 12 s."""
     return milliseconds(seconds) if seconds < 9.95 else duration(seconds)
-
-
-def count_words(count: int) -> str:
-    """A count with its thousands set apart."""
-    return f"{count:,}".replace(",", " ")
 
 
 def _plan(row: TrainingRow, _width: int, marks: Marks) -> tuple[Span, ...]:
