@@ -114,8 +114,7 @@ class StepTimer:
         self._turns: list[Any] = []
         self._computed = self._applied = False  # gradients of the batch
         self._marked: deque[_Marked] = deque(maxlen=KEPT_STEPS)
-        handle = register_optimizer_step_pre_hook(_call_weakly(weakref.WeakMethod(self.note_update)))
-        weakref.finalize(self, handle.remove)
+        _timers.add(self)
 
     def begin(self, sizes: tuple[int, ...]) -> None:
         """A batch is in hand, of which the ranks have these rows."""
@@ -213,9 +212,12 @@ def make_timer(device: torch.device, alone: bool) -> StepTimer:
     return StepTimer(GpuClock() if device.type == "cuda" else HostClock(), alone)
 
 
-def _call_weakly(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[..., None]:
-    def call(*_: Any) -> None:
-        if (found := method()) is not None:
-            found()
+_timers: weakref.WeakSet[StepTimer] = weakref.WeakSet()
 
-    return call
+
+def _note_update(*_: Any) -> None:
+    for timer in _timers:
+        timer.note_update()
+
+
+register_optimizer_step_pre_hook(_note_update)  # for good: one removed while PyTorch calls them raises there
