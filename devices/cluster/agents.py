@@ -19,7 +19,8 @@ from evener.devices.cluster.connection import Node
 from evener.errors import DeviceError
 
 T = TypeVar("T")
-START_SECONDS = 12.0  # for all actors together
+START_SECONDS = 60.0  # for all actors together; on a busy host Python and Ray take long to start
+ALIVE_SECONDS = 12.0  # for one that has started
 ANSWER_SECONDS = 30.0  # the longest that any call takes
 PARENT_POLL_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
@@ -125,7 +126,7 @@ class Agent:
     def alive(self) -> bool:
         """Whether the actor still answers."""
         try:
-            self.finish(self.begin("gpu_ids"), START_SECONDS)
+            self.finish(self.begin("gpu_ids"), ALIVE_SECONDS)
         except HostLostError:
             return False
         return True
