@@ -157,6 +157,11 @@ class RivalRate(NamedTuple):
     batches: tuple[int, ...] = ()
     device: str = ""
     tie: bool = False  # with the plan
+    gain: float | None = None  # of the plan over it, where that was measured in turns in common
+
+    def gain_for(self, samples_per_second: float) -> float:
+        """By how much a plan of so many samples/s is faster."""
+        return samples_per_second / self.samples_per_second - 1 if self.gain is None else self.gain
 
     @property
     def where(self) -> str:
@@ -206,7 +211,9 @@ def plan_rivals(plan: Plan, labels: tuple[str, ...]) -> tuple[RivalRate, ...]:
         if single and list(map(bool, single.layout.batches)) == list(map(bool, plan.layout.batches)):
             shown[1] = None
     found = (
-        _rival(each.name, each.throughput, each.layout.batches, labels)._replace(tie=each.tie) for each in shown if each
+        _rival(each.name, each.throughput, each.layout.batches, labels)._replace(tie=each.tie, gain=each.gain)
+        for each in shown
+        if each
     )
     return (*found, *_sum([each.throughput for each in plan.evidence if each.name.startswith(SOLO_PREFIX)]))
 

@@ -214,7 +214,7 @@ def _write_evidence(
 
     def describe(name: str, one: Rival) -> Evidence:
         layout = one.candidate.layout
-        return Evidence(name, write(layout), _write_throughput(one.throughput, layout, search), one.tie)
+        return Evidence(name, write(layout), _write_throughput(one.throughput, layout, search), one.tie, one.gain)
 
     return tuple(describe(name, one) for name, one in found)
 

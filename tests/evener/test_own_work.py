@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evener.live import Training
-from evener.torch_split.own_work import GpuClock, StepTimer, TimedStep
+from evener.torch_split.own_work import GpuClock, HostClock, StepTimer, TimedStep
 from tests.support.torch_rebalance_programs import SLEEP_SECONDS, TurnedClock
 
 SIZES = (3, 1)
@@ -169,3 +170,15 @@ def test_live_files_tell_the_rank_whose_backward_pass_is_slow(trainer_ranks: Cal
         assert fast.training == slow.training != ""
         assert (quick.batch, late.batch) == (6, 2)
         assert fast.step_s >= SLEEP_SECONDS
+
+
+def test_a_timer_that_is_collected_while_an_optimizer_steps_disturbs_nothing() -> None:
+    """PyTorch walks over its hooks then; none may go."""
+    timers = [StepTimer(HostClock(), alone=True)]
+    handle = register_optimizer_step_pre_hook(lambda *_: timers.clear())
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    torch.optim.SGD([weight], 0.5).step()
+    handle.remove()
+    assert not timers
+    assert weight.item() == 0.5

@@ -71,7 +71,7 @@ def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
         if rival.name == SUM:
             lines.append(f"{figure}; the plan reaches {percent(own / rival.samples_per_second, 1)} of it")
         elif rival.batches != plan.layout.batches and (rival.name != LARGER_BATCH or rival.samples_per_second > own):
-            gain = own / rival.samples_per_second - 1
+            gain = rival.gain_for(own)
             versus = f"{'gains' if gain >= 0 else 'loses'} {percent(abs(gain), 1)}"
             where = f"{'on' if rival.device else 'at'} {rival.where}"
             lines.append(f"{figure} {where}; the plan {'is as fast within the error' if rival.tie else versus}")

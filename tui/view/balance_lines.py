@@ -135,7 +135,7 @@ def _versus(best: float, each: RivalRate) -> str:
         return f"{percent(best / each.samples_per_second)} of it" if each.samples_per_second else ""
     if each.tie:
         return "tie"
-    gain = best / each.samples_per_second - 1 if each.samples_per_second else 0.0
+    gain = each.gain_for(best) if each.samples_per_second else 0.0
     return f"{gain * 100:+.{0 if abs(gain) >= 1 else 1}f} %"
 
 
