@@ -355,13 +355,13 @@ def test_a_plan_over_hosts_is_launched_on_all_of_them(cluster: Any, tmp_path: Pa
         [*command, "plan.toml", "train.py", str(tmp_path)], cwd=tmp_path, capture_output=True, text=True
     )
     assert answer.returncode == 1, answer.stdout + answer.stderr
-    told = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(3)]
-    assert [each["place"] for each in told] == [
+    processes = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(3)]
+    assert [each["place"] for each in processes] == [
         [FIRST, "cpu-0-of-1"],
         [SECOND, "cpu-0-of-2"],
         [SECOND, "cpu-1-of-2"],
     ]
-    (workers,) = {tuple(each["workers"]) for each in told}
+    (workers,) = {tuple(each["workers"]) for each in processes}
     assert [worker.rpartition(":")[0] for worker in workers] == [FIRST, SECOND, SECOND]
     assert f"[{SECOND}] hello" in answer.stdout
     assert "rank 1 ended with exit code 7" in answer.stdout

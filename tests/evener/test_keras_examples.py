@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
+from evener.plan import Share, Throughput, make_layout
+from tests.support.launched_plan import make_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
 
@@ -41,18 +42,9 @@ def test_training_by_a_plan_reaches_its_steps(tmp_path: Path) -> None:
     """A process for each slice of the plan, in passes, the number of steps that the plan's figure gives."""
     pytest.importorskip("evener.devices.child_environment")
     shares = tuple(Share(f"cpu-{i}-of-2", i, "a slice", 0, 0.0) for i in range(2))
-    plan = Plan(
-        created="2026-01-01T00:00:00Z",
-        workload="keras_mnist",
-        framework="tensorflow",
-        precision="float32",
-        xla=False,
-        layout=make_layout("split", shares, (20, 12), micros=(7, 12), engine="multiworker"),
-        throughput=Throughput(960.0, 960.0, 960.0),
-        evidence=(),
-        search=SearchSummary(0, 0, 0.0, 0, ""),
-        fingerprint=Fingerprint((), "", {}, ""),
-    )
+    layout = make_layout("split", shares, (20, 12), micros=(7, 12), engine="multiworker")
+    promise = Throughput(960.0, 960.0, 960.0)
+    plan = make_plan(layout, workload="keras_mnist", framework="tensorflow", throughput=promise)
     plan.save(tmp_path / "plan.toml")
     launch = ["-m", "evener", "launch", str(tmp_path / "plan.toml")]
     text = run("keras_train.py", "--seconds", "1", "--rows", "640", launch=launch)

@@ -17,11 +17,12 @@ import torch
 from evener import live
 from evener.cpu_topology import slice_cores
 from evener.errors import DeviceError, EvenerError, PlanError, RequestError
-from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
+from evener.plan import Fingerprint, Plan, Share, make_layout
 from evener.torch_split import Split
 from evener.torch_split.gradient_weights import GradientWeights
 from evener.torch_split.model_digest import model_digest
 from evener.torch_split.process import Stand, choose_device
+from tests.support.launched_plan import make_plan
 
 ROWS = torch.utils.data.TensorDataset(torch.arange(20.0).reshape(20, 1))
 
@@ -29,19 +30,7 @@ ROWS = torch.utils.data.TensorDataset(torch.arange(20.0).reshape(20, 1))
 def plan(batches: tuple[int, ...], device: str = "cpu-{}-of-2", kind: str = "", **changes: Any) -> Plan:
     devices = tuple(Share(device.format(i), i, "a device", 0, 0.0) for i in range(len(batches)))
     chosen: Any = kind or ("split" if sum(map(bool, batches)) > 1 else "solo")
-    made = Plan(
-        created="2026-11-21T12:00:00Z",
-        workload="torch_mnist",
-        framework="torch",
-        precision="float32",
-        xla=False,
-        layout=make_layout(chosen, devices, batches),
-        throughput=Throughput(100.0, 99.0, 101.0),
-        evidence=(),
-        search=SearchSummary(1, 0, 1.0, 0, "test"),
-        fingerprint=Fingerprint((), "", {}, ""),
-    )
-    return msgspec.structs.replace(made, **changes)
+    return make_plan(make_layout(chosen, devices, batches), **changes)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
+from evener.plan import Fingerprint, Plan, PlanLayout, SearchSummary, Share, Throughput, make_layout
 
 
 def plan(devices: list[str], hosts: tuple[str, ...] = (), **changes: Any) -> Plan:
@@ -17,13 +17,19 @@ def plan(devices: list[str], hosts: tuple[str, ...] = (), **changes: Any) -> Pla
     )
     batches = tuple(0 if device.endswith("(out)") else 2 * (len(devices) - i) for i, device in enumerate(devices))
     kind = changes.pop("kind", "split" if sum(map(bool, batches)) > 1 else "solo")
+    layout = make_layout(kind, shares, batches, engine=changes.pop("engine", ""), placement="by layer")
+    return make_plan(layout, **changes)
+
+
+def make_plan(layout: PlanLayout, **changes: Any) -> Plan:
+    """A plan with this layout, and figures that mean nothing."""
     made = Plan(
         created="2026-11-22T12:00:00Z",
         workload="torch_mnist",
         framework="torch",
         precision="float32",
         xla=False,
-        layout=make_layout(kind, shares, batches, engine=changes.pop("engine", ""), placement="by layer"),
+        layout=layout,
         throughput=Throughput(100.0, 99.0, 101.0),
         evidence=(),
         search=SearchSummary(1, 0, 1.0, 0, "test"),

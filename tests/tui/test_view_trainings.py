@@ -157,6 +157,15 @@ def test_a_training_below_its_plan_without_a_cause_says_so(script: Any) -> None:
     assert "No cause is seen" in text
 
 
+def snapshot_with(*reports: Training) -> Snapshot:
+    """A reading of these reports and nothing else."""
+    host: Any = None
+    return Snapshot(
+        at_seconds=AT_SECONDS, interval_seconds=1.0, devices=(), processes=(), host=host, sampling_seconds=0.0,
+        reports=reports,
+    )  # fmt: skip
+
+
 @given(st.permutations(range(6)), st.lists(st.floats(0, 100), min_size=6, max_size=6))
 def test_the_order_of_reports_changes_nothing_and_only_ranks_that_report_count(
     order: list[int], ages: list[float]
@@ -165,11 +174,7 @@ def test_the_order_of_reports_changes_nothing_and_only_ranks_that_report_count(
         msgspec.structs.replace(make_ranks()[rank % 2], rank=rank, pid=rank, world=6, updated_at=AT_SECONDS - age)
         for rank, age in enumerate(ages)
     ]
-    host: Any = None
-    snapshot = Snapshot(
-        at_seconds=AT_SECONDS, interval_seconds=1.0, devices=(), processes=(), host=host, sampling_seconds=0.0,
-        reports=tuple(reports),
-    )  # fmt: skip
+    snapshot = snapshot_with(*reports)
     (row,) = join_trainings(snapshot)
     shuffled = msgspec.structs.replace(snapshot, reports=tuple(reports[place] for place in order))
     (again,) = join_trainings(shuffled)
@@ -183,11 +188,7 @@ def test_the_order_of_reports_changes_nothing_and_only_ranks_that_report_count(
 def test_every_line_fits_at_every_width(width: int, marks: Marks, own: float, waiting: float, silent: bool) -> None:
     first, second = make_ranks(own=(own, 0.01), waiting=(waiting, 0.0), plan_samples_per_second=1e5)
     second = msgspec.structs.replace(second, updated_at=AT_SECONDS - 999 * silent, tokens_per_second=1e6)
-    host: Any = None
-    snapshot = Snapshot(
-        at_seconds=AT_SECONDS, interval_seconds=1.0, devices=(), processes=(), host=host, sampling_seconds=0.0,
-        reports=(first, second),
-    )  # fmt: skip
+    snapshot = snapshot_with(first, second)
     (row,) = join_trainings(snapshot)
     lines = [*training_table([row], width, 9, marks)[0], *rank_table(row, width, 9, marks)[0]]
     columns_need = 79  # with tokens/s
@@ -210,11 +211,7 @@ def test_any_figures_that_a_file_may_hold_are_shown_at_once(
         )
         for rank, (own, waiting, share, micro) in enumerate(figures)
     ]  # fmt: skip
-    host: Any = None
-    snapshot = Snapshot(
-        at_seconds=AT_SECONDS, interval_seconds=1.0, devices=(), processes=(), host=host, sampling_seconds=0.0,
-        reports=tuple(reports),
-    )  # fmt: skip
+    snapshot = snapshot_with(*reports)
     (row,) = join_trainings(snapshot)
     assert len(rank_table(row, 100, 9, UNICODE)[0]) == 1 + len(figures)
     assert training_table([row], 100, 9, UNICODE)[0]
