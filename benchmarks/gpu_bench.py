@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -15,6 +16,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+WORKLOADS = {"tensorflow": ("keras_mnist", "keras_maxer"), "torch": ("torch_mnist", "torch_maxer")}
 
 
 class GpuBench:
@@ -46,27 +49,40 @@ class GpuBench:
         """Run one command of evener, if `name` is wanted, and keep its JSON answer, or its error, by that name."""
         if self.match not in name:
             return {}
-        command = [sys.executable, "-m", "evener", *arguments]
-        began = time.monotonic()
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=seconds, env={**self.environment, **(env or {})}
-            )
-            code, out, err = done.returncode, done.stdout, done.stderr
-        except subprocess.TimeoutExpired as late:
-            code, out, err = -1, _text(late.stdout), f"{_text(late.stderr)}\nover {seconds:.0f} s"
-        took = time.monotonic() - began
+        code, out, err, took = self._execute([sys.executable, "-m", "evener", *arguments], seconds, env)
         answer = _parse(out)
-        self.answers[name] = {
-            "command": ["evener", *arguments],
-            "exit_code": code,
-            "seconds": round(took, 2),
-            "answer": answer,
-            "stderr": err[-6000:],
-        }
+        self._record(name, ["evener", *arguments], code, took, answer, err)
         print(f"{took:7.1f} s  exit {code}  {name}: {_headline(answer)}", flush=True)
-        self.save()
         return answer
+
+    def script(self, name: str, module: str, *arguments: str, seconds: float, env: dict[str, str] | None = None) -> str:
+        """Run another benchmark, if `name` is wanted; keep and print what it writes. Returns its standard output."""
+        if self.match not in name:
+            return ""
+        code, out, err, took = self._execute([sys.executable, "-m", module, *arguments], seconds, env)
+        self._record(name, [module, *arguments], code, took, out, err)
+        print(f"{took:7.1f} s  exit {code}  {name}\n{out[-4000:]}{err[-1500:]}", flush=True)
+        return out
+
+    def _execute(self, command: list[str], seconds: float, env: dict[str, str] | None) -> tuple[int, str, str, float]:
+        """Exit code (-1: over the time), output, errors, seconds; the command's children end with it."""
+        began = time.monotonic()
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        child = subprocess.Popen(command, env={**self.environment, **(env or {})}, start_new_session=True, **pipes)
+        try:
+            out, err = child.communicate(timeout=seconds)
+            code = child.returncode
+        except subprocess.TimeoutExpired:
+            out, err = _end(child)
+            code, err = -1, f"{err}\nover {seconds:.0f} s"
+        except BaseException:
+            _end(child)
+            raise
+        return code, out, err, time.monotonic() - began
+
+    def _record(self, name: str, command: list[str], code: int, took: float, answer: Any, err: str) -> None:
+        seen = {"command": command, "exit_code": code, "seconds": round(took, 2), "answer": answer}
+        self.keep(name, {**seen, "stderr": err[-6000:]})
 
     def keep(self, name: str, answer: Any) -> None:
         """Keep an answer that isn't from a command of evener."""
@@ -103,8 +119,14 @@ class GpuBench:
         )
 
 
-def _text(output: str | bytes | None) -> str:
-    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+def _end(child: subprocess.Popen[str]) -> tuple[str, str]:
+    """End a command and its children, and return what it wrote."""
+    for number, patience in ((signal.SIGTERM, 20.0), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return child.communicate(timeout=patience)
+    raise AssertionError("A killed process has ended.")
 
 
 def _parse(out: str) -> Any:
