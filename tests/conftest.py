@@ -17,7 +17,7 @@ from hypothesis import settings
 
 from tests.support.children import end_with_this_process
 from tests.support.fake_nvml import FakeNvml
-from tests.support.rank_server import RankServer
+from tests.support.rank_server import RankServer, run_on_gpus
 
 NEED_TORCH = ["evener/test_torch_*.py", "workloads/test_torch_*.py"]  # they import it at the top
 collect_ignore_glob = [] if find_spec("torch") else NEED_TORCH
@@ -96,6 +96,22 @@ def trainer_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
             return [torch.load(own / f"{rank}.pt") for rank in range(world)]
 
         yield run
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+    """As `trainer_ranks`, on two GPUs and NCCL; skips where there aren't two."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    folder = tmp_path_factory.mktemp("gpu_ranks")
+
+    def run(function: str, *arguments: Any) -> list[Any]:
+        own = folder / str(len(list(folder.iterdir())))
+        run_on_gpus(function, own, *arguments)
+        return [torch.load(own / f"{rank}.pt") for rank in range(2)]
+
+    return run
 
 
 @pytest.fixture

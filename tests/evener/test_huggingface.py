@@ -38,6 +38,7 @@ NAMES = (
     "tokens, FSDP2",
     "bf16",
 )
+ON_GPUS = ("tokens", "tokens by cost", "rows, accumulated, drop last", "resumed", "rows, rebalanced")
 REFUSED = {
     "auto_find_batch_size": "auto_find_batch_size",
     "a mean over each rank's tokens": "average_tokens_across_devices",
@@ -61,9 +62,15 @@ Run = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="module")
-def trained(trainer_ranks: Run) -> list[tuple[str, Ended, Ended]]:
+def expected(trainer_ranks: Run) -> Ended:
+    """What one process ended with, program by program."""
+    (found,) = trainer_ranks(f"{PROGRAMS}.reference_all")
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(trainer_ranks: Run, expected: Ended) -> list[tuple[str, Ended, Ended]]:
     """(program, what one process ended with, what a rank did), for all."""
-    (expected,) = trainer_ranks(f"{PROGRAMS}.reference_all")
     found = []
     for (shares, micros), names in ((TWO, NAMES), (THREE, THREE_RANKS)):
         for rank in trainer_ranks(f"{PROGRAMS}.train_all", shares, micros, world=len(shares)):
@@ -90,6 +97,15 @@ def test_it_learns_what_one_process_learns(trained: Any, name: str) -> None:
             assert rank["changes"] > 0
         if rank["predicted"] is not None:  # each row once
             torch.testing.assert_close(rank["predicted"], expected["predicted"], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("names", [ON_GPUS, ("tokens, FSDP2",)], ids=("DDP", "FSDP2"))
+def test_two_gpus_learn_what_one_process_learns(gpu_ranks: Run, expected: Ended, names: tuple[str, ...]) -> None:
+    for rank in gpu_ranks(f"{PROGRAMS}.train_all", *TWO, names):
+        for name in names:
+            assert rank[name]["losses"][-1] == pytest.approx(expected[name]["losses"][-1], abs=2e-6)
+            for mine, its in zip(rank[name]["weights"], expected[name]["weights"], strict=True):
+                torch.testing.assert_close(mine, its, rtol=0, atol=1e-12)
 
 
 def test_trl_learns_what_one_process_learns(trainer_ranks: Run) -> None:

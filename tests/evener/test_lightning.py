@@ -65,6 +65,14 @@ def test_lightning_learns_what_one_process_learns(in_lightning: Pairs, name: str
             assert rank["metrics"] == pytest.approx(expected["metrics"], abs=1e-12)
 
 
+def test_lightning_on_two_gpus_learns_what_one_process_learns(trainer_ranks: Run, gpu_ranks: Run) -> None:
+    (expected,) = trainer_ranks(f"{LIGHTNING}.reference_all")
+    for rank in gpu_ranks(f"{LIGHTNING}.train_all", (6, 2), (2, 2)):
+        for name in set(IN_LIGHTNING) - {"manual"}:
+            for mine, its in zip(rank[name]["weights"], expected[name]["weights"], strict=True):
+                torch.testing.assert_close(mine, its, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", WITH_ACCELERATE)
 def test_a_loop_learns_what_one_process_learns(with_accelerate: Any, name: str) -> None:
     pairs = with_accelerate[0][name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import msgspec
@@ -154,13 +154,19 @@ def test_on_a_gpu_events_are_read_once_they_are_past() -> None:
     assert step[1:3] == pytest.approx((0.020, 0.008))
 
 
+def paired(first: Any, second: Any) -> Iterator[tuple[Training, Training, float]]:
+    """What the live files of two ranks say of each training, and the seconds that the second was held up."""
+    for weigh, (record, _) in first.items():
+        other, held_up = second[weigh]
+        yield msgspec.convert(record, Training), msgspec.convert(other, Training), held_up
+
+
 @pytest.mark.slow
 def test_live_files_tell_the_rank_whose_backward_pass_is_slow(trainer_ranks: Callable[..., list[Any]]) -> None:
     """DDP makes both backward passes equally long; own work differs by what rank 1 sleeps, and rank 0 waits as long."""
     first, second = trainer_ranks("tests.support.torch_rebalance_programs.slow_backward", world=2)
     assert len(first) == 3
-    for weigh in first:
-        fast, slow = (msgspec.convert(records[weigh], Training) for records in (first, second))
+    for fast, slow, _ in paired(first, second):
         (quick,), (late,) = fast.devices, slow.devices
         assert late.own_work_s >= SLEEP_SECONDS
         assert quick.own_work_s < 0.5 * late.own_work_s
@@ -170,6 +176,16 @@ def test_live_files_tell_the_rank_whose_backward_pass_is_slow(trainer_ranks: Cal
         assert fast.training == slow.training != ""
         assert (quick.batch, late.batch) == (6, 2)
         assert fast.step_s >= SLEEP_SECONDS
+
+
+@pytest.mark.slow
+def test_gpus_tell_by_how_much_a_backward_pass_was_held_up(gpu_ranks: Callable[..., list[Any]]) -> None:
+    """By CUDA events: a kernel holds up rank 1."""
+    first, second = gpu_ranks("tests.support.torch_rebalance_programs.slow_backward")
+    for fast, slow, held_up in paired(first, second):
+        (quick,), (late,) = fast.devices, slow.devices
+        assert late.own_work_s - quick.own_work_s == pytest.approx(held_up, rel=0.1)
+        assert quick.waiting_s - late.waiting_s == pytest.approx(held_up, rel=0.1)
 
 
 def test_a_timer_that_is_collected_while_an_optimizer_steps_disturbs_nothing() -> None:

@@ -30,6 +30,15 @@ def test_the_weights_are_those_of_one_process(trained: list[Any], name: str) -> 
 
 
 @pytest.mark.slow
+def test_the_weights_are_the_same_on_two_gpus(gpu_ranks: Callable[..., list[Any]]) -> None:
+    for rank in gpu_ranks("tests.support.torch_rebalance_programs.rebalanced"):
+        for name, case in programs.CASES.items():
+            assert len(rank[name]["changes"]) > (10 if case.slow is None else 2)
+            for mine, tensor in zip(rank[name]["weights"], programs.reference(case), strict=True):
+                torch.testing.assert_close(mine, tensor, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", programs.CASES)
 def test_each_row_comes_once_an_epoch(trained: list[Any], name: str) -> None:
     epochs = zip(*(rank[name]["rows"] for rank in trained), strict=True)

@@ -148,8 +148,9 @@ class OrderedLoader(DataLoader[Any]):
 
 
 def make_plan(batches: Sequence[int], micros: Sequence[int] | None = None) -> Plan:
-    """A plan for CPU slices."""
-    devices = tuple(Share(f"cpu-{i}-of-{len(batches)}", i, "a device", 0, 0.0) for i in range(len(batches)))
+    """A plan for CPU slices, or for GPUs where PyTorch sees some."""
+    name = "sim-{}" if torch.cuda.is_available() else f"cpu-{{}}-of-{len(batches)}"
+    devices = tuple(Share(name.format(i), i, "a device", 0, 0.0) for i in range(len(batches)))
     kind: Any = "split" if len(batches) > 1 else "solo"
     return Plan(
         created="2026-11-22T12:00:00Z",
@@ -213,9 +214,10 @@ def make_parts(program: Program) -> dict[str, Any]:
 
 
 def make_arguments(program: Program, folder: str, **changes: Any) -> TrainingArguments:
-    """Three epochs in float64 on the CPU, a logged loss every five steps."""
+    """Three epochs in float64, a logged loss every five steps."""
+    on_cpu = not torch.cuda.is_available()
     options: dict[str, Any] = {
-        "use_cpu": True,
+        "use_cpu": on_cpu,
         "num_train_epochs": 3,
         "lr_scheduler_type": "constant",
         "report_to": [],
@@ -228,12 +230,12 @@ def make_arguments(program: Program, folder: str, **changes: Any) -> TrainingArg
         "label_names": ["y"] if program.model == "plain" else None,
         "include_num_input_tokens_seen": "non_padding" if program.model != "plain" else "no",
     }
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and on_cpu:
         options["ddp_backend"] = "gloo"
     if program.sharded:
         options |= {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
     made = TrainingArguments(folder, **{**options, **program.arguments, **changes})
-    if program.sharded and made.device:  # accelerate shards on GPUs only: it takes these CPUs for some
+    if program.sharded and on_cpu and made.device:  # accelerate shards on GPUs only: it takes these CPUs for some
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return made
 
@@ -242,7 +244,7 @@ def describe(trainer: Any, output: Any) -> dict[str, Any]:
     """What a training ended with."""
     weights = [tensor.detach().clone() for tensor in trainer.model.state_dict().values()]
     return {
-        "weights": [tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for tensor in weights],
+        "weights": [(each.full_tensor() if hasattr(each, "full_tensor") else each).cpu() for each in weights],
         "losses": [round(entry["loss"], 6) for entry in trainer.state.log_history if "loss" in entry],
         "mean loss": output.training_loss,
         "steps": trainer.state.global_step,
@@ -302,14 +304,16 @@ def reference(program: Program) -> dict[str, Any]:
         return describe(trainer, trainer.train())
 
 
-def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> None:
-    """Every program as one rank; three ranks go on from the checkpoints of two."""
+def train_all(
+    folder: Path, rank: int, shares: list[int], micros: list[int], names: Sequence[str] = tuple(PROGRAMS)
+) -> None:
+    """The programs of these names as one rank; three ranks go on from the checkpoints of two."""
     torch.set_num_threads(1)
     plan, other = make_plan(shares, micros), make_plan(shares[::-1])
     found: dict[str, Any] = {
         name: train(program, plan, folder.parent / "checkpoints" / name, other)
         for name, program in PROGRAMS.items()
-        if len(shares) == 2 or program.three_ranks
+        if name in names and (len(shares) == 2 or program.three_ranks)
     }
     found["threads"] = {str(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")}
     torch.save(found, folder / f"{rank}.pt")

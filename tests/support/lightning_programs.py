@@ -79,16 +79,17 @@ def points(rows: int) -> TensorDataset:
 
 
 def make_trainer(program: Program, folder: str, **options: Any) -> pl.Trainer:
-    """A quiet trainer on CPUs."""
+    """A quiet trainer, on GPUs where PyTorch sees some."""
+    where = "gpu" if torch.cuda.is_available() else "cpu"
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     saves = {"enable_checkpointing": False, "num_sanity_val_steps": 0}
     own = {"max_epochs": EPOCHS, "use_distributed_sampler": False, "default_root_dir": folder}
-    return pl.Trainer(accelerator="cpu", **{**quiet, **saves, **own, **program.options, **options})
+    return pl.Trainer(accelerator=where, **{**quiet, **saves, **own, **program.options, **options})
 
 
 def describe(module: Module, trainer: pl.Trainer) -> dict[str, Any]:
     """What a training ended with."""
-    weights = [tensor.detach().clone() for tensor in module.state_dict().values()]
+    weights = [tensor.detach().cpu().clone() for tensor in module.state_dict().values()]
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return {"weights": weights, "steps": trainer.global_step, "metrics": metrics}
 

@@ -2,6 +2,8 @@
 
 It imports what trains without computing anything, so a forked rank is as good as a new one and starts at once. It is no
 child of the tests' process: others of its tests count their children, or kill them.
+
+Ranks on GPUs are processes of their own, as CUDA may not be forked: the script with a function is one of them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tests.support.torch_start import free_port, rank_environment
+from tests.support.torch_start import free_port, rank_environment, run_ranks
 
 SECONDS = 300  # no rank takes so long, so it hangs
 
@@ -49,6 +51,13 @@ class RankServer:
         assert not failed, "\n".join((folder / f"rank{rank}.txt").read_text()[-4000:] for rank in failed)
 
 
+def run_on_gpus(function: str, folder: Path, *arguments: Any, world: int = 2) -> None:
+    """As `RankServer.run`, each rank on a GPU."""
+    folder.mkdir(exist_ok=True)
+    given = json.dumps(arguments)
+    run_ranks(Path(__file__), world, lambda rank: [function, str(folder), str(rank), given], folder, gpus=True)
+
+
 def serve() -> None:
     """Fork the ranks of each request, and answer which of them failed; until nobody can ask any more."""
     if os.fork():
@@ -56,13 +65,18 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         request = json.loads(line)
-        module, _, function = request["function"].rpartition(".")
-        called = getattr(import_module(module), function)
+        called = find_function(request["function"])
         gc.freeze()  # trainers collect garbage often, which would go through all modules each time
         os.environ.update(request["environment"])
         ranks = {fork_rank(called, request, rank): rank for rank in range(request["world"])}
         print(json.dumps(wait_for(ranks)), file=answers, flush=True)
     os._exit(0)  # taking all modules down takes seconds
+
+
+def find_function(path: str) -> Any:
+    """`module.function`."""
+    module, _, function = path.rpartition(".")
+    return getattr(import_module(module), function)
 
 
 def fork_rank(called: Any, request: dict[str, Any], rank: int) -> int:
@@ -101,4 +115,8 @@ def wait_for(ranks: dict[int, int]) -> list[int]:
 
 
 if __name__ == "__main__":
-    serve()
+    if len(sys.argv) > 1:
+        called, folder, rank, given = sys.argv[1:]
+        find_function(called)(Path(folder), int(rank), *json.loads(given))
+    else:
+        serve()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -19,11 +20,22 @@ from evener import live
 from evener.live import read_trainings
 from evener.rebalance import Change
 from evener.torch_split import Split
+from evener.torch_split.own_work import GpuClock, HostClock
 from evener.torch_split.sampler import UnevenBatchSampler
 from tests.support.scripted_shares import script
 from tests.support.torch_program_parts import data, network
 
 SLEEP_SECONDS = 0.1
+CLOCK_HERTZ = 1.7e9  # about a GPU's
+
+_held_up: list[tuple[Any, Any, Any]] = []  # in each backward pass of rank 1: the clock, and its marks
+
+
+def _hold_up(on_gpu: bool) -> None:
+    clock: Any = GpuClock() if on_gpu else HostClock()
+    start = clock.mark()
+    torch.cuda._sleep(int(SLEEP_SECONDS * CLOCK_HERTZ)) if on_gpu else time.sleep(SLEEP_SECONDS)
+    _held_up.append((clock, start, clock.mark()))
 
 
 class _Sleep(torch.autograd.Function):
@@ -34,7 +46,7 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
         if int(os.environ["RANK"]) == 1:
-            time.sleep(SLEEP_SECONDS)
+            _hold_up(gradient.is_cuda)
         return gradient
 
 
@@ -50,7 +62,7 @@ class SlowBackward(torch.nn.Module):
 
 
 def slow_backward(folder: Path, rank: int) -> None:
-    """Train by hooks, by the loss and in passes; leave what the live files say of each."""
+    """Train by hooks and by the loss; leave what the live files say of each, and the seconds that rank 1 was held up."""
     torch.set_num_threads(1)
     live.INTERVAL_SECONDS, live.COST_LIMIT = 0.0, 1.0
     found = {
@@ -63,22 +75,25 @@ def slow_backward(folder: Path, rank: int) -> None:
     torch.save(found, folder / f"{rank}.pt")
 
 
-def _live_record(split: Split, by_mean: bool = False) -> dict[str, Any]:
+def _live_record(split: Split, by_mean: bool = False) -> tuple[dict[str, Any], float]:
     """Of a training whose rank 1 sleeps in each step: in its backward pass, or before ranks meet in `split.mean`."""
+    _held_up.clear()
     model = split.wrap(network() if by_mean else SlowBackward())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for inputs, labels in split.loader(data(64)):
         loss = torch.nn.functional.cross_entropy(model(inputs), labels)
         if by_mean:
-            time.sleep(SLEEP_SECONDS * split.rank)
+            if split.rank == 1:
+                _hold_up(inputs.is_cuda)
             split.mean(loss)
         (split.scale(loss) if split.weigh == "loss" else loss).backward()
         optimizer.step()
         optimizer.zero_grad()
+        loss.item()  # once a GPU has computed the step
     (own,) = (each for each in read_trainings() if each.pid == os.getpid())
     split._reporter.close()
-    record: dict[str, Any] = msgspec.to_builtins(own)
-    return record
+    held_up = [clock.seconds(start, end) for clock, start, end in _held_up]
+    return msgspec.to_builtins(own), median(held_up or [0.0])
 
 
 GLOBAL_BATCH = 16
@@ -203,7 +218,7 @@ class _Training:
             script(split._rebalancing, ScriptedRule(case.micros))
         if state is not None:
             split.load_state_dict(state)
-        model = split.wrap(self.net)
+        model = split.wrap(self.net.to(split.device))
         datasets = [numbered(case.rows) for _ in range(case.loaders)]
         loaders = [split.loader(each, seed=seed, prefetch=case.prefetch) for seed, each in enumerate(datasets)]
         while True:
@@ -236,6 +251,7 @@ class _Training:
             return
         slow = case.slow is not None and self._rank and case.slow[0] <= self._seen < case.slow[1]
         self._clock.now += len(inputs) * (0.004 if slow else 0.001)
+        inputs, labels = inputs.to(split.device), labels.to(split.device)
         loss = torch.nn.functional.cross_entropy(model(inputs), labels) / case.accumulate
         (split.scale(loss) if case.weigh == "loss" else loss).backward()
 
@@ -243,5 +259,5 @@ class _Training:
 def _train(case: RebalancedCase, rank: int) -> dict[str, Any]:
     training = _Training(case, rank)
     training.run()
-    weights = [each.detach() for each in training.net.parameters()]
+    weights = [each.detach().cpu() for each in training.net.parameters()]
     return {"weights": weights, "rows": training.rows, "changes": training.changes}

@@ -6,8 +6,11 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+SECONDS = 240.0  # no rank takes so long, so it hangs
 
 
 def free_port() -> int:
@@ -28,12 +31,19 @@ def rank_environment(gpus: bool = False) -> dict[str, str]:
 def run_ranks(
     script: Path, world: int, arguments: Callable[[int], Sequence[str]], folder: Path, gpus: bool = False
 ) -> None:
-    """Run `script` in `world` processes, each with the arguments of its rank; AssertionError if one fails."""
+    """Run `script` in `world` processes, each with the arguments of its rank; AssertionError once one fails."""
     places = {"WORLD_SIZE": str(world), "MASTER_PORT": str(free_port()), "EVENER_LIVE_DIR": str(folder / "live")}
-    children = []
-    for rank in range(world):
+    children, logs = [], [folder / f"rank{rank}.txt" for rank in range(world)]
+    for rank, log in enumerate(logs):
         place = {**rank_environment(gpus), **places, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         command = [sys.executable, "-W", "ignore", str(script), *arguments(rank)]
-        children.append(subprocess.Popen(command, env={**os.environ, **place}, stderr=subprocess.PIPE, text=True))
-    errors = [child.communicate(timeout=240)[1] for child in children]
-    assert [child.returncode for child in children] == [0] * world, "\n".join(errors)
+        with log.open("w") as stream:
+            children.append(subprocess.Popen(command, env={**os.environ, **place}, stderr=stream))
+    ended, deadline = [child.poll() for child in children], time.monotonic() + SECONDS
+    while None in ended and not any(ended) and time.monotonic() < deadline:
+        time.sleep(0.02)
+        ended = [child.poll() for child in children]
+    for child in children:
+        child.kill()  # it would wait for the one that failed
+        child.wait()
+    assert ended == [0] * world, "\n".join(log.read_text()[-4000:] for log in logs)
