@@ -62,7 +62,7 @@ class SlowBackward(torch.nn.Module):
 
 
 def slow_backward(folder: Path, rank: int) -> None:
-    """Train by hooks and by the loss; leave what the live files say of each, and the seconds that rank 1 was held up."""
+    """Train by hooks and by the loss; leave what live files say of each, and the seconds that rank 1 was held up."""
     torch.set_num_threads(1)
     live.INTERVAL_SECONDS, live.COST_LIMIT = 0.0, 1.0
     found = {
