@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.errors import PlanError
+from evener.errors import PlanError, RequestError
 from evener.plan_check import describe
 from evener.plan_layout import Share
 
@@ -20,29 +20,37 @@ class RankInfo(msgspec.Struct, frozen=True):
     device: str = ""  # the plan's name of its device, where that is settled
     visible: tuple[str, ...] = ()  # the GPUs it could use, in the framework's order
     local_rank: int = 0
-    plan: int = 0  # a digest of the plan's shares
+    plan: int = 0  # a digest of the plan's shares, or of those by ratios
+    options: dict[str, bool | str] = {}  # of its Split, that all ranks must have the same
     training: str = ""  # a name for it; rank 0's is taken
     fault: str = ""  # why it can't train; all else is then unknown
 
 
-def check_faults(ranks: Sequence[RankInfo]) -> None:
-    """PlanError, the same on every rank, if one of them can't train."""
+def check_agreement(ranks: Sequence[RankInfo]) -> None:
+    """PlanError or RequestError, the same on every rank, if one can't train, or would train otherwise than rank 0."""
     for rank, info in enumerate(ranks):
         if info.fault:
             raise PlanError(
                 f"Rank {rank}, on {info.machine}, has no plan that it can use: {info.fault.rstrip('.')}.",
                 "Give every process the same plan file.",
             )
-
-
-def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[int, ...]:
-    """The place in `active` of each rank's share; PlanError if not each has one of its own."""
     other = [str(rank) for rank, info in enumerate(ranks) if info.plan != ranks[0].plan]
     if other:
         raise PlanError(
             f"Rank {', '.join(other)} trains by another plan, or at another global batch, than rank 0.",
-            "Give every process the same plan file.",
+            "Give every process the same plan file, or the same ratios.",
         )
+    for name, value in ranks[0].options.items():
+        for rank, info in enumerate(ranks):
+            if info.options[name] != value:
+                raise RequestError(
+                    f"Rank {rank} has {name}={info.options[name]!r}, rank 0 has {name}={value!r}.",
+                    "Give every process the same.",
+                )
+
+
+def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[int, ...]:
+    """The place in `active` of each rank's share; PlanError if not each has one of its own."""
     by_device = [_find_by_device(active, info) for info in ranks]
     if any(place is not None for place in by_device):
         return check_places(active, by_device)

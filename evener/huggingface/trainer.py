@@ -69,7 +69,8 @@ def with_plan(
     chosen = open_plan(plan)
     if chosen is None:
         raise RequestError("No plan is given.", "Give one, or start the script with evener launch.")
-    options = {"plan": chosen, "global_batch": global_batch, "strict": strict}
+    same = {"rebalance": rebalance}
+    options = {"plan": chosen, "global_batch": global_batch, "strict": strict, "options": same}
     made = {"_plan_options": options, "_keeps_journal": journal, "_rebalances": rebalance}
     return type(f"Planned{trainer_class.__name__}", (_PlanMixin, trainer_class), made)
 

@@ -1,4 +1,4 @@
-"""Whose share is whose among the processes of a Keras group: each finds its own by its device."""
+"""What the processes of a Keras group settle before they train: whose share is whose, and whether shares change."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from evener.errors import RequestError
 from evener.keras_split.engines.multiworker import Group
 from evener.launched import find_host, launched_device
 from evener.plan import Share
@@ -28,3 +29,15 @@ def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
     if max(found) < 0:
         return tuple(range(group.size))
     return check_places(active, [None if place < 0 else place for place in found])
+
+
+def check_rebalance(rebalance: bool, group: Group) -> None:
+    """RequestError, in all processes, if `rebalance` isn't the same in all; every process calls it."""
+    (said,) = group.sum_now([tf.one_hot(group.rank, group.size, float(rebalance), 0.0)])
+    values = [bool(each) for each in said]
+    if len(set(values)) > 1:
+        rank = values.index(not values[0])
+        raise RequestError(
+            f"Rank {rank} has rebalance={values[rank]}, rank 0 has rebalance={values[0]}.",
+            "Give every process the same.",
+        )

@@ -24,7 +24,7 @@ from evener.keras_split.engines.mirrored import Mirrored, UnevenMirroredStrategy
 from evener.keras_split.engines.multiworker import Group, Workers, group_from_environment
 from evener.keras_split.engines.towers import Towers
 from evener.keras_split.fit_hooks import FitHooks
-from evener.keras_split.group_shares import order_by_device
+from evener.keras_split.group_shares import check_rebalance, order_by_device
 from evener.launched import launched_plan
 from evener.passes import batch_in_one_pass, largest_pass
 from evener.plan import Plan, Share, load_plan
@@ -71,7 +71,7 @@ class Split:
         self.engine, self.why = _choose_engine(engine, self.plan, self.group)
         self.rank_shares: tuple[Share, ...] = ()  # of the plan, where a group trains by one
         if self.engine == "multiworker":
-            _ = self.required_group
+            check_rebalance(rebalance, self.required_group)
         self.devices, self.cut, self.global_batch = self._divide(gpus, devices, ratios, global_batch)
         if self.engine == "mirrored" and self.cut.in_passes:
             raise RequestError(

@@ -8,7 +8,7 @@ import socket
 import sys
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from evener.launched import find_host, launched_device, launched_plan
 from evener.passes import batch_in_one_pass, count_passes
 from evener.plan import Plan, Share, load_plan
 from evener.plan_check import check_fit, check_global_batch, describe
-from evener.share_order import RankInfo, check_faults, order_shares
+from evener.share_order import RankInfo, check_agreement, order_shares
 from evener.shares import apportion, check_ratios
 from evener.torch_split.process import Stand, choose_device, gather_infos, is_cpu
 
@@ -82,18 +82,26 @@ def open_plan_together(plan: Plan | str | os.PathLike[str] | None, stand: Stand)
 
 
 def find_rank_shares(
-    plan: Plan, global_batch: int | None, stand: Stand, gpus: dict[str, int], strict: bool, device: Any = None
+    plan: Plan,
+    global_batch: int | None,
+    stand: Stand,
+    gpus: dict[str, int],
+    strict: bool,
+    options: Mapping[str, bool | str],
+    device: Any = None,
 ) -> RankShares:
     """The shares of all ranks, each found by its host and its device; every rank calls it.
 
     `device` is this process's, where it is settled on one. PlanError, on every rank, if not each share has a process,
-    or with `strict` if the plan was measured on other devices, which is a warning else.
+    or with `strict` if the plan was measured on other devices, which is a warning else; RequestError if `options`
+    aren't the same on every rank.
     """
     active = plan.layout.active
     check = partial(check_fit, plan, workload_digest=None, global_batch=global_batch)
     check(devices=None, world=stand.world, strict=False)  # before anyone waits for a process that never comes
-    ranks = gather_infos(_describe_rank(plan, global_batch, stand, gpus, device), stand)
-    check_faults(ranks)
+    own = _describe_rank(plan, global_batch, stand, gpus, device)
+    ranks = gather_infos(msgspec.structs.replace(own, options=dict(options)), stand)
+    check_agreement(ranks)
     differences = check(devices=_seen(active, ranks), world=None, strict=strict, framework="torch")
     order = order_shares(active, ranks)
     for difference in differences:
@@ -140,12 +148,27 @@ def shares_to_evaluate(shares: Sequence[int], micros: Sequence[int]) -> tuple[in
 
 
 def share_by_ratios(
-    ratios: Sequence[float] | None, global_batch: int | None, stand: Stand, gpus: dict[str, int]
+    ratios: Sequence[float] | None,
+    global_batch: int | None,
+    stand: Stand,
+    gpus: dict[str, int],
+    options: Mapping[str, bool | str],
 ) -> RankShares:
-    """By the ratios, or as evenly as can be; every rank calls it. RequestError if there isn't one for each process."""
+    """By the ratios, or as evenly as can be; every rank calls it.
+
+    RequestError if there isn't one for each process; as `find_rank_shares` if the ranks differ.
+    """
     batches = _ratio_batches(ratios, global_batch, stand.world)
-    own = RankInfo(machine=socket.gethostname(), host="", training=secrets.token_hex(8))
-    training = gather_infos(own, stand)[0].training
+    own = RankInfo(
+        machine=socket.gethostname(),
+        host="",
+        plan=zlib.crc32(msgspec.json.encode(batches)),
+        training=secrets.token_hex(8),
+        options=dict(options),
+    )
+    ranks = gather_infos(own, stand)
+    check_agreement(ranks)
+    training = ranks[0].training
     shares = (_unplanned_share(choose_device(None, stand, gpus), gpus),) * stand.world
     script = os.path.basename(sys.argv[0])
     return RankShares(stand.rank, batches, batches, (1,) * stand.world, shares, script, training)

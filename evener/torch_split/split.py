@@ -81,10 +81,11 @@ class Split:
         if plan is not None and ratios is not None:
             raise RequestError("Both a plan and ratios are given.", "Give one of them; the plan has its own ratios.")
         self.plan = None if ratios is not None else open_plan_together(plan, stand)
+        options = {"weigh": weigh, "rebalance": rebalance}
         if self.plan is None:
-            found, share = share_by_ratios(ratios, global_batch, stand, gpus), None
+            found, share = share_by_ratios(ratios, global_batch, stand, gpus, options), None
         else:
-            found = find_rank_shares(self.plan, global_batch, stand, gpus, strict)
+            found = find_rank_shares(self.plan, global_batch, stand, gpus, strict, options)
             share = found.share
         self.rank, self.world = stand.rank, stand.world
         self.device = choose_device(share, stand, gpus)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.errors import PlanError
+from evener.errors import PlanError, RequestError
 from evener.launched import find_host
 from evener.plan import Share
-from evener.share_order import RankInfo, order_shares
+from evener.share_order import RankInfo, check_agreement, order_shares
 
 
 def share(device: str, host: str = "") -> Share:
@@ -87,7 +87,15 @@ def test_devices_of_another_machine_are_taken_in_the_order_of_ranks() -> None:
 def test_ranks_with_another_plan_are_named() -> None:
     ranks = [info("GPU-a"), msgspec.structs.replace(info("GPU-b"), plan=7)]
     with pytest.raises(PlanError, match="Rank 1 trains by another plan"):
-        order_shares([share("GPU-a"), share("GPU-b")], ranks)
+        check_agreement(ranks)
+
+
+def test_ranks_that_would_train_otherwise_are_named() -> None:
+    """If one only changed its shares, rows would come twice and others not at all."""
+    options = [{"weigh": "loss", "rebalance": rank == 2} for rank in range(3)]
+    with pytest.raises(RequestError, match="Rank 2 has rebalance=True, rank 0 has rebalance=False"):
+        check_agreement([info(options=each) for each in options])
+    check_agreement([info(options=options[0])] * 2)
 
 
 def test_this_machine_is_found_among_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

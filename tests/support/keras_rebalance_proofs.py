@@ -1,12 +1,12 @@
-"""A group of three whose shares change while it trains: by a script, and by the rule when the second is slow."""
+"""A group of three whose shares change while it trains: by a script, and by the rule while the second is slow."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -20,9 +20,9 @@ from evener.rebalance import Change
 from tests.support.keras_twice import train_twice
 
 SHARES, MICROS = (15, 6, 3), (3, 6, 2)  # of the plan
-SHARE_SECONDS = 0.024  # that the rows of each share take in a group, where rows are slowed
-SLOW = 15  # steps, after which the second process takes twice as long
-STEPS = 60
+SHARE_SECONDS = 0.024  # that the rows of each share take, by a clock that only rows move
+SLOW = range(60, 180)  # steps in which the second process takes twice as long
+STEPS = 300
 
 Make = Callable[[], Any]
 
@@ -40,24 +40,27 @@ class Scripted:
 
 
 class SlowRows(keras.layers.Layer):
-    """Takes a while for each row, and twice as long in the second process after some steps."""
+    """Moves the clock of own work for each row, twice as far in the second process in some steps."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self.share_seconds = SHARE_SECONDS
+        self.now = 0.0
+        self.step = 0  # the one that is trained
         self._rank = rank
-        self._step = 0
 
     def call(self, x: Any) -> Any:
         """The rows as they are."""
-        with tf.control_dependencies([tf.numpy_function(self._sleep, [tf.shape(x)[0]], tf.int32)]):
+        with tf.control_dependencies([tf.numpy_function(self._take, [tf.shape(x)[0]], tf.int32)]):
             return tf.identity(x)
 
-    def _sleep(self, rows: Any) -> Any:
-        self._step += 1
-        factor = 2 if self._rank == 1 and self._step > SLOW else 1
-        time.sleep(self.share_seconds * int(rows) / SHARES[self._rank] * factor)
+    def _take(self, rows: Any) -> Any:
+        factor = 2 if self._rank == 1 and self.step in SLOW else 1
+        self.now += SHARE_SECONDS * int(rows) / SHARES[self._rank] * factor
         return rows
+
+    def timestamp(self) -> Any:
+        """As TensorFlow's."""
+        return tf.numpy_function(lambda: np.float64(self.now), [], tf.float64)
 
 
 def forced(split: Split, make: Make, x: Any, y: Any) -> dict[str, Any]:
@@ -81,8 +84,8 @@ def change_back(split: Split) -> None:
 
 
 def by_rule(split: Split, make: Callable[[Any], Any], x: Any, y: Any) -> dict[str, Any]:
-    """With a process that is slow for a while, and one that asks the monitor what it sees."""
-    live.INTERVAL_SECONDS, live.COST_LIMIT = 0.0, 1.0  # each step is written
+    """With a process that is slow for a while, while each asks the monitor what it sees."""
+    live.INTERVAL_SECONDS, live.COST_LIMIT = 0.02, 1.0  # every few steps are written
     change_back(split)
     slow = SlowRows(split.required_group.rank)
     rows = np.resize(np.arange(len(x)), 24 * STEPS)
@@ -90,9 +93,9 @@ def by_rule(split: Split, make: Callable[[Any], Any], x: Any, y: Any) -> dict[st
 
     def fit(model: Any) -> Any:
         hooks = getattr(model.fit, "hooks", None)
-        slow.share_seconds = SHARE_SECONDS if hooks else 0.0
-        calls = [Report(split), Watch(seen)] if hooks else []
-        history = model.fit(x[rows], y[rows], batch_size=24, shuffle=False, verbose=0, callbacks=calls).history
+        calls = [Report(split), Watch(seen, slow)] if hooks else []
+        with mock.patch.object(tf, "timestamp", slow.timestamp):
+            history = model.fit(x[rows], y[rows], batch_size=24, shuffle=False, verbose=0, callbacks=calls).history
         if hooks:
             seen.append(hooks.engine.rebalancing.changes)
         return history
@@ -108,13 +111,17 @@ def by_rule(split: Split, make: Callable[[Any], Any], x: Any, y: Any) -> dict[st
 
 
 class Watch(keras.callbacks.Callback):
-    """Reads what the monitor would, of this process."""
+    """Counts the steps, and reads what the monitor would of this process."""
 
-    def __init__(self, seen: list[Any]) -> None:
+    def __init__(self, seen: list[Any], slow: SlowRows) -> None:
         super().__init__()
-        self._seen = seen
+        self._seen, self._slow = seen, slow
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Rows are as slow as in this step."""
+        self._slow.step = batch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """After some steps."""
-        if batch % 20 == 19:
+        if batch % 100 == 99:
             self._seen.extend(training for training in read_trainings() if training.pid == os.getpid())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,6 +39,24 @@ def a_ddp_that_nothing_weighs(shares: tuple[int, ...], rows: TensorDataset) -> l
 @refused("no shares to rebalance")
 def rows_dealt_by_length_that_rebalance(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
     split_by(shares, rebalance=True).loader(rows, lengths=list(range(len(rows))))
+    return []
+
+
+@refused("Rank 1 has rebalance=True, rank 0 has rebalance=False")
+def rebalance_on_one_rank(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    split_by(shares, rebalance=os.environ["RANK"] == "1")
+    return []
+
+
+@refused("Rank 1 has weigh='loss', rank 0 has weigh='gradients'")
+def losses_weighed_on_one_rank(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    split_by(shares, weigh="loss" if os.environ["RANK"] == "1" else "gradients")
+    return []
+
+
+@refused("by another plan, or at another global batch")
+def other_ratios_on_one_rank(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    split_by(shares[::-1] if os.environ["RANK"] == "1" else shares)
     return []
 
 
