@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import fcntl
 import os
 import signal
@@ -28,6 +29,9 @@ settings.load_profile("evener")
 def pytest_configure() -> None:
     """A killed test run leaves no training behind that would hold a GPU's memory; the recorded journals are trusted."""
     end_with_this_process()
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # or, under PYTHONDONTWRITEBYTECODE, hundreds of processes would do it
+        for folder in ("evener", "devices", "workloads", "balancer", "tui"):
+            compileall.compile_dir(Path(__file__).parents[1] / folder, quiet=2)
     paths = [str(Path(__file__).parent / "support" / "light_keras"), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     for path in (Path(__file__).parent / "recorded").glob("*.jsonl"):
