@@ -20,6 +20,7 @@ from evener.errors import RequestError
 from evener.keras_split.batch_bounds import Cut
 from evener.keras_split.changing_cut import ChangingCut
 from evener.keras_split.compatibility import check_mask
+from evener.keras_split.engines.early_sums import divide_sums
 from evener.keras_split.engines.keras_step import call_model, update_metrics
 from evener.keras_split.engines.layer_state import assign_updates
 from evener.keras_split.engines.passes import DevicePasses
@@ -58,10 +59,13 @@ class Group:
         self._sum = tf.function(self.sum, autograph=False, reduce_retracing=True)
 
     def sum(self, tensors: Sequence[Any]) -> list[Any]:
-        """Each tensor summed over the processes; every process calls it with tensors of the same shapes."""
+        """Each tensor summed over the processes; every process calls it with tensors of the same shapes.
+
+        Give first what is ready first: of many bytes, most are summed while the last ones are still computed.
+        """
         sums = list(tensors)
-        for kind in dict.fromkeys(tensor.dtype for tensor in tensors):  # one collective has one type
-            places = [i for i, tensor in enumerate(tensors) if tensor.dtype == kind]
+        sizes = [(tensor.shape.num_elements() or 0) * tensor.dtype.size for tensor in tensors]
+        for places in divide_sums([(size, tensor.dtype) for size, tensor in zip(sizes, tensors, strict=True)]):
             with tf.device(self.device):
                 total = self._reduce(tf.concat([tf.reshape(tensors[i], [-1]) for i in places], axis=0))
                 parts = tf.split(total, [tf.size(tensors[i]) for i in places], num=len(places))
@@ -205,8 +209,10 @@ class Workers:
         """Sum over the processes and update the weights; `batch` is own x, y, outputs and weight, for the metrics."""
         ready = self.times.now([*gradients, loss])
         own = self.times.spread(ready - began, loss.dtype)
-        *gradients, loss, own_works = self.group.sum([*gradients, loss, own])
+        loss, *gradients = self.group.sum([loss, *reversed(gradients)])  # a backward pass has the last layer's first
+        (own_works,) = self.group.sum([own])  # apart, as the gradients need not wait until the clock was read
         self.times.note(rows, began, ready, own_works)
+        gradients.reverse()
         if gradients:
             self.model.optimizer.apply_gradients(zip(gradients, self.model.trainable_weights, strict=True))
         return update_metrics(self.model, loss, rows, *batch)

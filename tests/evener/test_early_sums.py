@@ -1,0 +1,50 @@
+"""Which gradients are summed behind the backward pass."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evener.keras_split.engines.early_sums import LATE_PART, WORTH_BYTES, divide_sums
+
+tensors = st.lists(st.tuples(st.integers(0, 1 << 24), st.sampled_from(["float32", "float16"])), max_size=12)
+
+
+@given(tensors)
+def test_every_tensor_is_in_one_sum_of_its_type(given_: list[tuple[int, str]]) -> None:
+    """In the order of being ready, within a sum; at most two sums of a type."""
+    sums = divide_sums(given_)
+    assert sorted(chain.from_iterable(sums)) == list(range(len(given_)))
+    assert all(places == sorted(places) for places in sums)
+    kinds = [{given_[place][1] for place in places} for places in sums]
+    assert all(len(kind) == 1 for kind in kinds)
+    assert all(kinds.count({kind}) <= 2 for kind in ("float32", "float16"))
+
+
+@given(tensors)
+def test_what_waits_for_the_last_gradient_is_a_quarter_or_that_gradient_alone(given_: list[tuple[int, str]]) -> None:
+    """Of many bytes of one type; few are summed at once."""
+    sizes = [size for size, _ in given_]
+    sums = divide_sums([(size, "float32") for size in sizes])
+    if sum(sizes) < WORTH_BYTES:
+        assert len(sums) == bool(sizes)
+    else:
+        late = sums[-1]
+        assert late == [len(sizes) - 1] or sum(sizes[place] for place in late) <= LATE_PART * sum(sizes)
+
+
+def test_dense_layers_are_summed_behind_the_convolutions_before_them() -> None:
+    """keras_maxer in short: the backward pass has the large dense layers first, then eight times less."""
+    mib = 1 << 20
+    assert divide_sums([(8 * mib, "f"), (60 * mib, "f"), (200 * mib, "f"), (30 * mib, "f"), (6 * mib, "f")]) == [
+        [0, 1, 2],
+        [3, 4],
+    ]
+
+
+def test_a_large_first_layer_waits_alone() -> None:
+    """An embedding's gradient comes last; the others need not wait for it."""
+    mib = 1 << 20
+    assert divide_sums([(4 * mib, "f"), (4 * mib, "f"), (90 * mib, "f")]) == [[0, 1], [2]]
