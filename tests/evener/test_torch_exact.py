@@ -36,10 +36,10 @@ def run(script: str, batches: tuple[int, ...], folder: Path, gpus: bool = False)
     return [torch.load(result) for result in results]
 
 
-@pytest.fixture(scope="module", params=[(6, 0, 2), (5, 2, 1)], ids=str)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What the ranks of a plan saved: 3:1 with a device left out, and 5:2:1. A rank runs every program and case."""
-    return run(programs.__file__, request.param, tmp_path_factory.mktemp("ranks"))
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What the ranks of a plan saved: 5:2:1 with a device left out. A rank runs every program and case."""
+    return run(programs.__file__, (5, 0, 2, 1), tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture
@@ -133,6 +133,8 @@ def one_rank_of_two(monkeypatch: pytest.MonkeyPatch) -> Any:
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+    answer_twice = lambda every, own: every.__setitem__(slice(None), [own, own])  # noqa: E731 - the other says the same
+    monkeypatch.setattr(torch.distributed, "all_gather_object", answer_twice)
     split = Split(ratios=[3, 1], global_batch=8)
     monkeypatch.undo()
     yield split
