@@ -1,14 +1,19 @@
-"""The app on a pseudo-terminal with real GPUs: after each key, what it has written so far, as ANSI."""
+"""The app on a pseudo-terminal with real GPUs: after each key, what it has written so far, as ANSI.
+
+`python -m benchmarks.gpu_screen FILE.svg --devices gpu` draws the Trainings screen of what trains now.
+"""
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.monitor import Screen
 
-APP = "import sys; from evener.tui.app.app import run_app; sys.exit(run_app({devices!r}, workload={workload!r}))"
+APP = "import sys; from evener.tui.app.start import run_app; sys.exit(run_app({devices!r}, workload={workload!r}))"
 # keys, seconds to wait, name of the picture
 SCRIPT = (
     (b"", 8.0, "monitor"),
@@ -32,3 +37,34 @@ def draw(devices: str, workload: str, folder: Path, name: str, environment: dict
     finally:
         code = screen.close()
     return {"devices": devices, "workload": workload, "exit_code": code, "bytes": screen.written_bytes}
+
+
+async def draw_trainings(devices: str, seconds: float) -> str:
+    """The Trainings screen as SVG, when it has read for some seconds."""
+    from evener.tui.app.app import EvenerApp
+    from evener.tui.runtime.snapshot_publisher import open_publisher
+
+    publisher, trainable = open_publisher(devices, None)
+    publisher.start()
+    app = EvenerApp(publisher, devices=devices, trainable=trainable)
+    async with app.run_test(size=(140, 30)) as pilot:
+        await pilot.press("4")
+        await asyncio.sleep(seconds)
+        await pilot.pause()
+        drawn: str = app.export_screenshot(title="evener")
+    app.close_threads()
+    return drawn
+
+
+def main() -> None:
+    """Write the picture."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[-1])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--devices", default="gpu")
+    parser.add_argument("--seconds", type=float, default=25.0, help="to watch before")
+    given = parser.parse_args()
+    given.file.write_text(asyncio.run(draw_trainings(given.devices, given.seconds)))
+
+
+if __name__ == "__main__":
+    main()

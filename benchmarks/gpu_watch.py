@@ -13,8 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -31,13 +32,20 @@ while time.monotonic() < end:
         a @ a
     torch.cuda.synchronize()
 """
+METRICS = "127.0.0.1:9401"
 SCREENS = {
-    "evener": "import sys; from evener.tui.app.app import run_app; sys.exit(run_app('gpu'))",
+    "evener": "import sys; from evener.tui.app.start import run_app; sys.exit(run_app({devices!r}))",
+    "evener --metrics": f"""
+import sys
+sys.argv = ["evener", "monitor", "--devices", {{devices!r}}, "--metrics", {METRICS!r}]
+from evener.__main__ import main
+main()
+""",
     "nvitop": "from nvitop.cli import main; main()",
     "gpustat": "import sys; sys.argv = ['gpustat', '-i', '1']; from gpustat.cli import main; main()",
     "nvtop": "import os; os.execvp('nvtop', ['nvtop'])",
 }
-EVENER_JSON = (sys.executable, "-m", "evener", "monitor", "--devices", "gpu", "--json", "-i", "1")
+EVENER_JSON = (sys.executable, "-m", "evener", "monitor", "--json", "-i", "1", "--devices")
 SMI = (
     "nvidia-smi",
     "--query-gpu=index,utilization.gpu,memory.used,power.draw,temperature.gpu,clocks.sm,clocks.mem",
@@ -60,17 +68,21 @@ def loaded(gpus: Sequence[int], seconds: float) -> Iterator[None]:
 def installed() -> list[str]:
     """The monitors that can be started here."""
     modules = [name for name in ("nvitop", "gpustat") if importlib.util.find_spec(name)]
-    return ["evener", *modules, *(["nvtop"] if shutil.which("nvtop") else [])]
+    return ["evener", "evener --metrics", *modules, *(["nvtop"] if shutil.which("nvtop") else [])]
 
 
-def compare_monitors(seconds: float, environment: dict[str, str]) -> dict[str, Any]:
-    """CPU, memory and output of all monitors over the same seconds, and evener's readings as JSON."""
+def compare_monitors(seconds: float, environment: dict[str, str], devices: str = "gpu") -> dict[str, Any]:
+    """CPU, memory and output of all monitors over the same seconds, and evener's readings as JSON.
+
+    Metrics are fetched once a second where they are served.
+    """
     with ExitStack() as stack:
-        screens = {name: Screen(SCREENS[name]) for name in installed()}
+        screens = {name: Screen(SCREENS[name].format(devices=devices), environment) for name in installed()}
         for screen in screens.values():
             stack.callback(screen.close)
         lines = stack.enter_context(tempfile.TemporaryFile("w+"))  # a pipe that nobody reads fills up
-        reader = stack.enter_context(subprocess.Popen(EVENER_JSON, stdout=lines, text=True, env=environment))
+        command = (*EVENER_JSON, devices)
+        reader = stack.enter_context(subprocess.Popen(command, stdout=lines, text=True, env=environment))
         stack.callback(reader.terminate)
         time.sleep(2 * SETTLE_SECONDS)
         alive = {name: screen for name, screen in screens.items() if screen.process.status() != psutil.STATUS_ZOMBIE}
@@ -78,10 +90,12 @@ def compare_monitors(seconds: float, environment: dict[str, str]) -> dict[str, A
         plain = psutil.Process(reader.pid)
         plain_before, parts_before = _cpu_seconds(plain), _threads(alive["evener"])
         began = time.perf_counter()
-        witness = []
-        while time.perf_counter() - began < seconds:
-            witness.append({"at": time.time(), "rows": smi()})
-            time.sleep(5.0)
+        witness, metrics = [], ""
+        for second in range(round(seconds)):
+            if second % 5 == 0:
+                witness.append({"at": time.time(), "rows": smi()})
+            metrics = fetch_metrics()
+            time.sleep(max(0.0, began + second + 1 - time.perf_counter()))
         took = time.perf_counter() - began
         costs = {name: _cost(before[name], screen, took) for name, screen in alive.items()}
         parts = {thread: spent - parts_before.get(thread, 0.0) for thread, spent in _threads(alive["evener"]).items()}
@@ -95,11 +109,21 @@ def compare_monitors(seconds: float, environment: dict[str, str]) -> dict[str, A
     missing = {
         name: bytes(screens[name].seen[-300:]).decode(errors="replace") for name in screens.keys() - alive.keys()
     }
-    return {"seconds": took, "costs": costs, "did_not_run": missing, "nvidia_smi": witness, "readings": readings}
+    found = {"seconds": took, "costs": costs, "did_not_run": missing, "metrics": metrics}
+    return {**found, "nvidia_smi": witness, "readings": readings}
+
+
+def fetch_metrics() -> str:
+    """What Prometheus would get; empty if nobody serves it."""
+    with suppress(OSError), urllib.request.urlopen(f"http://{METRICS}/metrics", timeout=5) as answer:
+        return str(answer.read().decode())
+    return ""
 
 
 def smi() -> list[list[str]]:
     """nvidia-smi's rows: GPU, utilisation, MiB in use, watts, °C, clocks of multiprocessors and memory."""
+    if not shutil.which(SMI[0]):
+        return []
     done = subprocess.run(SMI, capture_output=True, text=True, timeout=20)
     return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
 

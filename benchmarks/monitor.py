@@ -42,17 +42,17 @@ class Empty(App):
     def compose(self): yield Static("READY")
 Empty().run()
 """
-EVENER = f"import sys; from evener.tui.app.app import run_app; sys.exit(run_app({DEVICES!r}))"
+EVENER = f"import sys; from evener.tui.app.start import run_app; sys.exit(run_app({DEVICES!r}))"
 LOADED = f"""
-import sys, threading
-from evener.tui.app import app
-from evener.tui.runtime import snapshot_publisher as feed
-def loaded(self, post):
+import sys
+from evener.tui.app.start import run_app
+from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
+def loaded(self, *subscriber):
     for place, _ in enumerate(self.source.devices()):
         self.source.set_load(place, 1100.0 - 40 * place, 600)
-    begin(self, post)
-begin, feed.SnapshotPublisher.post_to = feed.SnapshotPublisher.post_to, loaded
-sys.exit(app.run_app({DEVICES!r}))
+    begin(self, *subscriber)
+begin, SnapshotPublisher.start = SnapshotPublisher.start, loaded
+sys.exit(run_app({DEVICES!r}))
 """
 NVITOP = "from nvitop.cli import main; main()"
 ONCE = ("evener.__main__", ["monitor", "--once", "--devices", DEVICES])

@@ -36,11 +36,11 @@ from benchmarks.monitor import Screen
 from evener.devices.discover import discover
 from evener.devices.host.snapshot_builder import SnapshotBuilder
 from evener.devices.host.training_rates import TrainingRates
-from evener.devices.sampler import History
+from evener.devices.sampler import History, Subscriber
 from evener.devices.simulated.source import SimulatedSource
 from evener.live import Reporter
 from evener.tui.app.app import EvenerApp
-from evener.tui.runtime.snapshot_publisher import Post, Sampled, SnapshotPublisher
+from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
 
 HALF_HOUR = 1800  # ticks
 SAMPLE_TICKS = 150  # two rounds of all keys at all sizes, so that every sample finds the app in the same state
@@ -78,26 +78,26 @@ class TickPublisher(SnapshotPublisher):
         self.source = SimulatedSource(machine, builder=around)
         self._history = History(600)
         self._reporter = Reporter()
-        self._post: Post | None = None
+        self._subscriber: Subscriber = lambda _: None
         self.started = threading.Event()
 
     def _clock(self) -> float:
         return self._seconds
 
-    def post_to(self, post: Post) -> None:
+    def start(self, subscriber: Subscriber | None = None) -> None:
         """Ticks may come from now on."""
-        self._post = post
+        self._subscriber = subscriber or self._subscriber
         self.started.set()
 
     def close(self, wait_seconds: float = 0.0) -> bool:
         """Ticks are ignored from now on."""
-        self._post = None
+        self._subscriber = lambda _: None
         self._reporter.close()
         return True
 
-    def history(self, device_id: str, metric: str) -> tuple[float | None, ...]:
+    def history(self, key: str, metric: str, newest: int = 600) -> tuple[float | None, ...]:
         """The same history as the sampler's."""
-        return self._history.values(device_id, metric)
+        return self._history.values(key, metric, newest)
 
     def set_loads(self, loads: Mapping[str, tuple[float, int]]) -> None:
         """No search runs here."""
@@ -112,8 +112,7 @@ class TickPublisher(SnapshotPublisher):
         self._reporter.report(SHARE, devices=[devices[0].id], workload="soak")
         snapshot = msgspec.structs.replace(self.source.sample(), at_seconds=self._began + self._seconds)
         self._history.add(snapshot)
-        if self._post is not None:
-            self._post(Sampled(snapshot))
+        self._subscriber(snapshot)
 
 
 def run_app(devices: str, ticks: int, output: str) -> int:

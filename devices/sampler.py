@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import TypeVar
 
 import msgspec
@@ -48,11 +49,15 @@ class Sampler:
         )
 
     def start(self, subscriber: Subscriber | None = None) -> None:
-        """Take the first sample at once and go on every interval; `subscriber` gets every snapshot."""
+        """Take the first sample at once and go on every interval; `subscriber` gets every snapshot from now on.
+
+        A sampler that has started only gets another subscriber.
+        """
         self._subscriber = subscriber or self._subscriber
-        self._sampled_at = time.monotonic()
-        for thread in self._threads:
-            thread.start()
+        if self._threads[0].ident is None:
+            self._sampled_at = time.monotonic()
+            for thread in self._threads:
+                thread.start()
 
     def close(self, wait_seconds: float = JOIN_SECONDS) -> bool:
         """End sampling; the polling thread closes the source. False if the source still hangs after the wait."""
@@ -74,10 +79,10 @@ class Sampler:
             return last
         return stale(last, age)
 
-    def history(self, key: str, metric: str) -> tuple[float | None, ...]:
-        """Values of one metric of one device, a tick each, oldest first; None where there was no current value."""
+    def history(self, key: str, metric: str, newest: int = HISTORY_TICKS) -> tuple[float | None, ...]:
+        """One metric of one device in the newest ticks, oldest first; None where there was no current value."""
         with self._lock:
-            return self._history.values(key, metric)
+            return self._history.values(key, metric, newest)
 
     def _poll(self) -> None:
         try:
@@ -133,10 +138,11 @@ class History:
             }
         )
 
-    def values(self, key: str, metric: str) -> tuple[float | None, ...]:
-        """All ticks kept, oldest first."""
+    def values(self, key: str, metric: str, newest: int = HISTORY_TICKS) -> tuple[float | None, ...]:
+        """The newest of the ticks kept, oldest first."""
         at = _READINGS.index(metric)
-        return tuple(tick[key][at] if key in tick else None for tick in self._ticks)
+        ticks = islice(self._ticks, max(0, len(self._ticks) - newest), None)
+        return tuple([tick[key][at] if key in tick else None for tick in ticks])
 
 
 def stale(snapshot: Snapshot, age_seconds: float) -> Snapshot:

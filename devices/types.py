@@ -71,7 +71,7 @@ class State(StrEnum):
     STALE = "stale"  # the last value, too old to be called current
 
 
-class Reading(msgspec.Struct, frozen=True):
+class Reading(msgspec.Struct, frozen=True, gc=False):
     """One metric at one time. `value` is None unless the state is VALUE or STALE."""
 
     state: State

@@ -22,13 +22,12 @@ from evener.balancer.session import Request, Session
 from evener.devices.discover import discover
 from evener.devices.host.snapshot_builder import SnapshotBuilder
 from evener.devices.host.training_rates import TrainingRates
-from evener.devices.sampler import History
+from evener.devices.sampler import History, Subscriber
 from evener.devices.simulated.machine import Machine
 from evener.devices.simulated.source import SimulatedSource
 from evener.devices.types import HostSample, ProcessSample, Snapshot, value
 from evener.live_files import LiveDevice, ShareChange, Training
 from evener.tui.app.app import EvenerApp
-from evener.tui.runtime.snapshot_publisher import Post, Sampled
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
 AT_SECONDS = 1_790_070_000.0
@@ -51,17 +50,15 @@ class PicturePublisher:
         self._reports = tuple(reports)
         self._speeds = speeds
         self._history = History(600)
-        self._post: Post | None = None
 
-    def post_to(self, post: Post) -> None:
+    def start(self, subscriber: Subscriber) -> None:
         """Simulate some minutes at once, then show the last moment."""
-        self._post = post
         for tick in range(150):
             self._set_loads(tick)
             self._clock += 1.0
             snapshot = self._sample()
             self._history.add(snapshot)
-        post(Sampled(snapshot))
+        subscriber(snapshot)
 
     def _set_loads(self, tick: int) -> None:
         for place, (speed, share) in enumerate(self._speeds):
@@ -104,9 +101,9 @@ class PicturePublisher:
     def close(self) -> None:
         """Nothing to stop."""
 
-    def history(self, device_id: str, metric: str) -> tuple[float | None, ...]:
+    def history(self, key: str, metric: str, newest: int) -> tuple[float | None, ...]:
         """A metric's newest values."""
-        return self._history.values(device_id, metric)
+        return self._history.values(key, metric, newest)
 
     def set_loads(self, loads: object) -> None:
         """Keep the picture's own loads."""

@@ -131,7 +131,8 @@ def replace_file(target: Path, content: bytes) -> None:
 def start_ticks(pid: int) -> int | None:
     """When a process started, in clock ticks since boot; None if it is gone, a zombie, or can't be seen."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as stream:
+            fields = stream.read().rpartition(b")")[2].split()
         return None if fields[0] in (b"Z", b"X") else int(fields[19])
     except (OSError, IndexError, ValueError):
         return None
@@ -165,7 +166,7 @@ def _read_record(name: str, folder: int) -> LiveRecord | None:
     """The record in a file, or None for one that isn't a private, small, well-formed file of this user."""
     try:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe must not block the reader
-        with os.fdopen(os.open(name, flags, dir_fd=folder), "rb") as stream:
+        with os.fdopen(os.open(name, flags, dir_fd=folder), "rb", buffering=0) as stream:
             status = os.fstat(stream.fileno())
             if not stat.S_ISREG(status.st_mode) or not _is_ours(status):
                 return None

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from textual.message import Message
 
 from evener import plan as plans
 from evener.balancer.events import Event, Finished, Observed, ProbeProgress, ProbeStarted, Started
@@ -25,10 +24,10 @@ from evener.balancer.types import (
     layout_of,
     solo,
 )
-from evener.devices.sampler import History
+from evener.devices.sampler import History, Subscriber
 from evener.devices.types import Device, DeviceSample, HostSample, ProcessSample, Snapshot, value
 from evener.tui.app.app import EvenerApp
-from evener.tui.runtime.snapshot_publisher import Sampled, SnapshotPublisher
+from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
 
 GIB = 1024**3
 AT_SECONDS = 1_790_000_000.0  # a fixed moment, so that pictures don't change
@@ -115,24 +114,23 @@ class ScriptedPublisher(SnapshotPublisher):
         self.loads: list[Mapping[str, tuple[float, int]]] = []
         self._snapshots = snapshots
         self._history = History(600)
-        self._post: Callable[[Message], object] | None = None
 
-    def post_to(self, post: Callable[[Message], object]) -> None:
-        self._post = post
+    def start(self, subscriber: Subscriber | None = None) -> None:
+        assert subscriber is not None
+        self._subscriber = subscriber
         for snapshot in self._snapshots:
             self.push(snapshot)
 
     def push(self, snapshot: Snapshot) -> None:
         self._history.add(snapshot)
-        assert self._post is not None
-        self._post(Sampled(snapshot))
+        self._subscriber(snapshot)
 
     def close(self, wait_seconds: float = 0.0) -> bool:
         self.stopped = True
         return True
 
-    def history(self, device_id: str, metric: str) -> tuple[float | None, ...]:
-        return self._history.values(device_id, metric)
+    def history(self, key: str, metric: str, newest: int = 600) -> tuple[float | None, ...]:
+        return self._history.values(key, metric, newest)
 
     def set_loads(self, loads: Mapping[str, tuple[float, int]]) -> None:
         self.loads.append(dict(loads))

@@ -14,8 +14,8 @@ from textual.widgets import Input
 
 from evener.devices.types import LOST, value
 from evener.plan import load_plan
+from evener.tui.runtime.base_app import Sampled
 from evener.tui.runtime.run_replay import RunReplay
-from evener.tui.runtime.snapshot_publisher import Sampled
 from evener.tui.screens.dialogs import ConfirmDialog, DetailsDialog
 from evener.tui.screens.export import SaveDialog
 from evener.tui.screens.signals import SignalDialog

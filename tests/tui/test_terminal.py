@@ -20,15 +20,15 @@ import pytest
 
 pytestmark = pytest.mark.usefixtures("cores_of_one_user")
 
-RUN = "import sys; from evener.tui.app.app import run_app; sys.exit(run_app({devices!r}))"
+RUN = "import sys; from evener.tui.app.start import run_app; sys.exit(run_app({devices!r}))"
 SYNTHETIC = "from evener.workloads import registry; registry.default_name = lambda *_: 'synthetic'; "  # in the form
 BREAK = """
 import sys
-from evener.tui.app import app
+from evener.tui.app.start import run_app
 from evener.tui.screens.monitor import MonitorScreen
 def broken(self): raise ZeroDivisionError("planted")
 MonitorScreen.action_refresh = broken
-sys.exit(app.run_app("sim:gtx1080ti"))
+sys.exit(run_app("sim:gtx1080ti"))
 """
 ALTERNATE_SCREEN_ON, ALTERNATE_SCREEN_OFF = b"\x1b[?1049h", b"\x1b[?1049l"
 

@@ -18,9 +18,10 @@ from evener.balancer.events import ProbeProgress
 from evener.devices.discover import discover, open_source
 from evener.devices.process_signals import send_signal
 from evener.errors import NoLayoutError, RequestError
+from evener.tui.runtime.base_app import Sampled
 from evener.tui.runtime.run_replay import RunReplay
 from evener.tui.runtime.session_thread import SessionEnded, SessionReported, SessionThread
-from evener.tui.runtime.snapshot_publisher import Sampled, SnapshotPublisher
+from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
 
 
 def _wait(condition: Callable[[], object], seconds: float = 10.0) -> None:
@@ -48,24 +49,24 @@ def test_only_progress_of_the_same_probe_is_replaced(events: Any) -> None:
 def test_simulated_devices_follow_the_load_of_probes() -> None:
     """Memory and power rise with a probe's load and fall with its end."""
     feed = SnapshotPublisher(open_source(discover("sim:gtx1080ti")), 0.1)
-    messages: list[Any] = []
-    feed.post_to(messages.append)
+    got: list[Any] = []
+    feed.start(got.append)
     try:
-        _wait(lambda: messages)
-        idle = messages[-1].snapshot.devices[0]
+        _wait(lambda: got)
+        idle = got[-1].devices[0]
         feed.set_loads({idle.device.id: (1200.0, 800)})
-        _wait(lambda: (messages[-1].snapshot.devices[0].samples_per_second.current or 0) > 1000)
-        busy = messages[-1].snapshot.devices[0]
+        _wait(lambda: (got[-1].devices[0].samples_per_second.current or 0) > 1000)
+        busy = got[-1].devices[0]
         assert busy.power_watts.current > idle.power_watts.current + 50
         assert busy.memory_used_bytes.current > idle.memory_used_bytes.current
         feed.set_loads({})
-        _wait(lambda: messages[-1].snapshot.devices[0].samples_per_second.current == 0)
+        _wait(lambda: got[-1].devices[0].samples_per_second.current == 0)
         assert feed.history(idle.device.id, "power_watts")
     finally:
         feed.close()
-    count = len(messages)
+    count = len(got)
     time.sleep(0.25)
-    assert len(messages) == count, "no message comes after the end"
+    assert len(got) == count, "nothing comes after the end"
 
 
 def test_a_session_posts_every_event_then_its_end(events: Any, session_of: Any) -> None:

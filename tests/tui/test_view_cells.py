@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from evener.devices.types import Reading, State
 from evener.tui.text.formatting import folded, plain
-from evener.tui.view.cells import Span, cells, clean, cut, fit, join_blanks, pad, span_cells, spread, whole_lines, wrap
+from evener.tui.view.cells import Span, cells, clean, cut, fit, join_spans, pad, span_cells, spread, whole_lines, wrap
 from evener.tui.view.charts import axis_ticks, bar, graph, nice_ceiling, spark
 from evener.tui.view.figures import reading_text, short, short_bytes, whole
 from evener.tui.view.marks import ASCII, UNICODE, to_ascii
@@ -169,12 +170,13 @@ _SPANS = st.builds(Span, st.text(" ab", max_size=4), st.sampled_from(["text", "b
 
 
 @given(st.lists(_SPANS, max_size=12))
-def test_blanks_join_what_is_before_them_and_what_can_be_clicked_stays_apart(spans: list[Span]) -> None:
-    joined = [Span(*part) for part in join_blanks(spans)]
+def test_spans_of_one_tone_join_and_what_can_be_clicked_stays_apart(spans: list[Span]) -> None:
+    joined = [Span(*part) for part in join_spans(spans)]
     assert [sign for sign in _signs(joined) if sign[0] != " "] == [sign for sign in _signs(spans) if sign[0] != " "]
     assert "".join(span.text for span in joined) == "".join(span.text for span in spans)
     assert [span for span in joined if span.action] == [span for span in spans if span.action and span.text]
     assert all(span.text for span in joined)
+    assert all(one.tone != next_one.tone or one.action or next_one.action for one, next_one in pairwise(joined))
 
 
 def _signs(spans: Iterable[Span]) -> list[tuple[str, str, str]]:

@@ -147,7 +147,7 @@ def test_a_small_terminal_with_few_devices_has_graphs() -> None:
 
 
 def test_graphs_leave_out_what_a_device_does_not_tell(script: Any) -> None:
-    def history(_device: str, metric: str) -> tuple[float | None, ...]:
+    def history(_device: str, metric: str, _newest: int) -> tuple[float | None, ...]:
         return (10.0, 20.0) if metric == "utilization_percent" else (None, None)
 
     lines = graph_lines(script.sample(), history, 120, 6, UNICODE)
@@ -159,14 +159,14 @@ def test_graphs_leave_out_what_a_device_does_not_tell(script: Any) -> None:
 def test_a_graph_of_nothing_gives_way_to_one_that_shows_something(script: Any) -> None:
     """Where no training tells its samples/s, the temperature is drawn instead; an empty axis has no top."""
 
-    def history(_device: str, metric: str) -> tuple[float | None, ...]:
+    def history(_device: str, metric: str, _newest: int) -> tuple[float | None, ...]:
         return (None, None) if metric == "samples_per_second" else (10.0, 20.0)
 
     heads = [graph_lines(script.sample(), history, width, 6, UNICODE)[0].text for width in (80, 160)]
     assert "throughput" not in heads[0]
     assert heads[0].index("utilisation") < heads[0].index("memory")
     assert "temperature" in heads[1]
-    nothing = graph_lines(script.sample(), lambda _device, _metric: (None,), 80, 6, UNICODE)[0].text
+    nothing = graph_lines(script.sample(), lambda *_: (None,), 80, 6, UNICODE)[0].text
     assert "throughput" in nothing
     assert "100 %" not in nothing.partition("utilisation")[2].partition("%")[2]
 

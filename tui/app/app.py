@@ -1,14 +1,11 @@
-"""The full-screen app: its screens and keys, and starting it on a terminal."""
+"""The full-screen app: its screens and keys."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
+import gc
 import signal
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,17 +16,13 @@ from textual.events import Event, Key
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Input
 
-from evener.devices.types import Snapshot
-from evener.errors import RequestError
-from evener.tui.app.terminal_watch import watching_terminal
 from evener.tui.app.theme import DARK, LIGHT, meanings
-from evener.tui.runtime.base_app import BaseApp
+from evener.tui.runtime.base_app import BaseApp, Sampled
 from evener.tui.runtime.crash_log import write_crash_log
-from evener.tui.runtime.snapshot_publisher import SnapshotPublisher, open_publisher
+from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
 from evener.tui.widgets.bars import SCREENS
 
-CRASH_EXIT_CODE = 70
-THEMES = {"dark": "evener-dark", "light": "evener-light"}
+YOUNG_OBJECTS = 10_000  # more than a tick makes and frees again: collecting for them finds nothing
 
 
 def _made_by(name: str) -> Callable[[], Screen[None]]:
@@ -60,7 +53,7 @@ class EvenerApp(BaseApp):
         self._started_on: asyncio.AbstractEventLoop | None = None
         self.register_theme(DARK)
         self.register_theme(LIGHT)
-        self.theme = THEMES[theme]
+        self.theme = f"evener-{theme}"
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """evener's own colours, for Textual's themes, which don't define them."""
@@ -76,7 +69,8 @@ class EvenerApp(BaseApp):
                 loop.add_signal_handler(number, self.exit, 128 + number)
             except (ValueError, RuntimeError, NotImplementedError):
                 break  # not in the main thread: the caller handles signals
-        self.publisher.post_to(self.post_message)
+        self.publisher.start(lambda snapshot: self.post_message(Sampled(snapshot)))
+        self.call_after_refresh(_settle_memory)
 
     async def on_event(self, event: Event) -> None:
         """Finish each key before the next one.
@@ -129,7 +123,7 @@ class EvenerApp(BaseApp):
 
     def action_switch_theme(self) -> None:
         """Switch between dark and light."""
-        self.theme = THEMES["light" if self.current_theme.dark else "dark"]
+        self.theme = "evener-light" if self.current_theme.dark else "evener-dark"
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """What the command palette offers in addition to the keys of the screen."""
@@ -143,53 +137,15 @@ class EvenerApp(BaseApp):
         yield SystemCommand("Quit", "Leave evener", self.action_leave)
 
     def _handle_exception(self, error: Exception) -> None:
-        """Keep the traceback in a file, so that the terminal stays clean; `run_app` prints where."""
+        """Keep the traceback in a file, so that the terminal stays clean; `tui.app.start` prints where."""
         self.crash_log = self.crash_log or write_crash_log(error)
         super()._handle_exception(error)
         self._exit_renderables.clear()
 
 
-def run_app(
-    devices: str,
-    *,
-    theme: str | None = None,
-    replay: Path | None = None,
-    ray_address: str = "",
-    serving: Callable[[Callable[[], Snapshot | None]], AbstractContextManager[object]] | None = None,
-    **options: Any,
-) -> int:
-    """Run the app on this terminal and return the exit code; `options` are the app's own.
-
-    `serving` is entered with what gives the latest reading. RequestError and DeviceError (devices, replay file,
-    address) are raised before the terminal is touched.
-    """
-    if theme not in (None, *THEMES):
-        raise RequestError(f"--theme {theme!r} is not known.", "Choose dark or light; the app itself has more.")
-    publisher, trainable = open_publisher(devices, replay, ray_address)
-    app = EvenerApp(publisher, devices=devices, trainable=trainable, theme=theme or "dark", **options)
-    with watching_terminal(app.hang_up, app.close_threads):
-        try:
-            with serving(publisher.latest) if serving else contextlib.nullcontext(), _drawing_on_the_terminal():
-                result = app.run()
-        finally:
-            app.close_threads()
-    if app.crash_log is not None or app.return_code == 1:
-        where = f"the traceback is in {app.crash_log}" if app.crash_log else "its traceback could not be written"
-        print(f"evener crashed; {where}.", file=sys.stderr)
-        return CRASH_EXIT_CODE
-    return result or 0
-
-
-@contextlib.contextmanager
-def _drawing_on_the_terminal() -> Iterator[None]:
-    """Textual draws on `sys.__stderr__`: while the app runs, that is standard output's terminal if stderr is a file."""
-    before = sys.__stderr__
-    if before is not None and before.isatty():
-        yield
-        return
-    with open(os.dup(1), "w", encoding="utf-8") as terminal:
-        sys.__stderr__ = terminal  # type: ignore[misc] # final for those who import it
-        try:
-            yield
-        finally:
-            sys.__stderr__ = before  # type: ignore[misc]
+def _settle_memory() -> None:
+    """Look for garbage rarely, and never in what the start has made, which takes 40 ms."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
+    gc.enable()

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import msgspec
 from textual.app import App
+from textual.message import Message
 from textual.message_pump import MessagePump
 from textual.reactive import var
 
@@ -21,11 +23,22 @@ from evener.devices.types import Device, DeviceSample, Snapshot
 from evener.errors import EvenerError
 from evener.tui.runtime.probe_session import ProbeSession
 from evener.tui.runtime.session_thread import SessionEnded, SessionReported, SessionThread
-from evener.tui.runtime.snapshot_publisher import Sampled, SnapshotPublisher
+from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
 from evener.tui.text.formatting import plain
 from evener.tui.view.marks import ASCII, UNICODE, Marks
 
 INTERVALS_SECONDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+@dataclass
+class Sampled(Message):
+    """A tick of the sampler."""
+
+    snapshot: Snapshot
+
+    def can_replace(self, message: Message) -> bool:
+        """A newer tick replaces one that is still waiting."""
+        return isinstance(message, Sampled)
 
 
 def make_session(request: Request, **resumed: Any) -> EventThread:

@@ -1,47 +1,27 @@
-"""From the sampler's thread to the app: snapshots as messages, history, and the samples/s of running probes."""
+"""The sampler behind the app, which also takes the samples/s of running probes and tells where a recording is."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-
-from textual.message import Message
 
 from evener.devices.cuda_visible import visible_gpus
 from evener.devices.discover import discover, open_source
 from evener.devices.recording import Recording
 from evener.devices.sampler import Sampler
 from evener.devices.simulated.source import SimulatedSource
-from evener.devices.types import Device, Snapshot
-
-Post = Callable[[Message], object]
-
-
-@dataclass
-class Sampled(Message):
-    """One tick of the sampler."""
-
-    snapshot: Snapshot
-
-    def can_replace(self, message: Message) -> bool:
-        """A newer tick replaces one that is still waiting."""
-        return isinstance(message, Sampled)
+from evener.devices.types import Device
 
 
 class SnapshotPublisher(Sampler):
-    """Posts a source's snapshots to the app."""
+    """A sampler that simulated devices can be loaded through."""
 
     @property
     def state(self) -> str:
         """Where a recording is; empty for live readings."""
         source = self.source
         return f"replay {source.position + 1}/{len(source)}" if isinstance(source, Recording) else ""
-
-    def post_to(self, post: Post) -> None:
-        """Start, and post `Sampled` messages from any thread until closed."""
-        self.start(lambda snapshot: post(Sampled(snapshot)))
 
     def set_loads(self, loads: Mapping[str, tuple[float, int]]) -> None:
         """Samples/s and share of the probes that run now, by device id.

@@ -116,14 +116,15 @@ def span_cells(spans: Iterable[Span]) -> int:
     return taken
 
 
-def join_blanks(spans: Iterable[Span]) -> list[tuple[str, Tone, str]]:
-    """The same row in fewer parts: blanks look alike in every tone, and go with what is before them."""
+def join_spans(spans: Iterable[Span]) -> list[tuple[str, Tone, str]]:
+    """The same row in fewer parts: spans of one tone together, and blanks with what is before them."""
     joined: list[tuple[str, Tone, str]] = []
     text, tone, action = "", TONES[0], ""
     for span in spans:
-        if not (action or span[2]) and (not span[0] or span[0].isspace()):
-            text += span[0]
-        else:
+        more, next_tone, next_action = span
+        if not (action or next_action) and (next_tone == tone or more.isspace()):
+            text += more
+        elif more:
             if text:
                 joined.append((text, tone, action))
             text, tone, action = span

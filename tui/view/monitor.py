@@ -17,7 +17,7 @@ from evener.tui.view.figures import celsius, gib, percents, samples_rate, short,
 from evener.tui.view.host_groups import HostRow, PanelRow
 from evener.tui.view.marks import Marks
 
-History = Callable[[str, str], tuple[float | None, ...]]  # a device's key, metric -> a value each tick, oldest first
+History = Callable[[str, str, int], tuple[float | None, ...]]  # a device's key, metric, ticks -> values, oldest first
 Work = Mapping[tuple[str, str], tuple[float, float]]  # of a device, by host and id: own work and waiting in seconds
 NEWEST_TICKS = 32  # of a row's history
 
@@ -51,12 +51,12 @@ def panel_rows(rows: Sequence[PanelRow], history: History, work: Work) -> tuple[
 
 def _device_row(sample: DeviceSample, history: History, work: Work) -> DeviceRow:
     """Its label is without the host, which stands above."""
-    return DeviceRow(
-        msgspec.structs.replace(sample, device=msgspec.structs.replace(sample.device, host="")),
-        history(sample.device.key, "samples_per_second")[-NEWEST_TICKS:],
-        history(sample.device.key, "utilization_percent")[-NEWEST_TICKS:],
-        work.get((sample.device.host, sample.device.id)),
-    )
+    device = sample.device
+    if device.host:
+        sample = msgspec.structs.replace(sample, device=msgspec.structs.replace(device, host=""))
+    speeds = history(device.key, "samples_per_second", NEWEST_TICKS)
+    busy = () if any(speeds) else history(device.key, "utilization_percent", NEWEST_TICKS)
+    return DeviceRow(sample, speeds, busy, work.get((device.host, device.id)))
 
 
 def top_line(screens: Mapping[str, str], shown: str, right: Sequence[str], width: int) -> Line:
@@ -131,7 +131,7 @@ class Graph(NamedTuple):
 
 def graph_lines(sample: DeviceSample, history: History, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
     """Graphs of one device, side by side, as many as fit; metrics without any value are left out."""
-    every = _graphs(sample, history)
+    every = _graphs(sample, history, width)
     graphs = ([one for one in every if not one.is_empty] or list(every))[: 2 if width < 90 else 3 if width < 150 else 4]
     each = (width - 2 * (len(graphs) - 1)) // len(graphs)
     columns = [_graph_column(one, each, height, marks) for one in graphs]
@@ -140,7 +140,7 @@ def graph_lines(sample: DeviceSample, history: History, width: int, height: int,
     return tuple(Line(spans[1:]) for spans in rows)
 
 
-def _graphs(sample: DeviceSample, history: History) -> tuple[Graph, ...]:
+def _graphs(sample: DeviceSample, history: History, ticks: int) -> tuple[Graph, ...]:
     def metric(
         caption: str,
         name: str,
@@ -150,7 +150,7 @@ def _graphs(sample: DeviceSample, history: History) -> tuple[Graph, ...]:
         tone: Tone,
     ) -> Graph:
         """A metric's newest value and its history, up to `top` or else to a round number above its maximum."""
-        past = history(sample.device.key, name)
+        past = history(sample.device.key, name, ticks)
         highest = top or nice_ceiling(max((number for number in past if number is not None), default=1.0))
         return Graph(caption, reading_words(getattr(sample, name), draw), past, highest, label(highest), tone)
 

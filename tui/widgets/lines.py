@@ -10,13 +10,14 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.content import Content
 from textual.events import Click
+from textual.filter import ANSIToTruecolor, LineFilter
 from textual.geometry import Region
 from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
 from evener.tui.runtime.base_app import UsesApp
-from evener.tui.view.cells import BLANK, TONES, Line, join_blanks
+from evener.tui.view.cells import BLANK, TONES, Line, join_spans
 
 
 class Lines(UsesApp, Widget):
@@ -53,9 +54,10 @@ class Lines(UsesApp, Widget):
         before, self._lines = self._lines, tuple(lines)
         pairs = zip_longest(before, self._lines, fillvalue=BLANK)
         changed = [y for y, (old, new) in enumerate(pairs) if old != new]
-        width = self.size.width
-        if width and changed:
-            self.refresh(*(Region(0, y, width, 1) for y in changed))
+        if self.size.width and changed:
+            # whole rows of the widget: cutting the frame off takes longer than drawing it
+            left, width = -self.content_offset.x, self.outer_size.width
+            self.refresh(*(Region(left, y, width, 1) for y in changed))
 
     def entitle(self, title: str | None = None, subtitle: str | None = None) -> None:
         """Set the frame's texts, as plain text; only changes are redrawn."""
@@ -69,14 +71,18 @@ class Lines(UsesApp, Widget):
     def render_line(self, y: int) -> Strip:
         """One row of the content, cut or padded to the width."""
         line = self._lines[y] if y < len(self._lines) else BLANK
-        show = self.evener.marks.show
+        marks, cursor = self.evener.marks, line.cursor
         segments = []
-        for text, tone, action in join_blanks(line.spans):
-            style = self._tone(tone, line.cursor)
+        for text, tone, action in join_spans(line.spans):
+            style = self._tone(tone, cursor)
             if action:
                 style += Style.from_meta({"@click": action})
-            segments.append(Segment(show(text), style))
+            segments.append(Segment(marks.show(text) if marks.plain else text, style))
         return Strip(segments).adjust_cell_length(self.size.width, self._tone("text", line.cursor))
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """All but the one that replaces the terminal's own colours: no tone has one of them."""
+        return [each for each in super().get_line_filters() if not isinstance(each, ANSIToTruecolor)]
 
     def _tone(self, tone: str, on_cursor: bool) -> Style:
         known = self._styles_by_tone.get((tone, on_cursor))

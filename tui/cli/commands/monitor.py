@@ -72,7 +72,7 @@ def monitor(
     chosen = parse_indices(only)
     serving = _metrics_server(metrics, metrics_public, once)
     if not (once or as_json or as_csv or interval or record) and draws_screens():
-        from evener.tui.app.app import run_app
+        from evener.tui.app.start import run_app
 
         drawn = {"readonly": readonly, "ascii": ascii_only}
         raise typer.Exit(
