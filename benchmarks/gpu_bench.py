@@ -23,8 +23,12 @@ WORKLOADS = {"tensorflow": ("keras_mnist", "keras_maxer"), "torch": ("torch_mnis
 class GpuBench:
     """Runs commands, each with its own time limit, and keeps their answers by name."""
 
-    def __init__(self, out: Path, framework: str, gpus: tuple[int, ...], match: str, budget: str) -> None:
+    def __init__(
+        self, out: Path, framework: str, gpus: tuple[int, ...], match: str, budget: str, small: bool = False
+    ) -> None:
         self.out, self.framework, self.gpus, self.match, self.budget = out, framework, gpus, match, budget
+        self.small = small  # slices of the CPU and small models, to try the commands
+        self.kind = "cpu" if small else "gpu"
         self.answers: dict[str, Any] = {}
         self.state = out / f"state-{framework}"
         path = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH", ""))))
@@ -38,12 +42,16 @@ class GpuBench:
     @property
     def pair(self) -> str:
         """The first two GPUs, without limits."""
-        return f"gpu:{self.gpus[0]},{self.gpus[1]}"
+        return f"{self.kind}:{self.gpus[0]},{self.gpus[1]}"
 
     def limited(self, first: str, second: str) -> str:
         """The first two GPUs, each with a limit; an empty text is none."""
         pairs = zip(self.gpus[:2], (first, second), strict=True)
-        return ",".join(f"gpu:{gpu}" + (f"@{limit}" if limit else "") for gpu, limit in pairs)
+        return ",".join(f"{self.kind}:{gpu}" + (f"@{limit}" if limit else "") for gpu, limit in pairs)
+
+    def mps(self) -> contextlib.AbstractContextManager[dict[str, str]]:
+        """An MPS daemon for percentages of GPUs: the variables that reach it."""
+        return contextlib.nullcontext({}) if self.small else mps_daemon(self.out / "mps")
 
     def run(self, name: str, *arguments: str, seconds: float = 200.0, env: dict[str, str] | None = None) -> Any:
         """Run one command of evener, if `name` is wanted, and keep its JSON answer, or its error, by that name."""

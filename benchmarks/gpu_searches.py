@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu_bench import WORKLOADS, GpuBench, mps_daemon
+from benchmarks.gpu_bench import WORKLOADS, GpuBench
 from benchmarks.gpu_watch import loaded
 
 BATCHES: dict[str, tuple[str, ...]] = {
@@ -21,7 +21,7 @@ def control(bench: GpuBench) -> None:
 
 def unequal(bench: GpuBench) -> None:
     """3. The second GPU at 60 % and 30 % of its multiprocessors, free and fixed global batch."""
-    with mps_daemon(bench.out / "mps") as variables:
+    with bench.mps() as variables:
         for workload in WORKLOADS[bench.framework]:
             for name, fixed in BATCHES.items():
                 bench.balance(f"60 % {workload} {name}", bench.limited("", "60%"), workload, *fixed, env=variables)
@@ -63,7 +63,7 @@ def caps(bench: GpuBench) -> None:
 def regret(bench: GpuBench) -> None:
     """5. A grid around the plan, in turns; then its winner and the plan once more, in pairs."""
     devices = bench.limited("", "60%")
-    with mps_daemon(bench.out / "mps") as variables:
+    with bench.mps() as variables:
         for workload in WORKLOADS[bench.framework]:
             plan = bench.out / f"regret-{workload}.toml"
             more = ("--global-batch", "4096", "--export", str(plan))

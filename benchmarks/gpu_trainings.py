@@ -5,9 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.gpu_bench import GpuBench
+from benchmarks.trainer_processes import name_build
+
+START_SECONDS = 60.0  # of a search or of several trainings, at most
 
 
 def training(bench: GpuBench) -> None:
@@ -32,3 +36,85 @@ def training(bench: GpuBench) -> None:
             {"command": command[1:], "exit_code": child.returncode, "output": out[-8000:], "live": live},
         )
         print(out[-2000:], live[-2:], flush=True)
+
+
+def trainers(bench: GpuBench) -> None:
+    """transformers' Trainer with the second GPU at 60 %: by a plan, by even shares, on each GPU alone."""
+    with bench.mps() as variables:
+        train(bench, "trainers", bench.limited("", "60%"), 192, "plan,even,alone", 30, env=variables)
+
+
+def adapters(bench: GpuBench) -> None:
+    """Lightning and accelerate by the plan of `trainers`."""
+    others = ("--trainers", "lightning", "accelerate")
+    with bench.mps() as variables:
+        train(bench, "trainers", bench.limited("", "60%"), 192, "plan,even,alone", 10, *others, env=variables)
+
+
+def texts(bench: GpuBench) -> None:
+    """Texts of unequal length, the second GPU at 60 %: by a plan, and by transformers' own samplings at even shares."""
+    with bench.mps() as variables:
+        variants = "plan,balanced,grouped,even"
+        train(bench, "texts", bench.limited("", "60%"), 256, variants, 15, "--texts", env=variables)
+
+
+def texts_on_equal(bench: GpuBench) -> None:
+    """The same on two equal GPUs."""
+    train(bench, "texts on equal GPUs", bench.pair, 256, "plan,even,balanced", 15, "--texts")
+
+
+def memory(bench: GpuBench) -> None:
+    """The second GPU with a quarter of the memory: 500 steps in passes, without passes, and two full GPUs."""
+    devices = bench.limited("1GiB", "500MiB") if bench.small else bench.limited("40GiB", "10GiB")
+    train(bench, "memory", devices, 96, "plan,once,whole", 55)
+
+
+def sharded(bench: GpuBench) -> None:
+    """FSDP2 at uneven shares, of a model that is larger than what the second GPU may use."""
+    devices = ("--devices", bench.limited("", "8GiB"), "--rows", "2", "--size", _size(bench, "huge"))
+    bench.script("sharded", "benchmarks.trainers", "sharded", *devices, seconds=2 * START_SECONDS)
+
+
+def cost(bench: GpuBench) -> None:
+    """What a plan costs at even shares: steps of two pairs of processes in turns."""
+    devices = ("--devices", bench.pair, "--rows", "32", "--size", _size(bench, "large"))
+    pairs = ("--pairs", "100", "--trainers", "huggingface", *_half(bench))
+    bench.script("cost", "benchmarks.trainers", "cost", *devices, *pairs, seconds=3 * START_SECONDS)
+
+
+def train(
+    bench: GpuBench,
+    name: str,
+    devices: str,
+    batch: int,
+    variants: str,
+    seconds: float,
+    *more: str,
+    env: dict[str, str] | None = None,
+) -> None:
+    """Find a plan for transformers' Trainer, unless there is one of this name, and train by it and otherwise."""
+    plan = bench.out / f"{name.replace(' ', '-')}.toml"
+    if not plan.exists():
+        own = {
+            "size": _size(bench, "large"),
+            "bf16": str(not bench.small).lower(),
+            "texts": str("--texts" in more).lower(),
+        }
+        settings = [word for pair in own.items() for word in ("--set", "=".join(pair))]
+        fixed = ("--global-batch", str(batch), "--export", str(plan))
+        bench.balance(name, devices, name_build("huggingface"), *settings, *fixed, env=env)
+    if plan.exists():
+        lengths = ("--seconds", str(seconds), "--beside", str(min(seconds, 8)), "--repeat", "1")
+        words = ("plan", "--plan", str(plan), "--size", _size(bench, "large"), "--variants", variants, *lengths)
+        trainer = () if "--trainers" in more else ("--trainers", "huggingface")
+        limit = 3 * START_SECONDS + 2 * seconds
+        title = f"{name}, {' '.join(more) or 'trained'}"
+        bench.script(title, "benchmarks.trainers", *words, *trainer, *_half(bench), *more, seconds=limit, env=env)
+
+
+def _size(bench: GpuBench, size: str) -> str:
+    return "small" if bench.small else size
+
+
+def _half(bench: GpuBench) -> Sequence[str]:
+    return () if bench.small else ("--bf16",)

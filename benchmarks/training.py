@@ -61,13 +61,21 @@ def parse() -> argparse.Namespace:
     )
     options = parser.parse_args()
     options.workload = options.workload or WORKLOADS[options.framework]
+    options.more = ["--set", f"rows={options.rows}"] if options.rows and ":" in options.workload else []
     return options
 
 
 def asked(options: argparse.Namespace) -> list[str]:
     """The arguments that balance and probe share."""
-    rows = ["--set", f"rows={options.rows}"] if options.rows and ":" in options.workload else []
-    return ["--devices", options.devices, "--workload", options.workload, "--framework", options.framework, *rows]
+    return [
+        "--devices",
+        options.devices,
+        "--workload",
+        options.workload,
+        "--framework",
+        options.framework,
+        *options.more,
+    ]
 
 
 def run(command: list[str]) -> str:

@@ -1,0 +1,114 @@
+"""The Llama that benchmarks.trainers trains, its rows, and how each trainer has it.
+
+The `build_` functions are for `--workload benchmarks/trainer_models.py:build_huggingface`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset, TensorDataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from evener.workloads.datasets import text_lengths
+
+WORDS = 8192
+SIZES = {"small": (128, 4, 64), "large": (768, 12, 512), "huge": (2048, 8, 512)}  # width, layers, tokens of a row
+ROWS = 1 << 16
+CLIP = 1.0
+IGNORED = -100  # a label that counts nowhere
+SHARDED = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+Done = Callable[[], bool]  # called after each optimizer step: whether the training is over
+
+collated_tokens = 0  # of this process so far, without padding
+
+
+class Texts(Dataset[dict[str, Any]]):
+    """Random tokens: rows of one length, or of lognormal lengths around a quarter of it."""
+
+    def __init__(self, size: str, uneven: bool = False) -> None:
+        longest = SIZES[size][2]
+        self.lengths: list[int] = text_lengths(ROWS, longest / 4, 0.8, longest).tolist() if uneven else [longest] * ROWS
+        self.tokens = torch.randint(0, WORDS, (ROWS + longest,), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        text = self.tokens[row : row + self.lengths[row]]
+        return {"input_ids": text, "labels": text}
+
+
+def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Rows as one batch, padded to the longest; a mask only where there is padding."""
+    global collated_tokens
+    collated_tokens += sum(len(row["labels"]) for row in rows)
+    ids = pad_sequence([row["input_ids"] for row in rows], batch_first=True)
+    labels = pad_sequence([row["labels"] for row in rows], batch_first=True, padding_value=IGNORED)
+    mask = labels != IGNORED
+    return {"input_ids": ids, "labels": labels, **({} if mask.all() else {"attention_mask": mask.long()})}
+
+
+COLLATED: dict[str, Any] = {"collate_fn": collate}  # of a loader
+
+
+def network(size: str) -> LlamaForCausalLM:
+    """A Llama; `large` has about 100 million parameters, `huge` 570 million."""
+    torch.manual_seed(0)
+    hidden, layers, length = SIZES[size]
+    sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_attention_heads": hidden // 64}
+    config = LlamaConfig(vocab_size=WORDS, num_hidden_layers=layers, max_position_embeddings=length, **sizes)
+    return LlamaForCausalLM(config)
+
+
+def make_trainer(kind: Any, size: str, bf16: bool, texts: bool, **arguments: Any) -> Any:
+    """A trainer of this class; what it would write to disk is off."""
+    common = TrainingArguments(
+        tempfile.mkdtemp(),
+        bf16=bf16,
+        max_grad_norm=CLIP,
+        use_cpu=not torch.cuda.is_available(),
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        ddp_find_unused_parameters=False,
+        **{"logging_strategy": "no", **arguments},
+    )
+    return kind(model=network(size), args=common, train_dataset=Texts(size, texts), data_collator=collate)
+
+
+def build_huggingface(size: str = "small", bf16: bool = False, texts: bool = False) -> Any:
+    """The Trainer."""
+    return make_trainer(Trainer, size, bf16, texts)
+
+
+class NextWords(torch.nn.Module):
+    """The same model, from tokens to the scores of each next one."""
+
+    def __init__(self, size: str) -> None:
+        super().__init__()
+        self.model = network(size)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(rows, tokens, words)."""
+        return self.model(input_ids=tokens).logits[:, :-1]
+
+
+def next_word_loss(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """The mean over tokens, laid out as transformers does."""
+    return torch.nn.functional.cross_entropy(scores.flatten(0, 1), words.flatten())
+
+
+def build_torch(size: str = "small") -> Any:
+    """Model, optimizer, loss and data."""
+    model, texts = NextWords(size), Texts(size).tokens.unfold(0, SIZES[size][2], 1)[:ROWS]
+    optimizer = torch.optim.AdamW(model.parameters(), 5e-5)
+    return model, optimizer, next_word_loss, TensorDataset(texts, texts[:, 1:])
+
+
+build_accelerate = build_torch

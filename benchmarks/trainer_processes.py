@@ -1,0 +1,103 @@
+"""Starts the processes of a training ahead, as their imports take 10 s, and speaks with them by lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from evener.devices.limits import parse_limit
+from evener.plan import Share
+from tests.support.torch_start import free_port
+
+MARK = "rank: "  # before a process's lines for us
+PATIENCE_SECONDS = 240.0  # for a line; a training that says nothing for longer hangs
+
+
+class BrokenTrainingError(Exception):
+    """A process of it ended, or said nothing for too long."""
+
+
+def name_build(trainer: str) -> str:
+    """What `--workload` takes for its model."""
+    file = "trainer_lightning.py" if trainer == "lightning" else "trainer_models.py"
+    return f"{Path(__file__).with_name(file)}:build_{trainer}"
+
+
+class Ranks:
+    """The processes of one training; `places` are those of their shares among the plan's active ones.
+
+    GPUs are held to the percentage that the plan was measured with, unless `free`; a running MPS daemon does that.
+    """
+
+    def __init__(self, active: Sequence[Share], places: Sequence[int], free: bool = False) -> None:
+        self._places = places
+        shares, port = [active[place] for place in places], str(free_port())
+        visible = ",".join(str(share.index) for share in shares if not share.device.startswith("cpu-"))
+        common = {**os.environ, "CUDA_VISIBLE_DEVICES": visible, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        self.processes: list[Any] = []
+        for rank, share in enumerate(shares):
+            own = dict(common)
+            if len(shares) > 1:
+                own |= {"WORLD_SIZE": str(len(shares)), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            percent = parse_limit(share.limit).percent if visible and share.limit and not free else None
+            if percent:
+                own["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{percent:g}"
+            command = [sys.executable, "-m", "benchmarks.trainer_ranks"]
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self.processes.append(subprocess.Popen(command, env=own, **pipes))
+
+    def start(self, words: Sequence[str]) -> None:
+        """Say what to train, once all are ready for it."""
+        for process, place in zip(self.processes, self._places, strict=True):
+            self._write(process, json.dumps([*words, "--place", str(place)]))
+
+    def say(self, line: str) -> None:
+        """The same line to all."""
+        for process in self.processes:
+            self._write(process, line)
+
+    def read(self) -> list[Any]:
+        """What each says next; BrokenTrainingError if one has ended."""
+        watchdog = threading.Timer(PATIENCE_SECONDS, self._kill)
+        watchdog.start()
+        try:
+            return [self._read(process) for process in self.processes]
+        finally:
+            watchdog.cancel()
+
+    def close(self) -> None:
+        """Let them end: those that wait for a line find the pipe closed."""
+        for process in self.processes:
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            for process in self.processes:
+                process.wait(timeout=30.0)
+        self._kill()
+
+    def _write(self, process: Any, line: str) -> None:
+        try:
+            process.stdin.write(f"{line}\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            raise BrokenTrainingError("A process of it has ended.") from None
+
+    def _read(self, process: Any) -> Any:
+        for line in process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line.removeprefix(MARK))
+        self._kill()  # the others may wait for it
+        raise BrokenTrainingError("A process of it has ended.")
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
