@@ -55,7 +55,7 @@ class Scripted:
         self.closed += 1
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 15.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Until it holds."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -23,7 +23,7 @@ import evener
 from evener.balancer.search.decisions import Stop
 from evener.balancer.store import journal
 from evener.balancer.store.journal import Record
-from evener.balancer.types import Timed
+from evener.balancer.types import Observation, Timed
 from evener.plan import load_plan
 from evener.tui.cli import session_runner
 
@@ -31,7 +31,7 @@ HOME = Path(evener.__file__).parents[1]
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 BALANCE = ("balance", "--devices", "cpu", "--workload", "synthetic", "--max-global-batch", "256", "--set", "base_ms=10")
 SIMULATED = ("balance", "--devices", "sim:gtx1080ti,gtx1080", "--max-global-batch", "256")
-GONE_SECONDS = 10.0  # 2 on a machine of one's own
+GONE_SECONDS = 60.0  # 2 on a machine of one's own
 Start = Callable[..., subprocess.Popen[bytes]]
 
 
@@ -69,18 +69,19 @@ def start(state: Path) -> Iterator[Start]:
                 stream.close()
 
 
-def measured(state: Path, stage: str = "solo", count: int = 1) -> Record | None:
-    """The only run's journal once so many probes of a stage are timed in it."""
-    for path in state.glob("evener/runs/*/journal.jsonl"):
-        if path.stat().st_size:
-            record = journal.read(path)
-            timed = [s for s in record.seen if isinstance(s.seen, Timed) and s.seen.probe.stage == stage]
-            if len(timed) >= count:
-                return record
-    return None
+def measured(state: Path, stage: str = "solo") -> list[Record]:
+    """The journals of the runs in which a probe of a stage was timed."""
+    paths = [path for path in state.glob("evener/runs/*/journal.jsonl") if path.stat().st_size]
+    records = [journal.read(path) for path in paths]
+    return [record for record in records if any(is_timed(entry.seen, stage) for entry in record.seen)]
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 40.0) -> Any:
+def is_timed(seen: Observation, stage: str) -> bool:
+    """Whether it is a measurement of that stage that went well."""
+    return isinstance(seen, Timed) and seen.probe.stage == stage
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> Any:
     """What it gives once that is something."""
     until = time.monotonic() + seconds
     while not (found := condition()):
@@ -101,7 +102,7 @@ def living(children: list[psutil.Process]) -> list[psutil.Process]:
 
 def ends(process: subprocess.Popen[bytes], children: list[psutil.Process]) -> int:
     """The exit code; its children go with it."""
-    code = process.wait(60)
+    code = process.wait(GONE_SECONDS)
     began = time.monotonic()
     while living(children):
         assert time.monotonic() - began < GONE_SECONDS, "children outlive it"
@@ -128,10 +129,9 @@ def test_a_signal_ends_with_the_best_plan_so_far(
     start: Start, state: Path, tmp_path: Path, number: signal.Signals, stage: str
 ) -> None:
     """Its exit code says which; the plan is printed and exported, it is what was measured, and nothing stays behind."""
-    process = start(*BALANCE, "--budget", "12s", "--export", "plan.toml", "--json")
+    process = start(*BALANCE, "--budget", "60s", "--export", "plan.toml", "--json")
     wait_for(lambda: measured(state, stage))
-    children = children_of(process)
-    assert children
+    children = wait_for(lambda: children_of(process))
     sent = time.monotonic()
     process.send_signal(number)
     assert process.stdout is not None
@@ -193,25 +193,26 @@ def test_a_signal_before_anything_was_measured(start: Start, tmp_path: Path, num
 
 
 @pytest.mark.slow
-def test_under_nohup_a_hang_up_ends_nothing(start: Start) -> None:
-    """What whoever started it has ignored stays ignored: the search goes on to its end."""
+def test_under_nohup_a_hang_up_ends_nothing(start: Start, state: Path) -> None:
+    """What whoever started it has ignored stays ignored: the search goes on, until another signal."""
     ignore = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731 - in the child, before it begins
-    process = start(*BALANCE, "--budget", "3s", "--export", "plan.toml", preexec_fn=ignore)
+    process = start(*BALANCE, "--budget", "60s", "--export", "plan.toml", preexec_fn=ignore)
     children = wait_for(lambda: children_of(process))
     process.send_signal(signal.SIGHUP)
-    assert ends(process, children) == 0
-    assert load_plan("plan.toml").search.why_stopped != Stop.INTERRUPTED.value
+    wait_for(lambda: measured(state))
+    process.send_signal(signal.SIGTERM)
+    assert ends(process, children) == SIGNALS[signal.SIGTERM]
+    assert load_plan("plan.toml").search.why_stopped == Stop.INTERRUPTED.value
 
 
 @pytest.mark.slow
 def test_ctrl_c_pressed_twice_still_writes_the_plan(start: Start, state: Path, tmp_path: Path) -> None:
-    """The second comes before the first is done with, and means the same."""
-    process = start(*BALANCE, "--budget", "20s", "--export", "plan.toml")
+    """The second comes before the first is done with, and means the same; two kinds, as two of one may count as one."""
+    process = start(*BALANCE, "--budget", "60s", "--export", "plan.toml")
     wait_for(lambda: measured(state))
     children = wait_for(lambda: children_of(process))
     process.send_signal(signal.SIGINT)
-    time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
     assert ends(process, children) == 130
     assert "interrupted" in load_plan("plan.toml").search.why_stopped
     assert "Traceback" not in said(process)
@@ -250,10 +251,10 @@ def test_ctrl_c_on_a_terminal_leaves_it_as_it_was(start: Start, state: Path) -> 
 
     ours, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
-    process = start(*BALANCE, "--budget", "20s", stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=own_terminal)
+    process = start(*BALANCE, "--budget", "60s", stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=own_terminal)
     drawn = b""
 
-    def see() -> Record | None:
+    def see() -> list[Record]:
         nonlocal drawn
         while select.select([ours], [], [], 0)[0]:
             drawn += os.read(ours, 1 << 16)
@@ -281,7 +282,7 @@ def test_a_reader_that_has_gone_loses_no_plan(start: Start, tmp_path: Path, stre
     os.close(reading)
     process = start(*SIMULATED, "--export", "plan.toml", **{stream: writing})
     os.close(writing)
-    code = process.wait(60)
+    code = process.wait(GONE_SECONDS)
     assert load_plan("plan.toml").layout.global_batch
     if stream == "stdout":
         assert code == 141
@@ -298,7 +299,7 @@ def test_a_stream_that_was_never_open_is_no_traceback(start: Start, stream: str)
     """As `evener balance >&-` has it."""
     number = {"stdout": 1, "stderr": 2}[stream]
     process = start(*SIMULATED, "--export", "plan.toml", preexec_fn=lambda: os.close(number))
-    assert process.wait(60) in (0, 141)
+    assert process.wait(GONE_SECONDS) in (0, 141)
     assert load_plan("plan.toml").layout.global_batch
 
 
@@ -338,7 +339,7 @@ def test_a_disk_that_fills_while_journalling_is_one_sentence(
     monkeypatch.setenv("XDG_STATE_HOME", str(small_disk))
     fill(small_disk, 20_000)
     process = start(*SIMULATED)
-    assert process.wait(60) == 2
+    assert process.wait(GONE_SECONDS) == 2
     assert "No space left" in one_sentence(said(process))
     (path,) = small_disk.glob("evener/runs/*/journal.jsonl")
     before = journal.read(path)
@@ -359,11 +360,11 @@ def test_a_disk_that_is_full_while_exporting_leaves_the_earlier_plan(
 ) -> None:
     """One sentence, the file from before intact, no temporary file; the plan is still in the run."""
     plan = small_disk / "plan.toml"
-    assert start(*SIMULATED, "--export", str(plan)).wait(60) == 0
+    assert start(*SIMULATED, "--export", str(plan)).wait(GONE_SECONDS) == 0
     before = plan.read_bytes()
     fill(small_disk, 0)
     process = start("export", "last", "-o", str(plan), "--force")
-    assert process.wait(60) == 2
+    assert process.wait(GONE_SECONDS) == 2
     assert "No space left" in one_sentence(said(process))
     assert plan.read_bytes() == before
     assert {path.name for path in small_disk.iterdir()} == {"plan.toml", "filler"}
@@ -372,7 +373,7 @@ def test_a_disk_that_is_full_while_exporting_leaves_the_earlier_plan(
 def test_a_file_size_limit_is_one_sentence_too(start: Start, tmp_path: Path, state: Path) -> None:
     """RLIMIT_FSIZE, which comes with a signal of its own."""
     process = start(*SIMULATED, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000)))
-    assert process.wait(60) == 2
+    assert process.wait(GONE_SECONDS) == 2
     assert "File too large" in one_sentence(said(process))
     (path,) = state.glob("evener/runs/*/journal.jsonl")
     assert journal.read(path).whole_bytes == path.stat().st_size <= 6000
@@ -392,7 +393,7 @@ def test_a_read_only_folder_is_one_sentence_before_any_probe(
         if what == "state":
             monkeypatch.setenv("XDG_STATE_HOME", str(folder))
         process = start(*BALANCE, *(["--export", str(folder / "plan.toml")] if what == "export" else []))
-        assert process.wait(60) == 2
+        assert process.wait(GONE_SECONDS) == 2
         line = one_sentence(said(process))
         assert "Read-only" in line
         assert str(folder) in line
@@ -402,23 +403,26 @@ def test_a_read_only_folder_is_one_sentence_before_any_probe(
 
 @pytest.mark.slow
 def test_two_runs_on_the_same_devices(start: Start, state: Path) -> None:
-    """The second says who holds them; with --share it runs; a slice that nobody holds is free."""
-    holder = start(*BALANCE, "--budget", "60s")
+    """The second says who holds them; with --share it measures, and so does one after the first was killed."""
+    holder = start(*BALANCE, "--budget", "10m")
     wait_for(lambda: children_of(holder))
     second = start(*BALANCE)
-    assert second.wait(60) == 3
+    assert second.wait(GONE_SECONDS) == 3
     line = one_sentence(said(second))
     (run,) = [path.name for path in (state / "evener" / "runs").iterdir()]
     assert f"process {holder.pid}" in line
     assert f"run {run}" in line
     assert "--share" in line
     other_cut = start("balance", "--devices", "cpu/1:0", "--workload", "synthetic")
-    assert other_cut.wait(60) == 3, "the same cores, cut otherwise"
-    beside = start(*BALANCE, "--share", "--budget", "3s", "--json")
-    assert beside.stdout is not None
-    assert json.loads(beside.stdout.read())["layout"]["global_batch"]
-    assert beside.wait() == 0
+    assert other_cut.wait(GONE_SECONDS) == 3, "the same cores, cut otherwise"
+    wait_for(lambda: measured(state))
+    beside = start(*BALANCE, "--share")
+    wait_for(lambda: len(measured(state)) == 2)
+    beside.send_signal(signal.SIGINT)
+    assert beside.wait(GONE_SECONDS) == 130
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    after = start(*BALANCE, "--budget", "2s", "--json")
-    assert after.wait(60) == 0, "the kernel has let go of the locks"
+    after = start(*BALANCE)
+    wait_for(lambda: len(measured(state)) == 3)  # the kernel has let go of the locks
+    after.send_signal(signal.SIGINT)
+    assert after.wait(GONE_SECONDS) == 130

@@ -12,6 +12,7 @@ import psutil
 import pynvml
 import pytest
 
+from evener.balancer.events import ProbeProgress
 from evener.balancer.probes.block_timing import Block
 from evener.balancer.probes.interference import READ_SECONDS, InterferenceMonitor, ProbeInterference
 from evener.balancer.probes.local_host import LocalHost
@@ -43,10 +44,16 @@ class Bench:
             self.nvml.advance(now - last)
             last = now
 
-    def probe(self, layout: Layout, seconds: float = 0.6) -> Observation:
-        """What comes of it."""
+    def probe(self, layout: Layout, measuring: Callable[[], object] | None = None) -> Observation:
+        """What comes of it; of a long one that calls `measuring` as it begins to measure, if that is given."""
         stage: Stage = "solo" if layout.kind == "solo" else "split"
-        (seen,) = self.prober.measure((Probe(layout, stage, seconds),), lambda _: None, threading.Event())
+        probe = Probe(layout, stage, 60.0 if measuring else 0.6, whole=measuring is not None)
+
+        def report(progress: ProbeProgress) -> None:
+            if measuring and progress.phase == "measuring":
+                measuring()
+
+        (seen,) = self.prober.measure((probe,), report, threading.Event())
         return seen
 
     def watch(self, monitor: InterferenceMonitor) -> None:
@@ -140,12 +147,13 @@ def test_a_look_costs_no_more_than_a_block_can_bear_and_is_not_within_it(nvml: A
     for _ in range(100):
         interference.annotate(Block(1, 0.01))
     asked = nvml.calls - before
-    assert asked == {"nvmlDeviceGetFieldValues": 200}
+    assert set(asked) == {"nvmlDeviceGetFieldValues"}
+    assert asked.total() <= 200  # on a busy machine an answer may come late, and isn't waited for
     nvml.hang("nvmlDeviceGetFieldValues", 1)
     began = time.monotonic()
-    for _ in range(60):
+    for _ in range(400):
         interference.annotate(Block(1, 0.01))
-    assert time.monotonic() - began < 60 * READ_SECONDS
+    assert time.monotonic() - began < 400 * READ_SECONDS
     nvml.release()
     monitor.close()
 
@@ -156,8 +164,7 @@ def test_a_gpu_that_the_driver_no_longer_has_fails_its_probe_and_is_named(nvml: 
     with Bench(nvml) as bench:
         assert isinstance(bench.probe(solo(2, 1, 8)), Timed)
         act = (lambda: nvml.lose(1)) if how == "lost" else nvml.unload
-        threading.Timer(0.4, act).start()
-        midway, after = bench.probe(solo(2, 1, 8), 5.0), bench.probe(layout_of((8, 8)))
+        midway, after = bench.probe(solo(2, 1, 8), act), bench.probe(layout_of((8, 8)))
         nvml.restore(1)
         nvml.reload()
         again = bench.probe(solo(2, 1, 8))
