@@ -5,7 +5,8 @@ oracle knows the trace and changes shares at once and at no cost; whoever stays 
 medians of five steps, acts three steps later and pays 0.2 s for new shapes. The table of docs/benchmarks/rebalance.md
 goes to stdout.
 
-`python -m benchmarks.rebalance real` trains on two CPU slices in PyTorch, of which one is slower by 40 % for a while.
+`python -m benchmarks.rebalance real` trains on two CPU slices in PyTorch, of which one is slower by 40 % for a while;
+`gpus` on two GPUs, of which another program uses one for a while (where there is none, to try it, on the CPU).
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ import math
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.support.share_traces import Slowdown, Trace, at_rest, flipping, foresee, machine, rebalance, slower, stay
 
 SECONDS = 600.0
 SIZES = (2, 4, 8, 16)
+REAL = {"real": ("sleeping", (200, 600, 900)), "gpus": ("computing", (500, 1500, 2000))}
+SETTLED_SECONDS = 5.0  # after a disturbance begins or ends
 
 
 class Score(NamedTuple):
@@ -36,35 +40,57 @@ class Score(NamedTuple):
 
 
 def main() -> None:
-    """Print the table."""
+    """Print what was asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", nargs="?", choices=("simulated", "real"), default="simulated")
+    parser.add_argument("what", nargs="?", choices=("simulated", *REAL), default="simulated")
     parser.add_argument("--seeds", type=int, default=3, help="machines of each size")
+    parser.add_argument("--steps", type=int, nargs=3, help="of a real training: disturbed from, until; all")
+    parser.add_argument("--json", type=Path, help="file for what came of a real training")
     options = parser.parse_args()
-    if options.what == "real":
-        print_real()
-    else:
+    if options.what == "simulated":
         print_simulated(options.seeds)
+    else:
+        job, steps = REAL[options.what]
+        found = train_really(job, options.steps or steps)
+        if options.json:
+            options.json.write_text(json.dumps(found))
+        print_real(found)
 
 
-def print_real(start: int = 200, end: int = 600, steps: int = 900) -> None:
-    """When real shares changed, and how fast the training was with them."""
+def train_really(job: str, steps: Sequence[int]) -> dict[str, Any]:
+    """What rebalance_ranks.py says as JSON; the rest of what it says goes to stdout."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "benchmarks.rebalance_ranks", *map(str, (start, end, steps))]
-    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    found = json.loads(printed.splitlines()[-1])
-    times, fixed = found["times"], found["fixed"]
-    for name, seconds in fixed.items():
-        print(f"fixed shares, {name}: {seconds * 1e3:.1f} ms a step")
+    command += ["-m", "benchmarks.rebalance_ranks", job, *map(str, steps)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as ranks:
+        assert ranks.stdout is not None
+        for line in ranks.stdout:
+            if line.startswith("{"):
+                return dict(json.loads(line))
+            print(line, end="", flush=True)
+    raise SystemExit("The training failed.")
+
+
+def print_real(found: dict[str, Any]) -> None:
+    """When real shares changed, how fast the training was with them, and how fast with the best fixed ones."""
+    start, end, steps, static = found["start"], found["end"], found["steps"], found["static"]
+    best = min(static, key=static.get)
+    for name, times in found["times"].items():
+        for label, first, last, fastest in (
+            ("disturbed", start, end, static[best]),
+            ("after", end, steps, found["free"]),
+        ):
+            settled = first + sum(time < times[first - 1] + SETTLED_SECONDS for time in times[first:last])
+            settled = min(settled, (first + last) // 2)
+            seconds = median(after - before for before, after in pairwise(times[settled:last]))
+            print(
+                f"{name}, {label}, from {SETTLED_SECONDS:.0f} s on: {seconds * 1e3:.1f} ms a step,"
+                f" {found['batch'] / seconds:.0f} samples/s, {fastest / seconds:.3f} of the best fixed shares' rate"
+            )
     for step, shares in found["changes"]:
-        before = start if step < end else end
-        seconds = times[step - 1] - times[before - 1]
-        print(f"step {step}: {'+'.join(map(str, shares))}, {seconds:.2f} s after step {before}")
-    settled = max((step for step, _ in found["changes"] if step <= start + 60), default=start)
-    ended = (end + steps) // 2
-    for first, last, best in ((settled, end, "oracle"), (ended, steps, "free")):
-        seconds = median(after - before for before, after in pairwise(times[first:last]))
-        print(f"steps {first} to {last}: {seconds * 1e3:.1f} ms, {fixed[best] / seconds:.3f} of the oracle's rate")
+        since = start if step < end else end
+        seconds = found["times"]["rebalance"][step - 1] - found["times"]["rebalance"][since - 1]
+        print(f"step {step}: {'+'.join(map(str, shares))}, {seconds:.2f} s after step {since}")
+    print(f"best fixed shares while disturbed: {best}, {static[best] * 1e3:.1f} ms a step")
 
 
 def print_simulated(seeds: int) -> None:
