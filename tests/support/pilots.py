@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from textual.pilot import Pilot
 
 from evener.tui.screens.runs import RunPanel
@@ -13,12 +13,11 @@ from evener.tui.widgets.lines import Lines
 
 
 async def until(pilot: Pilot[Any], condition: Callable[[], object], what: str) -> None:
-    """Wait until it holds, a few seconds at most."""
-    for _ in range(400):
-        if condition():
-            return
+    """Wait until it holds, a minute at most."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"it never came: {what}"
         await pilot.pause(0.02)
-    pytest.fail(f"it never came: {what}")
 
 
 async def open_form(pilot: Pilot[Any]) -> None:

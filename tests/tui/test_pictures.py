@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
+from tests.support.pilots import text, until
+
 MADE_WITH = ("3.11", "8.2.8")
 pytestmark = pytest.mark.skipif(
     (f"{sys.version_info.major}.{sys.version_info.minor}", version("textual")) != MADE_WITH,
@@ -27,10 +29,7 @@ def _one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def _drawn(pilot: Pilot[Any]) -> None:
-    for _ in range(100):
-        await pilot.pause(0.02)
-        if "GPU:0" in pilot.app.screen.query_one("#devices").text:  # type: ignore[attr-defined]
-            break
+    await until(pilot, lambda: "GPU:0" in text(pilot.app, "#devices"), "the devices")
     await pilot.wait_for_scheduled_animations()
     await pilot.pause(0.1)
 
@@ -54,10 +53,7 @@ def test_a_verdict_looks_as_it_did(
     async def search(pilot: Pilot[Any]) -> None:
         await _drawn(pilot)
         await pilot.press("2", "ctrl+s")
-        for _ in range(400):
-            await pilot.pause(0.02)
-            if app.balance.ended:
-                break
+        await until(pilot, lambda: app.balance.ended, "the verdict")
         await pilot.pause(0.3)
 
     assert snap_compare(app, terminal_size=(120, 40), run_before=search)
