@@ -1,7 +1,8 @@
 """Shares that follow the ranks' own work while a training runs: what `Split(rebalance=True)` does.
 
-After every few steps each rank says how long its own work took. All ranks hear the same figures one step later, decide
-the same by `evener.rebalance`, and take new shares from the same batch on: the first that none of them has fetched.
+After every two windows of a few steps each rank says how long its own work took. All ranks hear the same figures one
+step later, decide the same by `evener.rebalance`, and take new shares from the same batch on: the first that none of
+them has fetched.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from evener.torch_split.own_work import KEPT_STEPS
 from evener.torch_split.sampler import UnevenBatchSampler
 from evener.torch_split.step_reporter import StepReporter
 
-WINDOW_SECONDS = 0.1  # of steps whose median is one figure: more often than that, agreeing would cost too much
+WINDOW_SECONDS = 0.05  # of steps whose median is one figure: more often than that, agreeing would cost too much
 FEWEST_STEPS, MOST_STEPS = 5, KEPT_STEPS  # of a window
+EXCHANGED_WINDOWS = 2  # at once: an exchange takes longer than all else, and the rule needs two for a change
 
 
 class Rebalancing:
@@ -50,7 +52,8 @@ class Rebalancing:
         self._step = 0  # batches that were trained on
         self._window = 0  # of them, whole ones with the shares in force since the last window
         self._window_steps = FEWEST_STEPS  # until the next window ends
-        self._gathered: tuple[Any, torch.Tensor] | None = None  # under way
+        self._windows: dict[int, float] = {}  # to be exchanged: own work by the last step
+        self._exchange: tuple[Any, torch.Tensor] | None = None  # under way, of `_windows`
 
     def add(self, sampler: UnevenBatchSampler, ahead: int) -> None:
         """A loader draws batches by this sampler, so many before their turn at most."""
@@ -65,19 +68,14 @@ class Rebalancing:
     def after_step(self, sizes: Sequence[int]) -> None:
         """A batch of these rows was trained on; every rank calls it, and the ranks come to agree in every few calls."""
         self._step += 1
-        if self._gathered is not None:
-            work, figures = self._gathered
-            self._gathered = None
-            work.wait()
-            every = figures.tolist()
-            self._window_steps = int(min(max(FEWEST_STEPS, WINDOW_SECONDS / max(*every[2::3], 1e-6)), MOST_STEPS))
-            self._decide(every[::3], every[1::3])
+        if self._exchange is not None:
+            self._end_exchange(*self._exchange)
         self._window += sizes == self._reporter.shares.batches
         if self._window >= self._window_steps:
             self._window = 0
-            own = torch.tensor(self._figures(), dtype=torch.float64)
-            figures = own.repeat(len(sizes))
-            self._gathered = dist.all_gather_into_tensor(figures, own, self._group, async_op=True), figures
+            self._windows[self._step], step_s = self._medians()
+            if len(self._windows) == EXCHANGED_WINDOWS:
+                self._exchange = self._begin_exchange(step_s)
 
     def state_dict(self) -> dict[str, Any]:
         """The shares in force, and those of the plan, under which alone they make sense."""
@@ -87,31 +85,52 @@ class Rebalancing:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the shares of `state`, if it is of the same plan."""
         if tuple(state["planned"]) == self._planned.batches:
-            self._rule = self._gathered = None
+            self._rule = self._exchange = None
             self._change(tuple(state["shares"]), tuple(state["micros"]), 0)
 
-    def _figures(self) -> tuple[float, float, float]:
-        """Medians of own work and steps in the window, 0 where none has been computed yet; how far rows are drawn."""
+    def _medians(self) -> tuple[float, float]:
+        """Of own work and steps in the window, 0 where none has been computed yet."""
         shares = self._reporter.shares.batches
         steps = [step for step in self._reporter.timer.last(self._window_steps) if step.sizes == shares]
         whole = [step.step_s for step in steps if not math.isnan(step.step_s)]
         own = [step.own_work_s for step in steps if not math.isnan(step.own_work_s)]
-        return median(own) if own else 0.0, self._ahead, median(whole) if whole else 0.0
+        return median(own) if own else 0.0, median(whole) if whole else 0.0
 
-    def _decide(self, own_work_s: Sequence[float], ahead: Sequence[float]) -> None:
+    def _begin_exchange(self, step_s: float) -> tuple[Any, torch.Tensor]:
+        """Of this rank's windows, the seconds of its steps, and how far it draws rows ahead; zeros for the others."""
+        own = [*self._windows.values(), step_s, self._ahead]
+        before = self._planned.rank * len(own)
+        behind = (self._planned.world - 1) * len(own) - before
+        figures = torch.tensor([*[0.0] * before, *own, *[0.0] * behind], dtype=torch.float64)
+        return self._group.allreduce([figures]), figures  # dist.all_reduce takes twice as long to start it
+
+    def _end_exchange(self, work: Any, figures: torch.Tensor) -> None:
+        work.wait()
+        self._exchange = None
+        ends = tuple(self._windows)
+        self._windows.clear()
+        every, each = figures.tolist(), len(ends) + 2
+        *windows, step_s, ahead = (every[i::each] for i in range(each))
+        self._window_steps = int(min(max(FEWEST_STEPS, WINDOW_SECONDS / max(*step_s, 1e-6)), MOST_STEPS))
+        for end, own_work_s in zip(ends, windows, strict=True):
+            if self._decide(end, own_work_s, int(max(ahead))):
+                break
+
+    def _decide(self, end: int, own_work_s: Sequence[float], batches: int) -> bool:
+        """Whether shares change by a window that ended at this step, so many batches on."""
         before = self._reporter.shares.batches
         if self._rule is None:
             self._rule = self._make_rule()
-        change = self._rule.observe(self._step, own_work_s, before)
+        change = self._rule.observe(end, own_work_s, before)
         if change is None:
-            return
-        batches = int(max(ahead))
+            return False
         self._change(change.shares, change.micros, batches)
         self._reporter.changes.append(
             ShareChange(self._step + batches + 1, time.time(), before, change.shares, change.reason)
         )
         if self._planned.rank == 0:
             print(f"{change.describe(before)}\n", end="", file=sys.stderr, flush=True)
+        return True
 
     def _make_rule(self) -> Rebalancer:
         planned, now = self._planned, self._reporter.shares.batches
@@ -133,3 +152,4 @@ class Rebalancing:
         for sampler in self._samplers:
             sampler.change_shares(shares, ahead)
         self._window = 0
+        self._windows.clear()

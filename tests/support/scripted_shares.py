@@ -20,7 +20,7 @@ class RotatedShares:
 
 def script(made: Any, rule: Any) -> None:
     """Let a Rebalancing follow this rule, after every five steps however fast they are."""
-    rebalancing.MOST_STEPS = rebalancing.FEWEST_STEPS
+    rebalancing.MOST_STEPS, rebalancing.EXCHANGED_WINDOWS = rebalancing.FEWEST_STEPS, 1
     made._rule = rule
 
 

@@ -131,12 +131,12 @@ class RebalancedCase(msgspec.Struct, frozen=True):
     slow: tuple[int, int] | None = None
 
 
-CASES = {
+CASES = {  # the rule first: a script stays in force
+    "by the rule": RebalancedCase(slow=(60, 200)),
     "at once": RebalancedCase(),
     "fetched ahead, by the loss": RebalancedCase(rows=103, weigh="loss", prefetch=2),
     "in passes, accumulated": RebalancedCase(micros=(3, 4), accumulate=3),
     "two loaders, resumed in mid-epoch": RebalancedCase(rows=99, loaders=2, prefetch=1, resume=107),
-    "by the rule": RebalancedCase(slow=(60, 200)),
 }
 
 
