@@ -4,7 +4,7 @@ Each process has a GPU, or one thread where there are none, and trains its share
 all gradients in one sum after the backward pass (`after`), most of them behind it (`behind`, as evener does it), in
 four equal sums behind it (`fourths`), or none at all, each process for itself (`alone`). Of the solos: the samples/s of
 all over the sum of what each does alone. On GPUs, `--percent 100,60` holds each process to so much of its GPU's
-multiprocessors, by an MPS daemon that this command starts and ends.
+multiprocessors (a running MPS daemon is needed).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.gpu_bench import mps_daemon
 from tests.support.keras_start import free_peers
 
 Divide = Callable[[Sequence[tuple[int, Any]]], list[list[int]]]
@@ -39,9 +37,7 @@ def main() -> None:
         return
     print("| shares | sums | step, ms | samples/s | of the solos |")
     print("| --- | --- | ---: | ---: | ---: |")
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        ranks = group(options, stack.enter_context(mps_daemon(folder)) if options.percent else {})
+    ranks = group(options)
     shares = " + ".join(map(str, options.shares))
     alone = sum(share / rank["alone"] for share, rank in zip(options.shares, ranks, strict=True))
     for way in WAYS[:-1]:
@@ -65,14 +61,14 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def group(options: argparse.Namespace, mps: dict[str, str]) -> list[dict[str, float]]:
+def group(options: argparse.Namespace) -> list[dict[str, float]]:
     """Seconds of a step by each way, from each process of a new group."""
     peers = free_peers(len(options.shares))
     gpus = Path("/dev/nvidia0").exists()
     percents = options.percent.split(",") if options.percent else []
     children = []
     for rank in range(len(peers)):
-        environment = {**os.environ, **mps, "TF_CPP_MIN_LOG_LEVEL": "3"}
+        environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
         environment["CUDA_VISIBLE_DEVICES"] = str(rank) if gpus else "-1"
         if percents:
             environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = percents[rank]

@@ -14,10 +14,21 @@ import sys
 from pathlib import Path
 
 from benchmarks.gpu_bench import WORKLOADS, GpuBench
+from benchmarks.gpu_keras import keras_passes, keras_training, sums
 from benchmarks.gpu_layouts import layouts, scaling
+from benchmarks.gpu_live import rebalance
 from benchmarks.gpu_screen import draw
 from benchmarks.gpu_searches import caps, control, engines, neighbour, regret, unequal
-from benchmarks.gpu_trainings import training
+from benchmarks.gpu_trainings import (
+    adapters,
+    cost,
+    memory,
+    sharded,
+    texts,
+    texts_on_equal,
+    trainers,
+    training,
+)
 from benchmarks.gpu_watch import compare_monitors, loaded
 
 
@@ -55,6 +66,17 @@ SECTIONS = {
         screen,
         layouts,
         scaling,
+        trainers,
+        adapters,
+        texts,
+        texts_on_equal,
+        memory,
+        sharded,
+        cost,
+        rebalance,
+        sums,
+        keras_training,
+        keras_passes,
     )
 }
 
@@ -68,11 +90,12 @@ def main() -> None:
     parser.add_argument("--gpus", default="0,1", help="two or more, by index; unequal GPUs are the first two")
     parser.add_argument("--match", default="", help="only cases whose name contains this")
     parser.add_argument("--budget", default="90s", help="for each search")
+    parser.add_argument("--small", action="store_true", help="try the commands with small models on slices of the CPU")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the MPS daemon ends then, too
     gpus = tuple(int(gpu) for gpu in arguments.gpus.split(","))
-    bench = GpuBench(arguments.out, arguments.framework, gpus, arguments.match, arguments.budget)
+    bench = GpuBench(arguments.out, arguments.framework, gpus, arguments.match, arguments.budget, arguments.small)
     chosen = list(SECTIONS) if "all" in arguments.sections else arguments.sections
     try:
         for section in chosen:

@@ -1,0 +1,53 @@
+"""Sections of benchmarks.gpu: TensorFlow's processes with a GPU each."""
+
+from __future__ import annotations
+
+from benchmarks.gpu_bench import GpuBench
+from benchmarks.training import EXAMPLES
+
+
+def sums(bench: GpuBench) -> None:
+    """A step with each way to sum gradients, the second GPU at 60 %."""
+    steps: tuple[str, ...] = ("--shares", "161", "95", "--percent", "100,60")
+    if bench.small:
+        steps = (
+            "--workload",
+            "keras_mnist",
+            "--set",
+            "dense=2048",
+            "--shares",
+            "9",
+            "6",
+            "--steps",
+            "2",
+            "--turns",
+            "2",
+        )
+    with bench.mps() as variables:
+        bench.script("sums", "benchmarks.early_sums", *steps, seconds=200, env=variables)
+
+
+def keras_training(bench: GpuBench) -> None:
+    """A plan at a fixed 256 with the second GPU at 60 %, unless there is one, and a minute of training by it."""
+    plan = bench.out / "keras-training.toml"
+    seconds, rows = ("5", "4096") if bench.small else ("60", "262144")
+    with bench.mps() as variables:
+        if not plan.exists():
+            fixed = ("--global-batch", "256", "--export", str(plan))
+            bench.balance("keras training: plan", bench.limited("", "60%"), _network(bench), *fixed, env=variables)
+        words = ("launch", str(plan), str(EXAMPLES / "keras_train.py"), "--seconds", seconds, "--rows", rows)
+        bench.script("keras training", "evener", *words, seconds=float(seconds) + 90, env=variables)
+
+
+def keras_passes(bench: GpuBench) -> None:
+    """Steps in passes under memory limits."""
+    devices = bench.limited("1GiB", "500MiB") if bench.small else bench.limited("8GiB", "5GiB")
+    sizes = ("60", "30", "30", "15", "5") if bench.small else ("1200", "600", "600", "300", "500")
+    first, second, first_pass, second_pass, steps = sizes
+    where = ("--devices", devices, "--framework", "tensorflow", "--workload", _network(bench), "--gpus", "0", "1")
+    shares = ("--batches", first, second, "--micro", first_pass, second_pass)
+    bench.run(f"{steps} steps in passes", "probe", *where, *shares, "--repeat", "1", "--steps", steps, "--json")
+
+
+def _network(bench: GpuBench) -> str:
+    return "keras_mnist" if bench.small else "keras_maxer"
