@@ -79,8 +79,10 @@ def print_real(found: dict[str, Any]) -> None:
             ("disturbed", start, end, static[best]),
             ("after", end, steps, found["free"]),
         ):
+            if len(times) <= first:
+                continue
             settled = first + sum(time < times[first - 1] + SETTLED_SECONDS for time in times[first:last])
-            settled = min(settled, (first + last) // 2)
+            settled = min(settled, (first + min(last, len(times))) // 2)
             seconds = median(after - before for before, after in pairwise(times[settled:last]))
             print(
                 f"{name}, {label}, from {SETTLED_SECONDS:.0f} s on: {seconds * 1e3:.1f} ms a step,"

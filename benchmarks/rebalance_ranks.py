@@ -83,14 +83,14 @@ def train(job: Job, plan: Plan, steps: int, disturbed: range, rebalance: bool = 
 
 
 def compare(job: Job, start: int, end: int, steps: int) -> dict[str, Any]:
-    """Train by the rule and without it, and by all shares near those that it found."""
+    """Train by the rule, without it into the disturbance, and by all shares near those that the rule found."""
     even, while_disturbed = (job.batch // 2, job.batch // 2), range(start, end)
     free = train(job, make_plan(even), SHORT, NEVER).step_seconds(range(WARM, SHORT))
     say(f"even shares, nothing disturbs: {free * 1e3:.1f} ms a step")
     plan = make_plan(even, job.batch / free)
     ruled = train(job, plan, steps, while_disturbed, rebalance=True)
     say(f"by the rule: {ruled.changes}")
-    stayed = train(job, plan, steps, while_disturbed)
+    stayed = train(job, plan, (start + end) // 2, while_disturbed)
     found = next((shares for step, shares in reversed(ruled.changes) if step <= end), even)
     static = {}
     for shares in near(found, job.batch // QUANTA):
