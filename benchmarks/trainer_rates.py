@@ -133,6 +133,8 @@ def train(groups: Sequence[Group], seconds: float) -> Rate:
         steps = min(each["steps_per_second"] for each in seen)
         tokens = sum(each["tokens_per_second"] for each in seen)
         rate = Rate(rate.samples + steps * group.rows, rate.tokens + tokens)
+    for group in groups:
+        group.ranks.close()  # their memory is free for the next
     return rate
 
 

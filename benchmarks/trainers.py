@@ -130,18 +130,19 @@ def measure_step(ranks: Ranks) -> Times:
 
 
 def print_losses(options: argparse.Namespace) -> None:
-    """Losses of the first steps of transformers' Trainer with FSDP2, at even shares and at 3 : 1 by a plan."""
+    """Losses of transformers' Trainer with FSDP2, bare at even shares and by a plan at 3 : 1, both at the same time."""
     rows = options.rows
     print("| shares | losses | largest difference | most memory of each process, GiB |\n| --- | --- | ---: | --- |")
-    expected: list[float] = []
-    for batches in ((rows, rows), (2 * rows - rows // 2, rows // 2)):
-        bare = ["--bare", str(rows)] * (not expected)
-        with trained(make_up_plan(options, batches), "sharded", options, *bare) as ranks:
-            seen = ranks.read()
-        losses = seen[0]["losses"]
-        expected = expected or losses
+    shares = ((rows, rows), (2 * rows - rows // 2, rows // 2))
+    even, uneven = (make_up_plan(options, batches) for batches in shares)
+    bare = trained(even, "sharded", options, "--bare", str(rows))
+    with bare as first, trained(uneven, "sharded", options) as second:
+        seen = [ranks.read() for ranks in (first, second)]
+    expected = seen[0][0]["losses"]
+    for batches, answers in zip(shares, seen, strict=True):
+        losses = answers[0]["losses"]
         gap = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
-        memory = " + ".join(f"{each['most_bytes'] / 2**30:.2f}" for each in seen)
+        memory = " + ".join(f"{each['most_bytes'] / 2**30:.2f}" for each in answers)
         words = f"| {' + '.join(map(str, batches))} | {' '.join(f'{loss:.5f}' for loss in losses)}"
         print(f"{words} | {gap:.1e} | {memory} |", flush=True)
 
