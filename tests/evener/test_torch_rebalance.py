@@ -63,3 +63,17 @@ def test_a_rank_that_gets_slower_gets_fewer_rows_and_more_again(trained: list[An
     assert [shares for shares, _ in changes] == [(11, 5), (13, 3), (11, 5)]
     assert 60 < changes[1][1] <= 80
     assert 200 < changes[2][1] <= 220
+
+
+@pytest.mark.slow
+def test_noise_stalls_evaluations_checkpoints_and_logging_move_no_shares(
+    trainer_ranks: Callable[..., list[Any]],
+) -> None:
+    """Of real ranks. A rank that gets slower by 40 % shows that they would move; 5 % noise may, once in 500 steps."""
+    found, other = trainer_ranks("tests.support.torch_steady_programs.steady", world=2)
+    assert found == other
+    (step, shares), *_ = found.pop("slower by 40 %")
+    assert 100 < step <= 120
+    assert shares == pytest.approx((54, 26), abs=2)
+    assert len(found.pop("5 % noise")) <= 10
+    assert {name: changes for name, changes in found.items() if changes} == {}
