@@ -65,8 +65,16 @@ def texts_on_equal(bench: GpuBench) -> None:
 
 def memory(bench: GpuBench) -> None:
     """The second GPU with a quarter of the memory: 500 steps in passes, without passes, and two full GPUs."""
-    devices = bench.limited("1GiB", "500MiB") if bench.small else bench.limited("40GiB", "10GiB")
-    train(bench, "memory", devices, 96, "plan,once,whole", 55)
+    train(bench, "memory", _quarter(bench), 96, "plan,once,whole", 55)
+
+
+def memory_grid(bench: GpuBench) -> None:
+    """The plan of `memory` among other shares and passes, in turns."""
+    plan, steps = bench.out / "memory.toml", ("--steps", "2", "--width", "0.05", "--turns", "2", "--pairs", "2")
+    where = ("--devices", _quarter(bench), "--workload", name_build("huggingface"), "--framework", "torch")
+    settings = ("--set", *_settings(bench, texts=False), "--seconds", "1.5")
+    if plan.exists():
+        bench.script("memory, grid", "benchmarks.grid", str(plan), *where, *settings, *steps, seconds=3 * START_SECONDS)
 
 
 def sharded(bench: GpuBench) -> None:
@@ -95,12 +103,7 @@ def train(
     """Find a plan for transformers' Trainer, unless there is one of this name, and train by it and otherwise."""
     plan = bench.out / f"{name.replace(' ', '-')}.toml"
     if not plan.exists():
-        own = {
-            "size": _size(bench, "large"),
-            "bf16": str(not bench.small).lower(),
-            "texts": str("--texts" in more).lower(),
-        }
-        settings = [word for pair in own.items() for word in ("--set", "=".join(pair))]
+        settings = [word for each in _settings(bench, "--texts" in more) for word in ("--set", each)]
         fixed = ("--global-batch", str(batch), "--export", str(plan))
         bench.balance(name, devices, name_build("huggingface"), *settings, *fixed, env=env)
     if plan.exists():
@@ -110,6 +113,14 @@ def train(
         limit = 3 * START_SECONDS + 2 * seconds
         title = f"{name}, {' '.join(more) or 'trained'}"
         bench.script(title, "benchmarks.trainers", *words, *trainer, *_half(bench), *more, seconds=limit, env=env)
+
+
+def _quarter(bench: GpuBench) -> str:
+    return bench.limited("1GiB", "500MiB") if bench.small else bench.limited("40GiB", "10GiB")
+
+
+def _settings(bench: GpuBench, texts: bool) -> Sequence[str]:
+    return f"size={_size(bench, 'large')}", f"bf16={not bench.small}".lower(), f"texts={texts}".lower()
 
 
 def _size(bench: GpuBench, size: str) -> str:

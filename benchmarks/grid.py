@@ -19,7 +19,7 @@ from typing import Any
 from evener.balancer.probes.prober import Prober
 from evener.balancer.request import Request
 from evener.balancer.resolve import make_prober, resolve_request
-from evener.balancer.types import Layout, OutOfMemory, Probe, Timed, layout_of, solo
+from evener.balancer.types import Layout, OutOfMemory, Probe, Timed, layout_of
 from evener.plan import Plan, load_plan
 
 
@@ -69,19 +69,37 @@ class Grid:
 
 
 def around(plan: Plan, steps: int, width: float) -> list[Layout]:
-    """The plan's layout, its shares moved both ways in steps of `width` of the batch, the even split, and solos."""
+    """The plan's layout, its shares moved both ways in steps of `width` of the batch, the even split, and solos.
+
+    Each in the fewest passes that fit; where that is several, the plan's shares also in one pass more.
+    """
     batches, total = plan.batches, plan.layout.global_batch
     first, second = _largest_two(batches)
-    layouts = [layout_of(batches)]
+    layouts = [chosen(plan), lay(plan, batches, more=1)]
     for step in range(-steps, steps + 1):
         moved = list(batches)
         change = round(step * width * total)
         moved[first], moved[second] = moved[first] + change, moved[second] - change
         if step and min(moved[first], moved[second]) > 0:
-            layouts.append(layout_of(tuple(moved)))
+            layouts.append(lay(plan, tuple(moved)))
     even = tuple(total * (i + 1) // len(batches) - total * i // len(batches) for i in range(len(batches)))
-    layouts += [layout_of(even), *(solo(len(batches), i, total) for i in range(len(batches)))]
+    alone = (tuple(total * (i == position) for i in range(len(batches))) for position in range(len(batches)))
+    layouts += [lay(plan, shares) for shares in (even, *alone)]
     return list(dict.fromkeys(layouts))
+
+
+def chosen(plan: Plan) -> Layout:
+    """The plan's shares in its passes."""
+    return layout_of(plan.batches, tuple(share.micro or share.batch for share in plan.layout.share))
+
+
+def lay(plan: Plan, batches: tuple[int, ...], more: int = 0) -> Layout:
+    """These shares in the fewest passes that the plan knows to fit, or in so many more where that is several."""
+    micro = []
+    for batch, share in zip(batches, plan.layout.share, strict=True):
+        passes = -(-batch // (share.most or batch or 1))
+        micro.append(-(-batch // (passes + more)) if passes > 1 else batch)
+    return layout_of(batches, tuple(micro))
 
 
 def _largest_two(batches: Sequence[int]) -> tuple[int, int]:
@@ -95,23 +113,25 @@ def run(plan: Plan, request: Request, options: argparse.Namespace) -> dict[str, 
     prober = make_prober(resolve_request(request))
     try:
         grid = Grid(prober, options.seconds)
-        chosen = layout_of(plan.batches)
+        own = chosen(plan)
         grid.all_in_turns(around(plan, options.steps, options.width), options.turns)
         winner = grid.winner()
-        ratios = [1.0] if winner == chosen else grid.paired(chosen, winner, options.pairs)
+        ratios = [1.0] if winner == own else grid.paired(own, winner, options.pairs)
     finally:
         prober.close()
     return {
         "plan": {"batches": plan.batches, "samples_per_second": plan.throughput.samples_per_second},
         "grid": [
-            {"batches": layout.shares, "median": statistics.median(rates), "rates": rates}
+            {"batches": layout.shares, "micro": layout.micro, "median": statistics.median(rates), "rates": rates}
             for layout, rates in grid.rates.items()
         ],
-        "failed": [{"batches": layout.shares, "why": why} for layout, why in grid.failed.items()],
-        "winner": winner.shares,
+        "failed": [
+            {"batches": layout.shares, "micro": layout.micro, "why": why} for layout, why in grid.failed.items()
+        ],
+        "winner": {"batches": winner.shares, "micro": winner.micro},
         "plan_over_winner": statistics.median(ratios) if ratios else None,
         "pairs": ratios,
-        "memory_bytes": grid.memory.get(chosen),
+        "memory_bytes": grid.memory.get(own),
     }
 
 
@@ -122,17 +142,22 @@ def main() -> None:
     parser.add_argument("--devices", required=True)
     parser.add_argument("--workload")
     parser.add_argument("--framework", default="tensorflow")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the workload")
     parser.add_argument("--steps", type=int, default=4, help="each way")
     parser.add_argument("--width", type=float, default=0.02, help="of a step, as a part of the global batch")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--pairs", type=int, default=4, help="of measurements of the plan and the winner")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
     options = parser.parse_args()
-    request = Request(devices=options.devices, workload=options.workload, framework=options.framework)
+    settings = dict(each.split("=", 1) for each in options.set)
+    request = Request(
+        devices=options.devices, workload=options.workload, framework=options.framework, settings=settings
+    )
     found = run(load_plan(options.plan), request, options)
     print(json.dumps(found))
     for row in sorted(found["grid"], key=lambda row: -row["median"]):
-        print(f"{' + '.join(map(str, row['batches'])):>24}  {row['median']:14,.0f} samples/s", file=sys.stderr)
+        passes = f" in passes of {', '.join(map(str, row['micro']))}" if row["micro"] else ""
+        print(f"{' + '.join(map(str, row['batches'])):>24}  {row['median']:14,.0f} samples/s{passes}", file=sys.stderr)
     print(f"the plan / the winner of the grid, in pairs: {found['plan_over_winner']:.4f}", file=sys.stderr)
 
 
