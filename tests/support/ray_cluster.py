@@ -65,7 +65,7 @@ def until_gone(processes: Sequence[psutil.Process]) -> None:
     until(lambda: not any(process.is_running() for process in processes), f"the end of {processes}")
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+def until(condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:
     """Wait until it holds."""
     deadline = time.monotonic() + seconds
     while not condition():
