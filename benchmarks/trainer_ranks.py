@@ -168,7 +168,8 @@ class Clock:
         elif self._made == WARM_UP + self._steps:
             seconds = self._seconds()
             tokens = trainer_models.collated_tokens - self._tokens
-            say({"steps_per_second": self._steps / seconds, "tokens_per_second": tokens / seconds})
+            rates = {"steps_per_second": self._steps / seconds, "tokens_per_second": tokens / seconds}
+            say({"steps": self._steps, **rates})
             return True
         return False
 

@@ -20,7 +20,7 @@ from evener.plan import Plan, load_plan, make_layout, to_toml
 
 SAMPLINGS = {"even": "random", "whole": "random", "grouped": "group_by_length", "balanced": "batch_rebalance"}
 VARIANTS = ("plan", "once", "alone", *SAMPLINGS)
-HEADS = ("trainer", "round", "variant", "rows", "samples/s", "tokens/s", "of the plan's figure")
+HEADS = ("trainer", "round", "variant", "rows", "steps", "samples/s", "tokens/s", "of the plan's figure")
 
 
 class Rate(msgspec.Struct, frozen=True):
@@ -28,6 +28,7 @@ class Rate(msgspec.Struct, frozen=True):
 
     samples: float
     tokens: float
+    steps: int  # after the warm-up
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -40,7 +41,7 @@ class Group(msgspec.Struct, frozen=True):
 
 def print_rates(options: argparse.Namespace) -> None:
     """A row for each training, and what the plan gains."""
-    print(f"| {' | '.join(HEADS)} |\n| --- | ---: | --- | --- |{' ---: |' * 3}")
+    print(f"| {' | '.join(HEADS)} |\n| --- | ---: | --- | --- |{' ---: |' * 4}")
     together = [options.trainers] if options.plan else [[trainer] for trainer in options.trainers]
     gains = []
     for trainers in together:
@@ -85,11 +86,11 @@ def measure(
             try:
                 rate = train(case, options.seconds if variant == "plan" else options.beside)
             except BrokenTrainingError as error:
-                print(f"{row} {error} | | |", flush=True)
+                print(f"{row} | {error} | | |", flush=True)
                 continue
             rates[trainer, variant] = rate
             part = pick_figure(rate, plan) / promised(plan)
-            print(f"{row} {rate.samples:,.1f} | {rate.tokens:,.0f} | {part:.3f} |", flush=True)
+            print(f"{row} {rate.steps} | {rate.samples:,.1f} | {rate.tokens:,.0f} | {part:.3f} |", flush=True)
     return rates
 
 
@@ -127,12 +128,12 @@ def train(groups: Sequence[Group], seconds: float) -> Rate:
     for group in groups:
         slowest = max(group.ranks.read())
         group.ranks.say(str(max(2, round(seconds / slowest))))
-    rate = Rate(0.0, 0.0)
+    rate = Rate(0.0, 0.0, 0)
     for group in groups:
         seen = group.ranks.read()
-        steps = min(each["steps_per_second"] for each in seen)
+        samples = group.rows * min(each["steps_per_second"] for each in seen)
         tokens = sum(each["tokens_per_second"] for each in seen)
-        rate = Rate(rate.samples + steps * group.rows, rate.tokens + tokens)
+        rate = Rate(rate.samples + samples, rate.tokens + tokens, max(rate.steps, seen[0]["steps"]))
     for group in groups:
         group.ranks.close()  # their memory is free for the next
     return rate
