@@ -23,6 +23,7 @@ from evener.errors import RequestError
 from evener.live_files import (
     MOST_CHANGES,
     MOST_DEVICES,
+    MOST_KNOTS,
     LiveDevice,
     LiveRecord,
     ShareChange,
@@ -247,6 +248,7 @@ def _describe(
             samples_per_second=rate * (size / total if total else 1 / len(named)),
             own_work_s=own,
             waiting_s=waiting,
+            curve=device.curve if own else (),
         )
         for device, size, (own, waiting) in zip(named, sizes, times, strict=True)
         if size or not total
@@ -257,7 +259,10 @@ def _identify(device: str | int | Share) -> LiveDevice:
     """Which device it is, and its samples per step and pass."""
     if isinstance(device, Share):
         index, host = max(-1, device.index), clean(device.host)
-        return LiveDevice(clean(device.device), index, device.batch, 0.0, micro=device.micro, host=host)
+        curve = device.curve if len(device.curve) <= MOST_KNOTS else ()
+        return LiveDevice(
+            clean(device.device), index, device.batch, 0.0, device.micro, host=host, curve=curve, most=device.most
+        )
     if isinstance(device, int):
         return LiveDevice("", max(-1, device), 0, 0.0)
     return LiveDevice(clean(device), -1, 0, 0.0)

@@ -21,6 +21,7 @@ LONGEST_TEXT = 200
 MOST_FILES = 4096
 MOST_DEVICES = 256
 MOST_CHANGES = 16
+MOST_KNOTS = 64
 
 _NAME = re.compile(r"(\d{1,10})\.(\d{1,20})\.(\d{1,9})\.(json|tmp)", re.ASCII)  # pid, start in ticks, reporter
 
@@ -41,6 +42,10 @@ class LiveDevice(msgspec.Struct, frozen=True):
     own_work_s: Rate = 0.0  # of a step, until the last gradient is ready, median; 0: unknown
     waiting_s: Rate = 0.0  # of a step, from there to the end of the backward pass, median
     host: Text = ""  # as the plan names it; empty: this one
+    curve: Annotated[
+        tuple[tuple[Rate, Rate], ...], msgspec.Meta(max_length=MOST_KNOTS)
+    ] = ()  # the plan's, of (rows, seconds of a step), where own work is told
+    most: Count = 0  # samples per pass that its memory holds, by the plan; 0: unknown
 
 
 class ShareChange(msgspec.Struct, frozen=True):

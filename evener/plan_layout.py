@@ -14,6 +14,7 @@ from evener.errors import PlanError
 RATIO_TOLERANCE = 1e-6
 
 Kind = Literal["solo", "split", "pack", "place"]
+Knots = tuple[tuple[float, float], ...]  # (rows, seconds of a step) at the bends of a measured curve
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,7 +30,7 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cost: Cost | None = None  # where rows are of unequal length: what a padded pass takes
     tokens: int = 0  # the most padded tokens of one pass that fit; 0 if no limit is known
     host: str = ""  # the name or address of its machine, where the plan is for several
-    curve: tuple[tuple[float, float], ...] = ()  # (rows, seconds of a step) at the bends of the measured curve
+    curve: Knots = ()
     most: int = 0  # rows of one pass that its memory holds; 0: unknown
 
 
@@ -121,7 +122,7 @@ def _check_share(share: Share, where: str) -> None:
         raise PlanError(f"{where}.cost is {share.cost}.", "Its seconds are 0 or above, and not all 0.")
     if share.tokens < 0:
         raise PlanError(f"{where}.tokens is {share.tokens}.", "Write the most tokens of a pass, or 0.")
-    if not _rises(share.curve):
+    if not is_curve(share.curve):
         raise PlanError(
             f"{where}.curve is {share.curve}.",
             "Its pairs are (rows, seconds), both from 0, the rows rising and the seconds never falling.",
@@ -135,8 +136,8 @@ def _check_share(share: Share, where: str) -> None:
         )
 
 
-def _rises(curve: tuple[tuple[float, float], ...]) -> bool:
-    """Whether it is a curve: of finite figures, rising in rows, and above 0 s in the end."""
+def is_curve(curve: Knots) -> bool:
+    """Whether it is none, or one of finite figures, rising in rows, and above 0 s in the end."""
     if not curve:
         return True
     rows, seconds = zip(*curve, strict=True)

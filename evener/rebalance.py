@@ -53,6 +53,7 @@ class Advice(msgspec.Struct, frozen=True):
 
     shares: tuple[int, ...]
     gain: float  # 0.12: 12 % more samples/s
+    by_curves: bool = False  # own work follows the plan's curves; else it is taken to be in proportion to rows
 
 
 class Rebalancer:
@@ -190,18 +191,26 @@ class Rebalancer:
 
 
 def advise(
-    curves: Sequence[Curve], shares: Sequence[int], own_work_s: Sequence[float], step_s: float = 0.0
+    curves: Sequence[Curve],
+    shares: Sequence[int],
+    own_work_s: Sequence[float],
+    step_s: float = 0.0,
+    most: Sequence[int] = (),
+    passes: bool = True,
 ) -> Advice | None:
-    """The shares that these medians call for, and the gain in a step of `step_s`; None where it is below 2 %."""
+    """The shares that these medians call for, and the gain in a step of `step_s`; None where it is below 2 %.
+
+    `most` are the rows of one pass that each memory holds, 0 where that is unknown; without `passes` no share is above.
+    """
     scaled = [scale(c, own / c.seconds(share)) for c, own, share in zip(curves, own_work_s, shares, strict=True)]
-    found = solve_shares(scaled, sum(shares), (0,) * len(shares), True, choose_quantum(shares))
+    found = solve_shares(scaled, sum(shares), most or (0,) * len(shares), passes, choose_quantum(shares))
     if found is None:
         return None
     slowest = max(own_work_s)
     saved = slowest - max(curve.seconds(share) for curve, share in zip(scaled, found, strict=True))
     step = max(step_s, slowest)
     gain = step / (step - saved) - 1
-    return Advice(found, gain) if gain >= LEAST_GAIN else None
+    return Advice(found, gain, len(curves[0].batches) > 1) if gain >= LEAST_GAIN else None
 
 
 def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evener.curves import Curve, PassCurve
-from evener.plan_layout import Share
+from evener.plan_layout import Knots, Share
 from evener.waterfill import DeviceCurve, split_fixed
 
 
 def read_curves(shares: Sequence[Share]) -> tuple[Curve, ...]:
     """The curve of each active share; where one has none, all take times in proportion to rows."""
-    if all(len(share.curve) > 1 for share in shares):
-        return tuple(_join_knots(share.curve) for share in shares)
-    return proportional_curves([share.batch for share in shares])
+    return join_curves([share.curve for share in shares], [share.batch for share in shares])
+
+
+def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ...]:
+    """The curve through each device's knots; where one has none, all take times in proportion to `rows`."""
+    if all(len(knots) > 1 for knots in curves):
+        return tuple(map(_join_knots, curves))
+    return proportional_curves(rows)
 
 
 def proportional_curves(rows: Sequence[float]) -> tuple[Curve, ...]:
@@ -49,7 +54,7 @@ def pass_rows(shares: Sequence[int], walls: Sequence[int]) -> tuple[int, ...]:
     return tuple(min(share, wall or share) for share, wall in zip(shares, walls, strict=True))
 
 
-def _join_knots(knots: Sequence[tuple[float, float]]) -> Curve:
+def _join_knots(knots: Knots) -> Curve:
     """The broken line through (rows, seconds), straight beyond the last as before it."""
     (rows, seconds), (last, end) = knots[-2:]
     batches, times = zip(*knots, strict=True)

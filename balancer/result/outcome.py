@@ -28,7 +28,6 @@ from evener.balancer.result.explain_hosts import explain_hosts
 from evener.balancer.result.number_format import join_words, percent, relative_error
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import Candidate
-from evener.balancer.search.plan_curves import Knots
 from evener.balancer.search.search import Search
 from evener.balancer.store.journal import Header
 from evener.balancer.types import Failed, Interval, Layout, Observation, OutOfMemory, Result, Timed
@@ -47,6 +46,7 @@ from evener.plan import (
     Throughput,
     make_layout,
 )
+from evener.plan_layout import Knots
 
 MIB = 1 << 20
 MARGIN = 1.3  # on top of a budget that would just have been enough: starts of new children are guessed

@@ -12,7 +12,7 @@ from evener.balancer.search.candidates import Candidates
 from evener.balancer.search.layouts import BALANCE, Candidate, LayoutOptions, PackMode, find_family
 from evener.balancer.search.machine_model import MachineModel, same_measurement
 from evener.balancer.search.observations import Observations
-from evener.balancer.search.plan_curves import Knots, describe_curves
+from evener.balancer.search.plan_curves import describe_curves
 from evener.balancer.search.predictions import Predictions
 from evener.balancer.search.problem import check_problem
 from evener.balancer.search.race import Race
@@ -29,6 +29,7 @@ from evener.balancer.types import (
     Timed,
     layout_of,
 )
+from evener.plan_layout import Knots
 
 READINGS = ("_budget", "_candidates", "_race", "_decision")  # cached until the next observation
 

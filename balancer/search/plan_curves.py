@@ -5,8 +5,8 @@ from __future__ import annotations
 from evener.balancer.search.machine_model import MachineModel
 from evener.balancer.types import Layout
 from evener.curves import Curve
+from evener.plan_layout import Knots
 
-Knots = tuple[tuple[float, float], ...]  # (rows, seconds)
 DIGITS = 6  # significant ones
 
 

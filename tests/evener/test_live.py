@@ -13,9 +13,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -23,7 +25,7 @@ from hypothesis import strategies as st
 
 import evener.live as live
 from evener.errors import RequestError
-from evener.live import Reporter, live_folders, read_trainings, report
+from evener.live import Details, Reporter, live_folders, read_trainings, report
 from evener.live_files import LARGEST_FILE_BYTES, clean, file_name, prepare_folder, replace_file, start_ticks
 from evener.plan import Share
 
@@ -148,6 +150,19 @@ def test_a_slow_disk_is_written_to_less_often(
     monkeypatch.setattr(live, "replace_file", slow)
     train(reporter, clock, 100, step_seconds=0.1)
     assert 0.02 * len(written) <= 0.001 * 100 + 0.02
+
+
+def test_a_rank_that_tells_its_own_work_has_the_plan_s_curve(folder: Path, clock: Clock) -> None:
+    """The monitor's advice needs it; where own work isn't told, or the curve is endless, the file goes without."""
+    knots = ((0.0, 0.01), (64.0, 0.1))
+    share = Share("GPU-a", 0, "a", 48, 1.0, micro=48, curve=knots, most=96)
+    endless = msgspec.structs.replace(share, curve=tuple((float(rows), 0.1) for rows in range(65)))
+    for one, times, found in ((share, ((0.1, 0.0),), knots), (share, (), ()), (endless, ((0.1, 0.0),), ())):
+        reporter = Reporter(partial(Details, times=times))
+        train(reporter, clock, 2, devices=(one,))
+        (training,) = read_trainings()
+        assert [(live.curve, live.most) for live in training.devices] == [(found, 96)]
+        reporter.close()
 
 
 def test_the_rate_is_shared_by_batches(reporter: Reporter, clock: Clock) -> None:

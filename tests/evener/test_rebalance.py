@@ -213,6 +213,28 @@ def test_advice_says_the_gain_in_the_whole_step() -> None:
     assert advise(PAIR, (768, 560), (0.1, 0.101)) is None
 
 
+@settings(max_examples=40, deadline=None)
+@given(CURVES, st.data())
+def test_advice_promises_what_the_curves_as_seen_give_and_no_row_would_be_done_earlier_elsewhere(
+    curves: list[Curve], data: st.DataObject
+) -> None:
+    shares = [data.draw(st.integers(16, 800)) for _ in curves]
+    factors = [data.draw(st.floats(0.5, 3.0)) for _ in curves]
+    seen = [scale(curve, factor) for curve, factor in zip(curves, factors, strict=True)]
+    own = [curve.seconds(share) for curve, share in zip(seen, shares, strict=True)]
+    step_s = max(own) * data.draw(st.floats(1.0, 2.0))
+    most = [data.draw(st.sampled_from([0, share, 2 * share])) for share in shares]
+    advice = advise(curves, shares, own, step_s, most, passes=False)
+    solved = solve_shares(seen, sum(shares), most, False, choose_quantum(shares)) or shares
+    soonest = max(curve.seconds(share) for curve, share in zip(seen, solved, strict=True))
+    gain = step_s / (step_s - max(own) + soonest) - 1
+    assert (advice is not None) == (gain >= 0.02)
+    if advice is not None:
+        assert sum(advice.shares) == sum(shares)
+        assert all(share <= (wall or share) for share, wall in zip(advice.shares, most, strict=True))
+        assert advice.gain == pytest.approx(gain)
+
+
 def test_a_plan_without_curves_is_taken_to_be_in_proportion_to_rows() -> None:
     shares = [
         Share("a", 0, "", 30, 0.6, micro=30),

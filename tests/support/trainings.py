@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from evener.live_files import LiveDevice, Training
+from evener.plan_layout import Knots
 
 AT_SECONDS = 1_790_000_000.0
 
@@ -14,6 +15,8 @@ def make_ranks(
     waiting: tuple[float, float] = (0.152, 0.002),
     at_seconds: float = AT_SECONDS,
     ids: tuple[str, str] = ("gpu-0", "gpu-1"),
+    curves: tuple[Knots, Knots] = ((), ()),
+    most: tuple[int, int] = (0, 0),
     **changed: Any,
 ) -> tuple[Training, Training]:
     """Two ranks of one training; by default one was held up for 150 ms in its backward pass."""
@@ -22,7 +25,12 @@ def make_ranks(
     first, second = (
         Training(
             "torch", "train.py", share / facts["step_s"], 12_345, at_seconds - 0.2,
-            (LiveDevice(ids[rank], rank, share, share / facts["step_s"], micro, own[rank], waiting[rank]),),
+            (
+                LiveDevice(
+                    ids[rank], rank, share, share / facts["step_s"], micro, own[rank], waiting[rank],
+                    curve=curves[rank], most=most[rank],
+                ),
+            ),
             rank=rank, pid=4000 + rank, **facts,
         )
         for rank, (share, micro) in enumerate(((820, 410), (568, 568)))

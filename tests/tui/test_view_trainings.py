@@ -103,6 +103,25 @@ def test_a_slow_rank_is_named_and_better_shares_with_their_gain(script: Any) -> 
     assert f"{' + '.join(map(str, row.advice.shares))} would give +" in text
 
 
+def test_advice_follows_the_plan_s_curves_where_every_rank_has_one(script: Any) -> None:
+    """A tenth of a step follows the rows: fewer of them save no more than that."""
+    times: dict[str, Any] = {"own": (0.1, 0.15), "waiting": (0.052, 0.002), "step_s": 0.155}
+    fixed = ((0.0, 0.18), (820.0, 0.2)), ((0.0, 0.135), (568.0, 0.15))
+    row = _only(script, make_ranks(**times, curves=fixed))
+    assert row.advice is not None
+    assert 0.02 <= row.advice.gain <= 0.155 / (0.155 - 0.1 * 0.15) - 1
+    text = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 120, UNICODE))
+    assert "if own work follows the plan's curves" in text
+    by_rows = _only(script, make_ranks(**times)).advice
+    assert by_rows is not None
+    assert by_rows.gain > 2 * row.advice.gain
+    for broken in (((5.0, 2.0), (4.0, 1.0)), ((0.0, 0.0), (1e18, 1e-9))):
+        assert _only(script, make_ranks(**times, curves=(fixed[0], broken))).advice == by_rows
+    assert _only(script, make_ranks(**times, curves=fixed, most=(2000, 568))).advice == row.advice
+    full = make_ranks(**times, curves=fixed, most=(820, 568))
+    assert _only(script, full).advice is None, "a second pass on the faster device would take longer"
+
+
 def test_equal_work_and_little_waiting_is_nothing_to_mend(script: Any) -> None:
     row = _only(script, make_ranks(own=(0.16, 0.158), waiting=(0.001, 0.003), plan_samples_per_second=8_200.0))
     assert (row.causes, row.advice) == ((), None)
@@ -198,15 +217,16 @@ def test_every_line_fits_at_every_width(width: int, marks: Marks, own: float, wa
 
 _RATES = st.sampled_from([0.0, 1e-320, 1e-9, 0.1, 60.0, 1e18])
 _COUNTS = st.sampled_from([0, 1, 64, 1 << 40, (1 << 62) - 1])
+_CURVES = st.lists(st.tuples(_RATES, _RATES), max_size=4).map(tuple)
 
 
-@given(st.lists(st.tuples(_RATES, _RATES, _COUNTS, _COUNTS), min_size=1, max_size=4), _RATES)
+@given(st.lists(st.tuples(_RATES, _RATES, _COUNTS, _COUNTS), min_size=1, max_size=4), _RATES, _CURVES)
 def test_any_figures_that_a_file_may_hold_are_shown_at_once(
-    figures: list[tuple[float, float, int, int]], step_s: float
+    figures: list[tuple[float, float, int, int]], step_s: float, curve: tuple[tuple[float, float], ...]
 ) -> None:
     reports = [
         Training(
-            "t", "w", own, share, AT_SECONDS, (LiveDevice("x", 0, share, own, micro, own, waiting),),
+            "t", "w", own, share, AT_SECONDS, (LiveDevice("x", 0, share, own, micro, own, waiting, "", curve, micro),),
             training="t", rank=rank, world=len(figures), step_s=step_s, input_s=own, pid=rank,
         )
         for rank, (own, waiting, share, micro) in enumerate(figures)

@@ -44,9 +44,10 @@ class Cause(msgspec.Struct, frozen=True):
 
 
 class RankPlace(NamedTuple):
-    """A rank and the newest sample of its device, where the monitor sees it."""
+    """A rank, what it says of its device, and the device's newest sample where the monitor sees it."""
 
     row: RankRow
+    live: LiveDevice
     sample: DeviceSample | None
 
 
@@ -68,7 +69,7 @@ def place_ranks(report: Training, samples: Placed, at_seconds: float) -> Iterato
             waiting_s=live.waiting_s,
             silent_s=silent_s,
         )
-        yield RankPlace(row, sample)
+        yield RankPlace(row, live, sample)
 
 
 def silent_seconds(report: Training, at_seconds: float) -> float:
@@ -145,7 +146,7 @@ def _waiting(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
 
 
 def _throttled(ranks: Sequence[RankPlace]) -> Iterator[Cause]:
-    for row, sample in ranks:
+    for row, _, sample in ranks:
         throttled = sample.throttled_percent.current if sample is not None else None
         if sample is not None and throttled is not None and throttled >= LEAST_PERCENT:
             why = f": {clean(', '.join(sample.throttle_reasons), 60)}" if sample.throttle_reasons else ""

@@ -183,8 +183,9 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int, marks: Marks
         lines += _marked(cause.text, "warn", marks.alarm, width)
     if row.advice is not None:
         shares = " + ".join(map(str, row.advice.shares))
+        rule = "the plan's curves" if row.advice.by_curves else "the rows"
         lines += _marked(
-            f"{shares} would give +{percent(row.advice.gain)}, if own work follows the rows.",
+            f"{shares} would give +{percent(row.advice.gain)}, if own work follows {rule}.",
             "good",
             marks.cursor,
             width,

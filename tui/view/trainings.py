@@ -8,8 +8,9 @@ import msgspec
 
 from evener.devices.types import Snapshot
 from evener.live_files import ShareChange, Training
+from evener.plan_layout import is_curve
 from evener.rebalance import Advice, advise
-from evener.share_solver import proportional_curves
+from evener.share_solver import join_curves, proportional_curves
 from evener.tui.view.ranks import Cause, Placed, RankPlace, RankRow, find_causes, place_ranks
 
 MOST_ROWS = 1 << 24  # of a step for which shares are looked for; reports are foreign figures
@@ -81,7 +82,7 @@ def _join(reports: Sequence[Training], samples: Placed, snapshot: Snapshot) -> T
         step_spread=max(each.step_spread for each in reports),
         input_s=input_s,
         causes=find_causes(places, step_s, input_s, snapshot.processes),
-        advice=None if missing else _advice(ranks, step_s),
+        advice=None if missing else _advice(places, step_s),
         changes=max((each.changes for each in reports), key=len),
     )
 
@@ -94,11 +95,16 @@ def _watts(places: Sequence[RankPlace]) -> float:
     return sum(known) if len(known) == len(watts) and all(place.sample for place in places) else 0.0
 
 
-def _advice(ranks: Sequence[RankRow], step_s: float) -> Advice | None:
-    """The shares that the ranks' own work calls for, taking times in proportion to rows."""
-    if len(ranks) < 2 or any(row.silent_s or not row.share or not row.own_work_s for row in ranks):
+def _advice(places: Sequence[RankPlace], step_s: float) -> Advice | None:
+    """The shares that the ranks' own work calls for, by the plan's curves where every rank has one."""
+    rows = [place.row for place in places]
+    if len(rows) < 2 or any(row.silent_s or not row.share or not row.own_work_s for row in rows):
         return None
-    shares = [row.share for row in ranks]
-    if sum(shares) > MOST_ROWS or not all(LEAST_WORK_S < row.own_work_s < MOST_WORK_S for row in ranks):
+    shares, own_work_s = [row.share for row in rows], [row.own_work_s for row in rows]
+    if sum(shares) > MOST_ROWS or not all(LEAST_WORK_S < own < MOST_WORK_S for own in own_work_s):
         return None
-    return advise(proportional_curves(shares), shares, [row.own_work_s for row in ranks], step_s)
+    curves = join_curves([place.live.curve if is_curve(place.live.curve) else () for place in places], shares)
+    if not all(LEAST_WORK_S < curve.seconds(share) < MOST_WORK_S for curve, share in zip(curves, shares, strict=True)):
+        curves = proportional_curves(shares)
+    in_passes = any(row.micro and row.micro < row.share for row in rows)
+    return advise(curves, shares, own_work_s, step_s, [place.live.most for place in places], in_passes)
