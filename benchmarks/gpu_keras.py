@@ -35,8 +35,9 @@ def keras_training(bench: GpuBench) -> None:
         if not plan.exists():
             fixed = ("--global-batch", "256", "--export", str(plan))
             bench.balance("keras training: plan", bench.limited("", "60%"), _network(bench), *fixed, env=variables)
-        words = ("launch", str(plan), str(EXAMPLES / "keras_train.py"), "--seconds", seconds, "--rows", rows)
-        bench.script("keras training", "evener", *words, seconds=float(seconds) + 90, env=variables)
+        if plan.exists():
+            words = ("launch", str(plan), str(EXAMPLES / "keras_train.py"), "--seconds", seconds, "--rows", rows)
+            bench.script("keras training", "evener", *words, seconds=float(seconds) + 90, env=variables)
 
 
 def keras_passes(bench: GpuBench) -> None:
