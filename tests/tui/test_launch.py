@@ -20,8 +20,8 @@ from evener.errors import DeviceError, EvenerError, RequestError
 from evener.plan import Plan, make_layout
 from evener.start_rank import STARTS
 from evener.tui.cli.main import run
-from evener.tui.launch.children import caught_signals
 from evener.tui.launch.job import make_job
+from evener.tui.signals import caught_signals
 from evener.tui.text.launch_line import launch_hint
 from tests.support.launched_checks import check_ranks
 from tests.support.launched_plan import plan

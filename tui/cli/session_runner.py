@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,6 +17,7 @@ from evener.balancer.session import Session
 from evener.errors import NoLayoutError
 from evener.tui.cli.output_files import check_plan_file, check_replaceable
 from evener.tui.cli.streams import ReaderGoneError, report_fault
+from evener.tui.signals import handled_signals
 from evener.tui.text.formatting import plain
 from evener.tui.text.launch_line import launch_hint
 from evener.tui.text.progress import Progress
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 PRESSED_TWICE_SECONDS = 1.0  # in which a second signal is taken for the first one
-_STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
 def run_session(
@@ -112,13 +110,12 @@ def stopped_by_signals(
 ) -> Iterator[list[int]]:
     """Make Ctrl-C, SIGTERM and SIGHUP call `stop`. Yields the exit codes of those caught.
 
-    A second one, unless it comes with the first as from a key pressed twice, ends at once. An ignored SIGHUP, as under
-    `nohup`, stays ignored.
+    A second one, unless it comes with the first as from a key pressed twice, ends at once.
     """
     caught: list[int] = []
     first_at = 0.0
 
-    def handle(number: int, _frame: FrameType | None) -> None:
+    def handle(number: int) -> None:
         nonlocal first_at
         if caught:
             if time.monotonic() - first_at > PRESSED_TWICE_SECONDS:
@@ -126,18 +123,12 @@ def stopped_by_signals(
                 raise KeyboardInterrupt
             return
         first_at = time.monotonic()
-        caught.append(_STOPS[signal.Signals(number)])
+        caught.append(128 + number)
         say(words)
         stop()
 
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    numbers = [number for number in _STOPS if not (ignored and number == signal.SIGHUP)]
-    earlier: dict[int, Any] = {number: signal.signal(number, handle) for number in numbers}
-    try:
+    with handled_signals(handle):
         yield caught
-    finally:
-        for number, action in earlier.items():
-            signal.signal(number, action)
 
 
 def _show_progress(session: Session, progress: Progress, as_json: bool) -> Finished:

@@ -8,18 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from types import FrameType
+from collections.abc import Sequence
+from contextlib import suppress
 
 from evener.balancer.probes.launch_plan import find_free_ports
 from evener.start_rank import STARTS
 from evener.tui.launch.ending import Ending
 from evener.tui.launch.job import Job
+from evener.tui.signals import caught_signals
 
 POLL_SECONDS = 0.1
 END_SECONDS = 30.0  # that a process has to end after SIGTERM
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_children(job: Job) -> Ending:
@@ -88,32 +87,3 @@ def _is_in_foreground() -> bool:
     with suppress(OSError):
         return os.tcgetpgrp(0) == os.getpgrp()
     return False
-
-
-@contextmanager
-def restored_signals() -> Iterator[None]:
-    """Whatever the block does about the signals that ask this process to end, is undone."""
-    earlier = {number: signal.getsignal(number) for number in _ENDING}
-    try:
-        yield
-    finally:
-        for number, action in earlier.items():
-            signal.signal(number, action)
-
-
-@contextmanager
-def caught_signals() -> Iterator[list[int]]:
-    """The numbers of signals that ask this process to end; the children get them from here.
-
-    One that is ignored, as SIGHUP is under `nohup`, stays ignored.
-    """
-    caught: list[int] = []
-
-    def take(number: int, _frame: FrameType | None) -> None:
-        caught.append(number)
-
-    with restored_signals():
-        for number in _ENDING:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, take)
-        yield caught

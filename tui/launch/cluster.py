@@ -1,4 +1,7 @@
-"""A training on all hosts of a plan, through Ray: `evener launch` on each, started by evener's actor there."""
+"""A training on all hosts of a plan, through Ray: `evener launch` on each, started by evener's actor there.
+
+A host that goes is left out, if restarts are allowed: the training starts again on those that are left.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from evener.balancer.probes.launch_plan import find_free_ports
-from evener.balancer.probes.script_copy import copy_script
-from evener.devices.cluster.agents import HostLostError, Kept, start_agents
+from evener.balancer.probes.script_copy import ScriptCopy, copy_script
+from evener.devices.cluster.agents import Agent, HostLostError, Kept, start_agents
 from evener.devices.cluster.placement import find_plan_nodes
-from evener.plan import load_plan, to_toml
-from evener.tui.launch.children import caught_signals
+from evener.plan import Plan, load_plan, to_toml
+from evener.smaller_plan import leave_out
 from evener.tui.launch.host_training import END_SECONDS, HostTraining
 from evener.tui.launch.job import check_plan
+from evener.tui.launch.restarts import compare_rows, say
+from evener.tui.signals import caught_signals
 from evener.tui.text.formatting import plain
 
 POLL_SECONDS = 0.1
@@ -30,27 +35,53 @@ def launch_on_cluster(
 ) -> int:
     """Start the training on each host of the plan and wait for its end; the exit code. EvenerError if it can't start.
 
-    The plan and the script, with the Python files beside it, are sent to each host.
+    The plan and the script, with the Python files beside it, are sent to each host. Up to `max_restarts` times hosts
+    that are lost are left out, by a plan for the others.
     """
-    plan = load_plan(path)
+    planned = plan = load_plan(path)
     check_plan(plan, command)
     agents = start_agents(find_plan_nodes(plan, address).values())
-    meeting = rendezvous or f"{agents[0].host}:{agents[0].call(find_free_ports, 1, agents[0].host)[0]}"
     script = copy_script(Path(command[0])) if command[0] != "-m" else None
-    text = to_toml(plan)
-    parts: list[HostPart] = []
     with caught_signals() as caught:
-        try:
-            for agent in agents:
-                options = ["--host", agent.host, "--rendezvous", meeting, "--max-restarts", str(max_restarts)]
-                options += ["--wait", f"{wait_seconds:g}"]
-                kept = agent.keep(HostTraining, text, script, options, tuple(command), str(Path.cwd()))
-                parts.append(HostPart(agent.host, kept))
-            code = wait_for_hosts(parts, caught)
-        finally:
-            for part in parts:
-                part.end()
-    return 128 + caught[0] if caught else code
+        for attempt in range(max_restarts + 1):
+            meeting = "" if attempt else rendezvous
+            meeting = meeting or f"{agents[0].host}:{agents[0].call(find_free_ports, 1, agents[0].host)[0]}"
+            options = ["--rendezvous", meeting, "--max-restarts", str(max_restarts - attempt)]
+            options += ["--wait", f"{wait_seconds:g}"]
+            code, lost = _train(agents, plan, script, options, command, caught)
+            if caught:
+                return 128 + caught[0]
+            agents = tuple(agent for agent in agents if agent.host not in lost)
+            if not lost or not agents or attempt == max_restarts:
+                break
+            left = {agent.host for agent in agents}
+            gone = {(share.host, share.device) for share in planned.layout.share if share.host not in left}
+            before, plan = plan, leave_out(planned, gone)
+            say(f"{', '.join(sorted(lost))} is left out: {compare_rows(before, plan)} rows")
+            say(f"all others start again, {attempt + 1} of {max_restarts} times")
+    return code
+
+
+def _train(
+    agents: Sequence[Agent],
+    plan: Plan,
+    script: ScriptCopy | None,
+    options: Sequence[str],
+    command: Sequence[str],
+    caught: Sequence[int],
+) -> tuple[int, set[str]]:
+    """One start on these hosts, until it has ended on all: the exit code, and the hosts that were lost."""
+    parts: list[HostPart] = []
+    try:
+        for agent in agents:
+            own = ["--host", agent.host, *options]
+            kept = agent.keep(HostTraining, to_toml(plan), script, own, tuple(command), str(Path.cwd()))
+            parts.append(HostPart(agent.host, kept))
+        code = wait_for_hosts(parts, caught)
+    finally:
+        for part in parts:
+            part.end()
+    return code, {part.host for part in parts if part.lost}
 
 
 class HostPart:
@@ -58,14 +89,16 @@ class HostPart:
 
     def __init__(self, host: str, training: Kept) -> None:
         self.code: int | None = None
-        self._host, self._training = host, training
+        self.lost = False
+        self.host, self._training = host, training
         self._thread = threading.Thread(target=self._relay, name=host, daemon=True)
         self._thread.start()
 
     def end(self) -> None:
         """End it, if it still runs."""
-        with suppress(HostLostError):
-            self._training.ask("stop", seconds=END_SECONDS)
+        if not self.lost:
+            with suppress(HostLostError):
+                self._training.ask("stop", seconds=END_SECONDS)
         self._thread.join(SILENT_SECONDS)
         self._training.close()
 
@@ -75,17 +108,22 @@ class HostPart:
             while code is None:
                 lines, code = self._training.ask("read", seconds=SILENT_SECONDS)
                 for line in lines:
-                    print(f"[{self._host}] {plain(line.decode(errors='replace').rstrip())}", flush=True)
+                    print(f"[{self.host}] {plain(line.decode(errors='replace').rstrip())}", flush=True)
         except HostLostError as lost:
             print(f"evener: {plain(lost.message)}", file=sys.stderr, flush=True)
-            code = LOST_EXIT_CODE
+            self.lost, code = True, LOST_EXIT_CODE
         self.code = code
 
 
 def wait_for_hosts(parts: Sequence[HostPart], caught: Sequence[int]) -> int:
-    """Until all have ended, a signal comes, or one has failed and the others have had their time: its exit code."""
+    """Until all have ended, a signal comes, or one has failed and the others have had their time: its exit code.
+
+    The others can't go on without a host that is lost, and needn't end by themselves.
+    """
     deadline, code = float("inf"), 0
     while not caught and any(part.code is None for part in parts) and time.monotonic() < deadline:
+        if any(part.lost for part in parts):
+            break
         code = code or next((part.code for part in parts if part.code), 0)
         if code and deadline == float("inf"):
             deadline = time.monotonic() + OTHERS_SECONDS

@@ -16,10 +16,11 @@ from evener.plan import Plan
 from evener.plan_check import describe
 from evener.smaller_plan import leave_out
 from evener.state_folders import new_run_id
-from evener.tui.launch.children import caught_signals, run_children
+from evener.tui.launch.children import run_children
 from evener.tui.launch.ending import Ending
 from evener.tui.launch.job import Job, arrange
 from evener.tui.launch.working_devices import find_broken
+from evener.tui.signals import caught_signals
 from evener.tui.text.formatting import plain
 
 
@@ -40,9 +41,9 @@ def run_job(first: Job, max_restarts: int) -> int:
                 return 128 + ended.signal if ended.signal else 0
             if attempt > restarts or not (ended.is_loss or several):
                 others = "; the others were stopped" if len(job.plan.layout.active) > 1 else ""
-                _say(f"{ended.words}{others}")
+                say(f"{ended.words}{others}")
                 return 1
-            _say(f"{ended.words}; trying the devices")
+            say(f"{ended.words}; trying the devices")
             with caught_signals() as caught:
                 broken = find_broken(list(chain.from_iterable(first.processes)), job.plan.framework, caught)
             if caught:
@@ -50,7 +51,7 @@ def run_job(first: Job, max_restarts: int) -> int:
             first = msgspec.structs.replace(first, attempt=attempt, reason=ended.words)
             before, job = job, _make_next(first, broken, Path(folder, f"plan-{attempt}.toml"))
             _say_changes(before.plan, job.plan)
-            _say(f"all start again, {attempt} of {max_restarts} times")
+            say(f"all start again, {attempt} of {max_restarts} times")
     raise AssertionError("count() has no end")
 
 
@@ -87,12 +88,18 @@ def _make_next(first: Job, broken: Sequence[Device], path: Path) -> Job:
 
 def _say_changes(before: Plan, after: Plan) -> None:
     """Which devices are left out now, or are back, and the rows of each before and after."""
-    rows = " → ".join("+".join(map(str, plan.batches)) for plan in (before, after))
+    rows = compare_rows(before, after)
     for old, new in zip(before.layout.share, after.layout.share, strict=True):
         if bool(old.batch) != bool(new.batch):
             what = "computes again" if new.batch else "computes nothing any more and is left out"
-            _say(f"{describe(new)} {what}: {rows} rows")
+            say(f"{describe(new)} {what}: {rows} rows")
 
 
-def _say(words: str) -> None:
+def compare_rows(before: Plan, after: Plan) -> str:
+    """Of each device: 5+3 → 8+0."""
+    return " → ".join("+".join(map(str, plan.batches)) for plan in (before, after))
+
+
+def say(words: str) -> None:
+    """A line of evener's own among those of the training."""
     print(f"evener: {plain(words, 1000)}", file=sys.stderr, flush=True)

@@ -10,9 +10,9 @@ import tempfile
 from typing import Any
 
 from evener.errors import DeviceError, RequestError
-from evener.tui.launch.children import restored_signals
 from evener.tui.launch.ending import Ending
 from evener.tui.launch.job import Job
+from evener.tui.signals import restored_signals
 
 FORCE_SECONDS = 25  # a process that ends later than the first one was ended by the agent
 
