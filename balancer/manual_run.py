@@ -22,6 +22,7 @@ from evener.balancer.types import (
     Layout,
     Observation,
     OutOfMemory,
+    Power,
     Probe,
     Stage,
     Timed,
@@ -54,6 +55,8 @@ class TimedRun(msgspec.Struct, frozen=True):
     memory_bytes: tuple[int | None, ...]  # peak of each device in this run; None: unknown, or left out
     warnings: tuple[Warned, ...]  # doubts about this run
     this_run: Interval  # samples/s of this run alone
+    power: Power | None = None  # of this run; None: one of the devices doesn't report it
+    samples_per_joule: float | None = None  # of this run, by all devices of the request
 
 
 def choose_layout(
@@ -124,8 +127,18 @@ def _runs(
         )
         if layout.kind == "split" and not any(own):
             alone = own = alone or _measure_alone(prober, layout, min(length.seconds, ALONE_SECONDS), stop)
+        power = seen.power
         yield TimedRun(
-            samples, samples / spent, own, bool(alone), seen.steps, seen.memory_bytes, seen.warnings, seen.throughput
+            samples,
+            samples / spent,
+            own,
+            bool(alone),
+            seen.steps,
+            seen.memory_bytes,
+            seen.warnings,
+            seen.throughput,
+            power,
+            seen.throughput.value / power.watts if power and power.watts else None,
         )
 
 

@@ -165,6 +165,25 @@ def test_a_search_by_energy_takes_the_lean_device_alone(own_folder: Path, capsys
     assert first["idle_watts"] == pytest.approx(36.0)
 
 
+def test_a_probe_says_samples_per_joule_of_each_run_and_of_all(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Devices that are left out count, and stand apart; where one tells no energy, there is no figure."""
+    Path("machine.toml").write_text(LEAN)
+    asked = ["probe", "-d", "sim:machine.toml", "--batches", "4096", "--repeat", "2"]
+    assert run(asked) == 0
+    head, *rows, _ = (line.split("  ") for line in capsys.readouterr().out.splitlines())
+    assert [cell.strip() for cell in head if cell][-3:] == ["samples/J", "W", "idle W"]
+    assert [row[-1].strip() for row in rows] == ["36", "36", "36"]
+    assert run([*asked, "--json"]) == 0
+    for each in json.loads(capsys.readouterr().out)["runs"]:
+        watts = each["power"]["active_watts"] + each["power"]["idle_watts"]
+        assert each["samples_per_joule"] == pytest.approx(each["this_run"]["value"] / watts)
+    assert run(["probe", "-d", "sim:gtx1080", "--batches", "64", "--repeat", "1", "--json"]) == 0
+    (each,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (each["power"], each["samples_per_joule"]) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("devices", "options", "said"),
     [

@@ -131,6 +131,25 @@ async def test_a_comparison_and_sharing_are_asked_for_in_the_form(app_of: Any, s
         assert searches.requests[0].compare.families == FAMILIES
 
 
+async def test_efficiency_and_what_it_may_cost_are_asked_for_in_the_form(app_of: Any, searches: Any) -> None:
+    app = app_of(session_maker=searches)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await open_form(pilot)
+        row = app.screen.query_one("#row-max_slowdown")
+        assert not row.display
+        app.screen.query_one("#max_slowdown", Input).value = "5%"
+        await pilot.press("ctrl+s")
+        await until(pilot, lambda: app.balance.ended, "the end of a search by speed")
+        await pilot.press("n")
+        await until(pilot, lambda: app.screen.query_one("#switch").current == "setup", "the form again")
+        app.screen.query_one("#objective", OneOf).action_change(-1)
+        await until(pilot, lambda: row.display, "the field of how much slower it may be")
+        await pilot.press("ctrl+s")
+        await until(pilot, lambda: len(searches.requests) == 2, "the second search")
+        asked = [(request.objective, request.max_slowdown) for request in searches.requests]
+        assert asked == [("throughput", 0.1), ("samples-per-joule", 0.05)]
+
+
 async def test_batches_of_one_s_own_are_timed_in_the_app(app_of: Any) -> None:
     """Real simulated devices; the fields of a search are gone, and what is measured is said."""
     app = app_of()

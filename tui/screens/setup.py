@@ -14,7 +14,7 @@ from textual.events import DescendantFocus
 from textual.widget import Widget
 from textual.widgets import Button, Input, Static
 
-from evener.balancer.request import ENGINES, INPUTS, MICROS, PRECISIONS, Request
+from evener.balancer.request import EFFICIENCY, ENGINES, INPUTS, MICROS, OBJECTIVES, PRECISIONS, Request
 from evener.balancer.search.layouts import FAMILIES, Family, LayoutOptions
 from evener.devices.types import Device
 from evener.errors import EvenerError, RequestError
@@ -37,15 +37,16 @@ from evener.workloads import registry
 
 _OWN = "your own"
 SPLIT, COMPARE, PROBE = "find the best split", "compare layouts", "time my batches"
-_SEARCH_FIELDS = {"budget": "120s", "global_batch": "", "max_global_batch": "", "tolerance": "0.02"}
+_SEARCH_FIELDS = {"budget": "120s", "global_batch": "", "max_global_batch": "", "tolerance": "0.02", "max_slowdown": ""}
 _TASKS = {  # the fields of each task; the others are for all of them
-    SPLIT: frozenset(_SEARCH_FIELDS),
-    COMPARE: frozenset({*_SEARCH_FIELDS, "layouts"}),
+    SPLIT: frozenset({*_SEARCH_FIELDS, "objective"}),
+    COMPARE: frozenset({*_SEARCH_FIELDS, "objective", "layouts"}),
     PROBE: frozenset({"batches"}),
 }
 _FRAMEWORKS = ("auto", *(name for name in registry.FRAMEWORKS if name != "none"))
 _HINTS = REQUEST_HELP | {
     "task": "What to do; left and right choose.",
+    "objective": "throughput: tokens/s where rows have lengths, else samples/s; samples-per-joule: the most efficient.",
     "layouts": f"Some of {', '.join(FAMILIES)}; empty: all that are possible.",
     "batches": "Samples per step for each ticked device, like 820 568.",
     "engine": f"{REQUEST_HELP['engine'][:-1]}; auto: one process for idle GPUs, else one per device.",
@@ -93,7 +94,13 @@ class Setup(UsesApp, VerticalScroll):
             yield Lines(id="problem", classes="bar")
 
     def _options(self) -> Iterable[Widget]:
-        choices = {"task": tuple(_TASKS), "micro": MICROS, "precision": PRECISIONS, "inputs": INPUTS}
+        choices = {
+            "task": tuple(_TASKS),
+            "objective": OBJECTIVES,
+            "micro": MICROS,
+            "precision": PRECISIONS,
+            "inputs": INPUTS,
+        }
         choices |= {"share": ("no", "yes")} if self._simulated else {"engine": ENGINES, "share": ("no", "yes")}
         for name, words in choices.items():
             yield self._row(name, OneOf(words, id=name))
@@ -128,10 +135,15 @@ class Setup(UsesApp, VerticalScroll):
 
     def on_one_of_changed(self) -> None:
         """Show the fields of the task."""
-        task = self.query_one("#task", OneOf).value
+        wanted = self._task_fields()
         for name in frozenset().union(*_TASKS.values()):
-            self.query_one(f"#row-{name}").display = name in _TASKS[task]
+            self.query_one(f"#row-{name}").display = name in wanted
         self.call_after_refresh(self.redraw)
+
+    def _task_fields(self) -> frozenset[str]:
+        """The fields of the chosen task; how much slower it may be goes with efficiency alone."""
+        efficient = self.query_one("#objective", OneOf).value == EFFICIENCY
+        return _TASKS[self.query_one("#task", OneOf).value] - (frozenset() if efficient else {"max_slowdown"})
 
     def redraw(self) -> None:
         """Fill the current size."""
@@ -216,7 +228,8 @@ class Setup(UsesApp, VerticalScroll):
         typed = {field.id or "": field.value for field in (*self.query(Input), *self.query(OneOf))}
         task, own, framework = typed.pop("task"), typed.pop("own").strip(), typed.pop("framework", None)
         layouts, batches, share = typed.pop("layouts"), typed.pop("batches"), typed.pop("share") == "yes"
-        typed = {name: text for name, text in typed.items() if name in _TASKS[task] or name not in _TASKS[SPLIT]}
+        wanted = self._task_fields()
+        typed = {name: text for name, text in typed.items() if name in wanted or name not in _TASKS[SPLIT]}
         names, place = registry.names(), min(self.query_one("#pick-workload", Ticks).ticked)
         if place < len(names):
             own, framework = names[place], None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -14,13 +15,13 @@ from evener.balancer.manual_run import RunLength, TimedRun, choose_layout, timed
 from evener.balancer.request import Request, ResolvedRequest
 from evener.balancer.resolve import resolve_request
 from evener.balancer.result.explain_measurements import explain_doubts
-from evener.balancer.types import Layout
+from evener.balancer.types import Layout, Power
 from evener.devices.types import Device
 from evener.errors import RequestError
 from evener.tui.cli.options import BATCH, LENGTH, TRAINING, WHAT, FormatOption, JsonOption, takes_request
 from evener.tui.cli.session_runner import stopped_by_signals
 from evener.tui.cli.streams import terminal_columns
-from evener.tui.text.formatting import duration, half_width, plain, rate, size, write_share
+from evener.tui.text.formatting import duration, energy_cells, half_width, plain, rate, size, write_share
 from evener.tui.text.parsing import check_one_form, parse_duration
 from evener.tui.text.safe_documents import json_text
 from evener.tui.text.tables import Table, csv_text
@@ -41,6 +42,9 @@ class Row(NamedTuple):
     high: float | None = None
     memory_bytes: int | None = None  # the peak
     micro: int | None = None  # rows of one pass
+    samples_per_joule: float | None = None  # of all devices of the request
+    active_watts: float | None = None
+    idle_watts: float | None = None  # of devices that are left out
 
 
 @app.command()
@@ -149,13 +153,24 @@ def _list_rows(runs: Sequence[TimedRun], layout: Layout, labels: Sequence[str]) 
             for i in layout.active
         ]
         if split:
-            rows.append(Row(number, TOGETHER, layout.global_batch, whole.value, whole.low, whole.high))
-        else:
-            rows[-1] = rows[-1]._replace(samples_per_second=whole.value, low=whole.low, high=whole.high)
+            rows.append(Row(number, TOGETHER, layout.global_batch, None))
+        rows[-1] = rows[-1]._replace(samples_per_second=whole.value, low=whole.low, high=whole.high)
+        rows[-1] = _with_energy(rows[-1], [run.power] if run.power else [])
     if len(runs) > 1:
         where = TOGETHER if split else labels[layout.active[0]]
-        rows.append(Row(None, where, layout.global_batch, runs[-1].samples_per_second))
+        whole_row = Row(None, where, layout.global_batch, runs[-1].samples_per_second)
+        powers = [run.power for run in runs if run.power]
+        rows.append(_with_energy(whole_row, powers if len(powers) == len(runs) else []))
     return rows
+
+
+def _with_energy(row: Row, powers: Sequence[Power]) -> Row:
+    """The row of all devices with what they draw; unchanged where that is unknown."""
+    if not powers or row.samples_per_second is None:
+        return row
+    active, idle = fmean(one.active_watts for one in powers), fmean(one.idle_watts for one in powers)
+    efficiency = row.samples_per_second / (active + idle) if active + idle else None
+    return row._replace(samples_per_joule=efficiency, active_watts=active, idle_watts=idle)
 
 
 def _table(rows: Sequence[Row], alone: bool) -> Table:
@@ -163,10 +178,12 @@ def _table(rows: Sequence[Row], alone: bool) -> Table:
     if any(row.device == TOGETHER for row in rows):
         how = "was measured alone at its share" if alone else "leaves out the time in which it waits for others"
         note += f" The samples/s of one device {how}."
-    return Table("", [("run", "device", "batch", "samples/s", "±", "memory"), *map(_cells, rows)], 2, note)
+    energy = any(row.samples_per_joule for row in rows)
+    heads = "run", "device", "batch", "samples/s", "±", "memory", *(("samples/J", "W", "idle W") if energy else ())
+    return Table("", [heads, *(_cells(row, energy) for row in rows)], 2, note)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, energy: bool) -> tuple[str, ...]:
     figure, low, high = row.samples_per_second, row.low, row.high
     return (
         "all" if row.run is None else str(row.run),
@@ -175,4 +192,5 @@ def _cells(row: Row) -> tuple[str, ...]:
         "-" if figure is None else rate(figure),
         "-" if figure is None or low is None or high is None else half_width(figure, low, high),
         "-" if row.memory_bytes is None else size(row.memory_bytes),
+        *(energy_cells(figure or 0.0, row.active_watts or 0.0, row.idle_watts or 0.0) if energy else ()),
     )
