@@ -40,7 +40,7 @@ class EachStep(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """As transformers calls it."""
-        control.should_training_stop = self._done()
+        control.should_training_stop |= self._done()  # max_steps may be reached
 
 
 def train_huggingface(plan: Plan | None, options: argparse.Namespace, done: Done, **arguments: Any) -> Any:

@@ -16,14 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
-
 from benchmarks.trainer_processes import Ranks
 from benchmarks.trainer_rates import print_rates
 from evener.devices.limits import write_limit
 from evener.devices.terms import parse_request
-from evener.plan import load_plan, to_toml
-from tests.support.huggingface_programs import make_plan
+from evener.plan import Share, load_plan, make_layout, to_toml
+from tests.support.launched_plan import make_plan
 
 TRAINERS = ("huggingface", "lightning", "accelerate", "torch")
 Times = tuple[float, float]  # wall, CPU
@@ -62,32 +60,30 @@ def parse() -> argparse.Namespace:
 
 def make_up_plan(options: argparse.Namespace, batches: tuple[int, ...]) -> Path:
     """A plan of no search for the devices, as a file, with these shares."""
-    plan, terms = make_plan(batches), parse_request(options.devices)
+    terms = parse_request(options.devices)
     if terms[0].kind == "gpu":
-        shares = tuple(
-            msgspec.structs.replace(
-                share, device=f"GPU-{term.pick}", index=int(term.pick), limit=write_limit(term.limit)
-            )
-            for share, term in zip(plan.layout.share, terms, strict=True)
-        )
-        plan = msgspec.structs.replace(plan, layout=msgspec.structs.replace(plan.layout, share=shares))
+        named = [(f"GPU-{term.pick}", int(term.pick), write_limit(term.limit)) for term in terms]
+    else:
+        named = [(f"cpu-{i}-of-{len(batches)}", i, "") for i in range(len(batches))]
+    shares = tuple(Share(device, index, "a device", 0, 0.0, limit) for device, index, limit in named)
     path: Path = options.folder / f"{'-'.join(map(str, batches))}.toml"
-    path.write_bytes(to_toml(plan))
+    path.write_bytes(to_toml(make_plan(make_layout("split", shares, batches))))
     return path
 
 
 @contextmanager
-def trained(path: Path, trainer: str, options: argparse.Namespace, *more: str) -> Iterator[Ranks]:
-    """The processes of a training by a made-up plan, or at its devices."""
-    ranks = Ranks(load_plan(path).layout.active, (0, 1))
+def trained_beside(trainer: str, options: argparse.Namespace, *pair: tuple[Path, list[str]]) -> Iterator[list[Ranks]]:
+    """The processes of two trainings at the same time, each by a made-up plan or on its devices, with these words."""
+    every = [Ranks(load_plan(path).layout.active, (0, 1)) for path, _ in pair]
     try:
-        ranks.read()  # ready
-        ranks.start(
-            [trainer, "--plan", str(path), "--made-up", "--size", options.size, *["--bf16"] * options.bf16, *more]
-        )
-        yield ranks
+        for ranks in every:
+            ranks.read()  # ready
+        for ranks, (path, words) in zip(every, pair, strict=True):
+            ranks.start([trainer, "--plan", str(path), "--made-up", "--size", options.size, *words])
+        yield every
     finally:
-        ranks.close()
+        for ranks in every:
+            ranks.close()
 
 
 # ---------------------------------------------------------------------- cost and probe
@@ -99,8 +95,9 @@ def print_pairs(options: argparse.Namespace) -> None:
     print(f"| trainer | time | {other} step, ms | by the plan, ms | median ratio of pairs | middle half |")
     print("| --- | --- | ---: | ---: | ---: | --- |")
     for trainer in options.trainers:
-        without = trained(plan, trainer, options, "--turns", f"--{other}", str(options.rows))
-        with without as others, trained(plan, trainer, options, "--turns") as planned:
+        words = ["--turns", *["--bf16"] * options.bf16]
+        without = [*words, f"--{other}", str(options.rows)]
+        with trained_beside(trainer, options, (plan, without), (plan, words)) as (others, planned):
             for ranks in (others, planned):
                 ranks.read()  # the first step is made at once
             pairs = [measure_pair(others, planned, number) for number in range(-10, options.pairs)][10:]
@@ -135,9 +132,8 @@ def print_losses(options: argparse.Namespace) -> None:
     print("| shares | losses | largest difference | most memory of each process, GiB |\n| --- | --- | ---: | --- |")
     shares = ((rows, rows), (2 * rows - rows // 2, rows // 2))
     even, uneven = (make_up_plan(options, batches) for batches in shares)
-    bare = trained(even, "sharded", options, "--bare", str(rows))
-    with bare as first, trained(uneven, "sharded", options) as second:
-        seen = [ranks.read() for ranks in (first, second)]
+    with trained_beside("sharded", options, (even, ["--bare", str(rows)]), (uneven, [])) as every:
+        seen = [ranks.read() for ranks in every]
     expected = seen[0][0]["losses"]
     for batches, answers in zip(shares, seen, strict=True):
         losses = answers[0]["losses"]
