@@ -5,25 +5,15 @@ from __future__ import annotations
 import pytest
 
 from evener.errors import PlanError
-from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
+from evener.plan import Plan, Share, make_layout
 from evener.plan_check import check_fit
+from tests.support.launched_plan import make_plan
 
 
 def plan(kind: str, batches: tuple[int, ...], **layout: object) -> Plan:
     """A plan of a kind on as many devices as there are batches."""
     shares = tuple(Share(f"gpu-{i}", i, "A", 0, 0.0) for i in range(len(batches)))
-    return Plan(
-        created="2026-01-01T00:00:00Z",
-        workload="keras_towers",
-        framework="tensorflow",
-        precision="float32",
-        xla=False,
-        layout=make_layout(kind, shares, batches, **layout),  # type: ignore[arg-type]
-        throughput=Throughput(1.0, 1.0, 1.0),
-        evidence=(),
-        search=SearchSummary(1, 0, 1.0, 0, ""),
-        fingerprint=Fingerprint((), "", {}, ""),
-    )
+    return make_plan(make_layout(kind, shares, batches, **layout))  # type: ignore[arg-type]
 
 
 def fit(of: Plan) -> tuple[str, ...]:

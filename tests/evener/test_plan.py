@@ -37,6 +37,7 @@ from evener.plan import (
 )
 from evener.plan_check import check_fit
 from evener.whole_files import write_atomically
+from tests.support.launched_plan import make_plan
 
 TEXT = st.text(max_size=20)  # any character that is one: control signs, quotes, astral planes
 COUNT = st.integers(0, 10**6)
@@ -105,15 +106,10 @@ def example(batches: tuple[int, ...] = (60, 0, 20)) -> Plan:
     """A plan for a request of three devices, the middle one left out."""
     shares = tuple(Share(f"GPU-{i}", i, "GTX 1080", 0, 0.0) for i in range(len(batches)))
     kind = "split" if sum(map(bool, batches)) > 1 else "solo"
-    return Plan(
-        created="2026-11-21T12:00:00Z",
+    return make_plan(
+        make_layout(kind, shares, batches),  # type: ignore[arg-type]
         workload="keras_mnist",
         framework="tensorflow",
-        precision="float32",
-        xla=False,
-        layout=make_layout(kind, shares, batches),  # type: ignore[arg-type]
-        throughput=Throughput(100.0, 99.0, 101.0),
-        evidence=(),
         search=SearchSummary(9, 1, 12.5, 0, "the evidence is enough"),
         fingerprint=Fingerprint(("GTX 1080 (8119 MiB)",), "580.1", {"tensorflow": "2.21.0"}, "ab12"),
     )

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
+from evener.plan import Share, Throughput, make_layout
+from tests.support.launched_plan import make_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
 
@@ -39,18 +40,8 @@ def run(folder: Path, *words: str) -> str:
 def plan(tmp_path: Path) -> str:
     """A plan for two slices, 24 + 8 samples a step, the first one's in three passes."""
     shares = tuple(Share(f"cpu-{i}-of-2", i, "a slice", 0, 0.0) for i in range(2))
-    Plan(
-        created="2026-01-01T00:00:00Z",
-        workload="examples/torch_train.py:build",
-        framework="torch",
-        precision="float32",
-        xla=False,
-        layout=make_layout("split", shares, (24, 8), micros=(10, 8)),
-        throughput=Throughput(960.0, 960.0, 960.0),
-        evidence=(),
-        search=SearchSummary(0, 0, 0.0, 0, ""),
-        fingerprint=Fingerprint((), "", {}, ""),
-    ).save(tmp_path / "plan.toml")
+    layout = make_layout("split", shares, (24, 8), micros=(10, 8))
+    make_plan(layout, throughput=Throughput(960.0, 960.0, 960.0)).save(tmp_path / "plan.toml")
     return str(tmp_path / "plan.toml")
 
 

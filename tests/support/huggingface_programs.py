@@ -22,9 +22,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from evener.costs import Cost
 from evener.huggingface import with_plan
-from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
+from evener.plan import Plan, Share, make_layout
 from evener.torch_split.row_order import RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
+from tests.support import launched_plan
 from tests.support.scripted_shares import rotate_shares
 
 GLOBAL_BATCH = 8
@@ -152,18 +153,8 @@ def make_plan(batches: Sequence[int], micros: Sequence[int] | None = None) -> Pl
     name = "sim-{}" if torch.cuda.is_available() else f"cpu-{{}}-of-{len(batches)}"
     devices = tuple(Share(name.format(i), i, "a device", 0, 0.0) for i in range(len(batches)))
     kind: Any = "split" if len(batches) > 1 else "solo"
-    return Plan(
-        created="2026-11-22T12:00:00Z",
-        workload="texts",
-        framework="torch",
-        precision="float32",
-        xla=False,
-        layout=make_layout(kind, devices, tuple(batches), micros=tuple(micros) if micros else None),
-        throughput=Throughput(100.0, 99.0, 101.0),
-        evidence=(),
-        search=SearchSummary(1, 0, 1.0, 0, "test"),
-        fingerprint=Fingerprint((), "", {}, ""),
-    )
+    layout = make_layout(kind, devices, tuple(batches), micros=tuple(micros) if micros else None)
+    return launched_plan.make_plan(layout, workload="texts")
 
 
 def plan_by_cost(plan: Plan) -> Plan:

@@ -29,8 +29,8 @@ from evener.keras_split.engines import early_sums
 from evener.keras_split.engines.layer_state import StepStates
 from evener.keras_split.group_shares import check_rebalance
 from evener.live import read_trainings
-from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, make_layout
-from tests.support import keras_length_proofs, keras_rebalance_proofs, keras_users
+from evener.plan import Plan, Share, make_layout
+from tests.support import keras_length_proofs, keras_rebalance_proofs, keras_users, launched_plan
 from tests.support.keras_twice import train_twice
 
 BATCH = 24
@@ -48,18 +48,8 @@ Make = Callable[[], Any]
 def make_plan(*batches: int, micros: tuple[int, ...] | None = None) -> Plan:
     """A plan for CPU slices of these shares, in passes of up to `micros` rows."""
     names = [Share(f"cpu-{i}-of-{len(batches)}", i, "a slice", 0, 0.0) for i in range(len(batches))]
-    return Plan(
-        created="2026-01-01T00:00:00Z",
-        workload="proof",
-        framework="tensorflow",
-        precision="float64",
-        xla=False,
-        layout=make_layout("split" if sum(map(bool, batches)) > 1 else "solo", tuple(names), batches, micros=micros),
-        throughput=Throughput(1.0, 1.0, 1.0),
-        evidence=(),
-        search=SearchSummary(0, 0, 0.0, 0, ""),
-        fingerprint=Fingerprint((), "", {}, ""),
-    )
+    layout = make_layout("split" if sum(map(bool, batches)) > 1 else "solo", tuple(names), batches, micros=micros)
+    return launched_plan.make_plan(layout, framework="tensorflow", precision="float64")
 
 
 def network(optimizer: Any, *, loss: Any = "sparse_categorical_crossentropy", extra: Any = (), **compiled: Any) -> Any:

@@ -16,9 +16,10 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, load_plan, make_layout
+from evener.plan import Plan, Share, load_plan, make_layout
 from evener.torch_split import Split
 from evener.torch_split.sampler import UnevenBatchSampler
+from tests.support.launched_plan import make_plan
 
 STEPS = 21
 CLASSES = torch.tensor([1.0, 0.0, 5.0], dtype=torch.float64)  # what each class weighs; the second is ignored
@@ -173,18 +174,7 @@ def finish(case: TrainingCase, step: int, net: torch.nn.Module, update: torch.op
 def example_plan(batches: tuple[int, ...], device: str = "sim-{}") -> Plan:
     """A plan for devices that aren't here, so that any will do."""
     devices = tuple(Share(device.format(i), i, "a device", 0, 0.0) for i in range(len(batches)))
-    return Plan(
-        created="2026-11-21T12:00:00Z",
-        workload="torch_mnist",
-        framework="torch",
-        precision="float32",
-        xla=False,
-        layout=make_layout("split" if sum(map(bool, batches)) > 1 else "solo", devices, batches),
-        throughput=Throughput(100.0, 99.0, 101.0),
-        evidence=(),
-        search=SearchSummary(1, 0, 1.0, 0, "test"),
-        fingerprint=Fingerprint((), "", {}, ""),
-    )
+    return make_plan(make_layout("split" if sum(map(bool, batches)) > 1 else "solo", devices, batches))
 
 
 def plan_for(case: TrainingCase, path: str) -> Plan:

@@ -28,6 +28,7 @@ from evener.devices.sampler import History, Subscriber
 from evener.devices.types import Device, DeviceSample, HostSample, ProcessSample, Snapshot, value
 from evener.tui.app.app import EvenerApp
 from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
+from tests.support import launched_plan
 
 GIB = 1024**3
 AT_SECONDS = 1_790_000_000.0  # a fixed moment, so that pictures don't change
@@ -220,13 +221,11 @@ def make_plan() -> plans.Plan:
         layout = plans.make_layout(kind, templates, batches)
         return plans.Evidence(name, layout, plans.Throughput(speed, speed * 0.995, speed * 1.005))
 
-    return plans.Plan(
+    return launched_plan.make_plan(
+        plans.make_layout("split", templates, (820, 568)),
         created="2026-09-22T10:13:20Z",
         workload="keras_maxer",
         framework="tensorflow",
-        precision="float32",
-        xla=False,
-        layout=plans.make_layout("split", templates, (820, 568)),
         throughput=plans.Throughput(2127.0, 2118.0, 2136.0),
         evidence=(
             evidence("even split", (710, 710), 1801.0),

@@ -7,9 +7,10 @@ import msgspec
 from evener.balancer.events import Observed, ProbeProgress, ProbeStarted, Started
 from evener.balancer.result.explain import explain
 from evener.balancer.types import Belief, Failed, Interval, Layout, OutOfMemory, Probe, Result, Timed, layout_of, solo
-from evener.plan import Evidence, Fingerprint, Kind, Plan, SearchSummary, Share, Throughput, make_layout
+from evener.plan import Evidence, Fingerprint, Kind, SearchSummary, Share, Throughput, make_layout
 from evener.tui.text.plan_summary import summary_lines
 from evener.tui.text.progress import Progress, observation_words, outcome_words
+from tests.support.launched_plan import make_plan
 
 SHARES = (Share("GPU-aa", 0, "GTX 1080 Ti", 0, 0.0), Share("GPU-bb", 1, "GTX 1080", 0, 0.0, "60%"))
 LABELS = ("GPU:0", "GPU:1")
@@ -22,13 +23,10 @@ def evidence(name: str, batches: tuple[int, ...], samples_per_second: float) -> 
     return Evidence(name, make_layout(kind, SHARES, batches), throughput)
 
 
-PLAN = Plan(
-    created="2026-11-21T12:00:00Z",
+PLAN = make_plan(
+    make_layout("split", SHARES, (820, 568)),
     workload="keras_maxer",
     framework="tensorflow",
-    precision="float32",
-    xla=False,
-    layout=make_layout("split", SHARES, (820, 568)),
     throughput=Throughput(2123.0, 2110.0, 2136.0),
     evidence=(
         evidence("even split", (512, 512), 1810.0),
