@@ -127,12 +127,12 @@ def measure_step(ranks: Ranks) -> Times:
 
 
 def print_losses(options: argparse.Namespace) -> None:
-    """Losses of transformers' Trainer with FSDP2, bare at even shares and by a plan at 3 : 1, both at the same time."""
+    """Losses of transformers' Trainer with FSDP2, by plans of even shares and of 3 : 1, both at the same time."""
     rows = options.rows
     print("| shares | losses | largest difference | most memory of each process, GiB |\n| --- | --- | ---: | --- |")
     shares = ((rows, rows), (2 * rows - rows // 2, rows // 2))
     even, uneven = (make_up_plan(options, batches) for batches in shares)
-    with trained_beside("sharded", options, (even, ["--bare", str(rows)]), (uneven, [])) as every:
+    with trained_beside("sharded", options, (even, []), (uneven, [])) as every:
         seen = [ranks.read() for ranks in every]
     expected = seen[0][0]["losses"]
     for batches, answers in zip(shares, seen, strict=True):
