@@ -25,10 +25,10 @@ MIB = 1 << 20
 CGROUP = Path("/sys/fs/cgroup/memory")
 
 
-def observe(prober: Prober, batch: int, micro: int = 0, seconds: float = 0.2) -> Observation:
-    """One solo probe of the first device, in passes of `micro` rows where that isn't 0."""
+def observe(prober: Prober, batch: int, micro: int = 0) -> Observation:
+    """A step of the first device alone, after its warm-up; in passes of `micro` rows where that isn't 0."""
     layout = layout_of((batch,), (micro or batch,))
-    (seen,) = prober.measure((Probe(layout, "solo", seconds),), lambda _: None, threading.Event())
+    (seen,) = prober.measure((Probe(layout, "solo", 0.2, steps=1),), lambda _: None, threading.Event())
     return seen
 
 
