@@ -35,7 +35,7 @@ from evener.devices.cluster.placement import hold_other_gpus
 from evener.devices.discover import discover
 from evener.devices.types import Device, State
 from evener.errors import DeviceError, PlanError, RequestError
-from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, load_plan, make_layout
+from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, load_plan, make_layout, parse_plan
 from evener.tui.cli.main import run
 from evener.tui.launch.cluster import HostPart, launch_on_cluster, wait_for_hosts
 from evener.tui.runtime.snapshot_publisher import open_publisher
@@ -373,6 +373,56 @@ def test_a_plan_over_hosts_is_launched_on_all_of_them(cluster: Any, tmp_path: Pa
     assert [worker.rpartition(":")[0] for worker in workers] == [FIRST, SECOND, SECOND]
     assert f"[{SECOND}] hello" in answer.stdout
     assert "rank 1 ended with exit code 7" in answer.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_training_goes_on_without_a_host_that_is_lost(cluster: Any, tmp_path: Path) -> None:
+    """The others start again with its rows, and meet at another host, as it was the first."""
+    node = cluster.add_node(node_ip_address=THIRD, **NODE)
+    until(lambda: THIRD in [each.host for each in list_nodes()], "the third host")
+    plan = plan_over(("cpu-0-of-1", THIRD), ("cpu-0-of-2", FIRST), ("cpu-1-of-2", SECOND), engine="multiworker")
+    msgspec.structs.replace(plan, framework="tensorflow").save(tmp_path / "plan.toml")
+    (tmp_path / "train.py").write_text(SURVIVING)
+    errors = tmp_path / "errors.txt"
+    with errors.open("w") as stream:
+        command = [sys.executable, "-m", "evener", "launch", "--ray", "--ray-address", cluster.address]
+        launch = subprocess.Popen(
+            [*command, "--max-restarts", "2", "plan.toml", "train.py", str(tmp_path)],
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=stream,
+        )
+    until(lambda: launch.poll() is not None or len(list(tmp_path.glob("3*.json"))) == 3, "all three", 150)
+    assert launch.poll() is None, errors.read_text()
+    kill_raylet(node)
+    assert launch.wait(180) == 0, errors.read_text()
+    cluster.remove_node(node, allow_graceful=False)
+    said = [line for line in errors.read_text().splitlines() if line.startswith("evener: ")]
+    assert said[0].startswith(f"evener: the host {THIRD} has ")  # left, or not answered
+    assert said[1:] == [
+        f"evener: {THIRD} is left out: 1+5+2 → 0+6+2 rows",
+        "evener: all others start again, 1 of 2 times",
+    ]
+    for i, host in enumerate((FIRST, SECOND)):
+        started = json.loads((tmp_path / f"2 {host}.json").read_text())
+        assert [worker.rpartition(":")[0] for worker in started["workers"]] == [FIRST, SECOND]
+        assert parse_plan(started["plan"].encode()).batches == (0, 6, 2)
+        assert started["index"] == i
+
+
+SURVIVING = """
+import json, os, sys, time
+from pathlib import Path
+config = json.loads(os.environ["TF_CONFIG"])
+workers = config["cluster"]["worker"]
+name = f"{len(workers)} {os.environ['EVENER_HOST']}"
+plan = Path(os.environ["EVENER_PLAN"]).read_text()
+written = Path(sys.argv[1], name + ".new")
+written.write_text(json.dumps({"plan": plan, "workers": workers, "index": config["task"]["index"]}))
+written.rename(Path(sys.argv[1], name + ".json"))
+time.sleep(600 if len(workers) == 3 else 0)
+"""
 
 
 class Training:

@@ -5,7 +5,6 @@ A host that goes is left out, if restarts are allowed: the training starts again
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -44,10 +43,8 @@ def launch_on_cluster(
     script = copy_script(Path(command[0])) if command[0] != "-m" else None
     with caught_signals() as caught:
         for attempt in range(max_restarts + 1):
-            meeting = "" if attempt else rendezvous
-            meeting = meeting or f"{agents[0].host}:{agents[0].call(find_free_ports, 1, agents[0].host)[0]}"
-            options = ["--rendezvous", meeting, "--max-restarts", str(max_restarts - attempt)]
-            options += ["--wait", f"{wait_seconds:g}"]
+            options = ["--max-restarts", str(max_restarts - attempt), "--wait", f"{wait_seconds:g}"]
+            options += [] if attempt or rendezvous is None else ["--rendezvous", rendezvous]
             code, lost = _train(agents, plan, script, options, command, caught)
             if caught:
                 return 128 + caught[0]
@@ -72,16 +69,23 @@ def _train(
 ) -> tuple[int, set[str]]:
     """One start on these hosts, until it has ended on all: the exit code, and the hosts that were lost."""
     parts: list[HostPart] = []
+    lost: set[str] = set()
     try:
+        if "--rendezvous" not in options:
+            first = agents[0].host
+            options = [*options, "--rendezvous", f"{first}:{agents[0].call(find_free_ports, 1, first)[0]}"]
         for agent in agents:
             own = ["--host", agent.host, *options]
             kept = agent.keep(HostTraining, to_toml(plan), script, own, tuple(command), str(Path.cwd()))
             parts.append(HostPart(agent.host, kept))
         code = wait_for_hosts(parts, caught)
+    except HostLostError as gone:
+        say(f"the host {gone.host} {gone.why}")
+        code, lost = LOST_EXIT_CODE, {gone.host}
     finally:
         for part in parts:
             part.end()
-    return code, {part.host for part in parts if part.lost}
+    return code, lost | {part.host for part in parts if part.lost}
 
 
 class HostPart:
@@ -109,8 +113,8 @@ class HostPart:
                 lines, code = self._training.ask("read", seconds=SILENT_SECONDS)
                 for line in lines:
                     print(f"[{self.host}] {plain(line.decode(errors='replace').rstrip())}", flush=True)
-        except HostLostError as lost:
-            print(f"evener: {plain(lost.message)}", file=sys.stderr, flush=True)
+        except HostLostError as gone:
+            say(f"the host {gone.host} {gone.why}")
             self.lost, code = True, LOST_EXIT_CODE
         self.code = code
 
