@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 from tests.support.keras_start import free_peers
 
-Divide = Callable[[Sequence[tuple[int, Any]]], list[list[int]]]
+Divide = Callable[[Sequence[tuple[int, Any]], int], list[list[int]]]
 WAYS = ("after", "behind", "fourths", "alone")
 WARM_UPS = 3
 
@@ -119,21 +119,26 @@ def summed(workload: Any, way: str) -> Iterator[None]:
     """What is traced meanwhile sums its gradients this way."""
     from evener.keras_split.engines import early_sums, multiworker
 
-    divide: dict[str, Divide] = {"after": lambda tensors: [list(range(len(tensors)))], "fourths": fourths}
+    divide: dict[str, Divide] = {"after": lambda tensors, _: [list(range(len(tensors)))], "fourths": fourths}
     with ExitStack() as stack:
         chosen = divide.get(way, early_sums.divide_sums)
         stack.enter_context(patch(f"{multiworker.__name__}.divide_sums", chosen))
         if way == "alone":
-            stack.enter_context(patch.object(workload.engine.split.required_group, "sum", list))
+            stack.enter_context(patch.object(workload.engine.split.required_group, "sum", keep))
         yield
 
 
-def fourths(tensors: Sequence[tuple[int, Any]]) -> list[list[int]]:
-    """Four sums of about the same number of bytes; all tensors are of one type."""
-    total, before = sum(size for size, _ in tensors), 0
+def keep(tensors: list[Any], **_: int) -> list[Any]:
+    """No sum: each process' own."""
+    return tensors
+
+
+def fourths(tensors: Sequence[tuple[int, Any]], apart: int) -> list[list[int]]:
+    """Four sums of about the same number of bytes, and what is apart; all tensors are of one type."""
+    total, before, last = sum(size for size, _ in tensors), 0, len(tensors) - apart
     sums: dict[int, list[int]] = {}
     for place, (size, _) in enumerate(tensors):
-        sums.setdefault(4 * before // max(1, total), []).append(place)
+        sums.setdefault(4 * before // max(1, total) if place < last else 4, []).append(place)
         before += size
     return list(sums.values())
 

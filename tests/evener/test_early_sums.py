@@ -35,6 +35,17 @@ def test_what_waits_for_the_last_gradient_is_a_quarter_or_that_gradient_alone(gi
         assert late == [len(sizes) - 1] or sum(sizes[place] for place in late) <= LATE_PART * sum(sizes)
 
 
+@given(tensors, st.integers(1, 3))
+def test_nothing_waits_for_what_is_apart(given_: list[tuple[int, str]], apart: int) -> None:
+    """The last tensors change nothing in how the others are summed, unless all are few bytes in one sum."""
+    figures = [(0, "float32")] * apart
+    sums = divide_sums([*given_, *figures], apart)
+    if sum(size for size, _ in given_) >= WORTH_BYTES:
+        assert sums == [*divide_sums(given_), list(range(len(given_), len(given_) + apart))]
+    else:
+        assert len(sums) == len({kind for _, kind in [*given_, *figures]})
+
+
 def test_dense_layers_are_summed_behind_the_convolutions_before_them() -> None:
     """keras_maxer in short: the backward pass has the large dense layers first, then eight times less."""
     mib = 1 << 20

@@ -58,14 +58,16 @@ class Group:
             )  # collectives that take it start in the same order in every process
         self._sum = tf.function(self.sum, autograph=False, reduce_retracing=True)
 
-    def sum(self, tensors: Sequence[Any]) -> list[Any]:
+    def sum(self, tensors: Sequence[Any], apart: int = 0) -> list[Any]:
         """Each tensor summed over the processes; every process calls it with tensors of the same shapes.
 
-        Give first what is ready first: of many bytes, most are summed while the last ones are still computed.
+        Give first what is ready first: of many bytes, most are summed while the last ones are still computed, and
+        nothing waits for the last `apart`.
         """
         sums = list(tensors)
         sizes = [(tensor.shape.num_elements() or 0) * tensor.dtype.size for tensor in tensors]
-        for places in divide_sums([(size, tensor.dtype) for size, tensor in zip(sizes, tensors, strict=True)]):
+        kinds = [tensor.dtype for tensor in tensors]
+        for places in divide_sums(list(zip(sizes, kinds, strict=True)), apart):
             with tf.device(self.device):
                 total = self._reduce(tf.concat([tf.reshape(tensors[i], [-1]) for i in places], axis=0))
                 parts = tf.split(total, [tf.size(tensors[i]) for i in places], num=len(places))
@@ -209,8 +211,8 @@ class Workers:
         """Sum over the processes and update the weights; `batch` is own x, y, outputs and weight, for the metrics."""
         ready = self.times.now([*gradients, loss])
         own = self.times.spread(ready - began, loss.dtype)
-        loss, *gradients = self.group.sum([loss, *reversed(gradients)])  # a backward pass has the last layer's first
-        (own_works,) = self.group.sum([own])  # apart, as the gradients need not wait until the clock was read
+        ordered = [loss, *reversed(gradients)]  # a backward pass has the last layer's first
+        loss, *gradients, own_works = self.group.sum([*ordered, own], apart=1)  # which need not wait for a clock
         self.times.note(rows, began, ready, own_works)
         gradients.reverse()
         if gradients:
