@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.gpu_bench import WORKLOADS, GpuBench
+from benchmarks.gpu_hosts import hosts
 from benchmarks.gpu_keras import keras_passes, keras_training, sums
 from benchmarks.gpu_layouts import layouts, scaling
 from benchmarks.gpu_live import rebalance
@@ -76,6 +77,7 @@ SECTIONS = {
         sharded,
         cost,
         rebalance,
+        hosts,
         sums,
         keras_training,
         keras_passes,
