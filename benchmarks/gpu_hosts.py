@@ -13,7 +13,6 @@ import msgspec
 
 from benchmarks.gpu_bench import GpuBench
 from evener.plan import load_plan, make_layout
-from tests.support.launched_training import NAME
 from tests.support.ray_cluster import FIRST, NODE, SECOND
 
 SCRIPTS = Path(__file__).resolve().parents[1]
@@ -69,6 +68,7 @@ def compare_ranks(folder: Path) -> dict[str, float]:
     import torch
 
     from tests.support import torch_ranks
+    from tests.support.launched_training import NAME
 
     weights, losses = torch_ranks.reference(torch_ranks.CASES[NAME], sum(SHARES))
     ranks = [torch.load(folder / f"{rank}.pt", map_location="cpu") for rank in range(len(SHARES))]
