@@ -83,7 +83,7 @@ def _train(
         say(f"the host {gone.host} {gone.why}")
         code, lost = LOST_EXIT_CODE, {gone.host}
     finally:
-        for part in parts:
+        for part in reversed(parts):  # the first host last: the others meet there
             part.end()
     return code, lost | {part.host for part in parts if part.lost}
 
