@@ -132,7 +132,9 @@ def _reports() -> tuple[Training, ...]:
 def _app(spec: str, theme: str, reports: Sequence[Training] = ()) -> EvenerApp:
     found = discover(spec)
     assert found.machine is not None
-    speeds = [(1240.0, 820) if "Ti" in device.name else (866.0, 568) for device in found.devices]
+    speeds = [(each.samples_per_second, each.devices[0].batch) for each in reports] or [
+        (1240.0, 820) if "Ti" in device.name else (866.0, 568) for device in found.devices
+    ]
     publisher: Any = PicturePublisher(found.machine, speeds, reports)  # in the place of a SnapshotPublisher
     return EvenerApp(publisher, devices=spec, trainable=found.devices, theme=theme)
 
@@ -204,7 +206,7 @@ PICTURES: dict[str, tuple[str, tuple[int, int], str, Callable[[Pilot[int]], obje
     "setup": (PAIR, (120, 30), "dark", _setup),
     "balance": (PAIR, (120, 38), "dark", _balance),
     "runs": (PAIR, (120, 36), "dark", _runs),
-    "trainings": (PAIR, (120, 20), "dark", _trainings),
+    "trainings": (PAIR, (120, 40), "dark", _trainings),
 }
 
 

@@ -44,7 +44,7 @@ class LiveDevice(msgspec.Struct, frozen=True):
     host: Text = ""  # as the plan names it; empty: this one
     curve: Annotated[
         tuple[tuple[Rate, Rate], ...], msgspec.Meta(max_length=MOST_KNOTS)
-    ] = ()  # the plan's, of (rows, seconds of a step), where own work is told
+    ] = ()  # the plan's, of (rows, seconds of a step); only beside own work
     most: Count = 0  # samples per pass that its memory holds, by the plan; 0: unknown
 
 

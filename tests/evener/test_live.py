@@ -153,7 +153,7 @@ def test_a_slow_disk_is_written_to_less_often(
 
 
 def test_a_rank_that_tells_its_own_work_has_the_plan_s_curve(folder: Path, clock: Clock) -> None:
-    """The monitor's advice needs it; where own work isn't told, or the curve is endless, the file goes without."""
+    """The monitor's advice needs it; where own work isn't reported, or the curve is endless, the file goes without."""
     knots = ((0.0, 0.01), (64.0, 0.1))
     share = Share("GPU-a", 0, "a", 48, 1.0, micro=48, curve=knots, most=96)
     endless = msgspec.structs.replace(share, curve=tuple((float(rows), 0.1) for rows in range(65)))

@@ -45,6 +45,9 @@ async def test_ranks_and_causes_are_those_of_the_training_under_the_cursor(
         assert "39 % of the plan's 21 000" in causes
         assert "GPU:1 takes 158 ms for its share; others wait up to 152 ms for it." in causes
         assert "if own work follows the rows" in causes
+        graphs = text(app, "#training-graphs")
+        assert "all devices 8 165 samples/s" in graphs
+        assert ("GPU:1" in graphs) == (size[1] > 40), "each device where there is room for all"
         await pilot.press("down")
         await until(pilot, lambda: "1 234 samples/s" in text(app, "#causes"), "the other training")
         assert "doesn't tell its own wo" in text(app, "#ranks")
@@ -62,7 +65,7 @@ async def test_the_cursor_stays_on_its_training_and_a_rank_turns_silent(app_of: 
         assert app.screen.query_one(TrainingPanel).cursor == 0
         app.publisher.push(script.snapshot())
         await until(pilot, lambda: "No training reports itself" in text(app, "#trainings"), "the end")
-        assert text(app, "#ranks") == text(app, "#causes") == ""
+        assert text(app, "#ranks") == text(app, "#causes") == text(app, "#training-graphs") == ""
 
 
 async def test_a_paused_picture_stays_and_details_follow(app_of: Any, script: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.devices.types import LOST, Snapshot, value
+from evener.devices.types import LOST, Device, DeviceSample, Snapshot, value
 from evener.live_files import LiveDevice, ShareChange, Training
 from evener.tui.view.cells import cells
 from evener.tui.view.charts import work_bar
@@ -18,6 +18,7 @@ from evener.tui.view.devices import DeviceRow, device_lines
 from evener.tui.view.marks import ASCII, UNICODE, Marks
 from evener.tui.view.plain import snapshot_document, snapshot_text
 from evener.tui.view.ranks import work_by_device
+from evener.tui.view.training_graphs import training_graph_lines
 from evener.tui.view.training_lines import arrange_trainings, rank_table, training_lines, training_table
 from evener.tui.view.trainings import TrainingRow, join_trainings
 from tests.support.trainings import AT_SECONDS, make_ranks
@@ -246,14 +247,55 @@ def test_a_work_bar_fills_its_width_and_shows_any_work(own: float, waiting: floa
 
 
 def test_panels_fill_the_height_and_every_rank_has_a_row_where_it_can() -> None:
-    for width, height in ((80, 22), (120, 38), (160, 46)):
+    for width, height, graphs in ((80, 22, False), (120, 38, True), (160, 46, True), (250, 68, True)):
         panels = arrange_trainings(width, height, 3, 8)
         frame = 2 * panels.framed
-        assert panels.trainings + panels.ranks + panels.text == height
+        assert panels.trainings + panels.ranks + panels.text + panels.graphs == height
         assert (panels.trainings, panels.ranks) == (4 + frame, 9 + frame)
+        assert (panels.graphs >= 9) == bool(panels.graphs) == graphs
     crowded = arrange_trainings(80, 22, 40, 40)
     assert crowded.text >= 5
-    assert sum(crowded[:3]) == 22
+    assert sum(crowded[:4]) == 22
+
+
+def test_graphs_sum_the_devices_and_compare_them_with_the_plan(script: Any) -> None:
+    """The plan's figure is the top until the training is faster; with ranks elsewhere there is no sum."""
+    values = {"gpu-0": (4000.0, None, 4800.0), "gpu-1": (3000.0, 3200.0, 3300.0)}
+
+    def history(key: str, metric: str, _newest: int) -> tuple[float | None, ...]:
+        return values[key] if metric == "samples_per_second" else (300.0, 310.0, 320.0)
+
+    def heads(row: TrainingRow, height: int = 32) -> list[str]:
+        lines = training_graph_lines(row, (script.sample(0), script.sample(1)), history, 100, height, UNICODE)
+        assert len(lines) == height
+        return [line.text for line in lines if "samples/s" in line.text]
+
+    whole, first, second = heads(_only(script, make_ranks(plan_samples_per_second=9_000.0)))
+    assert whole.startswith("all devices 8 165 samples/s")
+    assert whole.endswith("plan 9 000")
+    assert first.startswith("GPU:0 4 800 samples/s")
+    assert second.startswith("GPU:1 3 300 samples/s")
+    assert first.endswith("5000")
+    assert second.endswith("5000"), "one scale for all devices"
+    assert not heads(_only(script, make_ranks(plan_samples_per_second=8_000.0)))[0].endswith("plan 8 000")
+    assert len(heads(_only(script, make_ranks(world=3)))) == 2
+    (beside,) = heads(_only(script, make_ranks()), 8)
+    assert "GPU" not in beside, "where there is no room for all devices, none is shown"
+    assert "power 640 W" in beside
+
+
+@given(st.integers(1, 12), st.integers(20, 250), st.integers(1, 60))
+def test_graphs_fill_their_panel_at_every_size(devices: int, width: int, height: int) -> None:
+    samples = [DeviceSample(device=Device(f"gpu-{index}", index, "", "gpu", None)) for index in range(devices)]
+    ranks = [
+        msgspec.structs.replace(make_ranks(ids=(f"gpu-{index}", ""))[0], rank=index, world=devices)
+        for index in range(devices)
+    ]
+    (row,) = join_trainings(msgspec.structs.replace(snapshot_with(*ranks), devices=tuple(samples)))
+    lines = training_graph_lines(row, samples, lambda *_: (1.0, None, 3.0), width, height, ASCII)
+    assert len(lines) == (height if height >= 5 else 0)
+    assert all(cells(line.text) <= width for line in lines)
+    assert not training_graph_lines(row, (), lambda *_: (1.0,), width, height, ASCII)
 
 
 def test_the_monitor_has_a_column_for_own_work_where_it_is_told(script: Any) -> None:

@@ -11,7 +11,7 @@ from evener.tui.screens.dialogs import DetailsDialog
 from evener.tui.view.cells import Line
 from evener.tui.view.training_lines import arrange_trainings, training_lines
 from evener.tui.view.trainings import TrainingRow, join_trainings
-from evener.tui.widgets.trainings import CausePanel, RankPanel, TrainingPanel
+from evener.tui.widgets.trainings import CausePanel, RankPanel, TrainingGraphs, TrainingPanel
 
 _BARS = 2  # rows of the bar on top and the keys
 
@@ -26,10 +26,11 @@ class TrainingsScreen(SnapshotScreen):
         self._placed: tuple[object, ...] = ()
 
     def panels(self) -> Iterable[Widget]:
-        """Trainings, ranks, causes."""
+        """Trainings, ranks, causes, graphs."""
         yield TrainingPanel()
         yield RankPanel()
         yield CausePanel()
+        yield TrainingGraphs()
 
     def redraw(self) -> None:
         """Draw the trainings of the snapshot."""
@@ -51,12 +52,12 @@ class TrainingsScreen(SnapshotScreen):
             self._placed = placed
             width, height = self.app.size
             rows = arrange_trainings(width, height - _BARS, trainings, ranks)
-            self.place_panels(
-                rows.framed, (TrainingPanel, rows.trainings), (RankPanel, rows.ranks), (CausePanel, rows.text)
-            )
+            upper = (TrainingPanel, rows.trainings), (RankPanel, rows.ranks)
+            self.place_panels(rows.framed, *upper, (CausePanel, rows.text), (TrainingGraphs, rows.graphs))
         self.query_one(RankPanel).take(row)
         snapshot = self.shown
         self.query_one(CausePanel).take(row, snapshot.at_seconds if snapshot is not None else 0.0)
+        self.query_one(TrainingGraphs).take(row, snapshot)
 
     def action_open_training(self) -> None:
         """Show all that is said of the training under the cursor."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 
 from evener.devices.types import DeviceSample, Snapshot
 from evener.tui.text.formatting import size
-from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, line, pad, span_cells, spread
-from evener.tui.view.charts import bar, graph, nice_ceiling
+from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, line, span_cells, spread
+from evener.tui.view.charts import bar, nice_ceiling
 from evener.tui.view.details import reading_words
 from evener.tui.view.devices import DeviceRow
 from evener.tui.view.figures import celsius, gib, percents, samples_rate, short, watts
+from evener.tui.view.graphs import Graph, draw_graphs
 from evener.tui.view.host_groups import HostRow, PanelRow
 from evener.tui.view.marks import Marks
 
@@ -113,31 +113,11 @@ def note_line(notes: Sequence[str], width: int, marks: Marks) -> Line:
     )
 
 
-class Graph(NamedTuple):
-    """One graph: caption, newest figure, values oldest first, the top of its axis as number and text, tone."""
-
-    caption: str
-    newest: str
-    values: tuple[float | None, ...]
-    highest: float
-    axis: str
-    tone: Tone
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it has no value at all."""
-        return all(value is None for value in self.values)
-
-
 def graph_lines(sample: DeviceSample, history: History, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
     """Graphs of one device, side by side, as many as fit; metrics without any value are left out."""
     every = _graphs(sample, history, width)
     graphs = ([one for one in every if not one.is_empty] or list(every))[: 2 if width < 90 else 3 if width < 150 else 4]
-    each = (width - 2 * (len(graphs) - 1)) // len(graphs)
-    columns = [_graph_column(one, each, height, marks) for one in graphs]
-    gap = Span("  ")
-    rows = (tuple(span for column in columns for span in (gap, *column[row])) for row in range(height))
-    return tuple(Line(spans[1:]) for spans in rows)
+    return draw_graphs(graphs, width, height, len(graphs), marks)
 
 
 def _graphs(sample: DeviceSample, history: History, ticks: int) -> tuple[Graph, ...]:
@@ -163,13 +143,3 @@ def _graphs(sample: DeviceSample, history: History, ticks: int) -> tuple[Graph, 
         metric("power", "power_watts", watts, limit, watts, "power"),
         metric("temperature", "temperature_celsius", celsius, hottest, celsius, "warn"),
     )
-
-
-def _graph_column(one: Graph, width: int, height: int, marks: Marks) -> list[tuple[Span, ...]]:
-    caption = (Span(f"{one.caption} ", "title"), Span(one.newest, one.tone))
-    room = width - len(one.axis) - 1
-    head = pad(caption, width)
-    if span_cells(caption) <= room and not one.is_empty:
-        head = (*pad(caption, room), Span(f" {one.axis}", "dim"))
-    rows = graph(one.values, width, height - 1, marks, one.highest)
-    return [head, *((Span(row, one.tone),) for row in rows)]

@@ -17,7 +17,8 @@ from evener.tui.view.trainings import TrainingRow
 
 AS_PLANNED = 0.95  # of the plan's samples/s: from here on nothing needs a reason
 WIDE = 110  # columns, from which the framework has its own
-_LEAST_TEXT, _LEAST_RANKS = 5, 3  # rows
+_LEAST_TEXT, _LEAST_RANKS, _LEAST_GRAPHS = 5, 3, 7  # rows
+_MOST_TEXT = 8  # beside graphs
 
 
 class TrainingPanels(NamedTuple):
@@ -26,16 +27,19 @@ class TrainingPanels(NamedTuple):
     trainings: int
     ranks: int
     text: int
+    graphs: int
     framed: bool
 
 
 def arrange_trainings(width: int, height: int, trainings: int, ranks: int) -> TrainingPanels:
-    """Distribute `height` rows: some trainings, every rank if there is room for some sentences, then more of these."""
+    """Distribute `height` rows: some trainings, every rank, some sentences, then graphs, else more sentences."""
     framed = height >= 30 and width >= 100
     frame = 2 if framed else 0
     top = min(max(1, trainings), max(1, height // 4)) + 1 + frame
     middle = max(_LEAST_RANKS, min(ranks + 1 + frame, height - top - _LEAST_TEXT - frame))
-    return TrainingPanels(top, middle, max(0, height - top - middle), framed)
+    left = max(0, height - top - middle)
+    text = _MOST_TEXT + frame if left >= _MOST_TEXT + _LEAST_GRAPHS + 2 * frame else left
+    return TrainingPanels(top, middle, text, left - text, framed)
 
 
 def time_words(seconds: float) -> str:
@@ -61,9 +65,10 @@ def _input(row: TrainingRow, _width: int, marks: Marks) -> tuple[Span, ...]:
 
 
 def _held_up(row: TrainingRow, width: int, marks: Marks) -> tuple[Span, ...]:
-    """The kinds of causes, each once."""
+    """The causes in words, or the kinds of them, each once."""
+    words = " ".join(cause.text for cause in row.causes)
     kinds = ", ".join(dict.fromkeys(cause.kind for cause in row.causes))
-    return (Span(cut(kinds, width, marks.ellipsis), "warn"),)
+    return (Span(words if cells(words) <= width else cut(kinds, width, marks.ellipsis), "warn"),)
 
 
 def _ranks(row: TrainingRow) -> str:
@@ -138,12 +143,12 @@ def _rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
         Column("share", ("share",), 5, _share, "left"),
         Column("speed", ("samples/s",), 9, _rank_speed(lambda row: row.samples_per_second)),
         Column("tokens", ("tokens/s",), 9, _rank_speed(lambda row: row.tokens_per_second)),
-        Column("bar", ("own work, then waiting", "work, wait"), 10, _bar(longest_s), "left"),
         Column("own", ("own work", "own"), 7, _part(lambda row: row.own_work_s)),
         Column("waiting", ("waiting", "wait"), 7, _part(lambda row: row.waiting_s)),
+        Column("bar", ("own work, then waiting", "work, wait"), 10, _bar(longest_s), "left"),
     )
     growth = (("share", 13), ("bar", 24), ("own", 8), ("share", 17), ("device", 12))
-    return Grid(_with_tokens(columns, any(row.tokens_per_second for row in ranks)), growth, {"bar": 72, "device": 18})
+    return Grid(_with_tokens(columns, any(row.tokens_per_second for row in ranks)), growth, {"device": 18, "bar": 1000})
 
 
 def _with_tokens(columns: tuple[Column[Any], ...], there: bool) -> tuple[Column[Any], ...]:
@@ -162,7 +167,7 @@ def training_table(
     columns = _with_tokens(_TRAINING_COLUMNS, any(row.tokens_per_second for row in rows))
     if width < WIDE:
         columns = tuple(column for column in columns if column.key != "framework")
-    grid = Grid(columns, _TRAINING_GROWTH, {"workload": 40, "causes": 60})
+    grid = Grid(columns, _TRAINING_GROWTH, {"workload": 40, "causes": 1000})
     return table_lines(grid, rows, width, height, marks, position, note=state, nothing=NO_TRAINING)
 
 

@@ -1,11 +1,13 @@
-"""The Trainings screen's panels: the trainings, the ranks of one, and what holds it up."""
+"""The Trainings screen's panels: the trainings, and of one its ranks, what holds it up, and its last minutes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from evener.devices.types import Snapshot
 from evener.tui.view.cells import clean
 from evener.tui.view.ranks import RankRow
+from evener.tui.view.training_graphs import training_graph_lines
 from evener.tui.view.training_lines import rank_table, training_lines, training_table
 from evener.tui.view.trainings import TrainingRow
 from evener.tui.widgets.lines import Lines
@@ -73,3 +75,19 @@ class CausePanel(Lines):
     def take(self, row: TrainingRow | None, at_seconds: float) -> None:
         """Show this one."""
         self.show(training_lines(row, at_seconds, self.size.width, self.evener.marks) if row is not None else ())
+
+
+class TrainingGraphs(Lines):
+    """The last minutes of a training and its devices."""
+
+    def __init__(self) -> None:
+        super().__init__(id="training-graphs", classes="panel")
+        self.border_title = "Last minutes"
+
+    def take(self, row: TrainingRow | None, snapshot: Snapshot | None) -> None:
+        """Show this one."""
+        if row is None or snapshot is None or not self.display:
+            self.show(())
+            return
+        app = self.evener
+        self.show(training_graph_lines(row, snapshot.devices, app.publisher.history, *self.size, app.marks))
