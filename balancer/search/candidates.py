@@ -22,7 +22,8 @@ from evener.balancer.search.layouts import (
 from evener.balancer.search.machine_model import same_measurement
 from evener.balancer.search.packing import Packing
 from evener.balancer.search.predictions import Predictions
-from evener.balancer.search.ranking import EDGE_SLACK, LEAST_GAIN, throughput
+from evener.balancer.search.ranking import EDGE_SLACK, throughput, worthwhile_gain
+from evener.balancer.search.split_stage import HIDDEN
 from evener.balancer.types import Layout, OutOfMemory, Problem, solo
 
 RETREATS = 4  # smaller batches tried after a layout ran out of memory in the race
@@ -97,7 +98,8 @@ class Candidates:
         fastest = self._predictions.fastest_single
         if fastest is not None and self._problem.global_batch is None:
             layout = self._predictions.layout(fastest)
-            worth = fastest.samples_per_second > self._single_rate(best) * (1 + EDGE_SLACK)
+            beaten = max((one.samples_per_second for one in self._model.fitting_splits), default=0.0) / HIDDEN
+            worth = fastest.samples_per_second > max(beaten, self._single_rate(best) * (1 + EDGE_SLACK))
             if worth and layout != best and self._model.safely_fits(layout):
                 found.append(Candidate("solo", layout, extra=True))
         return found
@@ -110,12 +112,12 @@ class Candidates:
         return next(iter(whole or ranked), None)
 
     def _overlooked_single(self, best: Layout) -> Layout | None:
-        """Another measured batch or device, if the race found the best single device slower than that; else None."""
+        """Another measured batch or device, if the race found the best single device surely slower; else None."""
         turns = self.seen.turns(best)
         if self._problem.global_batch is not None or not turns:
             return None
         other = next((layout for layout in self._ranked_singles() if layout != best), None)
-        faster = other is not None and self._single_rate(other) > throughput(turns).value * (1 + EDGE_SLACK)
+        faster = other is not None and self._single_rate(other) > throughput(turns).high * (1 + EDGE_SLACK)
         return other if faster else None
 
     def _ranked_singles(self) -> list[Layout]:
@@ -192,7 +194,8 @@ class Candidates:
             for one in (predictions.tolerable, predictions.insured)
             if one and abs(one.global_batch / chosen.global_batch - 1) > OTHER_BATCH
         ]
-        if fastest and fastest.samples_per_second > self._model.predicted_rate(chosen) * (1 + LEAST_GAIN):
+        gain = worthwhile_gain(self._problem.tolerance)
+        if fastest and fastest.samples_per_second > self._model.predicted_rate(chosen) * (1 + gain):
             wanted.append(fastest)
         return [layout for layout in map(predictions.layout, wanted) if self._model.safely_fits(layout)]
 

@@ -1,9 +1,9 @@
 """The last stage: the candidates in turns A B C A B C, until nothing left to measure is expected to change the plan.
 
 In the first turn (0) every candidate is measured once, the one that promises most for its cost first. A split or rest
-measurement from exploration counts as turn 0; the winner is measured once more in the race. Packs then grow while they
-gain, later turns settle which layout is fastest, and the winner is measured with other knobs, if any were asked for.
-Last comes a check of the winner: the highest of several noisy figures is too high, so its own is measured anew.
+measurement from exploration counts as turn 0. Packs then grow while they gain, later turns settle which layout is
+fastest, and the winner is measured with other knobs, if any were asked for. Last comes a check of the winner: the
+highest of several noisy figures is too high, so its own is measured anew.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Race:
     def next_probe(self) -> Probe | None:
         """The next measurement; None when the race is over."""
         first = [one for one in self._unmeasured if one.layout.placement != "logical"]
-        probe = self._first_turn(first) or self._grow() or self._first_turn(self._unmeasured) or self._confirm()
+        probe = self._first_turn(first) or self._grow() or self._first_turn(self._unmeasured)
         probe = probe or self._next_turn(self._candidates.running, "race")
         return probe or self._next_turn(self._knob_rivals, "knobs")
 
@@ -56,8 +56,12 @@ class Race:
         return Probe(layout, stage, self._budget.probe_seconds(layout, stage, 1), turn)
 
     def check(self, chosen: Result) -> Probe | None:
-        """The chosen layout once more, or three times if its figure is rough; None if nothing else was measured."""
-        layout, wanted = chosen.layout, ENOUGH_TURNS if relative_half_width(chosen.throughput) > ROUGH else 1
+        """The chosen layout once more, or up to its third turn if its figure is rough.
+
+        None if nothing else was measured: then nothing chose it.
+        """
+        layout, rough = chosen.layout, relative_half_width(chosen.throughput) > ROUGH
+        wanted = max(1, ENOUGH_TURNS - chosen.turns) if rough else 1
         checks = [seen for seen in self._seen.in_stage("check") if seen.probe.layout == layout]
         alone = all(seen.probe.layout == layout for seen in self._seen.all_timed())
         if alone or len(checks) >= wanted or not self._budget.affords(layout, "check"):
@@ -145,17 +149,6 @@ class Race:
         """Whether turn 1 began: with a budget, packs then stop growing."""
         later = (turn for turns in self.turns.values() for turn in turns if turn > FIRST_TURN)
         return self._problem.budget_seconds is not None and any(later)
-
-    def _confirm(self) -> Probe | None:
-        """The winner, if only exploration measured it: its rivals were measured later."""
-        found = self._without_knobs
-        if len(found) < 2:
-            return None
-        layout = found[0].candidate.layout
-        if self._seen.timed_in(layout, "race") or not self._budget.affords(layout, "race"):
-            return None
-        seconds = self._budget.probe_seconds(layout, "race", TURNS_TO_EXPECT * len(found))
-        return Probe(layout, "race", seconds, FIRST_TURN)
 
     # ------------------------------------------------------------------ later turns
 

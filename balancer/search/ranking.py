@@ -16,7 +16,7 @@ import msgspec
 
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.observations import Turns, relative_error
-from evener.balancer.search.statistics import normal_cdf, normal_density, relative_half_width, student
+from evener.balancer.search.statistics import normal_cdf, normal_density, student
 from evener.balancer.types import Interval, Layout, Power, Problem
 
 TIE = 0.01  # relative; a smaller difference is not worth a change
@@ -25,8 +25,9 @@ DRIFT = 0.007  # assumed relative standard deviation between two probes
 DRIFT_WEIGHT = 4  # turns that this assumption counts for
 LEAST_GAIN = 0.002  # relative: a smaller gain is not worth a measurement, whatever the tolerance
 GAIN_OF_TOLERANCE = 0.25  # the same as a part of the tolerance
-ROUGH = 0.05  # relative half-width: a leader that is less certain is measured again
-ENOUGH_TURNS = 3  # a leader with this many is not measured again for that
+WORTH_OF_TOLERANCE = 0.5  # the same for another layout, which takes several measurements
+ROUGH = 0.05  # relative half-width: a winner that is less certain is measured again
+ENOUGH_TURNS = 3  # a winner with this many is not measured again for that
 EDGE_SLACK = 0.005  # relative: forgiven at the tolerance's edge, if the interval is that wide
 
 TurnsByLayout = Mapping[Layout, Turns]
@@ -127,19 +128,17 @@ def unsettled(
             rivals.append(one)
         else:
             tied = True
-    if not rivals and turns_left >= 1 and _is_rough(turns[leader.layout]):
-        rivals = others[:1]
     return ([one for one in ran if one is leader or one in rivals] if rivals else []), tied
-
-
-def _is_rough(turns: Turns) -> bool:
-    """Whether the winner's figure is too uncertain for a plan, though no other layout would be chosen."""
-    return len(turns) < ENOUGH_TURNS and relative_half_width(throughput(turns)) > ROUGH
 
 
 def smallest_gain(tolerance: float) -> float:
     """The relative gain below which another measurement isn't worth its time."""
     return max(LEAST_GAIN, GAIN_OF_TOLERANCE * tolerance)
+
+
+def worthwhile_gain(tolerance: float) -> float:
+    """The relative gain below which another layout isn't worth measuring."""
+    return max(LEAST_GAIN, WORTH_OF_TOLERANCE * tolerance)
 
 
 def compare_turns(one: Turns, other: Turns) -> Difference:

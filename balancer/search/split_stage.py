@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.machine_model import same_measurement
 from evener.balancer.search.predictions import Predictions
-from evener.balancer.search.ranking import LEAST_GAIN
+from evener.balancer.search.ranking import LEAST_GAIN, worthwhile_gain
 from evener.balancer.types import Failed, Probe, Stage
 from evener.waterfill import Allocation
 
@@ -20,6 +20,7 @@ MOST_SPLITS = 4
 MOST_OF_BENT = 7  # splits, if no simple curve fits a device's times
 PATIENT_SPLITS = 8  # while none has run
 MOST_FAILED = 2  # after this many failed splits no more are tried
+NEAR_BATCH = 0.1  # relative: predicted global batches that differ by less from a measured one are not measured
 PROMISE = 0.02  # relative: a lone device predicted this much above its measurements is measured again
 HIDDEN = 1.3  # a device may be this many times as fast with the others at rest
 
@@ -63,8 +64,13 @@ class SplitStage:
         if (fastest := self._predictions.fastest_split) and self._gains(fastest):
             yield fastest
         late = self._budget.race_is_over  # then a smaller batch is not worth another race
-        if not late and (tolerable := self._predictions.tolerable):
+        if not late and (tolerable := self._predictions.tolerable) and self._is_new(tolerable):
             yield tolerable
+
+    def _is_new(self, wanted: Allocation) -> bool:
+        """Whether no split of nearly this global batch was measured: noise would move the prediction again."""
+        tried = [seen.probe.layout.global_batch for seen in self._model.fitting_splits]
+        return all(abs(batch / wanted.global_batch - 1) > NEAR_BATCH for batch in tried)
 
     @property
     def _most(self) -> int:
@@ -77,8 +83,15 @@ class SplitStage:
             return True
         best = max(self._model.predicted_rate(seen.probe.layout) for seen in self._model.fitting_splits)
         raced = max((seen.samples_per_second for seen in self._seen.timed_race()), default=0.0)
-        gain = max(LEAST_GAIN, self._problem.tolerance if self._budget.race_is_over else 0.0)
+        gain = self._least_gain(wanted)
         return wanted.samples_per_second > max(best, raced, self._predictions.single_rate) * (1 + gain)
+
+    def _least_gain(self, wanted: Allocation) -> float:
+        """The relative gain that is worth a probe: a part of the tolerance; less at a wall of memory that may move."""
+        if self._budget.race_is_over:
+            return max(LEAST_GAIN, self._problem.tolerance)
+        walled = any(share >= self._model.limits[i] for i, share in wanted.shares)
+        return LEAST_GAIN if walled else worthwhile_gain(self._problem.tolerance)
 
     def _next_single(self) -> Allocation | None:
         """One device alone, the others at rest, if it may win: it may hold a larger batch, or be faster uncontended."""

@@ -70,7 +70,7 @@ def test_what_was_faster_than_all_that_raced_races_too(factor: float) -> None:
 
 def test_the_first_turn_of_all_comes_before_the_second_of_any() -> None:
     """Turns are taken A B C A B C; what exploration measured with nothing else at work has had its first."""
-    _, seen = noisy(EQUAL, 0.03, 1, tolerance=0.0)
+    _, seen = noisy(EQUAL, 0.1, 0, budget_seconds=120.0)
     turns = [one.probe.turn for one in seen if one.probe.stage == "race"]
     assert turns == sorted(turns)
     assert max(turns) >= 2
@@ -133,7 +133,7 @@ def test_a_noisy_tie_ends_before_its_budget_and_is_called_one() -> None:
     found = [noisy(EQUAL, 0.1, seed, budget_seconds=120.0)[0] for seed in range(8)]
     checks = [search._seen.spent_seconds(["check"]) for search in found]
     spent = sorted(search.spent_seconds() - after for search, after in zip(found, checks, strict=True))
-    assert spent[4] < 90
+    assert spent[4] < 75
     assert spent[-1] < 0.95 * 120
     ends = [search.why_stopped() for search in found]
     assert set(ends) <= {Stop.TIED, Stop.SETTLED}
@@ -249,6 +249,18 @@ def test_what_was_chosen_among_several_is_measured_again(budget: float | None) -
     assert best is not None
     assert [one.probe.stage for one in seen].index("check") == len(seen) - 1
     assert seen[-1].probe.layout == best.layout
+
+
+@pytest.mark.parametrize(("deviation", "turns"), [(0.03, 3), (0.002, 2)])
+def test_a_winner_of_rough_figure_is_measured_three_times(deviation: float, turns: int) -> None:
+    """Of two cards that are far apart the first wins at once; what is left is to say how fast it is."""
+    bench = Bench(((10.0, 0.1, 0, 4000), (1000.0, 10.0, 0, 4000)), 0.5)
+    for seed in range(3):
+        search, _ = noisy(bench, deviation, seed, global_batch=256)
+        best = search.best()
+        assert best is not None
+        assert best.layout.active == (0,)
+        assert best.turns == turns
 
 
 def test_a_layout_that_breaks_as_it_is_checked_is_not_the_answer() -> None:

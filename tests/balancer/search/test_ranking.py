@@ -194,16 +194,6 @@ def test_a_noisy_difference_that_few_turns_would_not_settle_is_given_up() -> Non
     assert wanted(rates, 60, 100) == ([SOLO, EVEN], False)
 
 
-def test_a_rough_figure_of_the_winner_is_measured_again() -> None:
-    """A plan should say how fast it is, though nothing else would be chosen; not for ever, and not without time."""
-    one, other = {SOLO: [1000.0], EVEN: [500.0]}, {SOLO: [1000.0] * 3, EVEN: [500.0] * 3}
-    rough = turns(one, 0.1)
-    assert unsettled(tuple(one), rough, 0.02, 5, 8) == ([SOLO, EVEN], False)
-    assert unsettled(tuple(one), rough, 0.02, 0.9, 8) == ([], False)
-    assert unsettled(tuple(one), turns(one, 0.04), 0.02, 5, 8) == ([], False)
-    assert unsettled(tuple(other), turns(other, 0.3), 0.02, 5, 8) == ([], False)
-
-
 def test_one_turn_is_believed_less_than_three() -> None:
     one = compare_turns({0: timed(EVEN, 990.0, 0)}, {0: timed(SOLO, 1000.0, 0)}).interval()
     assert one.low < 0 < one.high
