@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ import torch
 from evener.torch_split import Split
 from tests.support import torch_programs as programs
 from tests.support import torch_ranks as RANKS  # noqa: N812 - its cases are constants
-from tests.support.torch_start import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
@@ -26,20 +25,10 @@ Ended = dict[tuple[str, int], Any]
 Trained = dict[str, Any]
 
 
-def run(script: str, batches: tuple[int, ...], folder: Path, gpus: bool = False) -> list[Any]:
-    """What each rank of a script saved: a process for each share of a plan."""
-    plan = folder / "plan.json"
-    RANKS.example_plan(batches).save(plan)
-    world = sum(map(bool, batches))
-    results = [folder / f"rank{rank}.pt" for rank in range(world)]
-    run_ranks(Path(script), world, lambda rank: [str(results[rank]), str(plan)], folder, gpus)
-    return [torch.load(result) for result in results]
-
-
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def saved(trainer_ranks: Callable[..., list[Any]]) -> list[Any]:
     """What the ranks of a plan saved: 5:2:1 with a device left out. A rank runs every program and case."""
-    return run(programs.__file__, (5, 0, 2, 1), tmp_path_factory.mktemp("ranks"))
+    return trainer_ranks("tests.support.torch_programs.run_all", (5, 0, 2, 1), world=3)
 
 
 @pytest.fixture
@@ -68,10 +57,9 @@ def test_the_weights_are_those_of_one_process(trained: list[Trained], name: str)
     check(trained, name, RANKS.CASES[name])
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_on_two_gpus_too(tmp_path: Path) -> None:
+def test_on_two_gpus_too(gpu_ranks: Callable[..., list[Any]]) -> None:
     """NCCL, and batch normalization over the global batch."""
-    trained = run(RANKS.__file__, (6, 2), tmp_path, gpus=True)
+    trained = gpu_ranks("tests.support.torch_ranks.train_all", (6, 2))
     for name, case in {**RANKS.CASES, **RANKS.GPU_CASES}.items():
         check(trained, name, case)
 

@@ -62,6 +62,8 @@ def serve() -> None:
     """Fork the ranks of each request, and answer which of them failed; until nobody can ask any more."""
     if os.fork():
         os._exit(0)
+    import torch._dynamo  # noqa: F401 - optimizers load it on their first step, which takes 2 s in each rank
+
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         request = json.loads(line)

@@ -1,16 +1,14 @@
-"""Trainings that one process and several ranks must end with the same weights; run as a script, it is one rank.
+"""Trainings that one process and several ranks must end with the same weights.
 
-    RANK=0 WORLD_SIZE=2 ... python torch_ranks.py result.pt plan.json
-
-The script trains every case by the adapter; `reference` trains it in a plain loop, with nothing of the adapter but the
-order of rows.
+Ranks of a RankServer train every case by the adapter; `reference` trains it in a plain loop, with nothing of the
+adapter but the order of rows.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -229,7 +227,14 @@ def train(case: TrainingCase, path: str) -> tuple[list[torch.Tensor], list[float
     return [weights.detach().cpu() for weights in net.parameters()], losses
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def train_cases(folder: Path, rank: int, shares: Sequence[int]) -> dict[str, Any]:
+    """What this rank learns in every case by a plan of these shares."""
+    plan = folder / f"plan{rank}.json"
+    example_plan(tuple(shares)).save(plan)
     cases = {**CASES, **GPU_CASES} if torch.cuda.is_available() else CASES
-    torch.save({name: train(case, sys.argv[2]) for name, case in cases.items()}, sys.argv[1])
+    return {name: train(case, str(plan)) for name, case in cases.items()}
+
+
+def train_all(folder: Path, rank: int, shares: Sequence[int]) -> None:
+    """One rank."""
+    torch.save(train_cases(folder, rank, shares), folder / f"{rank}.pt")
