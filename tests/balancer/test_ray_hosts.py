@@ -378,7 +378,7 @@ def test_a_plan_over_hosts_is_launched_on_all_of_them(cluster: Any, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_training_goes_on_without_a_host_that_is_lost(cluster: Any, tmp_path: Path) -> None:
-    """The others start again with its rows, and meet at another host, as it was the first."""
+    """The others start again with its rows, and meet at another host, as it was the first. The script names its plan."""
     node = cluster.add_node(node_ip_address=THIRD, **NODE)
     until(lambda: THIRD in [each.host for each in list_nodes()], "the third host")
     plan = plan_over(("cpu-0-of-1", THIRD), ("cpu-0-of-2", FIRST), ("cpu-1-of-2", SECOND), engine="multiworker")
@@ -414,10 +414,11 @@ def test_a_training_goes_on_without_a_host_that_is_lost(cluster: Any, tmp_path: 
 SURVIVING = """
 import json, os, sys, time
 from pathlib import Path
+from evener.launched import launched_plan
 config = json.loads(os.environ["TF_CONFIG"])
 workers = config["cluster"]["worker"]
 name = f"{len(workers)} {os.environ['EVENER_HOST']}"
-plan = Path(os.environ["EVENER_PLAN"]).read_text()
+plan = Path(launched_plan("plan.toml")).read_text()
 written = Path(sys.argv[1], name + ".new")
 written.write_text(json.dumps({"plan": plan, "workers": workers, "index": config["task"]["index"]}))
 written.rename(Path(sys.argv[1], name + ".json"))

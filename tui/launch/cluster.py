@@ -5,17 +5,18 @@ A host that goes is left out, if restarts are allowed: the training starts again
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from evener.balancer.probes.launch_plan import find_free_ports
-from evener.balancer.probes.script_copy import ScriptCopy, copy_script
+from evener.balancer.probes.script_copy import copy_script
 from evener.devices.cluster.agents import Agent, HostLostError, Kept, start_agents
 from evener.devices.cluster.placement import find_plan_nodes
-from evener.plan import Plan, load_plan, to_toml
+from evener.plan import load_plan, to_toml
 from evener.smaller_plan import leave_out
 from evener.tui.launch.host_training import END_SECONDS, HostTraining
 from evener.tui.launch.job import check_plan
@@ -45,7 +46,8 @@ def launch_on_cluster(
         for attempt in range(max_restarts + 1):
             options = ["--max-restarts", str(max_restarts - attempt), "--wait", f"{wait_seconds:g}"]
             options += [] if attempt or rendezvous is None else ["--rendezvous", rendezvous]
-            code, lost = _train(agents, plan, script, options, command, caught)
+            make = functools.partial(HostTraining, to_toml(plan), str(path.absolute()), script)
+            code, lost = _train(agents, make, options, command, caught)
             if caught:
                 return 128 + caught[0]
             agents = tuple(agent for agent in agents if agent.host not in lost)
@@ -61,8 +63,7 @@ def launch_on_cluster(
 
 def _train(
     agents: Sequence[Agent],
-    plan: Plan,
-    script: ScriptCopy | None,
+    make: Callable[..., HostTraining],
     options: Sequence[str],
     command: Sequence[str],
     caught: Sequence[int],
@@ -76,7 +77,7 @@ def _train(
             options = [*options, "--rendezvous", f"{first}:{agents[0].call(find_free_ports, 1, first)[0]}"]
         for agent in agents:
             own = ["--host", agent.host, *options]
-            kept = agent.keep(HostTraining, to_toml(plan), script, own, tuple(command), str(Path.cwd()))
+            kept = agent.keep(make, own, tuple(command), str(Path.cwd()))
             parts.append(HostPart(agent.host, kept))
         code = wait_for_hosts(parts, caught)
     except HostLostError as gone:

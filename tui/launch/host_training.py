@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from evener.balancer.probes.script_copy import ScriptCopy, WrittenScript
+from evener.launched import REPLACED_PLAN
 
 READ_SECONDS = 1.0
 END_SECONDS = 35.0  # after SIGTERM: a little more than launch gives its own processes
@@ -23,10 +24,19 @@ _LIBC = ctypes.CDLL(None)
 
 
 class HostTraining:
-    """One host's part of a training; its output is read from afar. It ends with this process."""
+    """One host's part of a training; its output is read from afar. It ends with this process.
+
+    A script that names the file `planned` trains by `plan`.
+    """
 
     def __init__(
-        self, plan: bytes, script: ScriptCopy | None, options: Sequence[str], command: Sequence[str], folder: str
+        self,
+        plan: bytes,
+        planned: str,
+        script: ScriptCopy | None,
+        options: Sequence[str],
+        command: Sequence[str],
+        folder: str,
     ) -> None:
         self._written = WrittenScript(script) if script else None
         path = Path(tempfile.mkdtemp(prefix="evener-"), "plan.toml")
@@ -34,6 +44,7 @@ class HostTraining:
         self._plan = path
         words = [self._written.path, *command[1:]] if self._written else list(command)
         self._command = [sys.executable, "-m", "evener", "launch", *options, str(path), *words]
+        self._environment = {**os.environ, REPLACED_PLAN: planned}
         self._folder = folder if os.access(folder, os.X_OK) else None
         self._process: subprocess.Popen[bytes] | None = None
         self._code: int | None = None
@@ -80,6 +91,7 @@ class HostTraining:
             self._process = process = subprocess.Popen(
                 self._command,
                 cwd=self._folder,
+                env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -97,6 +97,7 @@ def make_job(
         own=own,
         processes=arrange(devices, one_process),
         wait_seconds=wait_seconds,
+        replaced=Path(os.environ[REPLACED_PLAN]) if os.environ.get(REPLACED_PLAN) else None,
     )
 
 

@@ -80,7 +80,7 @@ def _make_next(first: Job, broken: Sequence[Device], path: Path) -> Job:
         first,
         plan=plan,
         path=path,
-        replaced=first.path,
+        replaced=first.replaced or first.path,
         own=tuple(share for share in plan.layout.active if share.host == first.host),
         processes=arrange(left, one_process=len(first.processes) < len(first.own)),
     )
