@@ -378,7 +378,7 @@ def test_a_plan_over_hosts_is_launched_on_all_of_them(cluster: Any, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_training_goes_on_without_a_host_that_is_lost(cluster: Any, tmp_path: Path) -> None:
-    """The others start again with its rows, and meet at another host, as it was the first. The script names its plan."""
+    """The others start again with its rows, and meet at another host, as it was the first; they name the plan."""
     node = cluster.add_node(node_ip_address=THIRD, **NODE)
     until(lambda: THIRD in [each.host for each in list_nodes()], "the third host")
     plan = plan_over(("cpu-0-of-1", THIRD), ("cpu-0-of-2", FIRST), ("cpu-1-of-2", SECOND), engine="multiworker")
