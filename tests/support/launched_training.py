@@ -73,3 +73,4 @@ if __name__ == "__main__":
     learned = {"weights": [weights.detach() for weights in net.parameters()], "losses": losses}
     found = {"said": said, "rows": split.shares[split.rank], "host": os.environ["EVENER_HOST"]}
     torch.save({**learned, **found}, folder / f"{split.rank}.pt")
+    os._exit(0)  # a thread of gloo may abort a process while Python ends (github.com/pytorch/pytorch/issues/190489)

@@ -55,7 +55,7 @@ def run_on_gpus(function: str, folder: Path, *arguments: Any, world: int = 2) ->
     """As `RankServer.run`, each rank on a GPU."""
     folder.mkdir(exist_ok=True)
     given = json.dumps(arguments)
-    run_ranks(Path(__file__), world, lambda rank: [function, str(folder), str(rank), given], folder, gpus=True)
+    run_ranks(Path(__file__), world, lambda rank: [function, str(folder), str(rank), given], folder)
 
 
 def serve() -> None:

@@ -28,14 +28,12 @@ def rank_environment(gpus: bool = False) -> dict[str, str]:
     return common if gpus else {**common, "CUDA_VISIBLE_DEVICES": ""}
 
 
-def run_ranks(
-    script: Path, world: int, arguments: Callable[[int], Sequence[str]], folder: Path, gpus: bool = False
-) -> None:
-    """Run `script` in `world` processes, each with the arguments of its rank; AssertionError once one fails."""
+def run_ranks(script: Path, world: int, arguments: Callable[[int], Sequence[str]], folder: Path) -> None:
+    """Run `script` in `world` processes that see the GPUs; AssertionError once one fails."""
     places = {"WORLD_SIZE": str(world), "MASTER_PORT": str(free_port()), "EVENER_LIVE_DIR": str(folder / "live")}
     children, logs = [], [folder / f"rank{rank}.txt" for rank in range(world)]
     for rank, log in enumerate(logs):
-        place = {**rank_environment(gpus), **places, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        place = {**rank_environment(gpus=True), **places, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         command = [sys.executable, "-W", "ignore", str(script), *arguments(rank)]
         with log.open("w") as stream:
             children.append(subprocess.Popen(command, env={**os.environ, **place}, stderr=stream))
