@@ -88,6 +88,17 @@ def test_the_subscriber_gets_every_snapshot_and_the_source_is_closed_once() -> N
     assert values == sorted(values)
 
 
+def test_a_subscriber_that_comes_later_gets_what_follows() -> None:
+    """As the app does, which is imported while the first reading is taken."""
+    source, got = Scripted(), list[Snapshot]()
+    with sampling(source, 0.1) as sampler:
+        wait_for(lambda: sampler.latest() is not None)
+        sampler.start(got.append)
+        wait_for(lambda: len(got) >= 2)
+        assert len(sampler_threads()) == 2
+    assert source.closed == 1
+
+
 def test_the_period_is_kept_though_sampling_takes_time() -> None:
     """A quarter of the period spent in the source doesn't stretch it: ticks stay on the grid."""
     source = Scripted(lambda _: time.sleep(0.05))
@@ -162,15 +173,17 @@ def test_an_interval_too_short_to_sample_is_refused(interval: float) -> None:
         Sampler(Scripted(), interval)
 
 
-@given(st.integers(1, 20), st.lists(st.none() | st.floats(-1e6, 1e6), max_size=50))
-def test_history_is_the_last_values_oldest_first(size: int, numbers: list[float | None]) -> None:
+@given(st.integers(1, 20), st.lists(st.none() | st.floats(-1e6, 1e6), max_size=50), st.integers(0, 30))
+def test_history_is_the_last_values_oldest_first(size: int, numbers: list[float | None], newest: int) -> None:
     history = History(size)
     for number in numbers:
         sample = DeviceSample(device=DEVICE) if number is None else snapshot(number).devices[0]
         history.add(
             Snapshot(at_seconds=0, interval_seconds=1, devices=(sample,), processes=(), host=HOST, sampling_seconds=0)
         )
-    assert history.values(DEVICE.id, "temperature_celsius") == tuple(numbers[-size:])
+    kept = history.values(DEVICE.id, "temperature_celsius")
+    assert kept == tuple(numbers[-size:])
+    assert history.values(DEVICE.id, "temperature_celsius", newest) == kept[max(0, len(kept) - newest) :]
     assert history.values("another", "temperature_celsius") == (None,) * min(size, len(numbers))
 
 

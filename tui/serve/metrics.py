@@ -39,7 +39,6 @@ class _Reading:
 
 class _Handler(WSGIRequestHandler):
     timeout = 10  # for a client that connects and says nothing
-    wbufsize = -1  # one packet for status, headers and text
 
     def log_message(self, *_: object) -> None:
         """Nothing: standard error may be the app's terminal."""
