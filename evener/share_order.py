@@ -42,9 +42,9 @@ def check_agreement(ranks: Sequence[RankInfo]) -> None:
         )
     for name, value in ranks[0].options.items():
         for rank, info in enumerate(ranks):
-            if info.options[name] != value:
+            if (given := info.options.get(name)) != value:
                 raise RequestError(
-                    f"Rank {rank} has {name}={info.options[name]!r}, rank 0 has {name}={value!r}.",
+                    f"Rank {rank} has {name}={given!r}, rank 0 has {name}={value!r}.",
                     "Give every process the same.",
                 )
 
