@@ -2,7 +2,8 @@
 
 The first split is the fastest that the solo curves predict. Its step gives the cost of gradient exchange and, where the
 devices' own times are reported, one more point of every curve. The stage ends when the prediction no longer changes.
-One device alone, with the others at rest, is measured if it may beat every split.
+One device alone, with the others at rest, is measured if it may beat every split. Of a fixed batch the fastest device
+alone comes before the first split: it is compared in any case, and starts no children.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class SplitStage:
 
     def next_probe(self) -> Probe | None:
         """The next split, or device at rest; None when the stage is over."""
-        wanted = (self._next_split() if self._with_splits else None) or self._next_single()
+        wanted = self._first_single() or (self._next_split() if self._with_splits else None) or self._next_single()
         if wanted is None:
             return None
         layout = self._model.level(self._predictions.layout(wanted))
@@ -92,6 +93,13 @@ class SplitStage:
             return max(LEAST_GAIN, self._problem.tolerance)
         walled = any(share >= self._model.limits[i] for i, share in wanted.shares)
         return LEAST_GAIN if walled else worthwhile_gain(self._problem.tolerance)
+
+    def _first_single(self) -> Allocation | None:
+        """The fastest device alone at a fixed batch: a split that is much slower mustn't be all that was measured."""
+        tried = self._model.splits or self._seen.in_stage("rest")
+        if self._problem.global_batch is None or len(self._model.live) < 2 or not self._with_splits or tried:
+            return None
+        return self._predictions.fastest_single
 
     def _next_single(self) -> Allocation | None:
         """One device alone, the others at rest, if it may win: it may hold a larger batch, or be faster uncontended."""

@@ -189,3 +189,28 @@ def test_times_that_fall_are_no_matter_for_a_free_batch() -> None:
     assert best is not None
     top = machine.samples_per_second((4096, 2600))
     assert machine.samples_per_second(best.layout.shares) >= top * (1 - TOLERANCE - 0.015)
+
+
+# ---------------------------------------------------------------------- searches that end early
+
+
+@pytest.mark.parametrize("batch", [64, 512])
+@pytest.mark.parametrize("micro", [True, False])
+def test_an_interrupted_search_has_no_split_that_is_surely_slower_than_one_device(batch: int, micro: bool) -> None:
+    """Gradients take 50 ms over the network, a step of 64 rows alone 6 ms: the device alone is measured first."""
+    devices = tuple(
+        SimulatedDevice(
+            name=name, memory_mib=4000.0, memory_base_mib=500.0, memory_per_sample_mib=1.0, curve=curve, noise=0.01
+        )
+        for name, curve in (("A", ((1, 2.0), (4000, 250.0))), ("B", ((1, 2.0), (4000, 300.0))))
+    )
+    machine = Machine(devices, Sync(50.0))
+    whole, ran = searched(machine, global_batch=batch, micro=micro)
+    alone = machine.samples_per_second((batch, 0))
+    interrupted = Search(whole.problem)
+    for one in ran:
+        interrupted.tell(one)
+        best = interrupted.best()
+        if best is not None:
+            assert true_rate(machine, best) >= 0.8 * alone  # the other device has 88 % of it
+    assert interrupted.best() is not None
