@@ -73,11 +73,6 @@ class Session(EventThread):
         """What decided on the probes; read it once the session has ended."""
         return self._search
 
-    @property
-    def resolved(self) -> ResolvedRequest:
-        """The request, with the devices and the workload that it means here."""
-        return self._resolved
-
     def stop(self) -> None:
         """End with the best plan so far; Finished says that it was interrupted. From any thread or signal handler."""
         self._interrupted = True

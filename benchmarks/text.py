@@ -113,7 +113,8 @@ def find_split(request: Request) -> Layout:
     (verdict,) = [event.verdict for event in session.events() if isinstance(event, Finished)]
     session.close()
     print(f"{request.devices}: {verdict}", file=sys.stderr, flush=True)
-    splits = [one.layout for one in session.search.candidates() if one.layout.kind == "split" and one.layout.costs]
+    splits = [one.candidate.layout for one in session.search.ranking()]
+    splits = [layout for layout in splits if layout.kind == "split" and layout.costs]
     if not splits:
         raise SystemExit("No split by cost was measured.")
     return splits[0]

@@ -184,14 +184,6 @@ class Findings:
 
     # ------------------------------------------------------------------ what a comparison reports beside its ranking
 
-    def candidates(self) -> tuple[Candidate, ...]:
-        """Every layout that takes part in the race."""
-        return self._candidates.all
-
-    def common_batch(self) -> int | None:
-        """The batch of the layouts that have none of their own; None if nothing ran yet."""
-        return self._candidates.common_batch
-
     def unmeasured(self) -> tuple[Candidate, ...]:
         """The layouts that the budget left without a measurement."""
         return self._race.unmeasured_firsts

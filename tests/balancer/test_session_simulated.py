@@ -434,5 +434,5 @@ def test_a_comparison_discovers_its_devices_once(monkeypatch: pytest.MonkeyPatch
     session = Session(resolve_comparison(Request(devices="sim:t4,t4"), ["solo", "even"]))
     session.close()
     assert asked == ["sim:t4,t4"]
-    assert session.resolved.request.compare is not None
-    assert session.resolved.request.compare.families == ("solo", "even")
+    assert session._resolved.request.compare is not None
+    assert session._resolved.request.compare.families == ("solo", "even")

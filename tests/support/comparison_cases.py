@@ -94,7 +94,7 @@ def compare(case: ComparisonCase) -> tuple[Search, int, float]:
 def score(case: ComparisonCase) -> Score:
     """Run one machine and compare its verdict with the truth."""
     comparison, probes, seconds = compare(case)
-    truths = truth(case, comparison.common_batch())
+    truths = truth(case, comparison._candidates.common_batch)
     best = max(truths, key=lambda name: truths[name])
     standing = comparison.ranking()[0]
     layout = standing.candidate.layout

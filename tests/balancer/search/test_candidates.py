@@ -30,7 +30,7 @@ def raced(bench: Bench, options: LayoutOptions, **problem: Any) -> dict[str, lis
     """The layouts of a whole race, by family."""
     search = Search(bench.problem(**problem), options).run(bench.measure)
     found: dict[str, list[Layout]] = {}
-    for one in search.candidates():
+    for one in search._candidates.all:
         found.setdefault(one.family, []).append(one.layout)
     return found
 
@@ -108,10 +108,10 @@ def test_a_family_s_further_candidates_are_extra() -> None:
     three = Bench(((3.0, 0.1, 0, 400), (12.0, 0.3, 0, 2000), (30.0, 0.8, 0, 1000)), 0.003)
     search = Search(three.problem(), LayoutOptions(("solo", "split"))).run(three.measure)
     for family, most in (("split", 4), ("solo", 1)):
-        extra = [one.extra for one in search.candidates() if one.family == family]
+        extra = [one.extra for one in search._candidates.all if one.family == family]
         assert extra == [False, True, True, True][: len(extra)]
         assert len(extra) <= most
-    assert len([one for one in search.candidates() if one.family == "split"]) > 1
+    assert len([one for one in search._candidates.all if one.family == "split"]) > 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -155,9 +155,9 @@ def test_results_are_listed_from_the_fastest() -> None:
 def test_the_fastest_measured_split_of_a_fixed_batch_races() -> None:
     """Whatever else was measured, and in whatever order."""
     search = Search(FOUR.problem(global_batch=800), LayoutOptions(("split",), scaling=False)).run(FOUR.measure)
-    (fastest,) = [one.layout for one in search.candidates() if one.family == "split"]
+    (fastest,) = [one.layout for one in search._candidates.all if one.family == "split"]
     slow = Probe(Layout("split", (200, 200, 200, 200)), "split", 1.0, 9)
     for seen in FOUR.measure([slow]):
         search.tell(seen)
-    assert [one.layout for one in search.candidates() if one.family == "split"] == [fastest]
+    assert [one.layout for one in search._candidates.all if one.family == "split"] == [fastest]
     assert fastest.shares[0] > fastest.shares[3]

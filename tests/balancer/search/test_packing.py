@@ -27,7 +27,7 @@ def searched(runs: int, budget: float | None = None) -> Search:
 
 def logical(search: Search) -> list[int]:
     """How many trainings the logical packs of the race have."""
-    return [one.layout.processes for one in search.candidates() if one.layout.placement == "logical"]
+    return [one.layout.processes for one in search._candidates.all if one.layout.placement == "logical"]
 
 
 def test_a_logical_pack_is_as_large_as_the_best_of_plain_processes() -> None:
