@@ -70,7 +70,8 @@ class EvenerApp(BaseApp):
             except (ValueError, RuntimeError, NotImplementedError):
                 break  # not in the main thread: the caller handles signals
         self.publisher.start(lambda snapshot: self.post_message(Sampled(snapshot)))
-        self.call_after_refresh(_settle_memory)
+        if not gc.isenabled():  # started on a terminal, not within a test
+            self.call_after_refresh(_settle_memory)
 
     async def on_event(self, event: Event) -> None:
         """Finish each key before the next one.
