@@ -149,7 +149,7 @@ class ScriptedSession:
     def events(self) -> Iterator[Event]:
         yield from self._events[:-1]
         if self._hold:
-            self.asked.wait(20)
+            self.asked.wait(200)
         yield self._events[-1]
 
     def stop(self) -> None:

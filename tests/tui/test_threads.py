@@ -24,7 +24,7 @@ from evener.tui.runtime.session_thread import SessionEnded, SessionReported, Ses
 from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
 
 
-def _wait(condition: Callable[[], object], seconds: float = 10.0) -> None:
+def _wait(condition: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never came"
