@@ -185,3 +185,12 @@ def test_bytes_and_batches_are_read_off_the_same_lines() -> None:
     level = Memory(None, ((100, 2000), (200, 2000)), 200)
     assert level.largest_within(1999) == 0
     assert level.largest_within(2000) > 10**6
+
+
+def test_the_most_that_any_split_took_for_the_exchange_is_left_free() -> None:
+    """Splits of small shares may take less; what is left of 1,000 bytes is for the samples."""
+    memory = Memory(1000, points=((10, 100), (20, 200)), ran=20, in_splits=((10, 130), (20, 250)))
+    assert memory.exchanged_bytes == 50
+    assert memory.largest_in_split(1 << 20) < Memory(1000, points=((10, 100), (20, 200)), ran=20).largest_in_split(
+        1 << 20
+    )
