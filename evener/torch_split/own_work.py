@@ -34,6 +34,9 @@ class Clock(Protocol):
     def seconds(self, start: Any, end: Any) -> float:
         """Between two marks that are past."""
 
+    def reuse(self, marks: Sequence[Any]) -> None:
+        """Nobody asks for these any more."""
+
 
 class HostClock:
     """For a CPU, which computes what the loop says at once."""
@@ -48,16 +51,20 @@ class HostClock:
         """Between the two."""
         return end - start
 
+    def reuse(self, marks: Sequence[float]) -> None:
+        """Numbers need no second use."""
+
 
 class GpuClock:
     """For a GPU, which computes what the loop says later: events on the current stream."""
 
     def __init__(self, make_event: Callable[..., Any] = torch.cuda.Event) -> None:
         self._make_event = make_event
+        self._free: list[Any] = []
 
     def mark(self) -> Any:
         """An event behind all that is enqueued now."""
-        event = self._make_event(enable_timing=True)
+        event = self._free.pop() if self._free else self._make_event(enable_timing=True)
         event.record()
         return event
 
@@ -68,6 +75,10 @@ class GpuClock:
     def seconds(self, start: Any, end: Any) -> float:
         """Of the GPU between the two."""
         return float(start.elapsed_time(end)) / 1e3
+
+    def reuse(self, marks: Sequence[Any]) -> None:
+        """Record these again, which takes less than a new event."""
+        self._free.extend(marks)
 
 
 class TimedStep(NamedTuple):
@@ -113,7 +124,7 @@ class StepTimer:
         self.sizes: tuple[int, ...] = ()  # of the newest batch
         self._turns: list[Any] = []
         self._computed = self._applied = False  # gradients of the batch
-        self._marked: deque[_Marked] = deque(maxlen=KEPT_STEPS)
+        self._steps: deque[_Marked | TimedStep] = deque(maxlen=KEPT_STEPS)
         _timers.add(self)
 
     def begin(self, sizes: tuple[int, ...]) -> None:
@@ -163,7 +174,7 @@ class StepTimer:
         """The loop asks for its next batch; whether gradients of this one were computed, and exchanged."""
         done = self._clock.mark()
         if self._turns and (self._computed or self._applied):
-            self._marked.append(_Marked(self.sizes, self._asked, self._turns, done))
+            self._steps.append(_Marked(self.sizes, self._asked, self._turns, done))
         computed = self._computed
         self.pause()
         self._asked = done
@@ -176,8 +187,11 @@ class StepTimer:
 
     def last(self, count: int = KEPT_STEPS) -> list[TimedStep]:
         """Of the last steps, so many at most, those that the device has computed."""
-        marked = list(self._marked)[-count:]
-        return [self._time(each) for each in marked if self._clock.is_past(each.done)]
+        for place, step in enumerate(self._steps):
+            if isinstance(step, _Marked) and self._clock.is_past(step.done):
+                self._steps[place] = self._time(step)
+                self._clock.reuse(step.turns)
+        return [step for step in list(self._steps)[-count:] if isinstance(step, TimedStep)]
 
     def medians(self) -> StepMedians:
         """Of the last steps."""

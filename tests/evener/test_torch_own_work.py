@@ -154,6 +154,26 @@ def test_on_a_gpu_events_are_read_once_they_are_past() -> None:
     assert step[1:3] == pytest.approx((0.020, 0.008))
 
 
+def test_events_are_recorded_again_once_they_were_read() -> None:
+    """The times of steps that were read stay as they are."""
+    made: list[FakeEvent] = []
+
+    def make(enable_timing: bool) -> FakeEvent:
+        made.append(FakeEvent(enable_timing))
+        return made[-1]
+
+    FakeEvent.computed = deque(float(at) for at in range(100))
+    timer = StepTimer(GpuClock(make), alone=False)
+    for _ in range(20):
+        timer.begin(SIZES)
+        timer.note_gradients()
+        timer.note_update()
+        timer.finish()
+        assert {step[1:3] for step in timer.last()} == {(0.001, 0.001)}
+    assert len(timer.last()) == 20
+    assert len(made) == 3 + 20, "three for all steps, and the end of each"
+
+
 def paired(first: Any, second: Any) -> Iterator[tuple[Training, Training, float]]:
     """What the live files of two ranks say of each training, and the seconds that the second was held up."""
     for weigh, (record, _) in first.items():

@@ -116,6 +116,9 @@ class TurnedClock:
     def seconds(self, start: float, end: float) -> float:
         return end - start
 
+    def reuse(self, marks: Sequence[float]) -> None:
+        pass
+
 
 class RebalancedCase(msgspec.Struct, frozen=True):
     """A training whose shares change; in `slow` steps, rank 1 takes four times as long for a row."""
