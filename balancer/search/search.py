@@ -59,7 +59,7 @@ class Search(Findings):
         """The first stage that wants a probe gets it.
 
         The race is interrupted if all measured splits no longer fit, or the budget was raised. When it is over,
-        exploration may spend the rest of the budget; not after a tie, as a prediction from such noise says no more.
+        exploration may spend the rest of the budget.
         """
         if again := self._seen.open_failures():
             same = tuple(probe for probe in again if probe.stage == again[0].stage)
@@ -75,8 +75,7 @@ class Search(Findings):
             return decision
         if probe := self._race.next_probe():
             return Decision((probe,), explain_race(probe, len(self._candidates.running)))
-        late = self.problem.budget_seconds is not None and not self._race.tied
-        if late and (decision := self._explore(self._rest)):
+        if self.problem.budget_seconds is not None and (decision := self._explore(self._rest)):
             return decision
         return self._check() or self._repeat() or Decision((), "Done.", self._why_over(model))
 
@@ -128,10 +127,8 @@ class Search(Findings):
             return (Stop.BUDGET if self._seen.in_stage("split") or model.holds_batch else Stop.NO_FIT).value
         problem = msgspec.structs.replace(self.problem, budget_seconds=None)
         endless = Budget(problem, self.options, self._seen, race_is_over=True)
-        if self._race.waits_for_budget:
+        if self._race.waits_for_budget or self._explore(endless):
             return Stop.BUDGET.value
         if self._race.tied:
             return Stop.TIED.value
-        if self._explore(endless):
-            return Stop.BUDGET.value
         return (Stop.SETTLED if len(found) > 1 else Stop.ONLY_ONE).value

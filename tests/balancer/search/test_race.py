@@ -130,8 +130,7 @@ def test_devices_that_all_fail_are_the_reason_each_by_name() -> None:
 
 def test_a_noisy_tie_ends_before_its_budget_and_is_called_one() -> None:
     """Two equal devices with 10 % of noise between probes: more turns would not tell the leading layouts apart."""
-    runs = [noisy(EQUAL, 0.1, seed, budget_seconds=120.0) for seed in range(8)]
-    found = [search for search, _ in runs]
+    found = [noisy(EQUAL, 0.1, seed, budget_seconds=120.0)[0] for seed in range(8)]
     checks = [search._seen.spent_seconds(["check"]) for search in found]
     spent = sorted(search.spent_seconds() - after for search, after in zip(found, checks, strict=True))
     assert spent[4] < 75
@@ -139,12 +138,10 @@ def test_a_noisy_tie_ends_before_its_budget_and_is_called_one() -> None:
     ends = [search.why_stopped() for search in found]
     assert set(ends) <= {Stop.TIED, Stop.SETTLED}
     assert ends.count(Stop.TIED) >= 4
-    for search, seen in runs:
+    for search in found:
         best = search.best()
         assert best is not None
         assert EQUAL.rate(best.layout) >= 0.9 * EQUAL.best()[0]
-        last = max(i for i, one in enumerate(seen) if one.probe.stage == "race")
-        assert {one.probe.stage for one in seen[last + 1 :]} == {"check"}
 
 
 def test_a_layout_that_breaks_in_the_race_takes_no_more_turns() -> None:
