@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evener.balancer.search.model import step_time
 from evener.balancer.search.model.contention import slow_by_contention
 from evener.balancer.search.model.device_groups import group_devices
 from evener.balancer.search.model.evidence import DeviceEvidence
@@ -195,3 +196,9 @@ def test_of_several_ratios_the_surest_decides() -> None:
     assert sorted(group_devices([device([*rough, sure]), device([*slower, sure])])) == [[0, 1]]
     apart = Point(400, 0.05 * 1.0055, 0.001)
     assert sorted(group_devices([device([*rough, sure]), device([*rough, apart])])) == [[0], [1]]
+
+
+def test_a_bend_is_shrunk_by_the_part_that_noise_explains() -> None:
+    """Points 20 % off with an error of 10 %: a quarter of their squares is noise, and so is a quarter of each bend."""
+    bends = step_time._bends([Point(10, 12.0, 0.1), Point(20, 16.0, 0.1)], step_time.Hinge(0.0, 1.0))
+    assert bends == [(10, pytest.approx(1.15)), (20, pytest.approx(0.85))]
