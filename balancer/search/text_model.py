@@ -46,8 +46,8 @@ class TextModel:
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:
-        """Every split that was dealt by cost in exploration."""
-        splits = self.seen.in_stage("split")
+        """Every split that was dealt by cost in exploration, in order."""
+        splits = sorted(self.seen.in_stage("split"), key=lambda one: one.probe.turn)
         return tuple(one for one in splits if isinstance(one, Timed) and one.probe.layout.costs)
 
     @cached_property

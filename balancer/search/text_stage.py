@@ -1,9 +1,10 @@
 """Exploration where rows are of unequal length: passes of a few sizes, then whole batches, split and alone.
 
-Passes of short, middling and long rows, several of one size, and larger ones until they take clearly longer give each
-device's cost; all devices run at the same time. Then the split is measured that the costs predict, and the global batch
-on each device alone, which tests its cost. Up to two more splits follow, with what the devices' own work in the last
-one showed.
+Passes of middling rows, larger ones until they take clearly longer, then passes of short and long rows, and several of
+one size, give each device's cost; all devices run at the same time. A small pass tells nothing of tokens on a fast GPU:
+starting its kernels takes longer than computing them. Then the split is measured that the costs predict, and the global
+batch on each device alone, which tests its cost. Up to two more splits follow, with what the devices' own work in the
+last one showed.
 """
 
 from __future__ import annotations
@@ -76,17 +77,34 @@ class TextStage:
         middle, longest = self._quantile(MIDDLE), lengths[-1]
         tokens = max(ROWS * middle, longest)
         yield self._same_length(position, middle, tokens)
-        yield self._same_length(position, self._quantile(SHORT), tokens, PASSES)
-        yield self._same_length(position, longest, tokens)
-        yield self._same_length(position, self._quantile(LONG), tokens)
         for _ in range(MOST_GROWN):
             tokens *= GROWTH
             if not self._worth_growing(position, middle, tokens):
-                return
+                break
             yield self._same_length(position, middle, tokens)
+        tokens = self._telling_tokens(position, middle)
+        yield self._same_length(position, self._quantile(SHORT), tokens, PASSES)
+        yield self._same_length(position, longest, tokens)
+        yield self._same_length(position, self._quantile(LONG), tokens)
+
+    def _telling_tokens(self, position: int, length: int) -> int:
+        """Of a pass that isn't much longer than it has to be for tokens to show: the largest, or the one before it."""
+        timed = [one for one in self._text.tried_alone(position) if isinstance(one, Timed)]
+        steps = {
+            one.probe.layout.pass_rows[position]: one.step_seconds for one in timed if self._is_one_pass(one, length)
+        }
+        rows = sorted(steps)
+        clear = len(rows) > 1 and steps[rows[-1]] >= CLEAR * min(steps.values())
+        return max(rows[-2 if clear else -1] * length if rows else 0, self._problem.lengths[-1])
+
+    @staticmethod
+    def _is_one_pass(seen: Timed, length: int) -> bool:
+        layout = seen.probe.layout
+        return layout.length == length and not layout.in_passes
 
     def _same_length(self, position: int, length: int, tokens: int, passes: int = 1) -> Layout:
-        rows = max(1, tokens // length)
+        most = self._problem.global_batch or self._problem.max_global_batch or tokens
+        rows = max(1, min(tokens // length, most))
         return msgspec.structs.replace(solo(self._problem.devices, position, rows * passes, rows), length=length)
 
     def _quantile(self, part: float) -> int:
@@ -125,4 +143,4 @@ class TextStage:
         if layout is None or any(self._text.same_dealing(layout, one.probe.layout) for one in tried):
             return ()
         affordable = self._affords(layout, "split" if self._text.splits else "race")
-        return (self._probe(layout, "split", MOST_SPLITS),) if affordable else ()
+        return (self._probe(layout, "split", MOST_SPLITS, turn=len(tried)),) if affordable else ()
