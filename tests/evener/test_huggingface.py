@@ -101,11 +101,12 @@ def test_it_learns_what_one_process_learns(trained: Any, name: str) -> None:
 
 @pytest.mark.parametrize("names", [ON_GPUS, ("tokens, FSDP2",)], ids=("DDP", "FSDP2"))
 def test_two_gpus_learn_what_one_process_learns(gpu_ranks: Run, expected: Ended, names: tuple[str, ...]) -> None:
+    """The one process is on a CPU, and Llama computes its norms in float32: that leaves 6.5e-10 on two H200."""
     for rank in gpu_ranks(f"{PROGRAMS}.train_all", *TWO, names):
         for name in names:
             assert rank[name]["losses"][-1] == pytest.approx(expected[name]["losses"][-1], abs=2e-6)
             for mine, its in zip(rank[name]["weights"], expected[name]["weights"], strict=True):
-                torch.testing.assert_close(mine, its, rtol=0, atol=1e-12)
+                torch.testing.assert_close(mine, its, rtol=0, atol=1e-8)
 
 
 def test_trl_learns_what_one_process_learns(trainer_ranks: Run) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.frameworks import skip_without
 from tests.support.keras_start import Answers, start, start_group
 
+skip_without("tensorflow")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]  # one wait for all processes, on a machine that may be busy
 
 SCRIPT = Path(__file__).parents[1] / "support" / "keras_proofs.py"

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.frameworks import skip_without
 from tests.support.keras_start import Answers, start, start_group
 
+skip_without("tensorflow")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(580),

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.frameworks import skip_without
 from tests.support.keras_start import Answers, free_peers, start
 
+skip_without("tensorflow")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]  # one wait for all processes, on a machine that may be busy
 
 SCRIPT = Path(__file__).with_name("keras_steps.py")
