@@ -37,8 +37,9 @@ def draw(found: dict[str, Any], target: Path) -> None:
     span = found["start"], found["end"]
     rate = found["batch"] / seconds
     axes.plot(span, (rate, rate), "--", color="0.3", label=f"best fixed shares, {shares.replace('+', ' + ')}")
-    for step, changed in found["changes"]:
-        axes.annotate(" + ".join(map(str, changed)), (step, 0), rotation=90, va="bottom", ha="right", fontsize=7)
+    for number, (step, changed) in enumerate(found["changes"]):
+        beside = {"xytext": (3, 3 + 9 * (number % 3)), "textcoords": "offset points", "fontsize": 7}
+        axes.annotate(" + ".join(map(str, changed)), (step, 0), **beside)
         axes.axvline(step, color="0.6", linewidth=0.6, linestyle=":")
     axes.set(xlabel="step", ylabel="samples/s", ylim=(0, None), xlim=(0, found["steps"]))
     figure.legend(fontsize=8, loc="outside upper center", ncols=4, frameon=False)
