@@ -138,7 +138,7 @@ def _runs(
             seen.warnings,
             seen.throughput,
             power,
-            seen.throughput.value / power.watts if power and power.watts else None,
+            power.samples_per_joule(seen.throughput.value) if power else None,
         )
 
 

@@ -5,7 +5,9 @@ Devices are positions in the request (0 .. K-1); whoever drives a session knows 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
+from statistics import fmean
 from typing import Literal
 
 import msgspec
@@ -111,6 +113,15 @@ class Power(msgspec.Struct, frozen=True):
     def watts(self) -> float:
         """Of all of them: idle ones are a part of what a layout costs."""
         return self.active_watts + self.idle_watts
+
+    def samples_per_joule(self, samples_per_second: float) -> float | None:
+        """Of all of them together; None if they draw nothing."""
+        return samples_per_second / self.watts if self.watts else None
+
+    @classmethod
+    def mean(cls, found: Sequence[Power]) -> Power | None:
+        """Of several measurements; None without any."""
+        return cls(fmean(one.active_watts for one in found), fmean(one.idle_watts for one in found)) if found else None
 
 
 class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):

@@ -175,14 +175,13 @@ def throughput(turns: Turns) -> Interval:
 
 def mean_power(turns: Turns) -> Power | None:
     """Over all turns in which every device reported it."""
-    found = [power for seen in turns.values() if (power := seen.power)]
-    return Power(fmean(one.active_watts for one in found), fmean(one.idle_watts for one in found)) if found else None
+    return Power.mean([power for seen in turns.values() if (power := seen.power)])
 
 
 def samples_per_joule(turns: Turns) -> float:
     """Of all devices of the request together; 0 where that isn't known."""
     power = mean_power(turns)
-    return throughput(turns).value / power.watts if power and power.watts else 0.0
+    return (power.samples_per_joule(throughput(turns).value) or 0.0) if power else 0.0
 
 
 def center(figure: Interval, value: float) -> Interval:

@@ -153,7 +153,7 @@ def _standing_json(found: Search, one: Standing) -> dict[str, object]:
         "samples_per_second_interval": [one.throughput.low, one.throughput.high],
         "tokens_per_second": one.throughput.value * found.mean_length or None,
         "padding": found.padding(layout) if found.mean_length else None,
-        "samples_per_joule": one.throughput.value / power.watts if power and power.watts else None,
+        "samples_per_joule": power.samples_per_joule(one.throughput.value) if power else None,
         "active_watts": power and power.active_watts,
         "idle_watts": power and power.idle_watts,
         "step_milliseconds": one.step.value * 1000,

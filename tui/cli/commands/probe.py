@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
-from statistics import fmean
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -166,11 +165,11 @@ def _list_rows(runs: Sequence[TimedRun], layout: Layout, labels: Sequence[str]) 
 
 def _with_energy(row: Row, powers: Sequence[Power]) -> Row:
     """The row of all devices with what they draw; unchanged where that is unknown."""
-    if not powers or row.samples_per_second is None:
+    power = Power.mean(powers)
+    if power is None or row.samples_per_second is None:
         return row
-    active, idle = fmean(one.active_watts for one in powers), fmean(one.idle_watts for one in powers)
-    efficiency = row.samples_per_second / (active + idle) if active + idle else None
-    return row._replace(samples_per_joule=efficiency, active_watts=active, idle_watts=idle)
+    efficiency = power.samples_per_joule(row.samples_per_second)
+    return row._replace(samples_per_joule=efficiency, active_watts=power.active_watts, idle_watts=power.idle_watts)
 
 
 def _table(rows: Sequence[Row], alone: bool) -> Table:
