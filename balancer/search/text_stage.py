@@ -9,7 +9,7 @@ last one showed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -89,18 +89,16 @@ class TextStage:
 
     def _telling_tokens(self, position: int, length: int) -> int:
         """Of a pass that isn't much longer than it has to be for tokens to show: the largest, or the one before it."""
-        timed = [one for one in self._text.tried_alone(position) if isinstance(one, Timed)]
-        steps = {
-            one.probe.layout.pass_rows[position]: one.step_seconds for one in timed if self._is_one_pass(one, length)
-        }
+        steps = self._single_passes(position, length)
         rows = sorted(steps)
-        clear = len(rows) > 1 and steps[rows[-1]] >= CLEAR * min(steps.values())
+        clear = len(rows) > 1 and _take_clearly_longer(steps)
         return max(rows[-2 if clear else -1] * length if rows else 0, self._problem.lengths[-1])
 
-    @staticmethod
-    def _is_one_pass(seen: Timed, length: int) -> bool:
-        layout = seen.probe.layout
-        return layout.length == length and not layout.in_passes
+    def _single_passes(self, position: int, length: int) -> dict[int, float]:
+        """Seconds of a step of one pass with rows of this length, by its rows."""
+        timed = [one for one in self._text.tried_alone(position) if isinstance(one, Timed)]
+        ran = {one.probe.layout: one.step_seconds for one in timed if one.probe.layout.length == length}
+        return {layout.shares[position]: seconds for layout, seconds in ran.items() if not layout.in_passes}
 
     def _same_length(self, position: int, length: int, tokens: int, passes: int = 1) -> Layout:
         most = self._problem.global_batch or self._problem.max_global_batch or tokens
@@ -113,9 +111,8 @@ class TextStage:
 
     def _worth_growing(self, position: int, length: int, tokens: int) -> bool:
         """Whether larger passes are wanted, may fit, and are ever taken."""
-        timed = [one for one in self._text.tried_alone(position) if isinstance(one, Timed)]
-        steps = [one.step_seconds for one in timed if one.probe.layout.length == length]
-        if not steps or max(steps) >= CLEAR * min(steps) or GROWTH * max(steps) > self._budget.longest_step():
+        steps = self._single_passes(position, length)
+        if not steps or _take_clearly_longer(steps) or GROWTH * max(steps.values()) > self._budget.longest_step():
             return False
         most = self._problem.global_batch or self._problem.max_global_batch
         wall = self._text.walls[position]
@@ -144,3 +141,8 @@ class TextStage:
             return ()
         affordable = self._affords(layout, "split" if self._text.splits else "race")
         return (self._probe(layout, "split", MOST_SPLITS, turn=len(tried)),) if affordable else ()
+
+
+def _take_clearly_longer(steps: Mapping[int, float]) -> bool:
+    """Whether the longest of them shows what tokens cost."""
+    return max(steps.values()) >= CLEAR * min(steps.values())
