@@ -49,8 +49,7 @@ def watch(bench: GpuBench) -> None:
 
 def screen(bench: GpuBench) -> None:
     """8. The app on a pseudo-terminal, as pictures."""
-    small, _ = WORKLOADS[bench.framework]
-    bench.keep("screen", draw(bench.pair, small, bench.out, bench.framework, bench.environment))
+    bench.keep("screen", draw(bench.pair, bench.out, bench.framework, bench.environment))
 
 
 SECTIONS = {

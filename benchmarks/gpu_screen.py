@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.monitor import Screen
 
-APP = "import sys; from evener.tui.app.start import run_app; sys.exit(run_app({devices!r}, workload={workload!r}))"
+APP = "import sys; from evener.tui.app.start import run_app; sys.exit(run_app({devices!r}))"
 # keys, seconds to wait, name of the picture
 SCRIPT = (
     (b"", 8.0, "monitor"),
@@ -26,9 +26,9 @@ SCRIPT = (
 )
 
 
-def draw(devices: str, workload: str, folder: Path, name: str, environment: dict[str, str]) -> dict[str, Any]:
+def draw(devices: str, folder: Path, name: str, environment: dict[str, str]) -> dict[str, Any]:
     """Drive the app through its screens and write what it drew after each key to NAME-SCREEN.ansi in `folder`."""
-    screen = Screen(APP.format(devices=devices, workload=workload), environment, kept_bytes=1 << 24)
+    screen = Screen(APP.format(devices=devices), environment, kept_bytes=1 << 24)
     try:
         for keys, seconds, called in SCRIPT:
             screen.press(keys)
@@ -36,7 +36,7 @@ def draw(devices: str, workload: str, folder: Path, name: str, environment: dict
             (folder / f"{name}-{called}.ansi").write_bytes(bytes(screen.seen))
     finally:
         code = screen.close()
-    return {"devices": devices, "workload": workload, "exit_code": code, "bytes": screen.written_bytes}
+    return {"devices": devices, "exit_code": code, "bytes": screen.written_bytes}
 
 
 async def draw_trainings(devices: str, seconds: float) -> str:

@@ -142,14 +142,18 @@ class FakeEvent:
         return other.at - self.at
 
 
+def take_step(timer: StepTimer) -> None:
+    timer.begin(SIZES)
+    timer.note_gradients()
+    timer.note_update()
+    timer.finish()
+
+
 def test_on_a_gpu_events_are_read_once_they_are_past() -> None:
     FakeEvent.computed = deque([10, 30, 38, 40, 45, 90, 98, 101])
     timer = StepTimer(GpuClock(FakeEvent), alone=False)
-    for _ in range(2):
-        timer.begin(SIZES)
-        timer.note_gradients()
-        timer.note_update()
-        timer.finish()
+    take_step(timer)
+    take_step(timer)
     (step,) = timer.last()
     assert step[1:3] == pytest.approx((0.020, 0.008))
 
@@ -165,10 +169,7 @@ def test_events_are_recorded_again_once_they_were_read() -> None:
     FakeEvent.computed = deque(float(at) for at in range(100))
     timer = StepTimer(GpuClock(make), alone=False)
     for _ in range(20):
-        timer.begin(SIZES)
-        timer.note_gradients()
-        timer.note_update()
-        timer.finish()
+        take_step(timer)
         assert {step[1:3] for step in timer.last()} == {(0.001, 0.001)}
     assert len(timer.last()) == 20
     assert len(made) == 3 + 20, "three for all steps, and the end of each"
