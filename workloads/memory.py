@@ -1,4 +1,4 @@
-"""The most memory that a training process took on its devices, and what the figure means."""
+"""The most memory that a training process took on its devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import NamedTuple
 class GpuMemory(NamedTuple):
     """A framework's allocator on the GPUs of this process."""
 
-    meaning: str  # of its figures
     reset: Callable[[], None]  # count from here on
     read: Callable[[], tuple[int, ...]]  # the most bytes in use on each GPU since the reset
 
@@ -25,7 +24,6 @@ class MemoryMeter:
         if gpus is None:
             _return_unused()
         self._before = _status_bytes("VmRSS") or 0
-        self.meaning = gpus.meaning if gpus else "growth of the peak resident memory"
 
     def reset(self) -> None:
         """Count from here on; memory that earlier sizes left unused is given back."""

@@ -137,7 +137,7 @@ _TABLE = (
     Entry(
         "synthetic",
         "none",
-        "evener.workloads.synthetic:build",
+        "evener.workloads.synthetic:Synthetic",
         "spins the CPU for a written-down time and holds real memory; for tests and demos",
         "made here",
         {

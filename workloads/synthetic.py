@@ -16,22 +16,17 @@ from typing import Any
 
 from evener.errors import RequestError
 from evener.passes import split_passes
-from evener.workloads.protocol import Place, Workload
+from evener.workloads.protocol import Place
 
 MIB = 1 << 20
 FAILURES = ("", "raise", "exit", "kill", "hang", "garbage", "memory", "slow", "nan")
 CONNECT_SECONDS = 30.0
 
 
-def build(place: Place, settings: Mapping[str, Any]) -> Workload:
-    """A Synthetic with the registry's settings of that name."""
-    return Synthetic(place, settings)
-
-
 class Synthetic:
     """Passes take max over own devices of `base_ms + per_sample_ms * rows`; a group's ranks wait for each other.
 
-    If they are on several hosts, each step takes `network_ms` more.
+    The settings are the registry's. If ranks are on several hosts, each step takes `network_ms` more.
     `fail` (one of FAILURES) happens in the first step for which own share >= `at_share` and step number >= `at_step`,
     counted from 0 since `prepare`; "memory" happens in `prepare`. "slow" makes that one step 20 times longer.
     """
@@ -102,7 +97,6 @@ class Synthetic:
         """The number of parameters that its settings name, and a digest of them."""
         digest = "-".join(f"{key}={value}" for key, value in sorted(self._settings.items()))
         return {
-            "framework": "none",
             "parameters": str(self._settings["parameters"]),
             "engine": "barrier",
             "digest": digest,

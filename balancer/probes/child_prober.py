@@ -282,8 +282,6 @@ class ChildProber:
         with self._lock:
             before = self._facts
             versions = before.versions | {name: facts[name] for name in _VERSIONS if name in facts}
-            if resolved.framework in ("tensorflow", "torch") and "version" in facts:
-                versions.setdefault(resolved.framework, facts["version"])
             # the model's own digest where it has one: it is what a training script compares with its model
             parts = [resolved.workload, resolved.request.settings, facts.get("parameters", "")]
             own = facts.get("digest") or blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()

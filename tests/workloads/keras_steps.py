@@ -239,7 +239,7 @@ def alone(folder: str) -> dict[str, Any]:
         "other digest": model_digest(build("keras_mnist", settings={**small, "dense": 17}).model),
         "from device": losses(build("keras_mnist", settings=small, input="device"), (8,), 2),
         "compiled": losses(build("keras_mnist", settings=small, xla=True), (8,), 2),
-        "half": build("keras_mnist", settings=small, precision="mixed_bfloat16").facts()["precision"],
+        "half": build("keras_mnist", settings=small, precision="mixed_bfloat16").model.dtype_policy.name,
         "gru": losses(build("keras_gru", settings=gru), (4,), 2),
         "bad cudnn": attempt(lambda: build("keras_gru", settings={"use_cudnn": "maybe"})),
         "no share": attempt(lambda: workload.prepare((0,))),

@@ -70,7 +70,7 @@ def test_build_makes_the_workload() -> None:
     workload.prepare((4,))
     workload.step()
     workload.synchronize()
-    assert workload.facts()["framework"] == "none"
+    assert workload.facts()["engine"] == "barrier"
 
 
 def test_own_file_is_parsed_not_run(tmp_path: Path) -> None:

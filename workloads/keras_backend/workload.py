@@ -98,21 +98,14 @@ class KerasWorkload:
         return self._memory.read()
 
     def facts(self) -> Mapping[str, str]:
-        """Versions, parameters, digest, and how it was run."""
+        """Versions, engine, parameters, digest, and what is known of the rows."""
         layers = all_layers(self.model)
         return {
-            "framework": "tensorflow",
-            "version": tf.__version__,
             "tensorflow": tf.__version__,
             "keras": keras.__version__,
             "engine": self.engine.name,
             "parameters": str(self.model.count_params()),
             "digest": model_digest(self.model),
-            "precision": self.model.dtype_policy.name,
-            "xla": str(self.place.xla).lower(),
-            "input": self.place.input,
-            "trace": "one for all batch sizes",
-            "memory": self._memory.meaning,
             "rows": str(self.data.count if self.data is not None else 0),
             "batch_statistics": next(
                 (type(each).__name__ for each in layers if isinstance(each, keras.layers.BatchNormalization)), ""
@@ -130,7 +123,7 @@ def gpu_memory(devices: Sequence[str]) -> GpuMemory:
     def read() -> tuple[int, ...]:
         return tuple(int(tf.config.experimental.get_memory_info(name)["peak"]) for name in devices)
 
-    return GpuMemory("peak of TensorFlow's allocator", reset, read)
+    return GpuMemory(reset, read)
 
 
 def configure(place: Place) -> None:

@@ -162,20 +162,14 @@ class TorchWorkload:
         return self._memory.read()
 
     def facts(self) -> Mapping[str, str]:
-        """Versions, parameters, digest, and how it was run."""
+        """Versions, engine, parameters, digest, and what is known of the rows."""
         cuda = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()} if _on_gpu(self.device) else {}
         modules = self.recipe.module.modules()
         known = {
-            "framework": "torch",
-            "version": torch.__version__,
             "torch": torch.__version__,
             "engine": "ddp" if self._group else "solo",
             "parameters": sum(parameter.numel() for parameter in self.recipe.module.parameters()),
             "digest": model_digest(self.recipe.module),
-            "precision": self.place.precision,
-            "xla": "false",
-            "input": self.place.input,
-            "memory": self._memory.meaning,
             "rows": self.recipe.data.rows if self.recipe.data is not None else 0,
             "batch_statistics": next((type(each).__name__ for each in modules if isinstance(each, _BatchNorm)), None),
             **cuda,
@@ -232,7 +226,7 @@ def gpu_memory(devices: Sequence[torch.device]) -> GpuMemory:
     def read() -> tuple[int, ...]:
         return tuple(int(torch.cuda.max_memory_allocated(device)) for device in devices)
 
-    return GpuMemory("peak in use, by PyTorch's allocator", reset, read)
+    return GpuMemory(reset, read)
 
 
 def check_place(place: Place, placed: bool = False) -> None:
