@@ -45,7 +45,7 @@ def trainers(bench: GpuBench) -> None:
 
 
 def adapters(bench: GpuBench) -> None:
-    """Lightning and accelerate by the plan of `trainers`."""
+    """Lightning and accelerate by the plan of `trainers`, which is searched for if it isn't in the folder."""
     others = ("--trainers", "lightning", "accelerate")
     with bench.mps() as variables:
         train(bench, "trainers", bench.limited("", "60%"), 192, "plan,even,alone", 10, *others, env=variables)
@@ -110,7 +110,7 @@ def train(
         lengths = ("--seconds", str(seconds), "--beside", str(min(seconds, 8)), "--repeat", "1")
         words = ("plan", "--plan", str(plan), "--size", _size(bench, "large"), "--variants", variants, *lengths)
         trainer = () if "--trainers" in more else ("--trainers", "huggingface")
-        limit = 3 * START_SECONDS + 2 * seconds
+        limit = 4 * START_SECONDS + 2 * seconds
         title = f"{name}, {' '.join(more) or 'trained'}"
         bench.script(title, "benchmarks.trainers", *words, *trainer, *_half(bench), *more, seconds=limit, env=env)
 

@@ -53,7 +53,7 @@ def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels, **({} if mask.all() else {"attention_mask": mask.long()})}
 
 
-COLLATED: dict[str, Any] = {"collate_fn": collate}  # of a loader
+COLLATED: dict[str, Any] = {"collate_fn": collate, "pin_memory": torch.cuda.is_available()}  # of a loader
 
 
 def network(size: str) -> LlamaForCausalLM:
