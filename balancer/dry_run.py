@@ -86,6 +86,7 @@ def _for_one_device(problem: Problem) -> Problem:
         devices=1,
         memory_bytes=problem.memory_bytes[:1],
         hosts=(),
+        products=(),
         global_batch=None,
         max_global_batch=problem.max_global_batch if fixed is None else max(1, fixed // problem.devices),
     )

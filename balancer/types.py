@@ -263,6 +263,7 @@ class Problem(msgspec.Struct, frozen=True):
     longest_step_seconds: float | None = None  # a free batch whose step takes longer on a device is not tried there
     micro: bool = True  # a share may be taken in several passes; False: it must fit in one
     hosts: tuple[int, ...] = ()  # the number of each device's host; empty: all are on one
+    products: tuple[int, ...] = ()  # the same of its product: a batch takes equal memory on equal ones; empty: unknown
     lengths: tuple[int, ...] = ()  # of rows, in tokens, rising, an even sample; empty: shares are by rows
     longest_row: int = -1  # the number of the longest one in the data; -1: unknown
     max_slowdown: float | None = None  # samples/J decide among layouts at most so much slower than the fastest

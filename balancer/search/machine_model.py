@@ -9,7 +9,7 @@ from functools import cached_property
 from evener.balancer.search.layouts import split_evenly
 from evener.balancer.search.model.contention import slow_by_contention
 from evener.balancer.search.model.device_groups import group_devices
-from evener.balancer.search.model.evidence import DeviceEvidence
+from evener.balancer.search.model.evidence import lend_memory_lines
 from evener.balancer.search.model.memory import UNBOUNDED
 from evener.balancer.search.model.pass_curve import fit_extra, hope_for_extra
 from evener.balancer.search.model.step_time import Point, fit_curve
@@ -45,7 +45,7 @@ class MachineModel:
         self.problem, self.seen = problem, seen
         self.quantum = problem.multiple_of
         self.hosts = problem.hosts or (0,) * problem.devices
-        self.devices: tuple[DeviceEvidence, ...] = tuple(seen.device(i) for i in range(problem.devices))
+        self.devices = lend_memory_lines([seen.device(i) for i in range(problem.devices)], problem.products)
         self._longest_step = longest_step_seconds
 
     @cached_property

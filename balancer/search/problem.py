@@ -33,10 +33,11 @@ def _check_devices(problem: Problem) -> None:
             f"{len(problem.memory_bytes)} memory sizes are given for {problem.devices} devices.",
             "Give one for each device, None where it is unknown.",
         )
-    if problem.hosts and len(problem.hosts) != problem.devices:
-        raise RequestError(
-            f"{len(problem.hosts)} hosts are given for {problem.devices} devices.", "Give one for each device."
-        )
+    for name, numbers in (("hosts", problem.hosts), ("products", problem.products)):
+        if numbers and len(numbers) != problem.devices:
+            raise RequestError(
+                f"{len(numbers)} {name} are given for {problem.devices} devices.", "Give one for each device."
+            )
     for position, size in enumerate(problem.memory_bytes):
         if size is not None and size <= 0:
             raise RequestError(f"Device {position} has {size} bytes of memory.", "Give a size above 0, or none.")

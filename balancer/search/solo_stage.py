@@ -152,11 +152,13 @@ class SoloStage:
         """One of the first two batches, or a retreat from one that ran out of memory."""
         memory, quantum = self._model.devices[position].memory, self._quantum
         first, second = self._first_two()
-        if not memory.ran:
-            return first if memory.failed is None else max(quantum, memory.failed // FIRST_RETREAT // quantum * quantum)
-        if memory.failed is None or second < memory.failed:
-            return min(second, self._model.cap)
-        return max(quantum, (memory.ran + memory.failed) // 2 // quantum * quantum)
+        if not memory.ran and memory.failed is None:
+            return first
+        wanted = min(second, self._model.cap)
+        if memory.failed is not None and not (memory.ran and second < memory.failed):
+            retreat = (memory.ran + memory.failed) // 2 if memory.ran else memory.failed // FIRST_RETREAT
+            wanted = max(quantum, retreat // quantum * quantum)
+        return memory.bound(wanted, quantum)
 
     def _first_two(self) -> tuple[int, int]:
         """Around an even share of a fixed global batch, and never large."""

@@ -20,7 +20,7 @@ NOTHING = Facts()  # is known yet
 def make_problem(header: Header, spend_all: bool = False) -> Problem:
     """What the search was asked to solve; with `spend_all` it measures the best layouts until the budget is spent."""
     request = header.request
-    names = list(dict.fromkeys(device.host for device in header.devices))
+    hosts = _number(device.host for device in header.devices)
     return Problem(
         devices=len(header.devices),
         memory_bytes=tuple(device.usable_memory_bytes for device in header.devices),
@@ -33,8 +33,15 @@ def make_problem(header: Header, spend_all: bool = False) -> Problem:
         micro=allows_passes(request, header.framework),
         spend_all=spend_all,
         max_slowdown=request.max_slowdown if request.objective == EFFICIENCY else None,
-        hosts=tuple(names.index(device.host) for device in header.devices) if len(names) > 1 else (),
+        hosts=hosts if any(hosts) else (),
+        products=_number((device.kind, device.name) for device in header.devices),
     )
+
+
+def _number(values: Iterable[object]) -> tuple[int, ...]:
+    """Equal numbers for equal values, from 0."""
+    numbers: dict[object, int] = {}
+    return tuple(numbers.setdefault(value, len(numbers)) for value in values)
 
 
 def make_search(

@@ -2,7 +2,8 @@
 
 The guess is where the line through the two largest distinct batches meets the device's memory. A guess that failed
 refutes the line; from then on the gap between ran and failed is halved. With unknown bytes the batch grows by a factor,
-then the gap is halved. The memory that gradient exchange takes is learnt from the first split.
+then the gap is halved. A device without a line of its own tries no more than that of another of its product allows. The
+memory that gradient exchange takes is learnt from the first split.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ DISTINCT = 0.95  # ignore pairs of batches within 5 %: allocator rounding domina
 class Memory(msgspec.Struct, frozen=True, dict=True):
     """One device's evidence: `points` are (batch, bytes) in rising batch, `failed` the smallest batch that ran out.
 
-    `in_splits` are points of splits, which also hold buffers for the exchange.
+    `in_splits` are points of splits, which also hold buffers for the exchange. `borrowed` is the line of another device
+    of the same product: (bytes at 0 samples, bytes a sample).
     """
 
     limit_bytes: int | None
@@ -38,6 +40,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     failed: int | None = None
     failures: int = 0  # times that it ran out
     in_splits: tuple[tuple[int, int], ...] = ()
+    borrowed: tuple[float, float] | None = None
 
     @cached_property
     def exchanged_bytes(self) -> int:
@@ -117,9 +120,16 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         guess = self.predict_largest()
         if guess is not None and (self.failed is None or guess < self.failed):
             return max(self.ran, min(guess, above)) // quantum * quantum
-        if self.failed is not None:
-            return min(above, max(quantum, self._middle(self.failed) // quantum * quantum))
-        return min(above, max(quantum, self.ran * BLIND_GROWTH)) // quantum * quantum
+        wanted = self._middle(self.failed) if self.failed is not None else self.ran * BLIND_GROWTH
+        return self.bound(min(above, max(quantum, wanted)) // quantum * quantum, quantum)
+
+    def bound(self, batch: int, quantum: int = 1) -> int:
+        """At most the batch, and what safely fits by a borrowed line; a little more than ran in any case."""
+        if self.borrowed is None or self.line is not None or self.limit_bytes is None:
+            return batch
+        base, slope = self.borrowed
+        fits = SAFE_SHARE * (self.limit_bytes - base) / slope
+        return min(batch, max(self.ran + quantum, int(max(fits, SAFE_GROWTH * self.ran)) // quantum * quantum))
 
     def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
         """The largest batch worth trying in a split: the next guess if bytes are known or `bold`, else what ran."""
