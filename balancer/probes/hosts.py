@@ -4,41 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
 
-from evener.balancer.probes.child import Inbox, RunningChild
 from evener.balancer.probes.launch_plan import LOOPBACK
 from evener.balancer.probes.local_host import LocalHost
 from evener.balancer.probes.remote_host import RemoteHost
 from evener.balancer.probes.script_copy import copy_workload
-from evener.devices.child_environment import ChildEnvironment
 from evener.devices.cluster.agents import HostLostError
 from evener.devices.nvidia.probe_watch import Vitals
 from evener.devices.types import Device, group_by_host
-
-
-class Host(Protocol):
-    """What a session needs of each host of its devices; `local_host` says what the methods do."""
-
-    def make_environment(self, devices: Sequence[Device], mps: bool) -> ChildEnvironment: ...
-
-    def start_child(
-        self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None
-    ) -> RunningChild: ...
-
-    def find_addresses(self, count: int, address: str = LOOPBACK) -> tuple[str, ...]: ...
-
-    def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None: ...
-
-    def read(self, positions: Iterable[int]) -> Mapping[int, Vitals]: ...
-
-    def measure_short(self, positions: Iterable[int], clean: Collection[int]) -> dict[int, int]: ...
-
-    def available_memory_bytes(self) -> int: ...
-
-    def close(self) -> None: ...
 
 
 class Hosts:
@@ -46,12 +21,12 @@ class Hosts:
 
     def __init__(self, devices: Sequence[Device], framework: str, workload: str) -> None:
         self._devices = devices
-        self._by_name: dict[str, Host] = {}
+        self._by_name: dict[str, LocalHost | RemoteHost] = {}
         for name in group_by_host(devices):
             here = LocalHost(devices, framework)
             self._by_name[name] = RemoteHost(devices, framework, name, copy_workload(workload)) if name else here
 
-    def find(self, device: Device) -> Host:
+    def find(self, device: Device) -> LocalHost | RemoteHost:
         """The host of a device."""
         return self._by_name[device.host]
 
@@ -90,6 +65,6 @@ class Hosts:
         for host in self._by_name.values():
             host.close()
 
-    def _among(self, positions: Collection[int]) -> Iterator[Host]:
+    def _among(self, positions: Collection[int]) -> Iterator[LocalHost | RemoteHost]:
         for name in dict.fromkeys(self._devices[position].host for position in positions):
             yield self._by_name[name]
