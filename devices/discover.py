@@ -26,16 +26,15 @@ def discover(
     """
     terms = parse_request(spec)
     variables = (os.environ if environ is None else environ) if only_visible else {}
-    found = _find_on_cluster(terms, ray_address, only_visible) if terms[0].host is not None else _find(terms, variables)
+    if terms[0].host is not None:
+        found = _find_on_cluster(terms, ray_address, only_visible)
+    else:
+        found = _find_simulated(terms) if terms[0].kind == "sim" else find_here(terms, variables)
     counts = Counter((device.host, device.id) for device in found.devices)
     for device in found.devices:
         if counts[device.host, device.id] > 1:
             raise RequestError(f"{device.label} is named twice.", "Name each device once.")
     return found
-
-
-def _find(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-    return _find_simulated(terms) if terms[0].kind == "sim" else find_here(terms, variables)
 
 
 def _find_on_cluster(terms: Sequence[Term], address: str, reserve: bool) -> Discovery:

@@ -184,12 +184,9 @@ class Source(Protocol):
 
     def devices(self) -> tuple[Device, ...]:
         """The devices it knows, in order."""
-        ...
 
     def sample(self) -> Snapshot:
         """Everything at this moment; cheap enough for once a second, and safe from a thread of its own."""
-        ...
 
     def close(self) -> None:
         """Let go of the driver."""
-        ...

@@ -86,7 +86,7 @@ class PassCurve(msgspec.Struct, frozen=True):
 
     def seconds(self, share: float) -> float:
         """Predicted step time of `share` samples."""
-        return self._in(self.passes(share), share)
+        return step_in_passes(self.curve, share, self.passes(share), self.extra)
 
     def largest(self, seconds: float, ceiling: int, quantum: int) -> int:
         """The most samples, a multiple of `quantum` up to `ceiling`, that take no longer than `seconds`; 0: none."""
@@ -103,9 +103,6 @@ class PassCurve(msgspec.Struct, frozen=True):
         passes = max(2, full + 1)
         each = self.curve.most_rows((seconds + self.extra) / passes - self.extra)
         return max(most, int(min(passes * min(each, self.rows), ceiling)) // quantum * quantum)
-
-    def _in(self, passes: int, share: float) -> float:
-        return step_in_passes(self.curve, share, passes, self.extra)
 
 
 def step_in_passes(curve: Curve, share: float, passes: int, extra: float) -> float:

@@ -23,9 +23,9 @@ def runs_folder() -> Path:
     return trusted_folder(state_folder() / "runs")
 
 
-def new_run_id(now: float | None = None) -> str:
+def new_run_id() -> str:
     """The name of a run's folder; it sorts by time, to a quarter of a millisecond, and its last digit is random."""
-    now = time.time() if now is None else now
+    now = time.time()
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{int(now % 1 * 4096):03x}{secrets.token_hex(1)[0]}"
 
 

@@ -47,27 +47,21 @@ class Workload(Protocol):
 
         `micro` has the rows of one pass for each device; without it, each share is one pass.
         """
-        ...
 
     def step(self) -> None:
         """One optimizer step on the next batch, over all devices of the layout."""
-        ...
 
     def synchronize(self) -> None:
         """Wait until every enqueued step is done on the devices."""
-        ...
 
     def loss_is_finite(self) -> bool:
         """Whether the loss of the last step was finite, or isn't known; called when nothing is pending."""
-        ...
 
     def max_memory_bytes(self) -> tuple[int | None, ...]:
         """Peak of the framework's allocator on each of this process' devices since `prepare`; None: unknown."""
-        ...
 
     def facts(self) -> Mapping[str, str]:
         """What the plan says about it: framework version, parameters, engine, ..."""
-        ...
 
 
 class TextWorkload(Workload, Protocol):
@@ -75,15 +69,12 @@ class TextWorkload(Workload, Protocol):
 
     def prepare_dealt(self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]) -> None:
         """As `prepare`, with the rows of each global batch dealt by cost; a pass has at most so many padded tokens."""
-        ...
 
     def prepare_length(self, shares: Sequence[int], micro: Sequence[int], length: int) -> None:
         """As `prepare`, with rows that are padded to this length in every pass."""
-        ...
 
     def work(self) -> Work | None:
         """The sum over all steps of this process; None where rows have no lengths."""
-        ...
 
 
 class Entry(msgspec.Struct, frozen=True):

@@ -74,7 +74,7 @@ class RankMap(msgspec.Struct, frozen=True):
     one_process: bool = False  # one child over all positions
     own_cores: bool = False  # CPU slices: a rank's own compute is known from its CPU time
     threads: int = 1  # of each rank
-    busy_cores: tuple[float, ...] = ()  # cores that each rank's step keeps busy; empty: one
+    busy_cores: tuple[float, ...] = ()  # cores that each rank's step keeps busy
 
     @property
     def unique_positions(self) -> tuple[int, ...]:

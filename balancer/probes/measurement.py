@@ -193,9 +193,9 @@ class Measurement:
         if len(ranks.unique_positions) == 1:
             return Block(ran[0].steps, wall, self._cpu_share(ran[0]), (wall,))
         if ranks.own_cores and not ranks.one_process:
-            cores = ranks.busy_cores or (1.0,) * len(ran)
             own = tuple(
-                min(wall, reply.cpu_seconds / busy + reply.spun_seconds) for reply, busy in zip(ran, cores, strict=True)
+                min(wall, reply.cpu_seconds / busy + reply.spun_seconds)
+                for reply, busy in zip(ran, ranks.busy_cores, strict=True)
             )
             return Block(ran[0].steps, wall, None, own)
         return Block(ran[0].steps, wall)

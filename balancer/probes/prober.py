@@ -42,16 +42,12 @@ class Prober(Protocol):
         run asks again for a part of what it had asked for: `finished` are the other probes, which count as running
         where devices share something.
         """
-        ...
 
     def now(self) -> float:
         """Seconds of the session's clock: wall time, or virtual time on simulated devices."""
-        ...
 
     def facts(self) -> Facts:
         """Versions and engine, as far as they are known."""
-        ...
 
     def close(self) -> None:
         """End every child. May be called twice, from any thread, and while `measure` runs."""
-        ...

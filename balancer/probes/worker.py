@@ -278,10 +278,10 @@ def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
         yield line
 
 
-def _spin(seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
+def _spin(seconds: float) -> float:
     """Keep the core busy, as a slower one would be; returns the seconds that it really took."""
-    started = clock()
-    while (spent := clock() - started) < seconds:
+    started = time.perf_counter()
+    while (spent := time.perf_counter() - started) < seconds:
         pass
     return spent
 

@@ -13,10 +13,15 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from evener.errors import RequestError  # noqa: E402
-from evener.workloads.torch_backend.tiling import cut, run_tiled  # noqa: E402
+from evener.workloads.torch_backend.tiling import Tiles, cut, run_tiled  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 CPU = [torch.device("cpu")] * 4
+
+
+def stitch(tiles: Tiles) -> Any:
+    """The whole image."""
+    return tiles.gather((0, tiles.size[0]), (0, tiles.size[1]), CPU[0])
 
 
 def seed_layers() -> nn.Sequential:
@@ -59,7 +64,7 @@ def whole_and_tiled(
         torch.manual_seed(seed)
         layers = make().to(dtype)
         images = torch.randn(3, 3, height, width, dtype=dtype, requires_grad=True)
-        output = run_tiled(layers, cut(images, CPU), CPU).stitch(CPU[0]) if tiled else layers(images)
+        output = stitch(run_tiled(layers, cut(images, CPU), CPU)) if tiled else layers(images)
         weights = torch.randn(output.shape, dtype=dtype)
         (output * weights).sum().backward()
         buffers = [buffer.to(dtype) for buffer in layers.buffers()]
@@ -99,7 +104,7 @@ def test_trained_statistics_serve_evaluation() -> None:
     layers, images = seed_layers().double(), torch.randn(2, 3, 11, 14, dtype=torch.float64)
     layers(images)
     layers.eval()
-    assert relative(run_tiled(layers, cut(images, CPU), CPU).stitch(CPU[0]), layers(images)) < 1e-12
+    assert relative(stitch(run_tiled(layers, cut(images, CPU), CPU)), layers(images)) < 1e-12
 
 
 def test_the_borders_are_really_exchanged() -> None:
@@ -109,7 +114,7 @@ def test_the_borders_are_really_exchanged() -> None:
     tiles = cut(images, CPU)
     alone = torch.cat([torch.cat([layers(part) for part in row], dim=3) for row in tiles.parts], dim=2)
     assert relative(alone, layers(images)) > 1e-2
-    assert relative(run_tiled(layers, tiles, CPU).stitch(CPU[0]), layers(images)) <= 1e-5
+    assert relative(stitch(run_tiled(layers, tiles, CPU)), layers(images)) <= 1e-5
 
 
 @pytest.mark.parametrize(

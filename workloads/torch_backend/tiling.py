@@ -74,10 +74,6 @@ class Tiles:
         border = (-columns[0], columns[1] - width, -rows[0], rows[1] - height)
         return F.pad(inside, [max(0, each) for each in border], value=outside) if max(border) > 0 else inside
 
-    def stitch(self, device: torch.device) -> Tensor:
-        """The whole image on one device."""
-        return self.gather((0, self.size[0]), (0, self.size[1]), device)
-
 
 def _join(parts: Sequence[Tensor], dimension: int) -> Tensor:
     """The parts that aren't empty, as one."""
