@@ -9,7 +9,7 @@ from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.protocol import Profiled
 from evener.balancer.request import ResolvedRequest
 from evener.balancer.resolve import make_prober
-from evener.balancer.result.explain import name_candidate
+from evener.balancer.result.layout_names import name_candidate
 from evener.balancer.search.search import Search
 
 STEPS = 20  # profiled of each layout

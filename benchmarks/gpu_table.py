@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from evener.balancer.result.explain import name_all
+from evener.balancer.result.layout_names import name_all
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.step_time import Point, fit_curve
 from evener.balancer.search.observations import Observations, relative_error

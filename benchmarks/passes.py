@@ -22,7 +22,7 @@ from evener.balancer.events import Finished
 from evener.balancer.manual_run import RunLength, timed_runs
 from evener.balancer.request import Request
 from evener.balancer.resolve import resolve_request
-from evener.balancer.result.explain import list_samples
+from evener.balancer.result.layout_names import list_samples
 from evener.balancer.session import Session
 from evener.balancer.types import Layout, layout_of
 from evener.devices.child_environment import cap_address_space

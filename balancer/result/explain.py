@@ -1,4 +1,4 @@
-"""The verdict: one sentence of what to do and why, with what each layout is called."""
+"""The verdict: one sentence of what to do and why."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from statistics import fmean
 
 import msgspec
 
-from evener.balancer.result.number_format import half_width, join_words, milliseconds, percent, rate, write_share
+from evener.balancer.result.layout_names import KNOBS, PACK_MODES, list_samples, name_all
+from evener.balancer.result.number_format import half_width, join_words, milliseconds, percent, rate
 from evener.balancer.search.layouts import Candidate, is_even
 from evener.balancer.search.ranking import Standing, overlap
 from evener.balancer.types import Interval, Layout, Result, Timed
 from evener.costs import Cost
 
-PACK_MODES = {"": "", "logical": " with equal parts of the memory", "mps": " under MPS"}
-KNOBS = {"xla": "XLA", "mixed": "mixed precision"}
 MOST_TIES = 3  # named in the sentence
 USUAL_ROWS = 8  # of a pass
 
@@ -108,43 +107,11 @@ def explain(
     return "; ".join([begin + (f", {' and '.join(gains)}" if gains else ""), *clauses]) + "."
 
 
-def name_candidate(one: Candidate, devices: int) -> str:
-    """The layout's name in tables and in the plan's evidence."""
-    layout = one.layout
-    name = {
-        "solo": "best single device",
-        "even": "even split" if len(layout.active) == devices else f"even over {len(layout.active)}",
-        "split": "best split",
-        "pack": f"pack of {layout.processes}{PACK_MODES.get(layout.placement, '')}",
-        "place": f"place {layout.placement}",
-    }[one.family]
-    return name + "".join(f", {KNOBS.get(knob, knob)}" for knob in layout.knobs)
-
-
-def name_all(found: Sequence[Candidate], devices: int) -> tuple[str, ...]:
-    """A name for each, the fastest first, none of them twice: of two of one kind the slower one is `another`."""
-    names: list[str] = []
-    for one in found:
-        name = name_candidate(one, devices)
-        if name in names:
-            name = f"another {name.removeprefix('best ')}"
-        if name in names:
-            name = f"{name}, {list_samples(one.layout)}"
-        names.append(name)
-    return tuple(names)
-
-
 def name_rivals(chosen: Result, rivals: Sequence[Rival], devices: int) -> tuple[str, ...]:
     """A name for each, beside the chosen layout's own."""
     layout = chosen.layout
     family = layout.kind if layout.kind != "split" else "even" if is_even(layout) else "split"
     return name_all([Candidate(family, layout), *(one.candidate for one in rivals)], devices)[1:]
-
-
-def list_samples(layout: Layout) -> str:
-    """The samples of each device: 150 + 106; in passes (820 = 2 × 410) + 568."""
-    shares = [write_share(layout.shares[i], layout.pass_rows[i]) for i in layout.active]
-    return " + ".join(f"({share})" if "=" in share and len(shares) > 1 else share for share in shares)
 
 
 def waiting_share(seen: Sequence[Timed]) -> float | None:

@@ -19,12 +19,11 @@ from evener.balancer.result.explain import (
     explain,
     find_larger,
     list_rivals,
-    list_samples,
-    name_candidate,
     name_rivals,
     work_gap,
 )
 from evener.balancer.result.explain_hosts import explain_hosts
+from evener.balancer.result.layout_names import list_samples, name_candidate
 from evener.balancer.result.number_format import join_words, percent, relative_error
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import Candidate

@@ -13,10 +13,9 @@ from evener.balancer.result.explain import (
     explain,
     find_larger,
     list_rivals,
-    name_all,
-    name_candidate,
     waiting_share,
 )
+from evener.balancer.result.layout_names import name_all, name_candidate
 from evener.balancer.search.layouts import Candidate, Placement, pack_on, place_on, split_evenly
 from evener.balancer.search.ranking import Standing
 from evener.balancer.types import Interval, Layout, Probe, Result, Timed, layout_of, solo

@@ -9,7 +9,8 @@ import msgspec
 
 from evener.balancer.layout_profile import LayoutProfile
 from evener.balancer.probes.protocol import Profiled
-from evener.balancer.result.explain import PACK_MODES, name_all, waiting_share
+from evener.balancer.result.explain import waiting_share
+from evener.balancer.result.layout_names import PACK_MODES, name_all
 from evener.balancer.search.layouts import is_even
 from evener.balancer.search.ranking import Standing
 from evener.balancer.search.search import Search

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.balancer.result.explain import list_samples
+from evener.balancer.result.layout_names import list_samples
 from evener.balancer.session_state import SUM, RivalRate, SessionState, chosen_layout, rivals, seconds_left, timed
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 from evener.shares import apportion
