@@ -12,14 +12,12 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from hashlib import blake2b
 from pathlib import Path
 from statistics import fmean
 from typing import cast
 
-import msgspec
-
 from evener.balancer.probes.child import Inbox
+from evener.balancer.probes.child_facts import add_facts
 from evener.balancer.probes.child_group import ChildGroup, GroupError, RankFailure, RankMap, StoppedError
 from evener.balancer.probes.hosts import Hosts
 from evener.balancer.probes.interference import read_idle
@@ -36,7 +34,7 @@ from evener.balancer.probes.memory_budget import MemoryBudget
 from evener.balancer.probes.prober import Facts, Report
 from evener.balancer.probes.protocol import Built, Prepared, Profile, Profiled, Ready
 from evener.balancer.probes.stack_dump import Stack
-from evener.balancer.request import ResolvedRequest, deals_by_cost
+from evener.balancer.request import ResolvedRequest
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed
 from evener.devices.child_environment import ChildEnvironment
 from evener.devices.cluster.agents import HostLostError
@@ -48,7 +46,6 @@ REPEAT_SECONDS = 0.5  # between two reports on a probe that is silent
 PORT_TRIES = 3  # a port may be taken between its choice and its use
 LARGEST_ERROR_FILE_BYTES = 4 << 20
 _PORT_TAKEN = ("address already in use", "failed to bind", "could not start grpc server")
-_VERSIONS = ("tensorflow", "keras", "torch", "cuda", "cudnn", "nccl")
 
 
 class ChildProber:
@@ -244,9 +241,10 @@ class ChildProber:
         except BaseException:
             group.end()
             raise
-        facts = cast(Built, replies[0]).facts
-        engine = choose_engine(self._resolved, key)
-        self._record_facts(facts, facts.get("engine", engine) if engine not in ("", "auto") else "")
+        facts, engine = cast(Built, replies[0]).facts, choose_engine(self._resolved, key)
+        engine = facts.get("engine", engine) if engine not in ("", "auto") else ""
+        with self._lock:
+            self._facts = add_facts(self._facts, facts, engine, self._resolved)
         return group
 
     def _environment(self, devices: Sequence[Device], key: GroupKey) -> ChildEnvironment:
@@ -276,21 +274,6 @@ class ChildProber:
                 raise GroupError(RankFailure(0, "exit", f"no process could be started: {error}")) from None
             raise
         return group
-
-    def _record_facts(self, facts: dict[str, str], engine: str) -> None:
-        resolved = self._resolved
-        with self._lock:
-            before = self._facts
-            versions = before.versions | {name: facts[name] for name in _VERSIONS if name in facts}
-            # the model's own digest where it has one: it is what a training script compares with its model
-            parts = [resolved.workload, resolved.request.settings, facts.get("parameters", "")]
-            own = facts.get("digest") or blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
-            digest = before.workload_digest or own
-            rows, statistics = int(facts.get("rows", 0)), facts.get("batch_statistics", "")
-            by_cost = deals_by_cost(resolved.request, resolved.framework)
-            lengths = tuple(map(int, facts.get("lengths", "").split())) if by_cost else ()
-            engine, longest = engine or before.engine, int(facts.get("longest_row", -1))
-            self._facts = Facts(versions, before.driver, engine, digest, statistics, rows, lengths, longest)
 
     def _failed(self, probe: Probe, failure: RankFailure, phase: str, elapsed_seconds: float) -> Observation:
         key = GroupKey.for_layout(probe.layout)

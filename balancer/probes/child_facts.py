@@ -1,0 +1,33 @@
+"""What children say of themselves, gathered for the plan's fingerprint and the search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+
+import msgspec
+
+from evener.balancer.probes.prober import Facts
+from evener.balancer.request import ResolvedRequest, deals_by_cost
+
+_VERSIONS = ("tensorflow", "keras", "torch", "cuda", "cudnn", "nccl")
+
+
+def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: ResolvedRequest) -> Facts:
+    """With what one more child has found; `engine` is how its split is kept in step, empty if it is none.
+
+    The digest is that of the first: the model's own, which a training script compares with its model, if it has one.
+    """
+    parts = [resolved.workload, resolved.request.settings, found.get("parameters", "")]
+    own = found.get("digest") or blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
+    by_cost = deals_by_cost(resolved.request, resolved.framework)
+    return Facts(
+        versions=before.versions | {name: found[name] for name in _VERSIONS if name in found},
+        driver=before.driver,
+        engine=engine or before.engine,
+        workload_digest=before.workload_digest or own,
+        batch_statistics=found.get("batch_statistics", ""),
+        rows=int(found.get("rows", 0)),
+        lengths=tuple(map(int, found.get("lengths", "").split())) if by_cost else (),
+        longest_row=int(found.get("longest_row", -1)),
+    )
