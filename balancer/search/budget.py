@@ -115,7 +115,7 @@ class Budget:
     @property
     def has_time_to_explore(self) -> bool:
         """Whether exploration's part of the budget is not spent."""
-        return self.seconds is None or self.spent + self.overhead_seconds <= self._end("split")
+        return self.seconds is None or self.spent <= self._end("split")
 
     def _end(self, stage: Stage) -> float:
         assert self.seconds is not None

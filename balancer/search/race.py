@@ -136,19 +136,12 @@ class Race:
     def _grow(self) -> Probe | None:
         """The next pack, the smallest of all modes first, if the budget also suffices for a turn of every candidate."""
         wanted = [layout for _, packing in self._candidates.packings if (layout := packing.next_layout()) is not None]
-        if not wanted or self._began_later_turns():
-            return None
         reserved = self._budget.total_seconds(one.layout for one in self._candidates.running) + self._knobs_seconds
         for layout in sorted(wanted, key=lambda one: one.processes):
             if self._budget.affords(layout, "pack", reserved=reserved):
                 seconds = self._budget.probe_seconds(layout, "pack", PACKS_TO_EXPECT, reserved=reserved)
                 return Probe(layout, "pack", seconds)
         return None
-
-    def _began_later_turns(self) -> bool:
-        """Whether turn 1 began: with a budget, packs then stop growing."""
-        later = (turn for turns in self.turns.values() for turn in turns if turn > FIRST_TURN)
-        return self._problem.budget_seconds is not None and any(later)
 
     # ------------------------------------------------------------------ later turns
 

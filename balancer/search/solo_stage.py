@@ -215,7 +215,7 @@ class SoloStage:
         if split is None or (not clear and curve is not None and curve.seconds(0) <= PAST_FINISH * split.seconds):
             return cap
         even = (self._problem.global_batch or 0) // len(self._model.live) // self._quantum * self._quantum
-        return max(even, dict(split.shares).get(position, 0))
+        return max(even, dict(split.shares).get(position, even))
 
     def _widest_gap(self, position: int) -> int:
         """The middle of the widest gap between measured batches."""

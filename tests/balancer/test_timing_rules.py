@@ -77,6 +77,16 @@ def test_a_warm_up_takes_at_most_half_of_the_time() -> None:
     assert 2.0 <= spent < 2.6
 
 
+def test_a_step_shorter_than_the_tick_of_the_clock_is_timed() -> None:
+    """A block that took no time is followed by one of 16 times as many steps."""
+    timing = BlockTimer(4.0)
+    while steps := timing.next_steps():
+        timing.add(Block(steps, steps * 1e-6 // 0.001 * 0.001))
+    measured = timing.result()
+    assert measured is not None
+    assert measured.step.value == pytest.approx(1e-6, rel=0.01)
+
+
 def test_noise_is_measured_until_the_interval_is_tight_or_the_time_spent() -> None:
     """With moderate noise the interval reaches 1 %; with strong noise the time ends it and the doubt is said."""
     draw = random.Random(1)

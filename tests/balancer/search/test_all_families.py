@@ -126,6 +126,25 @@ def test_a_free_batch_makes_room_for_more_trainings() -> None:
     assert best.layout.processes >= 3
 
 
+def test_packs_grow_on_when_a_run_gets_more_time() -> None:
+    """Also when the time that it got before was too short for that, and went into more turns."""
+    of = machine(device("A", 40.0, pack_gain=((1, 1.0), (13, 8.0)), memory_mib=80000.0))
+    prober, seen, best = SimulatedProber(of, seed=1), list[Observation](), list[int]()
+    for budget in (8.0, 9.0, 100.0):
+        again = msgspec.structs.replace(problem(of, budget=budget), spend_all=bool(seen))
+        search = Search(again, LayoutOptions(("solo", "pack")))
+        for one in seen:
+            search.tell(one)
+        while asked := search.ask():
+            for one in prober.measure(asked, lambda _: None, threading.Event()):
+                search.tell(one)
+                seen.append(one)
+        chosen = search.best()
+        best.append(chosen.layout.processes if chosen else 0)
+    assert best == [5, 5, 13]
+    assert any(one.probe.stage == "race" and one.probe.turn > 0 for one in seen)
+
+
 def test_asking_changes_nothing_and_the_order_of_telling_does_not_matter() -> None:
     of = machine(device("A", 40.0), device("B", 30.0, pack_gain=((1, 1.0), (2, 1.4))))
     search, prober = Search(problem(of), ALL), SimulatedProber(of, seed=3)

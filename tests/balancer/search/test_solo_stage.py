@@ -64,6 +64,12 @@ def test_the_third_batch_is_the_largest_that_matters_or_on_the_way_to_it() -> No
     assert rounds(near)[2] == (pytest.approx(1994, abs=3),) * 2
 
 
+def test_a_slow_device_is_not_measured_far_beyond_what_a_split_gives_it() -> None:
+    """Its third batch is four times the second; a split would end before 110 rows, so no larger one follows."""
+    slow = Bench(((10.0, 0.1, 0, 1000), (100.0, 2.0, 0, 4000)))
+    assert [second for _, second in rounds(slow)] == [8, 64, 256]
+
+
 def test_a_fixed_batch_is_measured_at_the_predicted_shares() -> None:
     """And at no less than an even one."""
     third = rounds(PAIR, global_batch=1000)[2]
