@@ -108,7 +108,7 @@ def train(
         bench.balance(name, devices, name_build("huggingface"), *settings, *fixed, env=env)
     if plan.exists():
         lengths = ("--seconds", str(seconds), "--beside", str(min(seconds, 8)), "--repeat", "1")
-        words = ("plan", "--plan", str(plan), "--size", _size(bench, "large"), "--variants", variants, *lengths)
+        words = ("variants", "--plan", str(plan), "--size", _size(bench, "large"), "--variants", variants, *lengths)
         trainer = () if "--trainers" in more else ("--trainers", "huggingface")
         limit = 4 * START_SECONDS + 2 * seconds
         title = f"{name}, {' '.join(more) or 'trained'}"

@@ -27,7 +27,7 @@ from evener.torch_split.process import settle, visible_gpus
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend.user_model import build
 
-WARM_UP = 8  # steps; the second half of them says how many make up the time asked for
+WARM_UP = 8  # steps; the second half of them is the first block
 SHARDED_STEPS = 6
 Train = Callable[[Plan | None, argparse.Namespace, Done], None]
 
@@ -151,35 +151,33 @@ def _clocks() -> tuple[float, float]:
 
 
 class Clock:
-    """After a warm-up says how long a step takes, reads how many to make, and says how long they took."""
+    """Says how fast each block of steps was; the parent says how many the next has, or closes the pipe.
+
+    A step after the pause, which is in no block, finds memory and caches as others do.
+    """
 
     def __init__(self) -> None:
-        self._made = self._steps = 0
-        self._mark()
+        self._steps = WARM_UP // 2
+        self._left = WARM_UP
+        self._began, self._tokens = 0.0, 0
 
     def __call__(self) -> bool:
-        self._made += 1
-        if self._made == WARM_UP // 2:
-            self._mark()
-        elif self._made == WARM_UP:
-            say(self._seconds() / (WARM_UP - WARM_UP // 2))
-            self._steps = int(sys.stdin.readline())
-            self._mark()
-        elif self._made == WARM_UP + self._steps:
-            seconds = self._seconds()
-            tokens = trainer_models.collated_tokens - self._tokens
-            rates = {"steps_per_second": self._steps / seconds, "tokens_per_second": tokens / seconds}
-            say({"steps": self._steps, **rates})
-            return True
-        return False
+        self._left -= 1
+        if self._left == self._steps:
+            _settle_gpu()
+            self._began, self._tokens = time.perf_counter(), trainer_models.collated_tokens
+        return self._left == 0 and self._end_block()
 
-    def _mark(self) -> None:
+    def _end_block(self) -> bool:
+        """Whether it was the last."""
         _settle_gpu()
-        self._began, self._tokens = time.perf_counter(), trainer_models.collated_tokens
-
-    def _seconds(self) -> float:
-        _settle_gpu()
-        return time.perf_counter() - self._began
+        seconds, tokens = time.perf_counter() - self._began, trainer_models.collated_tokens - self._tokens
+        rates = {"steps_per_second": self._steps / seconds, "tokens_per_second": tokens / seconds}
+        say({"steps": self._steps, **rates})
+        line = sys.stdin.readline()
+        self._steps = int(line or 0)
+        self._left = self._steps + 1
+        return not line
 
 
 def _settle_gpu() -> None:

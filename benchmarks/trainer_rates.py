@@ -1,4 +1,4 @@
-"""Trainings by a plan beside trainings without it, for `python -m benchmarks.trainers plan --variants ...`.
+"""Trainings by a plan beside trainings without it, for `python -m benchmarks.trainers variants`.
 
 `plan`; `even`, the bare trainer with as many rows on each device; `grouped` and `balanced`, that with transformers'
 group_by_length and batch_rebalance; `alone`, the bare trainer on each device with its rows of the plan, all at the same
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.trainer_processes import BrokenTrainingError, Ranks, name_build
-from benchmarks.training import balance
+from benchmarks.trainer_plans import read_rate, search
+from benchmarks.trainer_processes import BrokenTrainingError, Ranks
 from evener.plan import Plan, load_plan, make_layout, to_toml
 
 SAMPLINGS = {"even": "random", "whole": "random", "grouped": "group_by_length", "balanced": "batch_rebalance"}
@@ -50,20 +50,6 @@ def print_rates(options: argparse.Namespace) -> None:
             rates = measure(options, trainers, path, number)
             gains += [compare(trainer, number, rates, load_plan(path)) for trainer in trainers]
     print("\n" + "\n".join(gains), flush=True)
-
-
-def search(options: argparse.Namespace, trainer: str) -> Path:
-    """Find the plan of a trainer, as a file."""
-    settings, precision = {"size": options.size}, []
-    if trainer == "huggingface":
-        settings |= {"bf16": str(options.bf16).lower(), "texts": str(options.texts).lower()}
-    elif options.bf16:
-        precision = ["--precision", "mixed_bfloat16"]
-    options.workload, options.framework = name_build(trainer), "torch"
-    options.more = [*precision, *(word for pair in settings.items() for word in ("--set", "=".join(pair)))]
-    path: Path = options.folder / f"{trainer}.toml"
-    balance(options, path)
-    return path
 
 
 def measure(
@@ -126,8 +112,7 @@ def train(groups: Sequence[Group], seconds: float) -> Rate:
     for group in groups:
         group.ranks.start(group.words)
     for group in groups:
-        slowest = max(group.ranks.read())
-        group.ranks.say(str(max(2, round(seconds / slowest))))
+        group.ranks.say(str(max(2, round(seconds * read_rate(group.ranks)))))
     rate = Rate(0.0, 0.0, 0)
     for group in groups:
         seen = group.ranks.read()

@@ -1,21 +1,23 @@
 """What a plan costs in each trainer, and whether trainings meet its figure: `python -m benchmarks.trainers cost`.
 
 `cost` trains with even shares, bare and by a plan, in two pairs of processes that take turns, a step each; `probe`
-steps as a probe does instead of bare. `plan` finds a plan for each trainer and trains by it and, as `--variants` says,
-without it (benchmarks/trainer_rates.py), or trains all by a given `--plan`. `sharded` trains with FSDP2
-by even and uneven shares and compares the losses. A training on GPUs is held to the limits of its plan; a percentage
-needs a running MPS daemon.
+steps as a probe does instead of bare. `plan` finds a plan for each trainer, trains by it and probes it again in turns
+(benchmarks/trainer_plans.py). `variants` trains by a plan and without it (benchmarks/trainer_rates.py). `sharded`
+trains with FSDP2 by even and uneven shares and compares the losses. A training on GPUs is held to the limits of its
+plan; a percentage needs a running MPS daemon.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.trainer_plans import print_figures
 from benchmarks.trainer_processes import Ranks
 from benchmarks.trainer_rates import print_rates
 from evener.devices.limits import write_limit
@@ -30,31 +32,35 @@ Times = tuple[float, float]  # wall, CPU
 def main() -> None:
     """Print the table that was asked for."""
     options = parse()
+    root = str(Path(__file__).parents[1])  # children import the models from there
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory() as folder:
         options.folder = Path(folder)
-        {"plan": print_rates, "sharded": print_losses}.get(options.table, print_pairs)(options)
+        tables = {"plan": print_figures, "variants": print_rates, "sharded": print_losses}
+        tables.get(options.table, print_pairs)(options)
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("table", choices=("cost", "probe", "plan", "sharded"))
+    parser.add_argument("table", choices=("cost", "probe", "plan", "variants", "sharded"))
     parser.add_argument("--trainers", nargs="*", choices=TRAINERS, default=TRAINERS)
     parser.add_argument("--size", choices=("small", "large", "huge"), default="small")
     parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--rows", type=int, default=2, help="all but plan: of each process, at even shares")
+    parser.add_argument("--rows", type=int, default=2, help="cost, probe, sharded: of each process, at even shares")
     parser.add_argument("--pairs", type=int, default=200, help="cost, probe: of steps")
     parser.add_argument(
-        "--devices", default="cpu/2", help="as evener balance takes them; all but plan: two, as gpu:0,1@8GiB"
+        "--devices", default="cpu/2", help="as evener balance takes them; cost, probe, sharded: two, as gpu:0,1@8GiB"
     )
-    parser.add_argument("--budget", default="60s", help="plan: of each search")
-    parser.add_argument("--balance", nargs="*", default=[], metavar="WORD", help="plan: for evener balance, without --")
-    parser.add_argument("--texts", action="store_true", help="plan: rows of unequal length, in transformers")
-    parser.add_argument("--seconds", type=float, default=60.0, help="plan: of each training by it")
-    parser.add_argument("--beside", type=float, default=20.0, help="plan: seconds of each other training")
-    parser.add_argument("--repeat", type=int, default=3, help="plan: searches and trainings of each trainer")
-    parser.add_argument("--variants", default="plan", help="plan: separated by commas")
-    parser.add_argument("--plan", type=Path, help="plan: a file, for all trainers and rounds; without it, a search")
+    parser.add_argument("--plan", type=Path, help="plan, variants: a file for all trainers; without it, a search each")
+    parser.add_argument("--budget", default="60s", help="of each search")
+    parser.add_argument("--balance", nargs="*", default=[], metavar="WORD", help="for evener balance, without --")
+    parser.add_argument("--seconds", type=float, default=60.0, help="plan, variants: of each training by the plan")
+    parser.add_argument("--blocks", type=int, default=12, help="plan: that a training is cut into")
+    parser.add_argument("--variants", default="plan,even,alone", help="variants: separated by commas")
+    parser.add_argument("--texts", action="store_true", help="variants: rows of unequal length, in transformers")
+    parser.add_argument("--beside", type=float, default=20.0, help="variants: seconds of each other training")
+    parser.add_argument("--repeat", type=int, default=1, help="variants: searches and trainings of each trainer")
     return parser.parse_args()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -81,8 +80,7 @@ def asked(options: argparse.Namespace) -> list[str]:
 
 def run(command: list[str]) -> str:
     """The output of a command; SystemExit with its errors if it fails."""
-    path = os.pathsep.join(filter(None, (str(EXAMPLES.parent), os.environ.get("PYTHONPATH"))))  # for benchmarks
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(
             f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}{done.stdout[-2000:]}"
