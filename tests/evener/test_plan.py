@@ -155,6 +155,7 @@ def in_passes(*micros: int) -> PlanLayout:
 
 def test_a_plan_of_schema_1_is_read_as_one_pass_each_and_written_again() -> None:
     """Old plans, and journals that hold them as they were decoded."""
+    assert to_toml(example()).startswith(b"schema = 2\n")  # older versions refuse it by that
     for form in (to_toml, to_json):
         old = form(example(), schema=1)
         assert b"micro" not in old
@@ -162,6 +163,16 @@ def test_a_plan_of_schema_1_is_read_as_one_pass_each_and_written_again() -> None
         assert form(parse_plan(old), schema=1) == old
     journalled = msgspec.convert(msgspec.json.decode(to_json(example(), schema=1)), Plan)
     assert parse_plan(to_json(journalled)) == example()
+
+
+@pytest.mark.parametrize(("batch", "micros"), [(80, (1, 0, 20)), (160, (1, 0, 40)), (8, (1, 0, 2))])
+def test_what_one_pass_does_stays_one_at_any_batch_and_passes_keep_their_rows(
+    batch: int, micros: tuple[int, ...]
+) -> None:
+    plan = msgspec.structs.replace(example(), layout=in_passes(1, 0, 20))
+    assert plan.micros(batch) == micros
+    rough = msgspec.structs.replace(example(), layout=in_passes(30, 0, 20))
+    assert rough.micros(batch) == tuple(min(30, each) for each in rough.shares(batch)[:1]) + micros[1:]
 
 
 def test_a_plan_with_passes_has_no_schema_1() -> None:
