@@ -1,10 +1,10 @@
 """Exploration where rows are of unequal length: passes of a few sizes, then whole batches, split and alone.
 
-Passes of middling rows, larger ones until they take clearly longer, then passes of short and long rows, and several of
-one size, give each device's cost; all devices run at the same time. A small pass tells nothing of tokens on a fast GPU:
-starting its kernels takes longer than computing them. Then the split is measured that the costs predict, and the global
-batch on each device alone, which tests its cost. Up to two more splits follow, with what the devices' own work in the
-last one showed.
+A small pass, larger ones of the longest rows until they take clearly longer, then several passes of short rows, and
+passes of other lengths, give each device's cost; all devices run at the same time. A small pass tells nothing of tokens
+on a fast GPU: starting its kernels takes longer than computing them. Then the global batch is measured on each device
+alone, which tests its cost, and the split that the costs predict. Up to two more splits follow, with what the devices'
+own work in the last one showed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ class TextStage:
 
     def next_probes(self) -> tuple[Probe, ...]:
         """The next probe of every device alone, or the next split; empty when the stage is over."""
-        if passes := self._next_alone(self._next_passes, self._text.live):
-            return passes
-        first = () if self._text.splits else self._next_split()
-        return first or self._next_alone(self._next_whole, self._text.able) or self._next_split()
+        return (
+            self._next_alone(self._next_passes, self._text.live)
+            or self._next_alone(self._next_whole, self._text.able)
+            or self._next_split()
+        )
 
     def _next_alone(self, choose: Callable[[int], Layout | None], devices: Sequence[int]) -> tuple[Probe, ...]:
         """A probe of each device alone for which there is another layout, if the budget affords all of them."""
@@ -63,8 +64,17 @@ class TextStage:
         return self._budget.affords(layout, ends_with, self._seconds(layout))
 
     def _seconds(self, layout: Layout) -> float | None:
-        """Of a step as predicted; None where the budget's own guess has to do."""
-        return self._text.seconds(layout.active, layout.global_batch) if layout.costs else None
+        """Of a step as predicted; None where the budget's own guess has to do.
+
+        Of passes of one length, in proportion to the largest pass so far: a cost made of small ones promises too much.
+        """
+        if layout.costs:
+            return self._text.seconds(layout.active, layout.global_batch)
+        position = layout.active[0]
+        if not layout.length or not (steps := self._single_passes(position)):
+            return None
+        largest = max(steps)
+        return steps[largest] * max(1.0, layout.shares[position] * layout.length / largest)
 
     # ------------------------------------------------------------------ passes of one length
 
@@ -73,32 +83,24 @@ class TextStage:
         return next((layout for layout in self._passes(position) if layout not in tried), None)
 
     def _passes(self, position: int) -> Iterator[Layout]:
-        lengths = self._problem.lengths
-        middle, longest = self._quantile(MIDDLE), lengths[-1]
+        middle, longest = self._quantile(MIDDLE), self._problem.lengths[-1]
         tokens = max(ROWS * middle, longest)
         yield self._same_length(position, middle, tokens)
         for _ in range(MOST_GROWN):
             tokens *= GROWTH
-            if not self._worth_growing(position, middle, tokens):
+            if not self._worth_growing(position, longest, tokens):
                 break
-            yield self._same_length(position, middle, tokens)
-        tokens = self._telling_tokens(position, middle)
-        yield self._same_length(position, self._quantile(SHORT), tokens, PASSES)
-        yield self._same_length(position, longest, tokens)
-        yield self._same_length(position, self._quantile(LONG), tokens)
+            yield self._same_length(position, longest, tokens)
+        largest = max((longest, *self._single_passes(position)))
+        yield self._same_length(position, self._quantile(SHORT), max(largest // GROWTH, longest), PASSES)
+        for length in (longest, middle, self._quantile(LONG)):
+            yield self._same_length(position, length, largest)
 
-    def _telling_tokens(self, position: int, length: int) -> int:
-        """Of a pass that isn't much longer than it has to be for tokens to show: the largest, or the one before it."""
-        steps = self._single_passes(position, length)
-        rows = sorted(steps)
-        clear = len(rows) > 1 and _take_clearly_longer(steps)
-        return max(rows[-2 if clear else -1] * length if rows else 0, self._problem.lengths[-1])
-
-    def _single_passes(self, position: int, length: int) -> dict[int, float]:
-        """Seconds of a step of one pass with rows of this length, by its rows."""
+    def _single_passes(self, position: int) -> dict[int, float]:
+        """Seconds of each step of one pass, by its tokens."""
         timed = [one for one in self._text.tried_alone(position) if isinstance(one, Timed)]
-        ran = {one.probe.layout: one.step_seconds for one in timed if one.probe.layout.length == length}
-        return {layout.shares[position]: seconds for layout, seconds in ran.items() if not layout.in_passes}
+        ran = [(one.probe.layout, one.step_seconds) for one in timed if one.probe.layout.length]
+        return {layout.shares[position] * layout.length: seconds for layout, seconds in ran if not layout.in_passes}
 
     def _same_length(self, position: int, length: int, tokens: int, passes: int = 1) -> Layout:
         most = self._problem.global_batch or self._problem.max_global_batch or tokens
@@ -111,7 +113,7 @@ class TextStage:
 
     def _worth_growing(self, position: int, length: int, tokens: int) -> bool:
         """Whether larger passes are wanted, may fit, and are ever taken."""
-        steps = self._single_passes(position, length)
+        steps = self._single_passes(position)
         if not steps or _take_clearly_longer(steps) or GROWTH * max(steps.values()) > self._budget.longest_step():
             return False
         most = self._problem.global_batch or self._problem.max_global_batch
