@@ -14,6 +14,7 @@ class GpuMemory(NamedTuple):
 
     reset: Callable[[], None]  # count from here on
     read: Callable[[], tuple[int, ...]]  # the most bytes in use on each GPU since the reset
+    release: Callable[[], tuple[int, ...]] | None = None  # give back what isn't in use; the bytes kept on each GPU
 
 
 class MemoryMeter:
@@ -42,6 +43,12 @@ class MemoryMeter:
         if self._devices != 1 or peak is None:
             return (None,) * self._devices
         return (max(0, peak - self._before),)
+
+    def release(self) -> tuple[int | None, ...]:
+        """Give back what isn't in use: the bytes kept on each device; None where that can't be done."""
+        if self._gpus and self._gpus.release:
+            return self._gpus.release()
+        return (None,) * self._devices
 
 
 def _return_unused() -> None:

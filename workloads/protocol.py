@@ -60,6 +60,9 @@ class Workload(Protocol):
     def max_memory_bytes(self) -> tuple[int | None, ...]:
         """Peak of the framework's allocator on each of this process' devices since `prepare`; None: unknown."""
 
+    def release_memory(self) -> tuple[int | None, ...]:
+        """Give back memory that isn't in use; the bytes kept on each device, None where the framework keeps all."""
+
     def facts(self) -> Mapping[str, str]:
         """What the plan says about it: framework version, parameters, engine, ..."""
 

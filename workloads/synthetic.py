@@ -88,6 +88,11 @@ class Synthetic:
         """The bytes held for each own device."""
         return tuple(len(block) for block in self._held)
 
+    def release_memory(self) -> tuple[int | None, ...]:
+        """Until the next `prepare`, everything."""
+        self._held = [bytearray()] * len(self._held)
+        return self.max_memory_bytes()
+
     def close(self) -> None:
         """Leave the group."""
         if self._barrier:

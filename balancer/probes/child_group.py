@@ -9,13 +9,15 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import msgspec
 
 from evener.balancer.probes import exit_causes
 from evener.balancer.probes.child import Exited, HostLost, Inbox, InvalidReply, Message, RunningChild
-from evener.balancer.probes.protocol import Built, ChildError, Command, Prepared, Reply
+from evener.balancer.probes.protocol import Built, ChildError, Command, Prepared, Reply, Rest, Rested
 from evener.balancer.probes.stack_dump import Stack
 from evener.balancer.types import Cause
 
@@ -88,7 +90,7 @@ class ChildGroup:
     def __init__(self, children: Sequence[RunningChild], inbox: Inbox, ranks: RankMap) -> None:
         self.children, self.ranks = list(children), ranks
         self.fresh = True  # it has not measured anything yet
-        self.held_bytes: dict[int, int] = {}  # position -> the most that it held there
+        self.held_bytes: dict[int, int] = {}  # position -> what it keeps there while it rests
         self._inbox = inbox
 
     def call(
@@ -130,6 +132,19 @@ class ChildGroup:
         if failures:
             raise GroupError(*failures.values())
         return [replies[rank] for rank in ranks]
+
+    def rest(self, seconds: float, stop: threading.Event) -> dict[int, int]:
+        """Let every rank give back memory that isn't in use: position -> the bytes that are kept, where that is known.
+
+        It may take so many seconds; GroupError and StoppedError as in `receive`.
+        """
+        replies = self.call(lambda _: Rest(), Rested, seconds, stop)
+        sizes = [size for reply in replies for size in cast(Rested, reply).memory_bytes]
+        kept: defaultdict[int, int] = defaultdict(int)
+        for position, size in zip(self.ranks.positions, sizes, strict=False):
+            if size is not None:
+                kept[position] += size
+        return dict(kept)
 
     @property
     def alive(self) -> bool:

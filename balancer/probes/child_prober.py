@@ -196,13 +196,18 @@ class ChildProber:
         """Keep the children for the next probe, with what this one showed of them."""
         layout = seen.probe.layout
         group.fresh = False
+        try:
+            kept = group.rest(self._timeouts.prepare, self._closed)
+        except (GroupError, HostLostError, StoppedError):
+            group.end()  # what it measured before is true all the same
+            return
         with self._lock:
             if busy_cores is not None:
                 self._busy_cores[key.positions[0]] = busy_cores
             for i, peak in enumerate(seen.memory_bytes):
                 if peak is not None:
                     held = self._memory.estimate_held(i, peak)
-                    group.held_bytes[i] = max(held, group.held_bytes.get(i, 0))
+                    group.held_bytes[i] = kept.get(i, max(held, group.held_bytes.get(i, 0)))
                     self._memory.record_held(i, layout.pass_rows[i], held // layout.processes)
             self._idle[key] = group
 

@@ -1,6 +1,7 @@
 """Which idle children must end because a coming probe needs their memory.
 
-A framework's allocator keeps what it once had, so an idle child still holds its peak, and somewhat more.
+PyTorch's children give their cache back while they rest, and say what they keep. TensorFlow's allocator keeps what it
+once had: such an idle child still holds its peak, and somewhat more.
 """
 
 from __future__ import annotations

@@ -69,7 +69,11 @@ class Profile(msgspec.Struct, frozen=True, tag=True):
     steps: int
 
 
-Command = Begin | Build | Prepare | RunSteps | Profile
+class Rest(msgspec.Struct, frozen=True, tag=True):
+    """No step follows for now: give back memory that isn't in use."""
+
+
+Command = Begin | Build | Prepare | RunSteps | Profile | Rest
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -110,6 +114,12 @@ class Profiled(msgspec.Struct, frozen=True, tag=True):
     transfers: Annotated[tuple[Transfer, ...], msgspec.Meta(max_length=1000)]
 
 
+class Rested(msgspec.Struct, frozen=True, tag=True):
+    """The bytes that the child keeps of each of its devices; None: as many as at its peak, or unknown."""
+
+    memory_bytes: Annotated[tuple[Bytes | None, ...], Devices]
+
+
 class ChildError(msgspec.Struct, frozen=True, tag=True):
     """A command ended in an exception. `types` are its class and that class' bases, the most derived first."""
 
@@ -119,7 +129,7 @@ class ChildError(msgspec.Struct, frozen=True, tag=True):
     traceback: str = ""
 
 
-Reply = Ready | Built | Prepared | Ran | Profiled | ChildError
+Reply = Ready | Built | Prepared | Ran | Profiled | Rested | ChildError
 
 command_decoder: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 reply_decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)

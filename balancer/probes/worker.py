@@ -82,6 +82,8 @@ class Worker:
                 return self._run(command)
             case protocol.Profile():
                 return self._profile(command.steps)
+            case protocol.Rest():
+                return protocol.Rested(tuple(self._built()[0].release_memory()) or (None,))
             case _:
                 raise ValueError(f"unknown command: {command}")
 

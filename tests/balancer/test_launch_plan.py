@@ -155,8 +155,10 @@ def test_idle_children_stay_where_all_fit_and_end_where_they_would_not(crowd: Ch
     assert len(pids()) == 4
     measure(crowd, layout_of((130, 10)))  # 728 MiB at most beside 112 MiB, of 920: all stay
     assert alone < pids()
-    measure(crowd, solo(2, 0, 60))  # 336 MiB beside the 728 of the group, which holds its peak
-    assert len(pids()) == 2
+    measure(crowd, solo(2, 0, 60))  # 336 MiB beside the group, which gave its 728 back
+    assert len(pids()) == 4
+    measure(crowd, layout_of((170, 10)))  # 952 MiB at most, which is all of the first GPU: its other child ends
+    assert len(pids()) == 3
 
 
 def test_with_nothing_known_idle_children_go(crowd: ChildProber) -> None:

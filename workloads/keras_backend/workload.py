@@ -97,6 +97,10 @@ class KerasWorkload:
         """Peak of TensorFlow's allocator on GPUs; on a CPU the growth of the process since before the model."""
         return self._memory.read()
 
+    def release_memory(self) -> tuple[int | None, ...]:
+        """TensorFlow's allocator keeps what it has."""
+        return self._memory.release()
+
     def facts(self) -> Mapping[str, str]:
         """Versions, engine, parameters, digest, and what is known of the rows."""
         layers = all_layers(self.model)

@@ -161,6 +161,10 @@ class TorchWorkload:
         """Peak of what tensors used on a GPU; on a CPU the growth of the process since before the model."""
         return self._memory.read()
 
+    def release_memory(self) -> tuple[int | None, ...]:
+        """Free the allocator's cache on GPUs."""
+        return self._memory.release()
+
     def facts(self) -> Mapping[str, str]:
         """Versions, engine, parameters, digest, and what is known of the rows."""
         cuda = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()} if _on_gpu(self.device) else {}
@@ -226,7 +230,11 @@ def gpu_memory(devices: Sequence[torch.device]) -> GpuMemory:
     def read() -> tuple[int, ...]:
         return tuple(int(torch.cuda.max_memory_allocated(device)) for device in devices)
 
-    return GpuMemory(reset, read)
+    def release() -> tuple[int, ...]:
+        torch.cuda.empty_cache()
+        return tuple(int(torch.cuda.memory_reserved(device)) for device in devices)
+
+    return GpuMemory(reset, read, release)
 
 
 def check_place(place: Place, placed: bool = False) -> None:
