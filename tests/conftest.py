@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from evener.balancer.search import budget
 from tests.support.children import end_with_this_process
 from tests.support.fake_nvml import FakeNvml
+from tests.support.quick_probes import QUICK_SECONDS
 from tests.support.rank_server import RankServer, run_on_gpus
 
 NEED_TORCH = ["evener/test_torch_*.py", "workloads/test_torch_*.py"]  # they import it at the top
@@ -137,6 +139,12 @@ def cores_of_one_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     yield descriptor
     os.close(descriptor)
+
+
+@pytest.fixture
+def quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches in this process measure half a second at a time, not four."""
+    monkeypatch.setattr(budget, "BASE_SECONDS", dict.fromkeys(budget.BASE_SECONDS, QUICK_SECONDS))
 
 
 @pytest.fixture(scope="module")

@@ -26,11 +26,13 @@ from evener.balancer.store.journal import Record
 from evener.balancer.types import Observation, Timed
 from evener.plan import load_plan
 from evener.tui.cli import session_runner
+from tests.support.quick_probes import QUICK_EVENER
 
 HOME = Path(evener.__file__).parents[1]
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 BALANCE = ("balance", "--devices", "cpu", "--workload", "synthetic", "--max-global-batch", "256", "--set", "base_ms=10")
 SIMULATED = ("balance", "--devices", "sim:gtx1080ti,gtx1080", "--max-global-batch", "256")
+EVENER = (sys.executable, "-m", "evener")
 GONE_SECONDS = 60.0  # 2 on a machine of one's own
 Start = Callable[..., subprocess.Popen[bytes]]
 
@@ -50,11 +52,12 @@ def start(state: Path) -> Iterator[Start]:
     """Starts `evener` with these arguments; what is left of it is ended behind the test, in any case."""
     running: list[subprocess.Popen[bytes]] = []
 
-    def begin(*arguments: str, path: Sequence[Path] = (), **keywords: Any) -> subprocess.Popen[bytes]:
+    def begin(
+        *arguments: str, path: Sequence[Path] = (), command: Sequence[str] = EVENER, **keywords: Any
+    ) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*path, HOME)))}
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        command = [sys.executable, "-m", "evener", *arguments]
-        running.append(subprocess.Popen(command, env=environment, **{**streams, **keywords}))
+        running.append(subprocess.Popen([*command, *arguments], env=environment, **{**streams, **keywords}))
         return running[-1]
 
     yield begin
@@ -129,7 +132,7 @@ def test_a_signal_ends_with_the_best_plan_so_far(
     start: Start, state: Path, tmp_path: Path, number: signal.Signals, stage: str
 ) -> None:
     """Its exit code says which; the plan is printed and exported, it is what was measured, and nothing stays behind."""
-    process = start(*BALANCE, "--budget", "60s", "--export", "plan.toml", "--json")
+    process = start(*BALANCE, "--budget", "60s", "--export", "plan.toml", "--json", command=QUICK_EVENER)
     wait_for(lambda: measured(state, stage))
     children = wait_for(lambda: children_of(process))
     sent = time.monotonic()
@@ -196,7 +199,7 @@ def test_a_signal_before_anything_was_measured(start: Start, tmp_path: Path, num
 def test_under_nohup_a_hang_up_ends_nothing(start: Start, state: Path) -> None:
     """What whoever started it has ignored stays ignored: the search goes on, until another signal."""
     ignore = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731 - in the child, before it begins
-    process = start(*BALANCE, "--budget", "60s", "--export", "plan.toml", preexec_fn=ignore)
+    process = start(*BALANCE, "--budget", "60s", "--export", "plan.toml", command=QUICK_EVENER, preexec_fn=ignore)
     children = wait_for(lambda: children_of(process))
     process.send_signal(signal.SIGHUP)
     wait_for(lambda: measured(state))
@@ -208,7 +211,7 @@ def test_under_nohup_a_hang_up_ends_nothing(start: Start, state: Path) -> None:
 @pytest.mark.slow
 def test_ctrl_c_pressed_twice_still_writes_the_plan(start: Start, state: Path, tmp_path: Path) -> None:
     """The second comes before the first is done with, and means the same; two kinds, as two of one may count as one."""
-    process = start(*BALANCE, "--budget", "60s", "--export", "plan.toml")
+    process = start(*BALANCE, "--budget", "60s", "--export", "plan.toml", command=QUICK_EVENER)
     wait_for(lambda: measured(state))
     children = wait_for(lambda: children_of(process))
     process.send_signal(signal.SIGINT)
@@ -251,7 +254,8 @@ def test_ctrl_c_on_a_terminal_leaves_it_as_it_was(start: Start, state: Path) -> 
 
     ours, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
-    process = start(*BALANCE, "--budget", "60s", stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=own_terminal)
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    process = start(*BALANCE, "--budget", "60s", command=QUICK_EVENER, preexec_fn=own_terminal, **streams)
     drawn = b""
 
     def see() -> list[Record]:
@@ -416,13 +420,13 @@ def test_two_runs_on_the_same_devices(start: Start, state: Path) -> None:
     other_cut = start("balance", "--devices", "cpu/1:0", "--workload", "synthetic")
     assert other_cut.wait(GONE_SECONDS) == 3, "the same cores, cut otherwise"
     wait_for(lambda: measured(state))
-    beside = start(*BALANCE, "--share")
+    beside = start(*BALANCE, "--share", command=QUICK_EVENER)
     wait_for(lambda: len(measured(state)) == 2)
     beside.send_signal(signal.SIGINT)
     assert beside.wait(GONE_SECONDS) == 130
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    after = start(*BALANCE)
+    after = start(*BALANCE, command=QUICK_EVENER)
     wait_for(lambda: len(measured(state)) == 3)  # the kernel has let go of the locks
     after.send_signal(signal.SIGINT)
     assert after.wait(GONE_SECONDS) == 130

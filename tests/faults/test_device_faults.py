@@ -65,6 +65,7 @@ def drive(session: Session, see: Callable[[Event], None] = lambda _: None) -> Fi
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_probes")
 @pytest.mark.parametrize(("stage", "by"), [("solo", "SIGABRT"), ("split", "driver has")])
 def test_a_gpu_that_is_lost_midway_is_left_out_and_said(
     fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stage: str, by: str
@@ -111,6 +112,7 @@ def test_a_gpu_that_is_lost_midway_is_left_out_and_said(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_probes")
 def test_a_driver_that_goes_away_midway_ends_with_the_plan_so_far_or_says_that_it_has_gone(
     fake_nvml: Callable[..., Any],
 ) -> None:
@@ -142,6 +144,7 @@ def test_a_driver_that_goes_away_midway_ends_with_the_plan_so_far_or_says_that_i
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_probes")
 def test_gpu_memory_that_others_take_midway_lowers_the_line_and_the_plan_fits(
     fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -277,6 +280,7 @@ async def test_the_app_obeys_its_keys_while_the_driver_hangs_and_ends_in_time(fa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_probes")
 def test_memory_that_another_process_takes_midway_is_measured_anew(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -327,6 +331,7 @@ def test_memory_that_another_process_takes_midway_is_measured_anew(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_probes")
 def test_devices_that_are_held_back_while_they_are_measured_are_doubted_in_the_verdict() -> None:
     """For real: every child is stopped for half of the time once layouts are compared, as a throttled device would be.
 

@@ -88,6 +88,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.usefixtures("quick_probes")
 def test_memory_that_a_real_process_takes_midway(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, group: Path) -> None:
     """Children and a stranger share 700 MiB; before the largest batch runs, the stranger leaves room for half of it.
 
@@ -128,6 +129,7 @@ def test_memory_that_a_real_process_takes_midway(monkeypatch: pytest.MonkeyPatch
     assert event.plan.layout.global_batch < min(killed)
 
 
+@pytest.mark.usefixtures("quick_probes")
 def test_the_retreat_bisects_between_what_ran_and_what_did_not() -> None:
     """A device with a small memory ends with a batch that fits it, after few failures."""
     request = Request(

@@ -177,6 +177,7 @@ def test_children_end_with_a_parent_that_is_killed_even_if_they_are_stopped(
     wait_gone([child.pid for child in children])
 
 
+@pytest.mark.usefixtures("quick_probes")
 def test_a_stop_ends_all_children_at_once(started: list[subprocess.Popen[str]]) -> None:
     """In the middle of probes, with the best plan so far, long before the time is up."""
     session = Session(msgspec.structs.replace(SYNTHETIC, budget_seconds=60.0))
@@ -210,6 +211,7 @@ def test_a_terminal_s_ctrl_c_reaches_the_parent_alone(started: list[subprocess.P
     assert not psutil.Process().children()
 
 
+@pytest.mark.usefixtures("quick_probes")
 def test_a_child_killed_once_costs_one_probe_and_the_search_goes_on() -> None:
     """The observation is journalled as failed; the fresh try is measured."""
     session = Session(SYNTHETIC)

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 from evener.plan import load_plan, parse_plan
 from evener.tui.cli.main import run
+from tests.support.quick_probes import QUICK_EVENER
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -146,6 +146,7 @@ def test_what_can_not_be_had_is_said_and_the_others_run(capsys: pytest.CaptureFi
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_probes")
 def test_real_children_are_packed_and_split(capsys: pytest.CaptureFixture[str]) -> None:
     """The synthetic workload spins the CPU: two trainings on one slice can't be faster together."""
     code, answer = ask(capsys, "-d", "cpu/2", *QUICK, "--layouts", "solo,even,pack", "--budget", "14s")
@@ -162,7 +163,7 @@ def test_real_children_are_packed_and_split(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.slow
 def test_an_interrupt_leaves_no_child() -> None:
     """While packing; the plan so far is still printed."""
-    command = [sys.executable, "-m", "evener", "compare", "-d", "cpu/2", *QUICK, "--layouts", "solo,pack", "--json"]
+    command = [*QUICK_EVENER, "compare", "-d", "cpu/2", *QUICK, "--layouts", "solo,pack", "--json"]
     process = subprocess.Popen(
         [*command, "--budget", "20s"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
     )
@@ -180,6 +181,7 @@ def test_an_interrupt_leaves_no_child() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_probes")
 def test_a_workload_without_a_framework_has_no_profiler(capsys: pytest.CaptureFixture[str]) -> None:
     """A real child refuses; the ranking is printed all the same."""
     code, answer = ask(capsys, "-d", "cpu/2", *QUICK, "--layouts", "solo", "--budget", "8s", "--profile")

@@ -61,13 +61,15 @@ def test_the_readme_has_the_scripts_of_help() -> None:
 def test_a_pasted_script_is_measured_and_trains(name: str, script: str) -> None:
     """By its file alone: the framework is the one that it imports. Its plan, for one device, runs in plain Python.
 
-    The search is ended by Ctrl-C once it has measured the batch: with one device there is nothing else to find.
+    The search is ended by Ctrl-C once it has measured the batch: with one device and one batch there is nothing else to
+    find.
     """
     framework = {"train_keras.py": "tensorflow", "train_torch.py": "torch"}[name]
     skip_without(framework)
     Path(name).write_text(script)
-    request = ["-d", "cpu/2:0", "--workload", f"{name}:build", "--global-batch", "1000", "--budget", "10m"]
-    command = [sys.executable, "-m", "evener", "balance", *request, "--export", "plan.toml", "--json"]
+    request = ["-d", "cpu/2:0", "--workload", f"{name}:build", "--global-batch", "1000", "--multiple-of", "1000"]
+    request += ["--budget", "10m", "--export", "plan.toml", "--json"]
+    command = [sys.executable, "-m", "evener", "balance", *request]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as search:
         assert search.stderr is not None
         said = ""

@@ -1,0 +1,20 @@
+"""Probes of half a second: for tests that disturb a search of real children, and read none of its figures.
+
+The fixture `quick_probes` is for searches in the test's own process. `QUICK_EVENER` starts evener with such probes, but
+for a race as long as ever: what strikes it must find it at work.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from evener.__main__ import main
+from evener.balancer.search import budget
+from evener.balancer.search.observations import EXPLORATION
+
+QUICK_SECONDS = 0.5
+QUICK_EVENER = (sys.executable, __file__)
+
+if __name__ == "__main__":
+    budget.BASE_SECONDS.update(dict.fromkeys(EXPLORATION, QUICK_SECONDS))
+    main()
