@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from bisect import bisect_right
 from collections.abc import Iterable
 
@@ -88,4 +89,23 @@ def searched(bench: Bench, problem: Problem) -> tuple[Search, list[Observation]]
             seen.append(one)
             search.tell(one)
         assert len(seen) < 200, "the search does not end"
+    return search, seen
+
+
+def noisy(bench: Bench, deviation: float, seed: int, **options: object) -> tuple[Search, list[Observation]]:
+    """A search in which every probe is off by as much noise as it says."""
+    search, seen = Search(bench.problem(**options)), list[Observation]()
+    while probes := search.ask():
+        for probe in probes:
+            chance = random.Random(f"{seed}/{probe}")
+            (one,) = bench.measure([probe], max(0.1, chance.gauss(1, deviation)))
+            if isinstance(one, Timed):
+                half = 2.36 * deviation * one.step_seconds
+                own = one.step_seconds
+                one = Timed(
+                    probe, own, own - half, own + half, 20, one.memory_bytes, one.device_seconds, own, probe.seconds + 1
+                )
+            seen.append(one)
+            search.tell(one)
+        assert len(seen) < 300, "the search does not end"
     return search, seen

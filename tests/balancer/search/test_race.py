@@ -16,7 +16,7 @@ from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.ranking import compare_turns, smallest_gain, throughput
 from evener.balancer.search.search import Search
 from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Problem, Timed
-from tests.support.search_machines import Bench, benches, searched
+from tests.support.search_machines import Bench, benches, noisy, searched
 
 PAIR = Bench(((10.0, 0.1, 0, 4000), (12.0, 0.16, 0, 4000)), 0.002)
 EQUAL = Bench(((10.0, 0.1, 0, 4000), (10.0, 0.1, 0, 4000)), 0.002)
@@ -28,25 +28,6 @@ def searched_with(bench: Bench, slower: Callable[[Probe], float], **options: Any
     while probes := search.ask():
         for probe in probes:
             (one,) = bench.measure([probe], slower(probe))
-            seen.append(one)
-            search.tell(one)
-        assert len(seen) < 300, "the search does not end"
-    return search, seen
-
-
-def noisy(bench: Bench, deviation: float, seed: int, **options: Any) -> tuple[Search, list[Observation]]:
-    """A search in which every probe is off by as much noise as it says."""
-    search, seen = Search(bench.problem(**options)), list[Observation]()
-    while probes := search.ask():
-        for probe in probes:
-            chance = random.Random(f"{seed}/{probe}")
-            (one,) = bench.measure([probe], max(0.1, chance.gauss(1, deviation)))
-            if isinstance(one, Timed):
-                half = 2.36 * deviation * one.step_seconds
-                own = one.step_seconds
-                one = Timed(
-                    probe, own, own - half, own + half, 20, one.memory_bytes, one.device_seconds, own, probe.seconds + 1
-                )
             seen.append(one)
             search.tell(one)
         assert len(seen) < 300, "the search does not end"

@@ -1,0 +1,87 @@
+"""What a search says that it does, and the curves that it shows, while it goes on."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from evener.balancer.search.layouts import BALANCE, LayoutOptions
+from evener.balancer.search.search import Search
+from evener.balancer.types import Probe
+from evener.costs import Cost
+from tests.support.search_machines import Bench
+from tests.support.text_machines import TextMachine
+
+PAIR = Bench(((10.0, 0.1, 0, 4000), (12.0, 0.16, 0, 4000)), 0.002)
+SAID = {
+    "solo": "Measures every device alone",
+    "rest": "alone with the others at rest",
+    "split": "Measures a real step split over 2 devices",
+    "pack": "Packs {processes} trainings on one device",
+    "race": "layouts in turns; this is turn {turn}",
+    "knobs": "with other knobs",
+    "check": "Measures the chosen layout once more",
+}
+
+
+def announced(search: Search, machine: Bench | TextMachine, lengths: tuple[int, ...] = ()) -> list[tuple[Probe, str]]:
+    """Each probe with what was said before it."""
+    found = []
+    while probes := search.ask():
+        found += [(probe, search.belief().doing) for probe in probes]
+        for one in machine.measure(probes):
+            search.tell(one)
+        search.learn_data(0, lengths)
+    assert search.belief().doing == "Done."
+    return found
+
+
+@pytest.mark.parametrize("options", [BALANCE, LayoutOptions(("solo", "split", "pack"), knobs=("xla",))])
+def test_what_a_probe_is_for_is_said(options: LayoutOptions) -> None:
+    said = announced(Search(PAIR.problem(global_batch=1000, tolerance=0.0), options), PAIR)
+    for probe, words in said:
+        expected = SAID[probe.stage].format(processes=probe.layout.processes, turn=probe.turn + 1)
+        assert expected in words
+    assert {probe.stage for probe, _ in said} >= (
+        {"solo", "rest", "split", "check"} | set(options.knobs and ("knobs",))
+    )
+    splits = [words for probe, words in said if probe.stage == "split"]
+    assert "the fastest that the curves predict" in splits[0]
+    assert all("what the last ones showed" in words for words in splits[1:])
+
+
+def test_the_rounds_alone_differ_in_what_they_show() -> None:
+    said = announced(Search(PAIR.problem()), PAIR)
+    rounds = {probe.turn: words for probe, words in said if probe.stage == "solo"}
+    for turn, words in ((0, "a first time"), (1, "the slope"), (2, "the largest batch"), (3, "still in doubt")):
+        assert words in rounds[turn]
+
+
+def test_rows_of_unequal_length_are_announced_by_what_is_dealt() -> None:
+    machine = TextMachine((Cost(0.001, 2e-5, 1e-8),) * 2)
+    said = announced(Search(machine.problem(global_batch=64)), machine, machine.lengths)
+    passes = [words for probe, words in said if probe.layout.length]
+    whole = [words for probe, words in said if probe.stage == "solo" and probe.layout.costs]
+    splits = [words for probe, words in said if probe.stage == "split"]
+    assert passes
+    assert all("passes of rows of" in words for words in passes)
+    assert whole
+    assert all("the global batch, dealt by what its rows cost" in words for words in whole)
+    assert splits
+    assert all("rows dealt to 2 devices" in words for words in splits)
+
+
+def test_a_drawn_curve_goes_from_one_sample_to_the_largest_batch() -> None:
+    """In at most 25 points; before anything ran there is none."""
+    search = Search(PAIR.problem())
+    assert not any(curve.points for curve in search.belief().curves)
+    announced(search, PAIR)
+    for position, curve in enumerate(search.belief().curves):
+        sizes = [size for size, _ in curve.points]
+        assert sizes[0] == 1
+        assert sizes[-1] == curve.largest_batch
+        assert all(a < b for a, b in pairwise(sizes))
+        assert 20 <= len(sizes) <= 25
+        for size, seconds in curve.points:
+            assert seconds == pytest.approx(PAIR.own(position, size), rel=0.02)

@@ -1,0 +1,61 @@
+"""Which splits exploration measures, and when it has enough of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from evener.balancer.search.layouts import LayoutOptions
+from evener.balancer.search.search import Search
+from evener.balancer.types import Failed, Layout, Observation, Probe, Timed
+from tests.support.search_machines import Bench, noisy, searched
+
+PAIR = Bench(((10.0, 0.1, 0, 4000), (12.0, 0.16, 0, 4000)), 0.002)
+EQUAL = Bench(((10.0, 0.1, 0, 4000), (10.0, 0.1, 0, 4000)), 0.002)
+THREE = Bench(((10.0, 0.1, 0, 4000), (12.0, 0.16, 0, 4000), (30.0, 0.3, 0, 2000)), 0.01)
+
+
+@pytest.mark.parametrize("seed", [0, 3, 4])
+def test_noise_that_moves_the_prediction_again_and_again_does_not_go_on_for_ever(seed: int) -> None:
+    """Where probes differ by 8 % each split promises another one: the fourth is the last."""
+    _, seen = noisy(THREE, 0.08, seed)
+    assert sum(one.probe.stage in ("split", "rest") for one in seen) == 4
+
+
+def test_splits_that_fail_are_given_up_after_the_second() -> None:
+    """Each failure names another device, as where the network fails; every try may take minutes to end."""
+    bench = Bench(((10.0, 0.1, 0, 4000),) * 6, 0.002)
+    search, failed = Search(bench.problem(global_batch=1000)), set[Layout]()
+
+    def measure(probe: Probe) -> Observation:
+        if probe.stage == "split":
+            failed.add(probe.layout)
+            return Failed(probe, "raised", "no route to host", probe.layout.active[:1], 1.0)
+        return bench.measure([probe])[0]
+
+    search.run(lambda probes: [measure(probe) for probe in probes])
+    assert len(failed) == 2
+    best = search.best()
+    assert best is not None
+    assert best.layout.kind == "solo"
+
+
+def test_of_two_splits_that_no_measurement_tells_apart_the_one_that_raced_is_the_plan() -> None:
+    """However lucky the other was when it was explored."""
+    search, _ = searched(EQUAL, EQUAL.problem(global_batch=1000))
+    best = search.best()
+    assert best is not None
+    assert best.layout.shares == (500, 500)
+    (lucky,) = EQUAL.measure([Probe(Layout("split", (504, 496)), "split", 6.0)], 0.97)
+    assert isinstance(lucky, Timed)
+    assert lucky.samples_per_second > best.throughput.value
+    search.tell(lucky)
+    assert search.best() == best
+
+
+def test_the_best_single_device_is_known_by_the_batch_asked_for_if_none_races() -> None:
+    """A comparison of splits alone still says what they gain over one device."""
+    options = LayoutOptions(("even", "split"), scaling=False)
+    search = Search(PAIR.problem(global_batch=1000), options).run(PAIR.measure)
+    alone = search.best_single()
+    assert alone is not None
+    assert alone.layout.shares == (1000, 0)
