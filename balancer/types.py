@@ -260,7 +260,6 @@ class Problem(msgspec.Struct, frozen=True):
     budget_seconds: float | None = None  # of probing; None: until the evidence is enough
     largest_share: int | None = None  # the workload can't make a larger batch for one device
     spend_all: bool = False  # the best layouts are measured until the budget is spent, however sure the plan is
-    longest_step_seconds: float | None = None  # a free batch whose step takes longer on a device is not tried there
     micro: bool = True  # a share may be taken in several passes; False: it must fit in one
     hosts: tuple[int, ...] = ()  # the number of each device's host; empty: all are on one
     products: tuple[int, ...] = ()  # the same of its product: a batch takes equal memory on equal ones; empty: unknown

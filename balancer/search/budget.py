@@ -146,13 +146,13 @@ class Budget:
             spent = self.spent if solo else self._seen.spent_seconds(("solo",))
             left = 0.2 * (self.explore_seconds - spent) - self.overhead_seconds
             longest = min(longest, max(SHORTEST_PROBE_SECONDS, left))
-        limits = [self._problem.longest_step_seconds, self._longest_for_all]
-        return min([longest / (FEWEST_STEPS + self.tuning_steps), *(one for one in limits if one is not None)])
+        limits = (longest / (FEWEST_STEPS + self.tuning_steps), self._longest_for_all)
+        return min(one for one in limits if one is not None)
 
     @property
     def limits_steps(self) -> bool:
         """Whether steps of a free batch are limited at all."""
-        return self.seconds is not None or self._problem.longest_step_seconds is not None
+        return self.seconds is not None
 
     @cached_property
     def _longest_for_all(self) -> float | None:

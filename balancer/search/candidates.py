@@ -16,10 +16,10 @@ from evener.balancer.search.layouts import (
     find_family,
     pack_on,
     place_on,
+    same_measurement,
     shrink,
     split_evenly,
 )
-from evener.balancer.search.machine_model import same_measurement
 from evener.balancer.search.packing import Packing
 from evener.balancer.search.predictions import Predictions
 from evener.balancer.search.ranking import EDGE_SLACK, throughput, worthwhile_gain

@@ -9,8 +9,8 @@ import msgspec
 
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.candidates import Candidates
-from evener.balancer.search.layouts import BALANCE, Candidate, LayoutOptions, PackMode, find_family
-from evener.balancer.search.machine_model import MachineModel, same_measurement
+from evener.balancer.search.layouts import BALANCE, Candidate, LayoutOptions, PackMode, find_family, same_measurement
+from evener.balancer.search.machine_model import MachineModel
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.plan_curves import describe_curves
 from evener.balancer.search.predictions import Predictions

@@ -14,6 +14,7 @@ FAMILIES: tuple[Family, ...] = ("solo", "even", "split", "pack", "place")
 PackMode = Literal["", "logical", "mps"]
 Knob = Literal["xla", "mixed"]
 RETREAT = 0.7  # of a batch that ran out of memory in the race
+SAME_SHARE = 0.015  # relative: layouts whose shares differ by less are the same measurement
 SIMPLEST_FIRST: tuple[Family, ...] = ("solo", "even", "split", "place", "pack")
 
 
@@ -124,3 +125,19 @@ def is_even(layout: Layout, quantum: int = 1) -> bool:
     """Whether the shares of the devices that take part are rows, and differ by at most one quantum."""
     active = [layout.shares[i] for i in layout.active]
     return layout.by_rows and len(active) > 1 and max(active) - min(active) <= quantum
+
+
+def same_measurement(one: Layout, other: Layout) -> bool:
+    """Whether the shares of two layouts differ too little for a measurement to distinguish them, in as many passes."""
+    if len(one.active) != len(other.active) or any(one.passes(i) != other.passes(i) for i in one.active):
+        return False
+    return all(abs(a - b) <= SAME_SHARE * max(a, b) for a, b in zip(one.shares, other.shares, strict=True))
+
+
+def is_no_larger(one: Layout, other: Layout) -> bool:
+    """Whether one takes no more memory than another on the same devices."""
+    if not (one.by_rows and other.by_rows):
+        return one == other
+    same = one.processes <= other.processes and (one.placement, one.knobs) == (other.placement, other.knobs)
+    same = same and one.in_passes <= other.in_passes  # passes take the memory of the gradients between them
+    return same and all(a <= b for a, b in zip(one.pass_rows, other.pass_rows, strict=True))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from functools import cached_property
 
-from evener.balancer.search.layouts import split_evenly
+from evener.balancer.search.layouts import same_measurement, split_evenly
 from evener.balancer.search.model.contention import slow_by_contention
 from evener.balancer.search.model.device_groups import group_devices
 from evener.balancer.search.model.evidence import lend_memory_lines
@@ -15,15 +15,15 @@ from evener.balancer.search.model.pass_curve import fit_extra, hope_for_extra
 from evener.balancer.search.model.step_time import Point, fit_curve
 from evener.balancer.search.model.sync_cost import ExchangeCosts, ExchangeSample, fit_exchange_costs
 from evener.balancer.search.model.throughput_drop import FALL
-from evener.balancer.search.observations import Observations, relative_error
+from evener.balancer.search.observations import Observations
 from evener.balancer.search.ranking import LEAST_GAIN, smallest_gain
+from evener.balancer.search.timed_points import relative_error
 from evener.balancer.types import Layout, Problem, Timed, layout_of
 from evener.curves import Curve, PassCurve, step_in_passes
 from evener.waterfill import DeviceCurve
 
 SAME_LIMIT = 0.02  # relative: indistinguishable devices whose limits differ by less get the smaller one
 REACH = 2  # in splits, curves and memory lines are trusted up to this many times the largest batch that ran
-SAME_SHARE = 0.015  # relative: layouts whose shares differ by less are the same measurement
 
 # Bounds on the rows that one device computes at once, each within the one it names:
 #   cap                    the request: largest share, fixed global batch, largest global batch
@@ -325,10 +325,3 @@ class MachineModel:
             return device.limit
         quick = device.curve.largest(self._longest_step, device.limit, self.quantum)
         return max(self.quantum, min(device.limit, max(self.devices[device.position].memory.ran, quick)))
-
-
-def same_measurement(one: Layout, other: Layout) -> bool:
-    """Whether the shares of two layouts differ too little for a measurement to distinguish them, in as many passes."""
-    if len(one.active) != len(other.active) or any(one.passes(i) != other.passes(i) for i in one.active):
-        return False
-    return all(abs(a - b) <= SAME_SHARE * max(a, b) for a, b in zip(one.shares, other.shares, strict=True))

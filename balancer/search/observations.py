@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from typing import get_args
+from collections.abc import Iterable, Sequence
 
+from evener.balancer.search.layouts import is_no_larger
 from evener.balancer.search.model.evidence import DeviceEvidence
 from evener.balancer.search.model.memory import Memory
-from evener.balancer.search.model.step_time import Point
-from evener.balancer.search.statistics import student
+from evener.balancer.search.observation_order import order_probe, rank_observation
+from evener.balancer.search.timed_points import read_points
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed
 
-STAGES: tuple[Stage, ...] = get_args(Stage)
 EXPLORATION: tuple[Stage, ...] = ("solo", "rest", "split")
 TRIES = 2  # of a probe that fails for a reason other than memory
-TYPICAL_BLOCKS = 8  # of a probe; turns the half-width of its interval into a standard error
 FIRST_TURN = 0
 
 Place = tuple[str, tuple[int, ...]]  # a layout's kind and devices
@@ -63,9 +61,9 @@ class Observations:
             self._shrink(seen.short_bytes)
         before = self._seen.get(probe)
         repeated = isinstance(seen, Failed) and isinstance(before, Failed)
-        if before is not None and not repeated and _rank(before) >= _rank(seen):
+        if before is not None and not repeated and rank_observation(before) >= rank_observation(seen):
             return False
-        if before is None or _rank(seen) > _rank(before):
+        if before is None or rank_observation(seen) > rank_observation(before):
             self._seen[probe] = seen
         if before is None:
             self._places[layout.kind, layout.active].append(probe)
@@ -107,7 +105,7 @@ class Observations:
         """The settled observations of a stage, in the order of their probes."""
         settled = self._settled.get(stage)
         if settled is None:
-            probes = sorted((p for p in self._seen if p.stage == stage), key=_order)
+            probes = sorted((p for p in self._seen if p.stage == stage), key=order_probe)
             settled = self._settled[stage] = [seen for p in probes if (seen := self.at(p)) is not None]
         return settled
 
@@ -145,7 +143,7 @@ class Observations:
         uncontended = ("rest", "split", "pack", *(("solo",) if self._problem.devices == 1 else ()))
         earlier = [one for one in timed if one.probe.stage in uncontended]
         if stage == "race" and earlier and FIRST_TURN not in found:
-            found[FIRST_TURN] = max(earlier, key=lambda one: _order(one.probe))
+            found[FIRST_TURN] = max(earlier, key=lambda one: order_probe(one.probe))
         return dict(sorted(found.items()))
 
     def turns_once_chosen(self, layout: Layout) -> Turns:
@@ -184,7 +182,7 @@ class Observations:
             for one in seen
             if isinstance(one, Timed)
             and (
-                any(_no_larger(layout, one.probe.layout) for layout in full)
+                any(is_no_larger(layout, one.probe.layout) for layout in full)
                 or any(not self._holds(i, one) for i in place[1])
             )
         )
@@ -208,7 +206,8 @@ class Observations:
 
     def open_failures(self) -> list[Probe]:
         """Probes that failed once and are worth another try."""
-        return sorted((p for p, s in self._seen.items() if isinstance(s, Failed) and not self._final(s)), key=_order)
+        failed = (seen for seen in self._seen.values() if isinstance(seen, Failed) and not self._final(seen))
+        return sorted((seen.probe for seen in failed), key=order_probe)
 
     def spent_seconds(self, stages: Iterable[Stage] | None = None, until_turn: float = math.inf) -> float:
         """Seconds of the probes; of solo probes of one turn, which run at the same time, only the longest counts.
@@ -240,23 +239,22 @@ class Observations:
         return self._devices[position]
 
     def _read(self, position: int) -> DeviceEvidence:
-        seen = [self._seen[p] for p in sorted(self._explored[position], key=_order)]
+        seen = [self._seen[p] for p in sorted(self._explored[position], key=order_probe)]
         by_rows = [one for one in seen if one.probe.layout.by_rows]
         solo = [one for one in by_rows if one.probe.layout.kind == "solo"]
         splits = [one for one in by_rows if one.probe.layout.kind == "split"]
         in_passes = [one for one in solo if one.probe.layout.in_passes]
-        rounds = [one for one in solo if one.probe.stage == "solo" and not one.probe.layout.in_passes]
-        in_splits = tuple(_points(splits, position, own_part=True))
+        at_rest = [one for one in solo if one.probe.stage == "rest" and one not in in_passes]
+        rounds = [one for one in solo if one.probe.stage == "solo" and one not in in_passes]
+        in_splits = tuple(read_points(splits, position, own_part=True))
         return DeviceEvidence(
-            alone=tuple(_points(rounds, position)),
-            at_rest=tuple(
-                _points([one for one in solo if one.probe.stage == "rest" and one not in in_passes], position)
-            ),
+            alone=tuple(read_points(rounds, position)),
+            at_rest=tuple(read_points(at_rest, position)),
             in_splits=tuple(point for point in in_splits if point.passes == 1),
             memory=self._memory(position, solo, splits),
             rounds=sum(1 for one in rounds if self.at(one.probe) is not None),
             lost=self._lost(position, seen),
-            alone_in_passes=tuple(_points(in_passes, position)),
+            alone_in_passes=tuple(read_points(in_passes, position)),
             split_in_passes=tuple(point for point in in_splits if point.passes > 1),
             undivided=any(self._blames_passes(position, one) for one in seen),
         )
@@ -330,51 +328,3 @@ class Observations:
             if one.cause == "device" or (len(active) != 2 and not self._too_large(position, one)):
                 return one.detail
         return ""
-
-
-def relative_error(seen: Timed) -> float:
-    """Relative standard error of a step time, from its 95 % interval."""
-    half = (seen.high_seconds - seen.low_seconds) / 2
-    return half / seen.step_seconds / student(TYPICAL_BLOCKS - 1) if seen.step_seconds > 0 else 1.0
-
-
-def _points(seen: Sequence[Observation], position: int, own_part: bool = False) -> Iterator[Point]:
-    """Whole steps, or the device's own part of them, with standard errors.
-
-    Each error is the larger of its own error and the error expected from the pooled noise per step: an interval of few
-    blocks is often too narrow by luck, and a probe that ends once it is narrow enough selects those.
-    """
-    found: list[tuple[Timed, float]] = []
-    for one in seen:
-        seconds = (one.device_seconds[position] if own_part else one.step_seconds) if isinstance(one, Timed) else None
-        if isinstance(one, Timed) and seconds:
-            found.append((one, seconds))
-    own = [relative_error(one) for one, _ in found]
-    steps = [max(1, one.steps) for one, _ in found]
-    noise = math.sqrt(math.fsum(e * e * n for e, n in zip(own, steps, strict=True)) / max(1, len(own)))
-    for (one, seconds), error, count in zip(found, own, steps, strict=True):
-        layout = one.probe.layout
-        wide = max(error, noise / math.sqrt(count))
-        yield Point(layout.shares[position], seconds, wide, layout.passes(position))
-
-
-def _no_larger(one: Layout, other: Layout) -> bool:
-    if not (one.by_rows and other.by_rows):
-        return one == other
-    same = one.processes <= other.processes and (one.placement, one.knobs) == (other.placement, other.knobs)
-    same = same and one.in_passes <= other.in_passes  # passes take the memory of the gradients between them
-    return same and all(a <= b for a, b in zip(one.pass_rows, other.pass_rows, strict=True))
-
-
-def _rank(seen: Observation) -> tuple[int, int, float]:
-    """Of two observations of one probe, the larger is kept."""
-    if isinstance(seen, OutOfMemory):
-        return (2, 0, seen.elapsed_seconds)
-    if isinstance(seen, Timed):
-        return (1, seen.steps, -seen.step_seconds)
-    return (0, 0, seen.elapsed_seconds)
-
-
-def _order(probe: Probe) -> tuple[int, int, tuple[int, ...], tuple[int, ...], int, float]:
-    layout = probe.layout
-    return (STAGES.index(probe.stage), probe.turn, layout.shares, layout.pass_rows, layout.processes, probe.seconds)

@@ -15,8 +15,9 @@ from statistics import fmean, harmonic_mean, stdev
 import msgspec
 
 from evener.balancer.search.layouts import Candidate
-from evener.balancer.search.observations import Turns, relative_error
+from evener.balancer.search.observations import Turns
 from evener.balancer.search.statistics import normal_cdf, normal_density, student
+from evener.balancer.search.timed_points import relative_error
 from evener.balancer.types import Interval, Layout, Power, Problem
 
 TIE = 0.01  # relative; a smaller difference is not worth a change

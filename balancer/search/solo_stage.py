@@ -197,8 +197,7 @@ class SoloStage:
         if curve is None:
             return holds
         bounded = DeviceCurve(position, curve, holds)
-        least = quantum if problem.longest_step_seconds is None else device.memory.ran
-        most = min(holds, max(quantum, least, curve.largest(self._budget.longest_step(), holds, quantum)))
+        most = min(holds, max(quantum, curve.largest(self._budget.longest_step(), holds, quantum)))
         clear = slope_is_clear(bounded)
         if problem.global_batch is not None:
             return max(quantum, min(most, self._share_of_fixed(position, clear)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from evener.balancer.search.budget import Budget
-from evener.balancer.search.machine_model import same_measurement
+from evener.balancer.search.layouts import same_measurement
 from evener.balancer.search.predictions import Predictions
 from evener.balancer.search.ranking import LEAST_GAIN, worthwhile_gain
 from evener.balancer.types import Failed, Probe, Stage

@@ -269,18 +269,6 @@ def test_a_short_budget_tries_no_long_steps() -> None:
     assert longest_step(ALL, 6.0, None) > 10
 
 
-def test_a_search_tries_no_step_that_is_longer_than_the_problem_allows() -> None:
-    """A tenth of a second is 117 samples here, and memory would hold thousands."""
-    sizes = tuple(machine().usable_memory_bytes(i) for i in range(2))
-    search, prober = Search(Problem(2, sizes, longest_step_seconds=0.1)), SimulatedProber(machine(), seed=1)
-    shares = []
-    while probes := search.ask():
-        for seen in prober.measure(probes, lambda _: None, threading.Event()):
-            search.tell(seen)
-            shares.append(max(seen.probe.layout.shares))
-    assert 64 < max(shares) <= 140
-
-
 def test_no_layout_shrinks_to_nothing() -> None:
     assert shrink(Layout("split", (1, 8))) is None
     assert shrink(Layout("split", (10, 8)), 4) == Layout("split", (4, 4))

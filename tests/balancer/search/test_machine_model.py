@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from evener.balancer.search.budget import Budget
-from evener.balancer.search.layouts import BALANCE
-from evener.balancer.search.machine_model import MachineModel, same_measurement
+from evener.balancer.search.layouts import BALANCE, same_measurement
+from evener.balancer.search.machine_model import MachineModel
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.predictions import Predictions, slope_is_clear, with_guessed_knee
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed, layout_of, solo
@@ -101,8 +101,9 @@ def test_a_free_batch_grows_as_far_as_it_gains() -> None:
 
 def test_a_longest_step_bounds_a_free_batch_but_not_what_ran() -> None:
     wide = Bench(((10.0, 0.1, 0, 10**6), (20.0, 0.2, 0, 10**6)))
-    first, second = model(*SOLOS, bench=wide, longest_step_seconds=0.07).split_curves
-    found = model(*SOLOS, bench=wide, longest_step_seconds=0.07)
+    seen = model(*SOLOS, bench=wide)
+    found = MachineModel(seen.problem, seen.seen, 0.07)
+    first, second = found.split_curves
     assert found.useful_limit(first) == pytest.approx(600, abs=5)
     assert found.useful_limit(second) == 500
 

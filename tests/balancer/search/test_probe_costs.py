@@ -195,11 +195,7 @@ def test_the_longest_step_is_a_part_of_what_exploration_has_left() -> None:
     assert budget(timed(solo(2, 0, 8), elapsed_seconds=99.9)).longest_step() == pytest.approx(0.2 / 5)
 
 
-def test_steps_are_limited_by_a_budget_or_by_the_problem() -> None:
-    problem = Problem(2, (None, None), longest_step_seconds=0.07)
-    found = Budget(problem, BALANCE, Observations(problem))
-    assert found.limits_steps
-    assert found.longest_step() == 0.07
+def test_steps_are_limited_by_a_budget() -> None:
     assert budget().limits_steps
     assert not budget(seconds=None).limits_steps
 

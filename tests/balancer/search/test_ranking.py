@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.balancer.search.layouts import Candidate, pack_on, split_evenly
-from evener.balancer.search.observations import relative_error
 from evener.balancer.search.ranking import (
     DRIFT,
     TIE,
@@ -25,6 +24,7 @@ from evener.balancer.search.ranking import (
     throughput,
     unsettled,
 )
+from evener.balancer.search.timed_points import relative_error
 from evener.balancer.types import Layout, Probe, Problem, Timed, solo
 
 SOLO = Candidate("solo", solo(2, 0, 100))
