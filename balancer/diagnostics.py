@@ -43,16 +43,10 @@ class Check(msgspec.Struct, frozen=True):
 def check_machine() -> tuple[Check, ...]:
     """Run every check; never raises. A framework that hangs is reported after two minutes."""
     driver, gpus = _check_driver()
-    with ThreadPoolExecutor() as pool:
-        frameworks = list(pool.map(lambda name: _check_framework(name, gpus), _QUERIES))
-    if any(check.level != "problem" for check in frameworks):  # one is enough
-        frameworks = [
-            msgspec.structs.replace(check, level="note") if check.level == "problem" else check for check in frameworks
-        ]
     return (
         Check("python", "ok", f"{platform.python_version()} at {sys.executable}"),
         driver,
-        *frameworks,
+        *_check_frameworks(gpus),
         *_check_clashes(),
         _check_state_folder(),
         _check_folder("temporary folder", Path(tempfile.gettempdir()), "TMPDIR"),
@@ -72,6 +66,15 @@ def _check_driver() -> tuple[Check, int]:
     except pynvml.NVMLError as error:
         return Check("nvidia driver", "problem", f"found, but a query failed: {error}", "See nvidia-smi and dmesg."), 0
     return Check("nvidia driver", "ok", f"{version}, {count} GPU{'s' * (count != 1)}"), count
+
+
+def _check_frameworks(gpus: int) -> list[Check]:
+    """One that works is enough: what is wrong with the other is then a note."""
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(lambda name: _check_framework(name, gpus), _QUERIES))
+    if all(check.level == "problem" for check in found):
+        return found
+    return [msgspec.structs.replace(check, level="note") if check.level == "problem" else check for check in found]
 
 
 def _check_framework(name: str, gpus: int) -> Check:

@@ -21,6 +21,7 @@ simulated devices can't train one step together.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -55,6 +56,12 @@ def parse_request(spec: str) -> tuple[Term, ...]:
     terms: list[Term] = []
     for text in spec.split(","):
         terms.append(_parse_term(text.strip(), terms[-1] if terms else None, spec))
+    _check_together(terms, spec)
+    return tuple(terms)
+
+
+def _check_together(terms: Sequence[Term], spec: str) -> None:
+    """RequestError for terms that can't stand in one request."""
     if len({term.host is None for term in terms}) > 1:
         raise RequestError(f"{spec!r} mixes this machine with the Ray cluster.", "Write ray:HOST/... for each device.")
     kinds = list(dict.fromkeys(term.kind for term in terms))
@@ -66,7 +73,6 @@ def parse_request(spec: str) -> tuple[Term, ...]:
             f"{spec!r} mixes {' and '.join(kinds)}: they can't train one step together.",
             "Ask for devices of one kind.",
         )
-    return tuple(terms)
 
 
 def _parse_term(text: str, before: Term | None, spec: str) -> Term:

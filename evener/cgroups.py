@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -49,18 +49,26 @@ _MEMORY_FILES = {
 
 
 def _least(controller: str, read: Callable[[Path, int], float], root: Path, membership: Path) -> float | None:
-    """The least that `read` finds in this process' group and those above; groups without a limit are skipped."""
+    """The least that `read` finds in this process' groups; those without a limit are skipped."""
     found: list[float] = []
-    with suppress(OSError):
-        for line in membership.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and controller not in controllers.split(","):
-                continue
-            version, base = (1, root / controllers) if controllers else (2, root)
-            if not base.is_dir():
-                base = root / controller
-            here = base / path.lstrip("/")
-            for folder in (here, *(parent for parent in here.parents if parent == base or base in parent.parents)):
-                with suppress(OSError, ValueError, ZeroDivisionError):
-                    found.append(read(folder, version))
+    for folder, version in _list_groups(controller, root, membership):
+        with suppress(OSError, ValueError, ZeroDivisionError):
+            found.append(read(folder, version))
     return min(found, default=None)
+
+
+def _list_groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, int]]:
+    """The folders of this process' groups and of those above, and their version."""
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = membership.read_text().splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        version, base = (1, root / controllers) if controllers else (2, root)
+        if not base.is_dir():
+            base = root / controller
+        here = base / path.lstrip("/")
+        for folder in (here, *(parent for parent in here.parents if parent == base or base in parent.parents)):
+            yield folder, version

@@ -169,8 +169,7 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
             f"{source}: {error}.", "Correct that key, or make the plan again with evener balance --export."
         ) from None
     if plan.schema == 1:
-        evidence = tuple(msgspec.structs.replace(rival, layout=_upgrade(rival.layout)) for rival in plan.evidence)
-        plan = msgspec.structs.replace(plan, schema=SCHEMA, layout=_upgrade(plan.layout), evidence=evidence)
+        plan = _upgrade(plan)
     _check_numbers(plan, source)
     return plan
 
@@ -238,8 +237,14 @@ def _is_of_schema_2(share: dict[str, Any]) -> bool:
     return "cost" in share or "host" in share or 0 < share["micro"] < share["batch"]
 
 
-def _upgrade(layout: PlanLayout) -> PlanLayout:
-    """A layout of schema 1, where each share is one pass, in today's."""
+def _upgrade(plan: Plan) -> Plan:
+    """A plan of schema 1 in today's."""
+    evidence = tuple(msgspec.structs.replace(rival, layout=_upgrade_layout(rival.layout)) for rival in plan.evidence)
+    return msgspec.structs.replace(plan, schema=SCHEMA, layout=_upgrade_layout(plan.layout), evidence=evidence)
+
+
+def _upgrade_layout(layout: PlanLayout) -> PlanLayout:
+    """Each share is one pass."""
     shares = (msgspec.structs.replace(share, micro=share.micro or share.batch) for share in layout.share)
     return msgspec.structs.replace(layout, share=tuple(shares))
 

@@ -57,6 +57,10 @@ class Synthetic:
         self._held.clear()
         if self._settings["fail"] == "memory" and self._struck():
             raise MemoryError(f"synthetic was asked to run out of memory at {self._largest} samples")
+        self._hold()
+
+    def _hold(self) -> None:
+        """What the largest pass takes on each device."""
         limits = [*self._place.memory_limit_bytes, *[None] * len(self._shares)]
         for passes, limit in zip(self._passes, limits, strict=False):
             size = self._bytes(max(passes)) if passes else 0

@@ -192,13 +192,11 @@ class Measurement:
         self._memory_bytes = tuple(size for reply in ran for size in reply.memory_bytes)
         if len(ranks.unique_positions) == 1:
             return Block(ran[0].steps, wall, self._cpu_share(ran[0]), (wall,))
-        if ranks.own_cores and not ranks.one_process:
-            own = tuple(
-                min(wall, reply.cpu_seconds / busy + reply.spun_seconds)
-                for reply, busy in zip(ran, ranks.busy_cores, strict=True)
-            )
-            return Block(ran[0].steps, wall, None, own)
-        return Block(ran[0].steps, wall)
+        if not ranks.own_cores or ranks.one_process:
+            return Block(ran[0].steps, wall)
+        own = zip(ran, ranks.busy_cores, strict=True)
+        compute = tuple(min(wall, reply.cpu_seconds / busy + reply.spun_seconds) for reply, busy in own)
+        return Block(ran[0].steps, wall, None, compute)
 
     def _as_usual(self, ran: Sequence[Ran]) -> Sequence[Ran]:
         """The times that the same steps would take with as many tokens as the data have on average.

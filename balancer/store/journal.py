@@ -261,6 +261,10 @@ def _observation_sound(seen: Observation) -> bool:
         return False
     if not isinstance(seen, Timed):
         return _sane((seen.elapsed_seconds,)) and all(0 <= i < MOST_DEVICES for i in seen.devices)
+    return _timed_sound(seen)
+
+
+def _timed_sound(seen: Timed) -> bool:
     known = [size for size in (*seen.memory_bytes, *seen.device_seconds) if size is not None]
     times = (seen.low_seconds, seen.step_seconds, seen.high_seconds)
     return (

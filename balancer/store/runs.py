@@ -145,16 +145,20 @@ def load_run(name: str) -> Run:
     ended = record.ended
     observations = tuple(entry.seen for entry in record.seen)
     state, trouble = _find_state(record)
-    plan, verdict = None, ""
-    if ended is not None:
-        plan, verdict = parse_plan(to_json(ended.plan), str(path)), ended.verdict
-    else:
-        with suppress(NoLayoutError):
-            found = replay.recover(record)
-            plan, verdict = found.plan, found.verdict
+    plan, verdict = _find_plan(record, str(path))
     interrupted = ended is None or ended.interrupted
     seconds, note = replay.read_clock(record), read_note(path.parent)
     return Run(record.header, observations, plan, verdict, interrupted, state, trouble, seconds, note)
+
+
+def _find_plan(record: Record, source: str) -> tuple[Plan | None, str]:
+    """The plan that a run ended with, or that what it measured gives; and the verdict."""
+    if record.ended is not None:
+        return parse_plan(to_json(record.ended.plan), source), record.ended.verdict
+    with suppress(NoLayoutError):
+        found = replay.recover(record)
+        return found.plan, found.verdict
+    return None, ""
 
 
 def annotate_run(
@@ -215,14 +219,20 @@ def find_solo_rates(devices: Sequence[Device]) -> tuple[float | None, ...]:
             record = journal.read(journal_path(run))
         except EvenerError:
             continue
-        best: dict[str, float] = {}
-        for seen in (entry.seen for entry in record.seen):
-            if isinstance(seen, Timed) and seen.probe.layout.kind == "solo" and not seen.probe.layout.length:
-                device = record.header.devices[seen.probe.layout.active[0]].id
-                best[device] = max(best.get(device, 0.0), seen.samples_per_second)
+        best = _find_best_alone(record)
         if all(device in best for device in wanted):
             return tuple(best[device] for device in wanted)
     return (None,) * len(wanted)
+
+
+def _find_best_alone(record: Record) -> dict[str, float]:
+    """The highest samples/s of each device alone, by its id."""
+    best: dict[str, float] = {}
+    for seen in (entry.seen for entry in record.seen):
+        if isinstance(seen, Timed) and seen.probe.layout.kind == "solo" and not seen.probe.layout.length:
+            device = record.header.devices[seen.probe.layout.active[0]].id
+            best[device] = max(best.get(device, 0.0), seen.samples_per_second)
+    return best
 
 
 def _list_ids() -> list[str]:

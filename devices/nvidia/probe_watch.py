@@ -177,13 +177,17 @@ class _Reader:
         return self._joules
 
     def _slowed(self, now: float, found: Mapping[int, Reading]) -> tuple[float | None, float | None]:
-        """Seconds by the driver's nanosecond counters, else estimated from the mask at each reading."""
+        """Seconds by the driver's nanosecond counters, else by the mask at each reading."""
         counts = {field: reading.current / 1e9 for field, reading in found.items() if reading.current is not None}
         if counts:
             held = [counts[field] for field in HELD_FIELDS if field in counts]
             return (max(held) if held else None), counts.get(POWER_CAP)
         if any(reading.state is not State.UNSUPPORTED for reading in found.values()):
             return None, None  # it has the counters, but doesn't answer just now
+        return self._estimate_slowed(now)
+
+    def _estimate_slowed(self, now: float) -> tuple[float | None, float | None]:
+        """The mean of two readings' masks counts for the time between."""
         reasons = self._reasons.read_one(now).current
         if reasons is None:
             return None, None

@@ -131,11 +131,8 @@ def _explain(message: str, table: Any, where: str) -> str:
     found = re.fullmatch(r"\.(device|placement|event)\[(\d+)\](.*)", path.rstrip("`"))
     if found:
         where, path = _where(where, found[1], int(found[2]), table[found[1]][int(found[2])]), found[3]
-    for theirs, ours in (
-        ("Object contains unknown field", "unknown key"),
-        ("Object missing required field", "missing key"),
-    ):
-        text = text.replace(theirs, ours)
+    text = text.replace("Object contains unknown field", "unknown key")
+    text = text.replace("Object missing required field", "missing key")
     key = path.strip(".`")
     shown = "" if isinstance(seen, dict | list) else f" is {seen!r}"
     return f"{where}: `{key}`{shown}: {text}" if key else f"{where}: {text}"

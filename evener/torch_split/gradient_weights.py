@@ -42,18 +42,9 @@ class GradientWeights:
 
     def attach(self, model: Any) -> None:
         """Take the place of DDP's mean over ranks; RequestError if the model has a communication hook of another's."""
-        exchange = _exchanges.get(model)
-        if exchange is None:
-            exchange = _Exchange({id(each) for each in model.parameters() if each.requires_grad})
-            try:
-                model.register_comm_hook(exchange, _weigh_bucket)
-            except RuntimeError as error:
-                raise RequestError(
-                    f"The model can't take a communication hook: {error}.",
-                    "Use Split(..., weigh='loss') and split.scale(loss) beside a hook of your own.",
-                ) from None
-            _exchanges[model] = exchange
-        exchange.weights = self
+        if model not in _exchanges:
+            _exchanges[model] = _register(model)
+        _exchanges[model].weights = self
         self._models.add(model)
         self._scale_by(self._factor)
 
@@ -90,6 +81,18 @@ class GradientWeights:
             self._handles = [parameter.register_hook(scale) for parameter in once.values()]
 
 
+def keep_in_buckets(model: Any) -> None:
+    """Let gradients be views of the buckets that are exchanged: a copy less makes up for the weighting.
+
+    A model with a communication hook, or with a group of its own, stays as it is.
+    """
+    if model.gradient_as_bucket_view or model._comm_hooks or model.process_group is not dist.group.WORLD:
+        return
+    state = {**model.__getstate__(), "gradient_as_bucket_view": True}
+    del model.reducer, model.logger
+    model.__setstate__(state)  # as if it were unpickled: it makes its reducer anew
+
+
 class _Exchange:
     """What a model's communication hook knows; `parameters` are the ids of those that it exchanges."""
 
@@ -102,6 +105,19 @@ class _Exchange:
 
 
 _exchanges: weakref.WeakKeyDictionary[Any, _Exchange] = weakref.WeakKeyDictionary()
+
+
+def _register(model: Any) -> _Exchange:
+    """Give a model its communication hook."""
+    exchange = _Exchange({id(each) for each in model.parameters() if each.requires_grad})
+    try:
+        model.register_comm_hook(exchange, _weigh_bucket)
+    except RuntimeError as error:
+        raise RequestError(
+            f"The model can't take a communication hook: {error}.",
+            "Use Split(..., weigh='loss') and split.scale(loss) beside a hook of your own.",
+        ) from None
+    return exchange
 
 
 def _accumulates(model: Any) -> bool:

@@ -44,7 +44,8 @@ class UnevenBatchSampler:
         join_tail: bool = False,
     ) -> None:
         length = length if order is None else len(order)
-        _check(length, shares, rank, drop_last)
+        _check_shares(shares, rank)
+        _check_length(length, sum(shares) if drop_last else 1)
         self.length = length
         self.shares = tuple(shares)  # of loops that begin now
         self.rank = rank
@@ -185,7 +186,7 @@ class UnevenBatchSampler:
         self.position = min(max(0, int(state["position"])), self.length)
 
 
-def _check(length: int, shares: Sequence[int], rank: int, drop_last: bool) -> None:
+def _check_shares(shares: Sequence[int], rank: int) -> None:
     for share in shares:
         if isinstance(share, bool) or not isinstance(share, int) or share < 1:
             raise RequestError(
@@ -194,10 +195,13 @@ def _check(length: int, shares: Sequence[int], rank: int, drop_last: bool) -> No
             )
     if not 0 <= rank < len(shares):
         raise RequestError(f"There is no rank {rank} among {len(shares)}.", "Ranks count from 0.")
+
+
+def _check_length(length: int, fewest: int) -> None:
     if length < 1:
         raise RequestError(f"The data set has {length} rows.", "Give one with 1 row or more.")
-    if drop_last and length < sum(shares):
+    if length < fewest:
         raise RequestError(
-            f"With drop_last, {length} rows are no full batch of {sum(shares)}.",
+            f"With drop_last, {length} rows are no full batch of {fewest}.",
             "Give a smaller global batch, or drop_last=False.",
         )

@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -17,6 +18,15 @@ MOVES = ("Memcpy", "ncclDevKernel", "ncclKernel", "gloo:")
 
 def transfers(run: Callable[[], None]) -> Iterator[Event]:
     """(name, seconds, bytes) of each copy or collective while `run` ran."""
+    for event in _trace(run):
+        name = str(event.get("name", ""))
+        if event.get("ph") == "X" and name.startswith(MOVES):
+            size = event.get("args", {}).get("bytes")
+            yield _named(name), float(event.get("dur", 0.0)) / 1e6, None if size is None else int(size)
+
+
+def _trace(run: Callable[[], None]) -> list[dict[str, Any]]:
+    """All events, in the form of Chrome's traces."""
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
@@ -25,12 +35,8 @@ def transfers(run: Callable[[], None]) -> Iterator[Event]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         found.export_chrome_trace(str(path))
-        trace = json.loads(path.read_bytes())
-    for event in trace["traceEvents"]:
-        name = str(event.get("name", ""))
-        if event.get("ph") == "X" and name.startswith(MOVES):
-            size = event.get("args", {}).get("bytes")
-            yield _named(name), float(event.get("dur", 0.0)) / 1e6, None if size is None else int(size)
+        events: list[dict[str, Any]] = json.loads(path.read_bytes())["traceEvents"]
+    return events
 
 
 def _named(name: str) -> str:

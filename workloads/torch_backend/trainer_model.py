@@ -91,11 +91,14 @@ def _from_lightning(name: str, module: Any, given: Any) -> Recipe:
     optimizer = _first_optimizer(module.configure_optimizers())
     if optimizer is None:
         raise RequestError(f"{name}: configure_optimizers gives no optimizer.", "Return one.")
+    return Recipe(LossModule(module, compute), optimizer, None, _read_data(given))
+
+
+def _read_data(given: Any) -> Data:
+    """A data set, or that of a DataLoader with what it makes batches by."""
     if isinstance(given, DataLoader):
-        data = _to_data(given.dataset, given.collate_fn, {"num_workers": given.num_workers})
-    else:
-        data = _to_data(given, default_collate, {})
-    return Recipe(LossModule(module, compute), optimizer, None, data)
+        return _to_data(given.dataset, given.collate_fn, {"num_workers": given.num_workers})
+    return _to_data(given, default_collate, {})
 
 
 def _first_optimizer(given: Any) -> Any:
