@@ -74,15 +74,7 @@ def advance(state: SessionState, event: Event) -> SessionState:
     replace = msgspec.structs.replace
     at_seconds = max(state.at_seconds, getattr(event, "at_seconds", 0.0))
     if isinstance(event, Started):
-        return replace(
-            state,
-            run=event.run,
-            devices=event.devices,
-            workload=event.workload,
-            budget_seconds=event.budget_seconds,
-            replayed=event.replayed,
-            notes=event.notes,
-        )
+        return replace(state, **msgspec.structs.asdict(event))  # its fields are the state's
     if isinstance(event, ProbeStarted):
         running = _with(state, ProbeProgress(event.probe, "starting", None, None, event.at_seconds))
         return replace(state, running=running, paused=False, at_seconds=at_seconds)
