@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 from hypothesis import strategies as st
@@ -92,7 +93,7 @@ def searched(bench: Bench, problem: Problem) -> tuple[Search, list[Observation]]
     return search, seen
 
 
-def noisy(bench: Bench, deviation: float, seed: int, **options: object) -> tuple[Search, list[Observation]]:
+def noisy(bench: Bench, deviation: float, seed: int, **options: Any) -> tuple[Search, list[Observation]]:
     """A search in which every probe is off by as much noise as it says."""
     search, seen = Search(bench.problem(**options)), list[Observation]()
     while probes := search.ask():
