@@ -33,7 +33,8 @@ def name_build(trainer: str) -> str:
 class Ranks:
     """The processes of one training; `places` are those of their shares among the plan's active ones.
 
-    GPUs are held to the percentage that the plan was measured with, unless `free`; a running MPS daemon does that.
+    GPUs are held to the percentage that the plan was measured with, unless `free`; a running MPS daemon does that. Each
+    process has a session of its own, as a probe's has and as torchrun gives it: Linux shares cores out by sessions.
     """
 
     def __init__(self, active: Sequence[Share], places: Sequence[int], free: bool = False) -> None:
@@ -52,7 +53,7 @@ class Ranks:
                 own["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{percent:g}"
             command = [sys.executable, "-m", "benchmarks.trainer_ranks"]
             pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            self.processes.append(subprocess.Popen(command, env=own, **pipes))
+            self.processes.append(subprocess.Popen(command, env=own, start_new_session=True, **pipes))
 
     def start(self, words: Sequence[str]) -> None:
         """Say what to train, once all are ready for it."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +31,7 @@ from evener.workloads.torch_backend.user_model import build
 
 WARM_UP = 8  # steps; the second half of them is the first block
 SHARDED_STEPS = 6
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl.h
 Train = Callable[[Plan | None, argparse.Namespace, Done], None]
 
 
@@ -231,7 +234,8 @@ def read_options(words: list[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train until all steps are made, or the parent closes the pipe."""
+    """Train until the parent closes the pipe, or is killed."""
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
     say("ready")
     line = sys.stdin.readline()
     if not line:  # another training of the comparison has failed

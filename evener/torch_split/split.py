@@ -30,6 +30,7 @@ from evener.plan_check import check_fit
 from evener.torch_split.batch_weights import BatchWeights
 from evener.torch_split.dealt_batch import DealtBatch
 from evener.torch_split.gather import add_up, gather_rows
+from evener.torch_split.gradient_weights import keep_in_buckets
 from evener.torch_split.length_sampler import check_dealt, make_sampler
 from evener.torch_split.loader import Loader, check_options, count_rows, warn_of_short_batches
 from evener.torch_split.loader_states import LoaderStates
@@ -203,7 +204,7 @@ class Split:
         """The model on this process's device, in DistributedDataParallel (`options` are its own), gradients weighted.
 
         A model that is in DistributedDataParallel already, or that FSDP shards (with `weigh="loss"`), gets the weights
-        and comes back as it is; on a single device too.
+        and comes back itself; on a single device too. Gradients lie in buckets (`gradient_as_bucket_view`).
         """
         module: Any = model
         self._check_model(module)
@@ -220,10 +221,12 @@ class Split:
             return model
         ddp = find_ddp(module)
         if ddp is not None:
+            if self.weigh == "gradients":
+                keep_in_buckets(ddp)
             self._weights.attach(ddp)
             return model
         devices = [self.device] if self.device.type == "cuda" else None
-        own = {"device_ids": devices, "gradient_as_bucket_view": True}  # a copy less makes up for the weighting
+        own = {"device_ids": devices, "gradient_as_bucket_view": True}
         made = DistributedDataParallel(module.to(self.device), **{**own, **options})
         self._weights.attach(made)
         return made

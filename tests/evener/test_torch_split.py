@@ -331,7 +331,7 @@ def wrong(*layers, hook=False):
         model = split.wrap(torch.nn.Sequential(torch.nn.Linear(6, 3), *layers))
         if hook:
             model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 3))
-            model.register_comm_hook(None, allreduce_hook)
+            model.register_comm_hook(None, allreduce_hook)  # which must stay: wrap then refuses the model
             split.wrap(model)
     except Exception as error:
         return str(error)
