@@ -25,6 +25,7 @@ class PanelScreen(UsesApp, Screen[None]):
     """One of the app's screens; `NAME` is its mode, and panels are redrawn when their size changes."""
 
     NAME = ""
+    BLANK = True  # all of it is covered
 
     def compose(self) -> ComposeResult:
         """The bar, the screen's own panels, the keys."""

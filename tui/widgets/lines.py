@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple, Self
 
 from rich.segment import Segment
 from rich.style import Style
@@ -20,6 +20,16 @@ from evener.tui.runtime.base_app import UsesApp
 from evener.tui.view.cells import BLANK, TONES, Line, join_spans
 
 
+class _Drawn(NamedTuple):
+    """A widget as it was drawn last."""
+
+    crop: Region
+    rows: list[Strip]  # frame included
+    lines: range  # the rows that the lines are in
+    left: list[Segment]  # of the frame, beside each line
+    right: list[Segment]
+
+
 class Lines(UsesApp, Widget):
     """Draws the lines it is given; only changed lines are redrawn."""
 
@@ -32,6 +42,8 @@ class Lines(UsesApp, Widget):
         super().__init__(id=id, classes=classes)
         self.can_focus = focusable
         self._lines: tuple[Line, ...] = ()
+        self._changed: set[int] = set()  # lines that are drawn otherwise
+        self._drawn: _Drawn | None = None  # None: more than lines may have changed
         self._styles_by_tone: dict[tuple[str, bool], Style] = {}
         self._title: str | None = None
         self._subtitle: str | None = None
@@ -54,6 +66,7 @@ class Lines(UsesApp, Widget):
         before, self._lines = self._lines, tuple(lines)
         pairs = zip_longest(before, self._lines, fillvalue=BLANK)
         changed = [y for y, (old, new) in enumerate(pairs) if old != new]
+        self._changed.update(changed)
         if self.size.width and changed:
             # whole rows of the widget: cutting the frame off takes longer than drawing it
             left, width = -self.content_offset.x, self.outer_size.width
@@ -68,8 +81,42 @@ class Lines(UsesApp, Widget):
             self._subtitle = subtitle
             self.border_subtitle = Content(self.evener.marks.show(subtitle))
 
+    def refresh(self, *regions: Region, **options: Any) -> Self:
+        """Draw these regions again, or everything."""
+        if not regions:
+            self._drawn = None
+        return super().refresh(*regions, **options)
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """The rows, frame included; where only lines have changed, Textual isn't asked: it looks up styles for each."""
+        drawn = self._drawn
+        if drawn is None or drawn.crop != crop:
+            rows = super().render_lines(crop)
+            self._drawn = self._keep(crop, rows)
+        else:
+            rows, width = drawn.rows, crop.width - len(drawn.left) - len(drawn.right)
+            for y in self._changed:
+                place = drawn.lines.start + y
+                if place in drawn.lines:
+                    rows[place] = Strip([*drawn.left, *self._draw(y, width), *drawn.right], crop.width)
+        self._changed.clear()
+        return rows
+
+    def _keep(self, crop: Region, rows: list[Strip]) -> _Drawn | None:
+        """What is kept of the whole widget, unless something of it is hidden, or filters change the colours."""
+        top, right, bottom, left = self.gutter
+        lines = range(top, crop.height - bottom)
+        if crop.size != self.outer_size or not lines or max(left, right) > 1 or self.get_line_filters():
+            return None
+        segments = list(rows[top])
+        return _Drawn(crop, rows, lines, segments[:left], segments[len(segments) - right :])
+
     def render_line(self, y: int) -> Strip:
-        """One row of the content, cut or padded to the width."""
+        """One row of the content."""
+        return self._draw(y, self.size.width)
+
+    def _draw(self, y: int, width: int) -> Strip:
+        """A line, cut or padded to the width."""
         line = self._lines[y] if y < len(self._lines) else BLANK
         marks, cursor = self.evener.marks, line.cursor
         segments = []
@@ -78,7 +125,7 @@ class Lines(UsesApp, Widget):
             if action:
                 style += Style.from_meta({"@click": action})
             segments.append(Segment(marks.show(text) if marks.plain else text, style))
-        return Strip(segments).adjust_cell_length(self.size.width, self._tone("text", line.cursor))
+        return Strip(segments).adjust_cell_length(width, self._tone("text", line.cursor))
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """All but the one that replaces the terminal's own colours: no tone has one of them."""
