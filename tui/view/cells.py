@@ -111,8 +111,8 @@ def clean(text: str, limit: int = 500) -> str:
 def span_cells(spans: Iterable[Span]) -> int:
     """Terminal cells that the spans take together."""
     taken = 0
-    for span in spans:  # a third faster than a sum, for every cell of a table
-        taken += cells(span[0])
+    for text, _, _ in spans:  # calls would take most of the time, for every cell of a table
+        taken += len(text) if text.isascii() else _count_cells(text)
     return taken
 
 

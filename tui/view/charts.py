@@ -51,17 +51,18 @@ def graph(values: Sequence[float | None], width: int, height: int, marks: Marks,
     """A filled graph of the newest values, one per column, as `height` lines from the top down."""
     if width <= 0 or height <= 0:
         return ()
-    newest = list(values)[-width:]
-    columns = [None] * (width - len(newest)) + newest
+    newest = values[-width:]
     most = height * (len(marks.levels) - 1)
-    stacks = [_stack(_steps(number, highest, most), height, marks.levels, marks.shade) for number in columns]
+    steps = [0] * (width - len(newest))
+    for number in newest:
+        if number is None or highest <= 0 or not math.isfinite(number):
+            steps.append(0)
+        elif number >= highest:
+            steps.append(most)
+        else:
+            steps.append(max(1, round(max(0.0, number) / highest * most)))
+    stacks = [_stack(count, height, marks.levels, marks.shade) for count in steps]
     return tuple(map("".join, zip(*stacks, strict=True)))
-
-
-def _steps(number: float | None, highest: float, most: int) -> int:
-    if number is None or highest <= 0 or not math.isfinite(number):
-        return 0
-    return max(1, round(min(1.0, max(0.0, number / highest)) * most))
 
 
 @lru_cache(maxsize=4096)

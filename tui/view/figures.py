@@ -78,17 +78,16 @@ def reading_text(reading: Reading, draw: Callable[[float], str], marks: Marks, w
 
     A stale value keeps its mark; where both don't fit, the mark stands alone.
     """
+    if reading.current is not None:
+        return draw(reading.current), True
     if reading.state is State.DENIED:
         return ("denied" if width >= 6 else marks.denied), False
     if reading.state is State.LOST:
         return ("lost" if width >= 4 else marks.lost), False
     if reading.value is None:
         return (marks.pending if reading.state is State.STALE else marks.none), False
-    text = draw(reading.value)
-    if reading.state is State.STALE:
-        marked = marks.stale + text
-        return (marked if cells(marked) <= width else marks.stale), False
-    return text, True
+    marked = marks.stale + draw(reading.value)
+    return (marked if cells(marked) <= width else marks.stale), False
 
 
 def figure(

@@ -114,13 +114,17 @@ def note_line(notes: Sequence[str], width: int, marks: Marks) -> Line:
 
 
 def graph_lines(sample: DeviceSample, history: History, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
-    """Graphs of one device, side by side, as many as fit; metrics without any value are left out."""
-    every = _graphs(sample, history, width)
-    graphs = ([one for one in every if not one.is_empty] or list(every))[: 2 if width < 90 else 3 if width < 150 else 4]
+    """Graphs of one device, side by side, as many as fit; metrics without any value are left out, others wider."""
+    most = 2 if width < 90 else 3 if width < 150 else 4
+    graphs = _graphs(sample, history, width // most)[:most]
+    if len(graphs) < most:
+        graphs = _graphs(sample, history, width // len(graphs))[:most]
     return draw_graphs(graphs, width, height, len(graphs), marks)
 
 
-def _graphs(sample: DeviceSample, history: History, ticks: int) -> tuple[Graph, ...]:
+def _graphs(sample: DeviceSample, history: History, ticks: int) -> Sequence[Graph]:
+    """Those with any value in so many ticks; all of them if none has one."""
+
     def metric(
         caption: str,
         name: str,
@@ -136,10 +140,11 @@ def _graphs(sample: DeviceSample, history: History, ticks: int) -> tuple[Graph, 
 
     limit, total = sample.power_limit_watts.value, sample.memory_total_bytes.value
     hottest = sample.temperature_limit_celsius.value or 100.0
-    return (
+    every = (
         metric("throughput", "samples_per_second", samples_rate, None, short, "speed"),
         metric("utilisation", "utilization_percent", percents, 100.0, percents, "accent"),
         metric("memory", "memory_used_bytes", size, total, lambda top: f"{gib(top)} GiB", "memory"),
         metric("power", "power_watts", watts, limit, watts, "power"),
         metric("temperature", "temperature_celsius", celsius, hottest, celsius, "warn"),
     )
+    return [one for one in every if not one.is_empty] or every

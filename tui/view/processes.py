@@ -88,7 +88,7 @@ def identity(sample: ProcessSample) -> Identity:
 def process_rows(snapshot: Snapshot, order: Order, words: str = "", *, tree: bool = False) -> tuple[ProcessRow, ...]:
     """The processes that match `words`, sorted; as a tree with those that started them, each above its children."""
     samples = (*snapshot.processes, *(snapshot.parents if tree else ()))
-    kept = sorted((each for each in samples if matches(process_words(each), words)), key=identity)
+    kept = sorted((each for each in samples if not words or matches(process_words(each), words)), key=identity)
     rows = [ProcessRow(each, snapshot.at_seconds - each.start_time if each.start_time else None) for each in kept]
     ordered = sort_rows(PROCESS_COLUMNS, rows, order)
     return _as_tree(ordered) if tree else ordered

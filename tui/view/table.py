@@ -9,6 +9,7 @@ from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, fit, pad,
 from evener.tui.view.marks import Marks
 
 RowT = TypeVar("RowT")
+_BETWEEN = Span(" ")  # two columns
 
 
 class Column(NamedTuple, Generic[RowT]):
@@ -99,11 +100,11 @@ def _heading(columns: Sequence[Column[RowT]], widths: Mapping[str, int], marks: 
         room = max(0, width - len(mark))
         title = next((text for text in column.titles if len(text) <= room), cut(column.titles[-1], room, ""))
         action = f"sort('{column.key}')" if column.value is not None else ""
-        spans.append(Span(fit(title + mark, width, column.align, ""), "strong" if mark else "title", action))
-        spans.append(Span(" ", "title"))
-    width = span_cells(spans) - 1
+        spans += (Span(fit(title + mark, width, column.align, ""), "strong" if mark else "title", action), _BETWEEN)
+    titles = tuple(spans[:-1])
+    width = span_cells(titles)
     shown = cut(more, width // 2, marks.ellipsis)
-    return Line((*pad(tuple(spans), width - cells(shown)), Span(shown, "key")))
+    return Line((*pad(titles, width - cells(shown)), Span(shown, "key")))
 
 
 def table_row(
@@ -114,7 +115,7 @@ def table_row(
     for column in columns:
         width = widths[column.key]
         spans += pad(column.draw(row, width, marks), width, column.align)
-        spans.append(Span(" "))
+        spans.append(_BETWEEN)
     return Line(tuple(spans[:-1]), cursor)
 
 
