@@ -135,12 +135,17 @@ def replace_file(target: Path, content: bytes) -> None:
 
 def start_ticks(pid: int) -> int | None:
     """When a process started, in clock ticks since boot; None if it is gone, a zombie, or can't be seen."""
+    fields = read_stat(pid)
+    return int(fields[19]) if fields and fields[0] not in (b"Z", b"X") else None
+
+
+def read_stat(pid: int) -> list[bytes]:
+    """What follows the name in /proc/PID/stat: the state first; nothing if the process is gone or can't be seen."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as stream:
-            fields = stream.read().rpartition(b")")[2].split()
-        return None if fields[0] in (b"Z", b"X") else int(fields[19])
-    except (OSError, IndexError, ValueError):
-        return None
+            return stream.read(4096).rpartition(b")")[2].split()
+    except OSError:
+        return []
 
 
 def clean(text: object) -> str:

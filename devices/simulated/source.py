@@ -27,10 +27,13 @@ FULL_LINK_BYTES = 9e9  # per second, in both directions, when steps follow each 
 
 
 class SimulatedLoad(msgspec.Struct, frozen=True):
-    """What a simulated device trains."""
+    """What a simulated device trains, and what follows from it."""
 
-    samples_per_second: float = 0.0
-    share: int = 0  # samples of each step
+    samples_per_second: float
+    busy: float  # share of time that the device computes
+    effort: float  # samples/s over the most that it trains alone
+    watts: float
+    memory_bytes: int
 
 
 class _State(msgspec.Struct):
@@ -49,8 +52,8 @@ class SimulatedSource:
         self._builder = builder or SnapshotBuilder()
         self._lock = threading.Lock()
         self._states = [
-            _State(SimulatedLoad(), AMBIENT_CELSIUS + 3, 0.0, random.Random(f"{seed}/{device.id}"))
-            for device in self._devices
+            _State(self._load(position, 0.0, 0), AMBIENT_CELSIUS + 3, 0.0, random.Random(f"{seed}/{device.id}"))
+            for position, device in enumerate(self._devices)
         ]
 
     def devices(self) -> tuple[Device, ...]:
@@ -60,31 +63,42 @@ class SimulatedSource:
     def set_load(self, position: int, samples_per_second: float = 0.0, share: int = 0) -> None:
         """From now on the device trains so fast, at `share` samples a step; 0 samples/s: it idles."""
         with self._lock:
-            self._states[position].load = SimulatedLoad(max(0.0, samples_per_second), share)
+            self._states[position].load = self._load(position, max(0.0, samples_per_second), share)
 
     def sample(self) -> Snapshot:
         """All devices now."""
         self._builder.begin()
         with self._lock:
-            samples = [self._sample(position) for position in range(len(self._devices))]
+            together = sum(state.load.samples_per_second > 0 for state in self._states) > 1
+            samples = [self._sample(position, together) for position in range(len(self._devices))]
         notes = ("Simulated devices: every reading is computed, none is measured.",)
         return self._builder.snapshot(samples, notes)
 
     def close(self) -> None:
         """Nothing is held."""
 
-    def _sample(self, position: int) -> DeviceSample:
+    def _load(self, position: int, samples_per_second: float, share: int) -> SimulatedLoad:
+        """A device computes steps a second times seconds a step."""
+        physics, busy = self.machine.devices[position], 0.0
+        if samples_per_second and share:
+            busy = min(1.0, samples_per_second / share * self.machine.device_seconds(position, share, False))
+        effort = min(1.0, samples_per_second / physics.samples_per_second)
+        memory_bytes = self.machine.memory_bytes(position, share if samples_per_second else 0)
+        return SimulatedLoad(samples_per_second, busy, effort, physics.watts(busy, samples_per_second), memory_bytes)
+
+    def _sample(self, position: int, together: bool) -> DeviceSample:
+        """One device now; one that trains alone exchanges nothing."""
         device, state = self._devices[position], self._states[position]
         interval = self._builder.interval_seconds
         physics, load = self.machine.devices[position], state.load
-        busy, effort = self._busy(position, load), min(1.0, load.samples_per_second / physics.samples_per_second)
+        busy, effort = load.busy, load.effort
         limit = physics.power_watts or USUAL_WATTS
         jitter = state.random.gauss(0.0, 0.006)
-        watts = min(limit, physics.watts(busy, load.samples_per_second) * (1 + jitter))
+        watts = min(limit, load.watts * (1 + jitter))
         target = AMBIENT_CELSIUS + (FULL_LOAD_CELSIUS - AMBIENT_CELSIUS) * watts / limit
         state.celsius += (target - state.celsius) * (1 - math.exp(-interval / HEAT_LAG_SECONDS))
         state.joules += watts * interval
-        used = IDLE_MEMORY_BYTES + self.machine.memory_bytes(position, load.share if load.samples_per_second else 0)
+        used = IDLE_MEMORY_BYTES + load.memory_bytes
         moved = load.samples_per_second * BYTES_PER_SAMPLE
         return DeviceSample(
             device=device,
@@ -105,23 +119,12 @@ class SimulatedSource:
             throttled_percent=value(0.0),
             pcie_receive_bytes_per_second=value(moved),
             pcie_send_bytes_per_second=value(moved / 40),
-            link_receive_bytes_per_second=value(FULL_LINK_BYTES * busy * self._shared()),
-            link_send_bytes_per_second=value(FULL_LINK_BYTES * busy * self._shared()),
+            link_receive_bytes_per_second=value(FULL_LINK_BYTES * busy * together),
+            link_send_bytes_per_second=value(FULL_LINK_BYTES * busy * together),
             fan_percent=value(round(max(20.0, (state.celsius - AMBIENT_CELSIUS) * 1.6))),
             ecc_errors=value(0),
             samples_per_second=value(load.samples_per_second * (1 + 0.5 * jitter)),
         )
-
-    def _busy(self, position: int, load: SimulatedLoad) -> float:
-        """Share of time that the device computes: steps a second times seconds a step."""
-        if not load.samples_per_second or not load.share:
-            return 0.0
-        steps_per_second = load.samples_per_second / load.share
-        return min(1.0, steps_per_second * self.machine.device_seconds(position, load.share, False))
-
-    def _shared(self) -> float:
-        """1 while two or more devices train together, else 0: one alone exchanges nothing."""
-        return float(sum(1 for state in self._states if state.load.samples_per_second) > 1)
 
 
 def _noisy(share: float, jitter: float) -> float:
