@@ -1,13 +1,14 @@
 """Which hosts of a cluster should share a step, where exchange across hosts costs more than within one.
 
-For a finish time tau and h hosts, the best hosts are those whose devices do most samples by tau. A sweep over tau finds
-the h hosts of the highest rate; one with few hosts tries every set of them.
+For a finish time tau and h hosts, the best hosts are those whose devices do most samples by tau. Of few hosts every set
+is tried.
 """
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from itertools import combinations
 
 from evener import waterfill
@@ -15,8 +16,8 @@ from evener.balancer.search.model.sync_cost import ExchangeCosts
 from evener.waterfill import Allocation, Costs, DeviceCurve
 
 FEW_HOSTS = 3  # up to this many, every set of hosts is tried
-LIKELY_SETS = 2  # beyond: as many sets as the sweep finds best, and all hosts
-SWEEPS, STEPS = 2, 40  # over all finish times, then between the neighbours of the best
+LIKELY_SETS = 2  # beyond: so many of the best, and all hosts
+HALVINGS = 6  # of the time between two bends of a curve
 Solve = Callable[[Sequence[DeviceCurve], Costs], Allocation | None]
 HostSet = frozenset[int]
 
@@ -46,49 +47,54 @@ def _likely_sets(
     if len(every) <= FEW_HOSTS:
         sizes = range(1, len(every) + 1)
         return [frozenset(some) for size in sizes for some in combinations(sorted(every), size)]
-    times = waterfill.finish_times(devices, quantum)
-    rates: dict[HostSet, float] = {}
-    for _ in range(SWEEPS):
-        best = _sweep(devices, hosts, costs, quantum, batch, times, rates)
-        early, late = times[max(0, best - 1)], times[min(len(times) - 1, best + 1)]
-        times = [early + (late - early) * n / STEPS for n in range(STEPS + 1)]
+    rates = _rate_sets(devices, hosts, costs, quantum, batch)
     return list(dict.fromkeys((*sorted(rates, key=lambda one: -rates[one])[:LIKELY_SETS], every)))
 
 
-def _sweep(
-    devices: Sequence[DeviceCurve],
-    hosts: Sequence[int],
-    costs: ExchangeCosts,
-    quantum: int,
-    batch: int | None,
-    times: Sequence[float],
-    rates: dict[HostSet, float],
-) -> int:
-    """Adds the samples/s of the best hosts of each finish time, all their devices taking part; which time is best."""
-    top, best = 0.0, 0
-    for n, seconds in enumerate(times):
-        done: dict[int, list[int]] = {}
-        for device in devices:
-            if size := device.curve.largest(seconds, device.limit, quantum):
-                done.setdefault(hosts[device.position], []).append(size)
-        order = sorted(done, key=lambda host: -sum(done[host]))
-        rate, taken = _best_count(seconds, [done[host] for host in order], costs, batch)
-        if rate > 0 and math.isfinite(rate):
-            chosen = frozenset(order[:taken])
-            rates[chosen] = max(rate, rates.get(chosen, 0.0))
-            top, best = max((top, best), (rate, n))
-    return best
+def _rate_sets(
+    devices: Sequence[DeviceCurve], hosts: Sequence[int], costs: ExchangeCosts, quantum: int, batch: int | None
+) -> dict[HostSet, float]:
+    """The samples/s of the hosts that do most by a finish time, all their devices taking part.
+
+    Of a fixed batch, each number of hosts has one finish time: when they have done it.
+    """
+    times = waterfill.finish_times(devices, quantum)
+    done = cache(lambda seconds: _done_by(devices, hosts, seconds, quantum))
+
+    def reaches(seconds: float, taken: int) -> bool:
+        return sum(map(sum, done(seconds)[1][:taken])) >= (batch or 0)
+
+    rates: dict[HostSet, float] = {}
+    for taken in range(1, len({hosts[device.position] for device in devices}) + 1):
+        for seconds in times if batch is None else _first_end(times, partial(reaches, taken=taken)):
+            order, sizes = done(seconds)
+            count, samples = sum(map(len, sizes[:taken])), sum(map(sum, sizes[:taken]))
+            if count > 1:
+                chosen = frozenset(order[:taken])
+                rate = (batch or samples) / (seconds + costs.seconds(count, taken))
+                rates[chosen] = max(rate, rates.get(chosen, 0.0))
+    return rates
 
 
-def _best_count(
-    seconds: float, done: Sequence[Sequence[int]], costs: ExchangeCosts, batch: int | None
-) -> tuple[float, int]:
-    """The most samples/s of the first hosts of these, and how many they are, with what each of their devices does."""
-    best, count, samples = (0.0, 0), 0, 0
-    for taken, sizes in enumerate(done, 1):
-        count, samples = count + len(sizes), samples + sum(sizes)
-        step = seconds + costs.seconds(count, taken)
-        if step > 0 and (batch is None or samples >= batch):
-            rate = (samples if batch is None else batch) / step
-            best = max(best, (rate, taken), key=lambda one: one[0])
-    return best
+def _done_by(
+    devices: Sequence[DeviceCurve], hosts: Sequence[int], seconds: float, quantum: int
+) -> tuple[list[int], list[list[int]]]:
+    """The hosts, those that do most by then first, and what each of their devices does."""
+    done: dict[int, list[int]] = {}
+    for device in devices:
+        if size := device.curve.largest(seconds, device.limit, quantum):
+            done.setdefault(hosts[device.position], []).append(size)
+    order = sorted(done, key=lambda host: -sum(done[host]))
+    return order, [done[host] for host in order]
+
+
+def _first_end(times: Sequence[float], reached: Callable[[float], bool]) -> list[float]:
+    """The first time at which it is reached, nearly; nothing if it never is."""
+    at = bisect_left(times, True, key=reached)
+    if at == len(times):
+        return []
+    early, late = times[max(0, at - 1)], times[at]
+    for _ in range(HALVINGS):
+        middle = (early + late) / 2
+        early, late = (early, middle) if reached(middle) else (middle, late)
+    return [late]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,15 @@ import pytest
 from evener.balancer.events import Finished
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.request import Request
-from evener.balancer.search.model.sync_cost import fit_exchange_costs
+from evener.balancer.search.host_choice import split_over_hosts
+from evener.balancer.search.model.sync_cost import ExchangeCosts, fit_exchange_costs
 from evener.balancer.search.search import Search
 from evener.balancer.session import Session
 from evener.balancer.types import Layout, Problem
+from evener.curves import Curve
 from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync
 from evener.errors import RequestError
+from evener.waterfill import Allocation, Costs, DeviceCurve, split_fixed, split_free
 
 
 def make_machine(hosts: int, each: int, sync: Sync, seed: int = 1, noise: float = 0.003) -> Machine:
@@ -99,6 +104,34 @@ def test_the_network_decides_how_many_hosts_take_part(network_ms: float, batch: 
     if network_ms == 400:
         raced = [one.candidate.layout for one in search.ranking()]
         assert any(len({machine.devices[i].host for i in one.active}) == 3 for one in raced), "it is compared"
+
+
+@pytest.mark.parametrize("part", [None, 0.15, 0.3])
+@pytest.mark.parametrize("seed", [7, 14, 16, 19])
+def test_of_several_hosts_the_best_set_is_found(seed: int, part: float | None) -> None:
+    """As good as the best of all sets, of a free batch and of parts of the most that fits."""
+    rng = random.Random(seed)
+    lines = [(rng.uniform(0.001, 0.05), rng.uniform(1e-4, 1e-3), rng.randint(50, 1000)) for _ in range(8)]
+    devices = [
+        DeviceCurve(i, Curve((0.0, 1.0), (fixed, fixed + each), each), most)
+        for i, (fixed, each, most) in enumerate(lines)
+    ]
+    hosts = [i // 2 for i in range(8)]
+    network = rng.choice((0.01, 0.03, 0.1))
+    costs = ExchangeCosts((0.0, 0.0, *(0.002,) * 7), (0.0, 0.0, network, 1.5 * network, 2 * network))
+    batch = None if part is None else int(part * sum(device.limit for device in devices))
+
+    def solve(some: Sequence[DeviceCurve], exchange: Costs) -> Allocation | None:
+        return split_free(some, exchange) if batch is None else split_fixed(some, exchange, batch)
+
+    found = split_over_hosts(devices, hosts, costs, solve, batch=batch)
+    sets = (chosen for size in range(1, 5) for chosen in combinations(range(4), size))
+    every = (
+        solve([device for device in devices if hosts[device.position] in chosen], costs.on(len(chosen)))
+        for chosen in sets
+    )
+    assert found is not None
+    assert found.samples_per_second >= 0.995 * max(one.samples_per_second for one in every if one)
 
 
 @pytest.mark.slow
