@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -61,25 +60,15 @@ def test_the_readme_has_the_scripts_of_help() -> None:
 def test_a_pasted_script_is_measured_and_trains(name: str, script: str) -> None:
     """By its file alone: the framework is the one that it imports. Its plan, for one device, runs in plain Python.
 
-    The search is ended by Ctrl-C once it has measured the batch: with one device and one batch there is nothing else to
-    find.
+    With one device and one batch there is one measurement to make.
     """
     framework = {"train_keras.py": "tensorflow", "train_torch.py": "torch"}[name]
     skip_without(framework)
     Path(name).write_text(script)
     request = ["-d", "cpu/2:0", "--workload", f"{name}:build", "--global-batch", "1000", "--multiple-of", "1000"]
-    request += ["--budget", "10m", "--export", "plan.toml", "--json"]
-    command = [sys.executable, "-m", "evener", "balance", *request]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as search:
-        assert search.stderr is not None
-        said = ""
-        while "CPU:0[1000]: " not in said:
-            line = search.stderr.readline()
-            assert line, said
-            said += line
-        search.send_signal(signal.SIGINT)
-        out, errors = search.communicate(timeout=300)
-    assert search.returncode == 130, errors
-    assert json.loads(out)["framework"] == framework
+    command = [sys.executable, "-m", "evener", "balance", *request, "--budget", "10m", "--export", "plan.toml"]
+    search = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=300)
+    assert search.returncode == 0, search.stderr
+    assert json.loads(search.stdout)["framework"] == framework
     trained = subprocess.run([sys.executable, name], capture_output=True, text=True, timeout=300)
     assert trained.returncode == 0, trained.stderr[-2000:]
