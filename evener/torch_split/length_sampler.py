@@ -20,8 +20,9 @@ _KEPT = 128  # batches whose dealing is kept: those that are fetched ahead, and 
 class LengthSampler(UnevenBatchSampler):
     """A batch of row numbers for each pass of one rank; `lengths` are the tokens of all rows of the data.
 
-    Global batches and their order are those without lengths, so a state can be loaded under other shares.
-    RequestError for lengths that aren't the data's, and for a row that no rank can hold.
+    Global batches and their order are those without lengths, so a state can be loaded under other shares. cuDNN's
+    attention is turned off in this process: it makes a plan for each new shape, which took 90 ms on an H200, and nearly
+    every pass has one. RequestError for lengths that aren't the data's, and for a row that no rank can hold.
     """
 
     is_dealt = True
@@ -30,6 +31,7 @@ class LengthSampler(UnevenBatchSampler):
         self, rows: int, shares: Sequence[int], rank: int, *, lengths: Any, dealer: Dealer, **options: Any
     ) -> None:
         super().__init__(rows, shares, rank, **options)
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self._lengths = _whole_numbers(lengths)
         self._dealer = dealer
         tokens = self._lengths.tolist()

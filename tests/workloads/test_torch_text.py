@@ -40,6 +40,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def attention() -> Iterator[None]:
+    """Dealt rows turn cuDNN's attention off in the whole process: give it back."""
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(True)
+
+
 @pytest.fixture
 def workload() -> TorchWorkload:
     return TorchWorkload(CPU, lambda: make_recipe(MODEL, TEXTS, 0.001))
@@ -53,6 +60,14 @@ def step(workload: TorchWorkload) -> Work:
     assert after is not None
     pairs = zip(msgspec.structs.astuple(after), msgspec.structs.astuple(before), strict=True)
     return Work(*(now - then for now, then in pairs))
+
+
+def test_dealt_rows_alone_do_without_the_attention_that_makes_a_plan_for_each_shape(workload: TorchWorkload) -> None:
+    """Also where the same child measured dealt rows before."""
+    workload.prepare_dealt((8,), (COST,), (0,))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    workload.prepare((8,))
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_a_decoder_sees_no_later_token() -> None:

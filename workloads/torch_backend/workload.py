@@ -76,6 +76,7 @@ class TorchWorkload:
         self._members: tuple[int, ...] = ()
         self._micro = 0  # the most rows of a pass
         self._work = Work(0.0, 0.0, 0.0, 0.0)
+        self._cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()  # rows that are dealt turn it off
         self._model: Any = self.recipe.module if lay is None else lay(self.recipe.module, self.devices)
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
@@ -102,6 +103,7 @@ class TorchWorkload:
         batches = self._open_batches()
         batches.drop()
         self._memory.reset()
+        torch.backends.cuda.enable_cudnn_sdp(self._cudnn_attention)
         if self._group:
             self._regroup(tuple(shares))
         if own:
