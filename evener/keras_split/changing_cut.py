@@ -21,22 +21,24 @@ class ChangingCut(Cut):
             self._edges = tf.Variable(self._list_edges(), trainable=False)
             self._most = tf.Variable(tf.constant(micros or shares, tf.int64), trainable=False)
 
-    def change(self, shares: Sequence[int], micros: Sequence[int]) -> None:
-        """From the next step on, cut by these; they sum to what the first ones did."""
-        self.weights = tuple(shares)
+    def change(self, shares: Sequence[int], micros: Sequence[int] = ()) -> None:
+        """From the next step on, cut by these; `micros` count only if there were some from the beginning."""
+        self.weights, self.total = tuple(shares), sum(shares)
         self.micros = tuple(micros) if self.in_passes else ()
         self._edges.assign(self._list_edges())
-        self._most.assign(tf.constant(micros, tf.int64))
+        self._most.assign(tf.constant(micros or shares, tf.int64))
 
     def passes(self, device: int, rows: Any) -> Any:
         """The passes that a device takes for `rows` rows, an int64 scalar tensor."""
-        return -(-rows // self._most[device])
+        with tf.device("CPU:0"):
+            return -(-rows // self._most[device])
 
     def bounds(self, rows: Any) -> list[Any]:
         """The boundaries of a batch of `rows`: in the graph for a tensor, as they are now for an int."""
         if isinstance(rows, int):
             return super().bounds(rows)
-        edges: list[Any] = tf.unstack((2 * rows * self._edges + self.total) // (2 * self.total), len(self.weights) + 1)
+        total = self._edges[-1]
+        edges: list[Any] = tf.unstack((2 * rows * self._edges + total) // (2 * total), len(self.weights) + 1)
         return edges
 
     def _list_edges(self) -> Any:

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from evener.errors import RequestError
 from evener.keras_split.engines.multiworker import Group
 from evener.launched import find_host, launched_device
 from evener.plan import Share
-from evener.share_order import check_places
+from evener.share_order import RankInfo, check_agreement, check_places
 
 
 def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
@@ -34,10 +33,4 @@ def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
 def check_rebalance(rebalance: bool, group: Group) -> None:
     """RequestError, in all processes, if `rebalance` isn't the same in all; every process calls it."""
     (said,) = group.sum_now([tf.one_hot(group.rank, group.size, float(rebalance), 0.0)])
-    values = [bool(each) for each in said]
-    if len(set(values)) > 1:
-        rank = values.index(not values[0])
-        raise RequestError(
-            f"Rank {rank} has rebalance={values[rank]}, rank 0 has rebalance={values[0]}.",
-            "Give every process the same.",
-        )
+    check_agreement([RankInfo("", "", options={"rebalance": bool(each)}) for each in said])

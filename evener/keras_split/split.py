@@ -14,7 +14,7 @@ from evener.dealing import make_dealer
 from evener.errors import PlanError, RequestError
 from evener.keras_split import tf_devices
 from evener.keras_split.batch_bounds import Cut
-from evener.keras_split.changing_cut import ChangingCut, make_changing
+from evener.keras_split.changing_cut import make_changing
 from evener.keras_split.compatibility import check_backend, check_model, warn, warn_small_data
 from evener.keras_split.data import ArrayBatches, batch_rows, batch_samples, gives_batches, pack_arrays
 from evener.keras_split.dealt_arrays import read_lengths
@@ -25,6 +25,7 @@ from evener.keras_split.engines.multiworker import Group, Workers, group_from_en
 from evener.keras_split.engines.towers import Towers
 from evener.keras_split.fit_hooks import FitHooks
 from evener.keras_split.group_shares import check_rebalance, order_by_device
+from evener.keras_split.rebalancing import GroupRebalancer
 from evener.launched import launched_plan
 from evener.passes import batch_in_one_pass, largest_pass
 from evener.plan import Plan, Share, load_plan
@@ -82,8 +83,9 @@ class Split:
             self.engine, self.why = "solo", "One device computes, so there is nothing to split."
         if self.global_batch is not None:
             self.global_batch = check_global_batch(self.global_batch, len(self.devices))
+        self._changing = None
         if rebalance and self.engine != "solo":
-            self.cut = make_changing(self.cut, self.global_batch, self.engine)
+            self.cut = self._changing = make_changing(self.cut, self.global_batch, self.engine)
         if self.group is None:
             tf_devices.check_present(self.devices)
         elif self.group.size != len(self.devices):
@@ -197,7 +199,7 @@ class Split:
 
     def batches(self, arrays: ArrayBatches, endless: bool = False) -> Any:
         """Batches of arrays in the form that the engine's steps take: whole, dealt to replicas, or own rows."""
-        if self.engine == "multiworker" and not isinstance(self.cut, ChangingCut):
+        if self.engine == "multiworker" and not self._changing:
             return arrays.own_rows(self.cut, self.required_group.rank, endless)
         return self.deal(arrays.global_batches(endless))
 
@@ -222,7 +224,9 @@ class Split:
             case "mirrored":
                 return Mirrored(model)
             case "multiworker":
-                return Workers(model, self.cut, self.required_group, self.rank_shares)
+                group, cut = self.required_group, self._changing
+                rule = None if cut is None else GroupRebalancer(cut, self.rank_shares, group.rank)
+                return Workers(model, self.cut, group, rule)
         return Towers(model, self.devices, self.cut)
 
     def _divide(
@@ -267,24 +271,11 @@ class Split:
             found.append(f"The plan was measured in {plan.precision}, this model is {policy}.")
         if plan.xla and self.engine != "solo":
             found.append("The plan was measured with XLA, which neither a split nor passes can use.")
-        found += self._other_gpus(plan)
+        found += tf_devices.compare_gpus(self.devices, plan)
         if found and self.strict:
             raise PlanError(" ".join(found), "Make a plan for this training, or don't ask for strict.")
         for sentence in found:
             warn(sentence)
-
-    def _other_gpus(self, plan: Plan) -> list[str]:
-        """A sentence for each GPU whose product name isn't the plan's."""
-        gpus = {
-            tf_devices.short_name(d.name).removeprefix("physical_device:"): d
-            for d in tf.config.list_physical_devices("GPU")
-        }
-        found = []
-        for name, share in zip(self.devices, plan.layout.active, strict=True):
-            here = tf.config.experimental.get_device_details(gpus[name]).get("device_name") if name in gpus else None
-            if here and here not in share.name and share.name not in here:
-                found.append(f"The plan's {name} is a {share.name}, this machine's a {here}.")
-        return found
 
 
 def _warn_of_limits(plan: Plan) -> None:

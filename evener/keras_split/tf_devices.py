@@ -55,6 +55,19 @@ def check_present(names: Sequence[str]) -> None:
         )
 
 
+def compare_gpus(names: Sequence[str], plan: Plan) -> list[str]:
+    """A sentence for each GPU whose product name isn't that of its share in the plan."""
+    gpus = {
+        short_name(gpu.name).removeprefix("physical_device:"): gpu for gpu in tf.config.list_physical_devices("GPU")
+    }
+    found = []
+    for name, share in zip(names, plan.layout.active, strict=True):
+        here = tf.config.experimental.get_device_details(gpus[name]).get("device_name") if name in gpus else None
+        if here and here not in share.name and share.name not in here:
+            found.append(f"The plan's {name} is a {share.name}, this machine's a {here}.")
+    return found
+
+
 def short_name(name: str) -> str:
     """ "/job:worker/replica:0/task:0/device:GPU:1" and "/device:GPU:1" as "GPU:1"."""
     return name.rpartition("/")[2].removeprefix("device:").removeprefix("DEVICE:")

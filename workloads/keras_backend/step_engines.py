@@ -19,12 +19,12 @@ import tensorflow as tf
 
 from evener.errors import RequestError
 from evener.keras_split.batch_bounds import Cut
+from evener.keras_split.changing_cut import ChangingCut
 from evener.keras_split.compatibility import check_passes
 from evener.keras_split.engines.mirrored import Mirrored
 from evener.keras_split.engines.multiworker import Workers
 from evener.keras_split.engines.towers import Towers
 from evener.keras_split.split import Split
-from evener.workloads.keras_backend.variable_cut import VariableCut
 from evener.workloads.protocol import Place
 
 
@@ -75,8 +75,8 @@ class SingleDeviceEngine:
             if micro:
                 check_passes(self.model, max(micro))
             self._switch()
-        if isinstance(self.split.cut, VariableCut):
-            self.split.cut.move(*([rows for rows in sizes if rows] for sizes in (shares, micro)))
+        if isinstance(self.split.cut, ChangingCut):
+            self.split.cut.change(*([rows for rows in sizes if rows] for sizes in (shares, micro)))
 
     def _switch(self) -> None:
         """Step in passes instead of one, or the other way round; each is traced once."""
@@ -95,7 +95,8 @@ class SingleDeviceEngine:
                 "Passes take their rows from host memory, as a training does.", "Leave --input device out."
             )
         split = copy.copy(self.split)
-        split.cut = VariableCut(len(split.cut.weights), in_passes=True)
+        even = [1] * len(split.cut.weights)
+        split.cut = ChangingCut(even, even)
         if split.engine == "solo":
             split.engine = "towers"
         return split
@@ -145,7 +146,7 @@ class TowersEngine(SingleDeviceEngine):
 
     def _over(self, devices: tuple[str, ...]) -> Split:
         split = Split(devices=devices, engine="towers")
-        split.cut = VariableCut(len(devices))
+        split.cut = ChangingCut([1] * len(devices))
         return split
 
     def spans(self, shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> tuple[tuple[int, int], ...]:
@@ -248,7 +249,7 @@ class MultiworkerEngine(SingleDeviceEngine):
     def split(self) -> Split:
         """A process for each device."""
         split = Split(devices=self.place.peers, engine="multiworker")
-        split.cut = VariableCut(len(self.place.peers))
+        split.cut = ChangingCut([1] * self.place.world)
         return split
 
     def attach(self, model: Any, sample: Any) -> None:

@@ -18,7 +18,6 @@ import tensorflow as tf
 
 from evener.errors import RequestError
 from evener.keras_split.batch_bounds import Cut
-from evener.keras_split.changing_cut import ChangingCut
 from evener.keras_split.compatibility import check_mask
 from evener.keras_split.engines.early_sums import divide_sums
 from evener.keras_split.engines.keras_step import call_model, update_metrics
@@ -28,7 +27,6 @@ from evener.keras_split.nested_rows import OwnRows, Tensors, count_rows, cut_row
 from evener.keras_split.rebalancing import GroupRebalancer
 from evener.keras_split.work_times import WorkTimes
 from evener.live import Details
-from evener.plan import Share
 
 GROUP_KEY = 10_000  # of the collectives here; the strategy numbers its own from 1
 KINDS = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)  # that TensorFlow can sum so
@@ -147,19 +145,16 @@ def _read_cluster(config: Any) -> tuple[list[str], int]:
 
 
 class Workers:
-    """Train and evaluate steps of one process of a group: on its `OwnRows`, or those of a whole batch.
-
-    `shares` are those of the group's plan, by rank, for a cut that changes.
-    """
+    """Train and evaluate steps of one process of a group: on its `OwnRows`, or those of a whole batch."""
 
     name = "multiworker"
 
-    def __init__(self, model: Any, cut: Cut, group: Group, shares: Sequence[Share] = ()) -> None:
+    def __init__(self, model: Any, cut: Cut, group: Group, rebalancing: GroupRebalancer | None = None) -> None:
         self.model = model
         self.cut = cut
         self.group = group
         self.times = WorkTimes(group.rank, group.size)
-        self.rebalancing = GroupRebalancer(cut, shares, group.rank) if isinstance(cut, ChangingCut) else None
+        self.rebalancing = rebalancing
 
     def after_steps(self, train: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Keras' function that trains some steps, with what comes after them."""
