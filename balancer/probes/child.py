@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Protocol
@@ -28,6 +29,7 @@ from evener.live_files import start_ticks
 
 STDERR_BYTES = 64 << 10  # how much of the end of standard error is kept
 WAIT_SECONDS = 2.0
+DRAIN_SECONDS = 0.2  # for the rest of standard error, which what it started may keep open
 STACK_SECONDS, POLL_SECONDS = 2.0, 0.01  # for the answer to a signal
 _READ_BYTES = 64 << 10
 
@@ -36,6 +38,9 @@ class Exited(msgspec.Struct, frozen=True):
     """The child ended; `code` is negative for a signal."""
 
     code: int
+    cap_share: float = 0.0  # the largest sampled memory as a part of its cap; 0 without a cap
+    kernel_killed: bool = False  # the kernel has killed some process for memory since the child started
+    output: str = ""  # the end of what it wrote to standard error and standard output
 
 
 class InvalidReply(msgspec.Struct, frozen=True):
@@ -67,15 +72,6 @@ class RunningChild(Protocol):
     @property
     def alive(self) -> bool: ...
 
-    @property
-    def cap_share(self) -> float: ...
-
-    @property
-    def kernel_killed(self) -> bool: ...
-
-    @property
-    def stderr_tail(self) -> str: ...
-
     def find_stack(self) -> Stack | None: ...
 
     def find_loss(self) -> str: ...
@@ -103,9 +99,14 @@ class Child:
             start_new_session=True,  # a terminal's Ctrl-C reaches the parent alone, which decides
         )
         self.pid = self._process.pid
-        for read, stream in ((self._read_replies, self._process.stdout), (self._read_stderr, self._process.stderr)):
-            threading.Thread(target=read, args=(stream,), name=f"child {self.pid}", daemon=True).start()
+        self._stderr_reader = self._start_thread(self._read_stderr, self._process.stderr)
+        self._start_thread(self._read_replies, self._process.stdout)
         self.send(Begin(os.getpid(), start_ticks(os.getpid()) or 0, environment.cores))
+
+    def _start_thread(self, read: Callable[[IO[bytes]], None], stream: IO[bytes] | None) -> threading.Thread:
+        thread = threading.Thread(target=read, args=(stream,), name=f"child {self.pid}", daemon=True)
+        thread.start()
+        return thread
 
     def send(self, command: Command) -> None:
         """Send a command; if the child is gone, the inbox says so."""
@@ -123,16 +124,6 @@ class Child:
     def alive(self) -> bool:
         """Whether it still runs, according to the kernel."""
         return self._process.poll() is None
-
-    @property
-    def cap_share(self) -> float:
-        """The largest sampled memory as a share of its cap; 0 without a cap."""
-        return self._peak_bytes / self._cap_bytes if self._cap_bytes else 0.0
-
-    @property
-    def kernel_killed(self) -> bool:
-        """Whether the kernel has killed any process for memory since this child started."""
-        return _kernel_kills() > self._kills_before
 
     @property
     def stderr_tail(self) -> str:
@@ -174,8 +165,13 @@ class Child:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(WAIT_SECONDS)
         code = self._process.returncode
-        self._put(InvalidReply("it closed its output") if code is None else Exited(code))
+        self._put(InvalidReply("it closed its output") if code is None else self._describe_exit(code))
         stream.close()
+
+    def _describe_exit(self, code: int) -> Exited:
+        self._stderr_reader.join(DRAIN_SECONDS)
+        share = self._peak_bytes / self._cap_bytes if self._cap_bytes else 0.0
+        return Exited(code, share, _kernel_kills() > self._kills_before, self.stderr_tail)
 
     def _read_stderr(self, stream: IO[bytes]) -> None:
         while part := _read(stream):

@@ -174,11 +174,7 @@ class ChildGroup:
             case ChildError():
                 return error_failure(rank, message)
             case Exited():
-                child = self.children[rank]
-                output = child.stderr_tail
-                memory = exit_causes.exit_is_memory(message.code, child.cap_share, child.kernel_killed, output)
-                cause, words = exit_causes.describe_exit(message.code)
-                return RankFailure(rank, cause, words, memory, output=output)
+                return exit_failure(rank, message)
             case HostLost():
                 return RankFailure(rank, "device", message.text)
             case InvalidReply():
@@ -186,6 +182,13 @@ class ChildGroup:
                 return RankFailure(rank, "protocol", f"it sent something that is not a reply: {text!r}")
             case _:
                 return RankFailure(rank, "protocol", f"it sent {type(message).__name__} when it was not asked for")
+
+
+def exit_failure(rank: int, end: Exited) -> RankFailure:
+    """What a child's end says about its rank, in one line."""
+    memory = exit_causes.exit_is_memory(end.code, end.cap_share, end.kernel_killed, end.output)
+    cause, words = exit_causes.describe_exit(end.code)
+    return RankFailure(rank, cause, words, memory, output=end.output)
 
 
 def error_failure(rank: int, error: ChildError) -> RankFailure:

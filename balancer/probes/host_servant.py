@@ -22,17 +22,7 @@ RECEIVE_SECONDS = 2.0  # without a message, after which the caller hears that th
 INBOX = 10_000
 
 
-class ChildEnd(msgspec.Struct, frozen=True):
-    """What the host knows of a child that has sent its last message."""
-
-    alive: bool
-    cap_share: float
-    kernel_killed: bool
-    stderr_tail: str
-
-
 Script = tuple[ScriptCopy, str]  # with the name of its function
-Relayed = tuple[int, Message, ChildEnd]  # a child's key, its message, and how it stood then
 
 
 class HostServant:
@@ -56,8 +46,8 @@ class HostServant:
             command = msgspec.structs.replace(command, workload=f"{self._script.path}:{self._function}")
         self._children[key].send(command)
 
-    def receive(self) -> list[Relayed]:
-        """What children have sent; waits for a message."""
+    def receive(self) -> list[tuple[int, Message]]:
+        """What children have sent, with their keys; waits for a message."""
         messages: list[tuple[int, Message]] = []
         deadline = time.monotonic() + RECEIVE_SECONDS
         while not messages and time.monotonic() < deadline:
@@ -68,7 +58,7 @@ class HostServant:
                     child.sample_memory()
         while not self._inbox.empty():
             messages.append(self._inbox.get())
-        return [(key, self._name_origin(message), self._describe(key)) for key, message in messages]
+        return [(key, self._name_origin(message)) for key, message in messages]
 
     def find_stack(self, key: int) -> Stack | None:
         """Where a child is now."""
@@ -94,9 +84,3 @@ class HostServant:
             return message
         texts = {name: script.name_origin(getattr(message, name)) for name in ("text", "where", "traceback")}
         return msgspec.structs.replace(message, **texts)
-
-    def _describe(self, key: int) -> ChildEnd:
-        child = self._children.get(key)
-        if child is None:  # ended meanwhile
-            return ChildEnd(False, 0.0, False, "")
-        return ChildEnd(child.alive, child.cap_share, child.kernel_killed, child.stderr_tail)

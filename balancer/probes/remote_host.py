@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from evener.balancer.probes.child import HostLost, Inbox
+from evener.balancer.probes.child import Exited, HostLost, Inbox, Message
 from evener.balancer.probes.child_group import StoppedError
-from evener.balancer.probes.host_servant import ChildEnd, HostServant, Script
+from evener.balancer.probes.host_servant import HostServant, Script
 from evener.balancer.probes.launch_plan import LOOPBACK
 from evener.balancer.probes.protocol import Command
 from evener.balancer.probes.stack_dump import Stack
@@ -30,10 +30,10 @@ class RemoteChild:
     """A child on another host, as a group uses it."""
 
     def __init__(self, host: RemoteHost, key: int, rank: int, inbox: Inbox) -> None:
-        self.rank, self.inbox = rank, inbox
+        self.rank, self._inbox = rank, inbox
         self.pid = 0  # on its host
+        self.alive = True  # by its last message
         self._host, self._key = host, key
-        self._end = ChildEnd(True, 0.0, False, "")
 
     def send(self, command: Command) -> None:
         """Send a command; if the child is gone, the inbox says so."""
@@ -41,26 +41,6 @@ class RemoteChild:
 
     def sample_memory(self) -> None:
         """Its host does that."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether it still ran when it sent its last message."""
-        return self._end.alive
-
-    @property
-    def cap_share(self) -> float:
-        """The largest sampled memory as a share of its cap; 0 without a cap."""
-        return self._end.cap_share
-
-    @property
-    def kernel_killed(self) -> bool:
-        """Whether its host's kernel has killed any process for memory since it started."""
-        return self._end.kernel_killed
-
-    @property
-    def stderr_tail(self) -> str:
-        """The end of what it wrote."""
-        return self._end.stderr_tail
 
     def find_stack(self) -> Stack | None:
         """Where it is now; None if it doesn't answer."""
@@ -77,9 +57,10 @@ class RemoteChild:
         """Kill it now."""
         self._host.forget(self._key)
 
-    def note_end(self, end: ChildEnd) -> None:
-        """What its host knows of it now."""
-        self._end = end
+    def receive(self, message: Message) -> None:
+        """It, or its host's end, has said this."""
+        self.alive = not isinstance(message, Exited | HostLost)
+        self._inbox.put((self.rank, message))
 
 
 class RemoteHost:
@@ -173,14 +154,12 @@ class RemoteHost:
             except Exception as error:
                 self._lose(error)
                 return
-            for key, message, end in messages:
+            for key, message in messages:
                 if (child := self._children.get(key)) is not None:
-                    child.note_end(end)
-                    child.inbox.put((child.rank, message))
+                    child.receive(message)
 
     def _lose(self, error: Exception) -> None:
         """The host has gone: so have its children."""
         self._lost = error if isinstance(error, HostLostError) else HostLostError(self._name, f"failed: {error}")
         for child in tuple(self._children.values()):
-            child.note_end(ChildEnd(False, 0.0, False, ""))
-            child.inbox.put((child.rank, HostLost(self._lost.message)))
+            child.receive(HostLost(self._lost.message))

@@ -23,9 +23,6 @@ def receive(*messages: tuple[int, Any], seconds: float = 600.0) -> GroupError:
         inbox.put(message)
     child = SimpleNamespace(
         sample_memory=lambda: None,
-        cap_share=0.0,
-        kernel_killed=False,
-        stderr_tail="its last words",
         find_stack=lambda: Stack("building", "train.py:6", "its stack"),
         find_loss=lambda: "",
     )
@@ -56,7 +53,9 @@ def test_no_answer_is_said_of_ranks_that_had_the_time() -> None:
 
 def test_a_rank_that_only_lost_its_peer_is_not_the_culprit() -> None:
     """The one whose process ended is, with what it wrote last."""
-    error = receive((0, ChildError(("UnavailableError",), "Connection reset by peer")), (1, Exited(-11)))
+    error = receive(
+        (0, ChildError(("UnavailableError",), "Connection reset by peer")), (1, Exited(-11, output="its last words"))
+    )
     assert (error.root.rank, error.root.cause) == (1, "signal")
     assert "SIGSEGV" in error.root.detail
     assert error.root.output == "its last words"
