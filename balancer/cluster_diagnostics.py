@@ -16,7 +16,7 @@ from evener.balancer.probes.script_copy import digest_script
 from evener.devices.cluster.agents import Agent, HostLostError, start_agents
 from evener.devices.cluster.connection import Node, connect, list_nodes
 from evener.devices.cluster.discovery import assign_terms, describe_versions, discover_cluster, explain_versions
-from evener.devices.cluster.reachability import Listener, find_unreachable
+from evener.devices.cluster.reachability import Listener, Place, find_unreachable
 from evener.devices.host.network import RENDEZVOUS_PORT, VARIABLES, find_interface
 from evener.devices.terms import parse_request
 from evener.errors import EvenerError
@@ -134,23 +134,24 @@ def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
     """Whether every host reaches ports of every other."""
     if len(agents) < 2:
         return ()
+    remedy = f"Open the ports between the hosts: {RENDEZVOUS_PORT}, and those that the system chooses."
+    closed = tuple(
+        Check("ports", "problem", f"{host} can't reach {there}:{port}: {why}", remedy)
+        for host, (there, port), why in _find_closed_ports(agents)
+    )
+    return closed or (Check("ports", "ok", "every host reaches every other"),)
+
+
+def _find_closed_ports(agents: Sequence[Agent]) -> list[tuple[str, Place, str]]:
+    """Each host that can't connect to another, where, and why."""
     with ExitStack() as stack:
         doors = {agent: stack.enter_context(closing(agent.keep(Listener, agent.host))) for agent in agents}
         places = {agent: door.ask("places") for agent, door in doors.items()}
-        calls = {
-            agent: agent.begin(
-                "call", find_unreachable, [place for other in agents if other is not agent for place in places[other]]
-            )
-            for agent in agents
-        }
-        failed = [(agent.host, place, why) for agent, call in calls.items() for place, why in agent.finish(call)]
-    remedy = f"Open the ports between the hosts: {RENDEZVOUS_PORT}, and those that the system chooses."
-    if failed:
-        return tuple(
-            Check("ports", "problem", f"{host} can't reach {there}:{port}: {why}", remedy)
-            for host, (there, port), why in failed
-        )
-    return (Check("ports", "ok", "every host reaches every other"),)
+        calls = {}
+        for agent in agents:
+            others = [place for other in agents if other is not agent for place in places[other]]
+            calls[agent] = agent.begin("call", find_unreachable, others)
+        return [(agent.host, place, why) for agent, call in calls.items() for place, why in agent.finish(call)]
 
 
 def _check_devices(spec: str, address: str) -> Check:

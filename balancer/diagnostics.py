@@ -91,7 +91,11 @@ def _check_framework(name: str, gpus: int) -> Check:
         lines = answer.stderr.strip().splitlines()
         detail = lines[-1] if lines else f"exit code {answer.returncode}"
         return Check(name, "problem", f"can't be imported: {detail}", f"Reinstall it: {_INSTALL[name]}.")
-    version, seen = words[0], int(words[1])
+    return _compare_gpus(name, words[0], int(words[1]), gpus)
+
+
+def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
+    """Whether a framework that works sees all GPUs of the driver."""
     found = f"{version}, sees {seen} of {gpus} GPUs"
     if seen < gpus:
         remedy = "Check CUDA_VISIBLE_DEVICES" + ("; or install evener[gpu]." if name == "tensorflow" else ".")

@@ -158,16 +158,9 @@ class Session(EventThread):
         self._search.tell(seen)
         self._seen.append(seen)
         self._running.pop(seen.probe, None)
-        self._events.put(
-            Observed(
-                seen=seen,
-                belief=self._search.belief(),
-                best=self._search.best(),
-                probes=len(self._seen),
-                out_of_memory=sum(isinstance(one, OutOfMemory) for one in self._seen),
-                at_seconds=at,
-            )
-        )
+        out_of_memory = sum(isinstance(one, OutOfMemory) for one in self._seen)
+        belief, best = self._search.belief(), self._search.best()
+        self._events.put(Observed(seen, belief, best, len(self._seen), out_of_memory, at))
 
     def _check_energy(self, seen: Observation, at: float) -> None:
         """RequestError if energy is to decide and a device has trained twice and reported none."""

@@ -114,17 +114,19 @@ class ChildProber:
         try:
             group = self._start(GroupKey.for_layout(layout), ProgressReporter(probe, lambda _: None, self.now), stop)
             try:
-                command = prepare_command(layout, group.ranks)
-                for _ in range(2):  # TensorFlow traces twice
-                    group.call(lambda _: command, Prepared, self._timeouts.prepare, stop)
-                replies = group.call(lambda _: Profile(steps), Profiled, self._timeouts.prepare, stop)
-                return cast(Profiled, replies[0])
+                return self._profile(layout, group, steps, stop)
             finally:
                 group.end()
         except StoppedError:
             return "it was stopped"
         except GroupError as error:
             return error.root.detail
+
+    def _profile(self, layout: Layout, group: ChildGroup, steps: int, stop: threading.Event) -> Profiled:
+        command, limit = prepare_command(layout, group.ranks), self._timeouts.prepare
+        for _ in range(2):  # TensorFlow traces twice
+            group.call(lambda _: command, Prepared, limit, stop)
+        return cast(Profiled, group.call(lambda _: Profile(steps), Profiled, limit, stop)[0])
 
     def now(self) -> float:
         """Wall seconds since the session began."""
@@ -282,11 +284,7 @@ class ChildProber:
 
     def _failed(self, probe: Probe, failure: RankFailure, phase: str, elapsed_seconds: float) -> Observation:
         key = GroupKey.for_layout(probe.layout)
-        devices = key.positions
-        if not runs_in_one_process(self._resolved, key):
-            devices = (key.positions[failure.rank % len(key.positions)],)
-        elif len(key.positions) > 1:
-            devices = () if failure.gpu is None else key.positions[failure.gpu : failure.gpu + 1]
+        devices = self._find_devices(key, failure)
         if failure.out_of_memory:
             short_bytes: tuple[int, ...] = ()
             with suppress(HostLostError):
@@ -298,6 +296,14 @@ class ChildProber:
             what = {"raised": "traceback", "timeout": "stack"}.get(failure.cause, "output")
             detail += f" ({what} in {self._error_file})"
         return Failed(probe, failure.cause, detail, devices, elapsed_seconds, failure.user_code)
+
+    def _find_devices(self, key: GroupKey, failure: RankFailure) -> tuple[int, ...]:
+        """Where a rank has failed; empty if its process has several devices and named none."""
+        if not runs_in_one_process(self._resolved, key):
+            return (key.positions[failure.rank % len(key.positions)],)
+        if len(key.positions) == 1:
+            return key.positions
+        return () if failure.gpu is None else key.positions[failure.gpu : failure.gpu + 1]
 
     def _explain_stop(self, probe: Probe, progress: ProgressReporter, stack: Stack) -> None:
         """Report where a probe was stopped that had not begun to measure; a stack with a line of the user's is kept."""

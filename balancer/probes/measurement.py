@@ -210,15 +210,7 @@ class Measurement:
         factor = usual / tokens if usual and tokens and not layout.length else 1.0
         if work:
             self._work.append(tuple(_scale(each, factor / steps) for each in work))
-        return [
-            msgspec.structs.replace(
-                reply,
-                wall_seconds=reply.wall_seconds * factor,
-                cpu_seconds=reply.cpu_seconds * factor,
-                spun_seconds=reply.spun_seconds * factor,
-            )
-            for reply in ran
-        ]
+        return [_scale_times(reply, factor) for reply in ran]
 
     def _mean_work(self) -> list[Work | None]:
         """Of each rank in a step, over all blocks."""
@@ -254,6 +246,11 @@ class Measurement:
         """Values in rank order as values by position of the request; None for a position without one."""
         by_position = dict(zip(self._ranks.positions, values, strict=False))
         return tuple(by_position.get(position) for position in range(len(self._probe.layout.shares)))
+
+
+def _scale_times(ran: Ran, factor: float) -> Ran:
+    times = {name: getattr(ran, name) * factor for name in ("wall_seconds", "cpu_seconds", "spun_seconds")}
+    return msgspec.structs.replace(ran, **times)
 
 
 def _scale(work: Work, factor: float) -> Work:

@@ -118,12 +118,7 @@ class Worker:
         workload, build = self._built()
         gc.unfreeze()
         self._busy_seconds = 0.0
-        if command.costs:
-            cast(TextWorkload, workload).prepare_dealt(command.shares, command.costs, command.tokens)
-        elif command.length:
-            cast(TextWorkload, workload).prepare_length(command.shares, command.micro, command.length)
-        else:
-            workload.prepare(command.shares, command.micro)
+        _prepare_rows(workload, command)
         started = time.perf_counter()
         workload.step()
         workload.synchronize()
@@ -209,6 +204,15 @@ class Worker:
         if self._workload is None or self._build is None:
             raise ValueError("nothing is built yet")
         return self._workload, self._build
+
+
+def _prepare_rows(workload: Workload, command: protocol.Prepare) -> None:
+    if command.costs:
+        cast(TextWorkload, workload).prepare_dealt(command.shares, command.costs, command.tokens)
+    elif command.length:
+        cast(TextWorkload, workload).prepare_length(command.shares, command.micro, command.length)
+    else:
+        workload.prepare(command.shares, command.micro)
 
 
 def _read_work(workload: Workload) -> Work | None:

@@ -94,17 +94,22 @@ def explain(
     tokens: Tokens = Tokens(),  # noqa: B008 - frozen
 ) -> str:
     """What to do and why, with the figures; `labels` are the devices' short names."""
-    figure = f"{rate(chosen.throughput.value)} samples/s{_error(chosen.throughput)}"
-    if tokens.of_row:
-        beside = f"{rate(chosen.throughput.value)} samples/s, {percent(tokens.padding)} padding"
-        if tokens.gap is not None and len(chosen.layout.active) > 1:
-            beside += f", the devices' own work within {percent(tokens.gap)}"
-        figure = f"{rate(chosen.throughput.value * tokens.of_row)} tokens/s{_error(chosen.throughput)} ({beside})"
-    begin = f"{_advice(chosen, labels, tokens)}: {figure}"
+    begin = f"{_advice(chosen, labels, tokens)}: {_figure(chosen, tokens)}"
     gains = _gains(chosen, rivals, labels)
     clauses = [*_losses(chosen, rivals, labels, costs or Costs()), *_larger(chosen, rivals)]
     clauses += [*_knobs(chosen, rivals), *_ties(chosen, rivals, len(labels))]
     return "; ".join([begin + (f", {' and '.join(gains)}" if gains else ""), *clauses]) + "."
+
+
+def _figure(chosen: Result, tokens: Tokens) -> str:
+    """Samples/s, or tokens/s with what belongs to them."""
+    samples, error = f"{rate(chosen.throughput.value)} samples/s", _error(chosen.throughput)
+    if not tokens.of_row:
+        return f"{samples}{error}"
+    beside = f"{samples}, {percent(tokens.padding)} padding"
+    if tokens.gap is not None and len(chosen.layout.active) > 1:
+        beside += f", the devices' own work within {percent(tokens.gap)}"
+    return f"{rate(chosen.throughput.value * tokens.of_row)} tokens/s{error} ({beside})"
 
 
 def name_rivals(chosen: Result, rivals: Sequence[Rival], devices: int) -> tuple[str, ...]:
@@ -177,14 +182,20 @@ def _gains(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str]) -> li
         reasons += [_compare(name, even)] if even else []
     single = _first(rivals, "solo")
     if layout.kind != "solo" and single is not None:
-        (position,) = single.candidate.layout.active
-        reason = _compare(f"{labels[position]} alone", single)
-        if layout.kind == "pack":
-            own = layout.global_batch * layout.processes / chosen.throughput.value
-            times = own / (single.candidate.layout.global_batch / single.throughput.value)
-            reason += f", though each training takes {times:.1f} times as long"
-        reasons.append(reason)
+        reasons.append(_gain_over_one(chosen, single, labels))
     return reasons
+
+
+def _gain_over_one(chosen: Result, single: Rival, labels: Sequence[str]) -> str:
+    """What it gains over one device alone, and what trainings side by side lose each."""
+    layout = chosen.layout
+    (position,) = single.candidate.layout.active
+    reason = _compare(f"{labels[position]} alone", single)
+    if layout.kind != "pack":
+        return reason
+    own = layout.global_batch * layout.processes / chosen.throughput.value
+    times = own / (single.candidate.layout.global_batch / single.throughput.value)
+    return f"{reason}, though each training takes {times:.1f} times as long"
 
 
 def _compare(name: str, rival: Rival) -> str:
@@ -196,7 +207,7 @@ def _compare(name: str, rival: Rival) -> str:
 
 
 def _losses(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str], costs: Costs) -> list[str]:
-    """What the best of the other kinds loses."""
+    """What the best split, pack and placement lose, if another layout is chosen."""
     clauses = []
     if chosen.layout.kind != "split" and len(labels) > 1:
         split = next((one for one in rivals if one.family in ("even", "split")), None)
@@ -204,6 +215,12 @@ def _losses(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str], cost
             clauses.append(_split_loses(chosen, split, labels, costs))
         elif chosen.layout.kind == "solo":
             clauses.append("no split over several devices was measured")
+    return clauses + _others_lose(chosen, rivals)
+
+
+def _others_lose(chosen: Result, rivals: Sequence[Rival]) -> list[str]:
+    """What packs and placements lose."""
+    clauses = []
     for family, verb in (("pack", "lose"), ("place", "loses")):
         rival = _first(rivals, family)
         if chosen.layout.kind == family or rival is None or rival.tie:

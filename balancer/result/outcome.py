@@ -89,6 +89,7 @@ def build_outcome(
         *explain_by_rows(search),
         *explain_failures(search, labels),
         *explain_unmeasured(search, labels, why_stopped in (Stop.INTERRUPTED.value, Stop.CUT_OFF.value)),
+        *explain_retreats(search, labels),
         *unfinished,
         *measurements.explain_doubts(doubts, devices),
         *measurements.explain_taken_memory(seen, devices),
@@ -151,7 +152,7 @@ def explain_by_rows(search: Search) -> tuple[str, ...]:
 
 
 def explain_unmeasured(search: Search, labels: Sequence[str], interrupted: bool = False) -> tuple[str, ...]:
-    """Layouts that the budget left out, with a budget that should do; and what was measured smaller than was meant."""
+    """Layouts that the budget left out, with a budget that should do."""
     missing = [name_candidate(one, len(labels)) for one in search.unmeasured()]
     larger = [name_candidate(one, len(labels)) for one in search.ungrown()]
     lines = []
@@ -161,13 +162,17 @@ def explain_unmeasured(search: Search, labels: Sequence[str], interrupted: bool 
             lines.append(f"The budget left no time to measure {join_words(missing)}; {enough}.")
         if larger:
             lines.append(f"Packs still gained when the budget left no time for a {join_words(larger)}; {enough}.")
-    for wished, instead in search.retreats():
-        if search.turns(instead.layout):
-            lines.append(
-                f"{name_candidate(wished, len(labels)).capitalize()}: {list_samples(wished.layout)} ran out of memory;"
-                f" {list_samples(instead.layout)} was measured instead."
-            )
     return tuple(lines)
+
+
+def explain_retreats(search: Search, labels: Sequence[str]) -> tuple[str, ...]:
+    """Layouts that were measured with fewer samples than was meant."""
+    return tuple(
+        f"{name_candidate(wished, len(labels)).capitalize()}: {list_samples(wished.layout)} ran out of memory;"
+        f" {list_samples(instead.layout)} was measured instead."
+        for wished, instead in search.retreats()
+        if search.turns(instead.layout)
+    )
 
 
 def _enough(search: Search) -> str:

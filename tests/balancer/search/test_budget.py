@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.balancer.probes.simulated import SimulatedProber
-from evener.balancer.result.outcome import explain_short_budget, explain_unmeasured
+from evener.balancer.result.outcome import explain_retreats, explain_short_budget, explain_unmeasured
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import BALANCE, LayoutOptions, PackMode, Placement, shrink
@@ -212,7 +212,7 @@ def test_a_larger_pack_starts_no_slower_than_in_proportion(
 def test_without_a_budget_nothing_is_left_out() -> None:
     search, _ = compared(None, 12.0)
     assert search.unmeasured() == ()
-    assert explain_unmeasured(search, LABELS) == ()
+    assert explain_unmeasured(search, LABELS) == explain_retreats(search, LABELS) == ()
 
 
 def test_a_layout_that_runs_out_of_memory_in_the_race_comes_back_smaller() -> None:
@@ -226,7 +226,7 @@ def test_a_layout_that_runs_out_of_memory_in_the_race_comes_back_smaller() -> No
     towers = [one.candidate.layout for one in found.ranking() if one.candidate.layout.placement == "towers"]
     assert [layout.global_batch < even.global_batch * 0.55 for layout in towers] == [True]
     assert found.broken() == ()
-    assert any("ran out of memory" in line and "measured instead" in line for line in explain_unmeasured(found, LABELS))
+    assert any("ran out of memory" in line and "measured instead" in line for line in explain_retreats(found, LABELS))
 
 
 def test_a_batch_that_is_given_does_not_shrink() -> None:
