@@ -23,7 +23,6 @@ from evener.balancer.search.layouts import (
 from evener.balancer.search.packing import Packing
 from evener.balancer.search.predictions import Predictions
 from evener.balancer.search.ranking import EDGE_SLACK, throughput, worthwhile_gain
-from evener.balancer.search.split_stage import HIDDEN
 from evener.balancer.types import Layout, OutOfMemory, Problem, solo
 
 RETREATS = 4  # smaller batches tried after a layout ran out of memory in the race
@@ -88,21 +87,11 @@ class Candidates:
     # ------------------------------------------------------------------ one device
 
     def _singles(self) -> list[Candidate]:
-        """The best single device at the fixed batch, else at its best measured one; and what may be faster still."""
-        best = self.best_single
-        if best is None:
+        """The best single device at the fixed batch, else at its best measured one; and one that the race favours."""
+        if (best := self.best_single) is None:
             return []
-        found = [Candidate("solo", best)]
-        if (other := self._overlooked_single(best)) is not None:
-            found.append(Candidate("solo", other, extra=True))
-        fastest = self._predictions.fastest_single
-        if fastest is not None and self._problem.global_batch is None:
-            layout = self._predictions.layout(fastest)
-            beaten = max((one.samples_per_second for one in self._model.fitting_splits), default=0.0) / HIDDEN
-            worth = fastest.samples_per_second > max(beaten, self._single_rate(best) * (1 + EDGE_SLACK))
-            if worth and layout != best and self._model.safely_fits(layout):
-                found.append(Candidate("solo", layout, extra=True))
-        return found
+        other = self._overlooked_single(best)
+        return [Candidate("solo", best), *([Candidate("solo", other, extra=True)] if other else [])]
 
     @cached_property
     def best_single(self) -> Layout | None:
@@ -187,11 +176,14 @@ class Candidates:
         return min(enough, key=lambda layout: (layout.global_batch, -found[layout]))
 
     def _promising(self, chosen: Layout) -> list[Layout]:
-        """Predicted splits that should be faster than the chosen one, or as good with another global batch."""
+        """Predicted splits that should be faster than the chosen one, or as good with another global batch.
+
+        Where exploration has measured the smallest good batch, another one like it isn't worth a race.
+        """
         predictions, fastest = self._predictions, self._predictions.fastest_split
         wanted = [
             one
-            for one in (predictions.tolerable, predictions.insured)
+            for one in (() if predictions.extrapolates else (predictions.tolerable, predictions.insured))
             if one and abs(one.global_batch / chosen.global_batch - 1) > OTHER_BATCH
         ]
         gain = worthwhile_gain(self._problem.tolerance)

@@ -53,7 +53,7 @@ class TextCandidates(Candidates):
     @cached_property
     def _wished(self) -> tuple[Candidate, ...]:
         families, splits = self._options.families, self._split_layouts()
-        found = [Candidate("split", layout, extra=i > 0) for i, layout in enumerate(splits)]
+        found = [Candidate("split", layout) for layout in splits]
         if "even" in families and splits and (even := self._random(splits[0])):
             found.insert(0, Candidate("even", even))
         if "solo" in families and self.best_single is not None:

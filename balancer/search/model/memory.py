@@ -112,9 +112,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     def largest_to_try(self, cap: int, quantum: int = 1) -> int:
         """The largest batch worth trying, at most `cap`, a multiple of `quantum`; 0 if nothing can fit."""
-        above = cap if self.failed is None else min(cap, (self.failed - 1) // quantum * quantum)
-        if self.unsure:
-            above = min(above, max(quantum, self.ran * BLIND_GROWTH // quantum * quantum))
+        above = min(cap, max(quantum, self.ran * BLIND_GROWTH // quantum * quantum)) if self.unsure else cap
         if above <= self.ran or (self.failed is not None and self.failed - self.ran <= max(quantum, FINE * self.ran)):
             return min(self.ran, cap) // quantum * quantum
         guess = self.predict_largest()
