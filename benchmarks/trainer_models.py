@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from evener.workloads.datasets import text_lengths
@@ -19,7 +19,6 @@ from evener.workloads.datasets import text_lengths
 WORDS = 8192
 SIZES = {"small": (128, 4, 64), "large": (768, 12, 512), "huge": (2048, 8, 512)}  # width, layers, tokens of a row
 ROWS = 1 << 16
-CLIP = 1.0
 IGNORED = -100  # a label that counts nowhere
 SHARDED = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
 Done = Callable[[], bool]  # called after each optimizer step: whether the training is over
@@ -70,7 +69,6 @@ def make_trainer(kind: Any, size: str, bf16: bool, texts: bool, **arguments: Any
     common = TrainingArguments(
         tempfile.mkdtemp(),
         bf16=bf16,
-        max_grad_norm=CLIP,
         use_cpu=not torch.cuda.is_available(),
         save_strategy="no",
         report_to=[],
@@ -87,28 +85,11 @@ def build_huggingface(size: str = "small", bf16: bool = False, texts: bool = Fal
     return make_trainer(Trainer, size, bf16, texts)
 
 
-class NextWords(torch.nn.Module):
-    """The same model, from tokens to the scores of each next one."""
-
-    def __init__(self, size: str) -> None:
-        super().__init__()
-        self.model = network(size)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(rows, tokens, words)."""
-        return self.model(input_ids=tokens).logits[:, :-1]
-
-
-def next_word_loss(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """The mean over tokens, laid out as transformers does."""
-    return torch.nn.functional.cross_entropy(scores.flatten(0, 1), words.flatten())
-
-
 def build_torch(size: str = "small") -> Any:
-    """Model, optimizer, loss and data."""
-    model, texts = NextWords(size), Texts(size).tokens.unfold(0, SIZES[size][2], 1)[:ROWS]
+    """Model, optimizer, loss and data of a loop; a batch has the labels, so the model gives its loss."""
+    model = network(size)
     optimizer = torch.optim.AdamW(model.parameters(), 5e-5)
-    return model, optimizer, next_word_loss, TensorDataset(texts, texts[:, 1:])
+    return model, optimizer, lambda outputs, _: outputs.loss, (Texts(size), COLLATED)
 
 
 build_accelerate = build_torch

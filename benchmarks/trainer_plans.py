@@ -25,7 +25,8 @@ from evener.balancer.resolve import resolve_request
 from evener.plan import Plan, load_plan
 
 PAIRED = ("training / probe", "middle half")
-HEADS = ("trainer", "shares", "plan", "probes", "training", *PAIRED, "probe / plan", "training / plan")
+HEADS = ("trainer", "shares", "plan", "probes", "training", *PAIRED, "first probes / plan", "training / plan")
+FIRST = 3  # probes, within a minute of the search's own check
 
 
 class Rates(msgspec.Struct, frozen=True):
@@ -103,10 +104,10 @@ def read_rate(ranks: Ranks) -> float:
 
 
 def write_row(trainer: str, plan: Plan, seen: Rates) -> str:
-    """Medians of the plan's probes, of its training, and of their ratios."""
+    """Samples/s and their ratios: medians of the probes, of the blocks of training, and of the pairs."""
     said, shares = plan.throughput.samples_per_second, " + ".join(str(share.batch) for share in plan.layout.active)
     probed, trained = statistics.median(seen.probes), statistics.median(seen.blocks)
     low, middle, high = statistics.quantiles(seen.ratios, n=4)
     rates = f"{said:,.1f} | {probed:,.1f} | {trained:,.1f}"
-    paired = f"{middle:.3f} | {low:.3f} to {high:.3f}"
-    return f"| {trainer} | {shares} | {rates} | {paired} | {probed / said:.3f} | {trained / said:.3f} |"
+    paired, first = f"{middle:.3f} | {low:.3f} to {high:.3f}", statistics.median(seen.probes[:FIRST])
+    return f"| {trainer} | {shares} | {rates} | {paired} | {first / said:.3f} | {trained / said:.3f} |"

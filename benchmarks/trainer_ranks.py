@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import Trainer, TrainerCallback
 
 from benchmarks import trainer_models
-from benchmarks.trainer_models import CLIP, COLLATED, SHARDED, Done, Texts, make_trainer, network
+from benchmarks.trainer_models import COLLATED, SHARDED, Done, Texts, make_trainer, network
 from benchmarks.trainer_processes import MARK, name_build
 from evener.devices.limits import parse_limit
 from evener.huggingface import with_plan
@@ -86,11 +86,10 @@ def train_accelerate(plan: Plan | None, options: argparse.Namespace, done: Done)
 
 
 def loop(model: Any, optimizer: Any, loader: Any, backward: Callable[[Any], None], done: Done) -> None:
-    """Train until it is done; both libraries clip by PyTorch's function."""
+    """Train until it is done, by the steps that a probe makes of `build_torch`."""
     while True:
         for batch in loader:
             backward(model(**batch).loss)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             optimizer.zero_grad()
             if done():
