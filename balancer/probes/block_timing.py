@@ -1,21 +1,25 @@
 """Decides how many steps to time next, and when a step's time is known well enough. Pure: it has no clock.
 
 It warms up until two windows of steps agree, then takes blocks of equal length until the 95 % interval of the mean step
-is within `TIGHT`, or the time is spent. A probe whose speed drifted or was throttled is timed once more, with a warning
-in any case. A whole run ends with its time or its steps, however sure the figure is.
+is within `TIGHT`, or the time is spent: half of it, if the rest would not make the interval that narrow. A probe whose
+speed drifted or was throttled is timed once more, with a warning in any case. A whole run ends with its time or its
+steps, however sure the figure is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import sqrt
 
 import msgspec
 
-from evener.balancer.search.statistics import interval_of, median, relative_half_width
+from evener.balancer.search.statistics import NORMAL_95, interval_of, median, relative_half_width
 from evener.balancer.types import Interval, Warned
 
 TIGHT = 0.01  # half-width of the 95 % interval / mean at which a probe ends
+HOPELESS_FROM = 0.5  # of the time: then a probe also ends
+HOPELESS = 0.015  # if the same would be above this at the end
 AGREE = 0.05  # two warm-up windows that differ by less are steady
 WARM_UP_SHARE = 0.5  # of the probe's seconds; warm-up that is not steady by then is a slow start
 WARM_UP_WINDOWS = 24  # at most
@@ -171,15 +175,15 @@ class BlockTimer:
             return False
         if self._steps_asked:
             return self._done() >= self._steps_asked
-        spent = sum(block.wall_seconds for block in blocks) >= self._seconds
+        part = sum(block.wall_seconds for block in blocks) / self._seconds
         if self._whole:
-            return spent
-        if spent or len(blocks) >= MOST_BLOCKS:
+            return part >= 1
+        if part >= 1 or len(blocks) >= MOST_BLOCKS:
             return True
         clean = self._clean()
         if len(clean) < ENOUGH_BLOCKS or len(clean) < len(blocks) / 2:
             return False
-        return relative_half_width(_interval(clean)) <= TIGHT
+        return relative_half_width(_interval(clean)) <= TIGHT or (part >= HOPELESS_FROM and _is_hopeless(clean, part))
 
     def _clean(self) -> list[Block]:
         """The undisturbed blocks, or all where too few are."""
@@ -216,6 +220,16 @@ class BlockTimer:
 
 def _interval(blocks: Sequence[Block]) -> Interval:
     return interval_of([(block.steps, block.wall_seconds) for block in blocks])
+
+
+def _is_hopeless(blocks: Sequence[Block], part: float) -> bool:
+    """Whether a probe would stay rough to its end, if this part of its time shows the noise from block to block.
+
+    The median of the gaps doesn't see that the speed changed once: that is no noise, and needs all of the time.
+    """
+    times = [block.step_seconds for block in blocks]
+    gap = median([abs(after - before) for before, after in pairwise(times)]) / median(times)
+    return NORMAL_95 * gap * sqrt(part / len(blocks)) > HOPELESS
 
 
 def _own(blocks: Sequence[Block]) -> tuple[float | None, ...]:

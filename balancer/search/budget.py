@@ -37,6 +37,7 @@ SOLO_STAGE = 2.0  # exploration gets at least this many times what the solo stag
 SOLO_SHARE = 0.15  # of the budget, for the solo stage's measurements
 SOLO_SECONDS = 15.0  # the most for them
 STEPS_SHARE = 0.4  # of the time that no start takes, for one probe of every candidate
+LONGEST_SOLO, LONGEST_SPLIT = 0.2, 0.1  # of what exploration has left, for one probe; a split is measured several times
 STEPS_TO_COME = 8  # of any probe: the first, the warm-up, and a few blocks
 BUDGET_ROUNDS = 12  # of solving for a budget that suffices; each at least halves the error
 QUICKEST_STEP = 0.05  # seconds; steps up to this long are tried under any budget
@@ -144,7 +145,8 @@ class Budget:
         longest = LONGEST_PROBE_SECONDS
         if self.seconds is not None:
             spent = self.spent if solo else self._seen.spent_seconds(("solo",))
-            left = 0.2 * (self.explore_seconds - spent) - self.overhead_seconds
+            part = LONGEST_SOLO if solo else LONGEST_SPLIT
+            left = part * (self.explore_seconds - spent) - self.overhead_seconds
             longest = min(longest, max(SHORTEST_PROBE_SECONDS, left))
         limits = (longest / (FEWEST_STEPS + self.tuning_steps), self._longest_for_all)
         return min(one for one in limits if one is not None)

@@ -23,7 +23,6 @@ from evener.curves import Curve, PassCurve, step_in_passes
 from evener.waterfill import DeviceCurve
 
 SAME_LIMIT = 0.02  # relative: indistinguishable devices whose limits differ by less get the smaller one
-REACH = 2  # in splits, curves and memory lines are trusted up to this many times the largest batch that ran
 
 # Bounds on the rows that one device computes at once, each within the one it names:
 #   cap                    the request: largest share, fixed global batch, largest global batch
@@ -34,7 +33,7 @@ REACH = 2  # in splits, curves and memory lines are trusted up to this many time
 #   limits                 largest_in_split, equal for indistinguishable devices: the wall of one pass
 #   pass_rows              within limits, and not clearly slower than fewer rows; a share may be many times it
 #   useful_limit           within a given limit: further batches gain too little or their steps take too long
-#   reachable_limit        within useful_limit: at most REACH times what ran
+#   reachable_limit        within useful_limit: at most so many times what ran
 #   SoloStage._largest_that_matters  within largest_to_try and useful_limit: what a split could give the device
 
 
@@ -314,7 +313,7 @@ class MachineModel:
         enough = math.ceil(overhead / slope / gain / self.quantum) * self.quantum
         return max(self.quantum, min(limit, enough))
 
-    def reachable_limit(self, device: DeviceCurve, reach: int = REACH) -> int:
+    def reachable_limit(self, device: DeviceCurve, reach: int) -> int:
         """The largest useful batch that is near enough to what ran for the curve to be trusted."""
         ran = self.devices[device.position].memory.ran
         return min(self.useful_limit(device), reach * ran) if ran else self.useful_limit(device)

@@ -90,7 +90,7 @@ def test_a_free_batch_grows_as_far_as_it_gains() -> None:
     found = model(*SOLOS, bench=wide)
     first, second = found.split_curves
     assert found.useful_limit(first) == pytest.approx(20_000, rel=0.02)
-    assert found.reachable_limit(first) == found.reachable_limit(second) == 1000
+    assert found.reachable_limit(first, 2) == found.reachable_limit(second, 2) == 1000
     assert found.reachable_limit(first, 3) == 1500
     assert model(*SOLOS, bench=wide, tolerance=0.0).useful_limit(first) == pytest.approx(50_000, rel=0.02)
     flat = DeviceCurve(0, Curve((0.0, 1.0), (0.01, 0.01), 0.0), 5000)

@@ -87,7 +87,7 @@ def test_one_device_with_one_layout_says_that_there_was_no_choice() -> None:
 
 def test_a_budget_that_ends_the_search_is_the_reason() -> None:
     """And not one that is left over."""
-    search, _ = searched(PAIR, PAIR.problem(budget_seconds=6.0))
+    search, _ = searched(PAIR, PAIR.problem(budget_seconds=5.0))
     assert search.why_stopped() == Stop.BUDGET
     search, _ = searched(PAIR, PAIR.problem(budget_seconds=600.0))
     assert search.why_stopped() == Stop.SETTLED

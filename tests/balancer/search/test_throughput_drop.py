@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.balancer.search import predictions, solo_stage
-from evener.balancer.search.machine_model import REACH
 from evener.balancer.search.model.step_time import Point
 from evener.balancer.search.model.throughput_drop import guess_faster_batch, throughput_falls
 from evener.balancer.search.search import Search
@@ -110,13 +109,13 @@ def test_first_steps_of_seconds_stay_within_the_budget(budget: float) -> None:
 @settings(max_examples=40, deadline=None)
 @given(benches(), st.booleans())
 def test_a_free_batch_grows_in_bounded_steps(bench: Bench, known: bool) -> None:
-    """No device is asked for far more than it ran: alone up to 40 times, beside others up to twice."""
+    """No device is asked for far more than it ran: alone up to 40 times, beside others up to 8 times."""
     _, seen = searched(bench, bench.problem(known))
     ran = [0] * len(bench.devices)
     for one in seen:
         shares = one.probe.layout.pass_rows
         alone = predictions.REACH_ALONE if one.probe.stage == "rest" else solo_stage.FARTHEST
-        most = REACH if one.probe.layout.kind == "split" else alone
+        most = predictions.FAR_REACH if one.probe.layout.kind == "split" else alone
         assert all(share <= most * size for share, size in zip(shares, ran, strict=True) if size)
         ran = [
             max(size, share) if share <= most else size
