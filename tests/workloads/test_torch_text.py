@@ -70,6 +70,16 @@ def test_dealt_rows_alone_do_without_the_attention_that_makes_a_plan_for_each_sh
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
+def test_each_probe_of_the_same_dealing_has_other_batches(workload: TorchWorkload) -> None:
+    """Shapes that were seen before are faster than those that a training will see; other layouts have the same rows."""
+    tokens = []
+    for cost in (COST, COST, Cost(0.5, 1e-5, 1e-8)):
+        workload.prepare_dealt((8,), (cost,), (0,))
+        tokens.append(tuple(step(workload).tokens for _ in range(3)))
+    assert tokens[0] != tokens[1]
+    assert tokens[0] == tokens[2]
+
+
 def test_a_decoder_sees_no_later_token() -> None:
     """So padding, which comes last, changes nothing."""
     torch.manual_seed(0)

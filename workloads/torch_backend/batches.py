@@ -62,11 +62,12 @@ class Data:
             return CountedEndlessSampler(self.rows, sizes, rank).count_by(self.lengths)
         return CountedSampler(self.rows, sizes, rank, drop_last=True).count_by(self.lengths)
 
-    def dealt(self, sizes: Sequence[int], rank: int, dealer: Dealer) -> UnevenBatchSampler:
-        """Global batches of as many rows, dealt by cost."""
+    def dealt(self, sizes: Sequence[int], rank: int, dealer: Dealer, epoch: int) -> UnevenBatchSampler:
+        """Global batches of as many rows, from the beginning of this epoch, dealt by cost."""
         assert self.lengths is not None
         whole, tokens = sum(sizes) <= self.rows, self.lengths.tokens
         rows = CountedLengthSampler(self.rows, sizes, rank, lengths=tokens, dealer=dealer, drop_last=whole)
+        rows.set_epoch(epoch)
         return rows.count_by(self.lengths)
 
     def of_one_length(self, sizes: Sequence[int], rank: int, length: int) -> UnevenBatchSampler:

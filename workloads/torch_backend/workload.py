@@ -8,6 +8,7 @@ unless the place says otherwise.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -76,6 +77,7 @@ class TorchWorkload:
         self._members: tuple[int, ...] = ()
         self._micro = 0  # the most rows of a pass
         self._work = Work(0.0, 0.0, 0.0, 0.0)
+        self._dealt: Counter[Dealer] = Counter()  # how often rows were dealt so
         self._cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()  # rows that are dealt turn it off
         self._model: Any = self.recipe.module if lay is None else lay(self.recipe.module, self.devices)
 
@@ -91,7 +93,9 @@ class TorchWorkload:
         """As `prepare`, with the rows of each global batch dealt by cost; a pass has at most so many padded tokens."""
         self._micro = sum(shares)
         dealer = Dealer(tuple(map(RankCost, costs, tokens)), tuple(map(float, shares)))
-        self._prepare(shares, lambda data, sizes, rank: data.dealt(sizes, rank, dealer), on_host=True)
+        epoch = self._dealt[dealer]  # other batches than before: those have shapes that the framework knows
+        self._dealt[dealer] += 1
+        self._prepare(shares, lambda data, sizes, rank: data.dealt(sizes, rank, dealer, epoch), on_host=True)
 
     def prepare_length(self, shares: Sequence[int], micro: Sequence[int], length: int) -> None:
         """As `prepare`, with rows that are padded to this length in every pass."""
