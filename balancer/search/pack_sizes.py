@@ -40,7 +40,7 @@ def best_size(tried: Rates) -> int | None:
 def _grown(most: int) -> list[int]:
     """1, 2, 3, 5, 8, ... and `most`."""
     sizes = [1, 2]
-    while sizes[-1] + sizes[-2] < most:
+    while sizes[-1] < most:
         sizes.append(sizes[-1] + sizes[-2])
     return [*(size for size in sizes if size < most), most]
 

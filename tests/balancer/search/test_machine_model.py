@@ -72,6 +72,14 @@ def test_a_rate_is_that_of_the_slowest_share_and_of_keeping_in_step() -> None:
     assert model(*SOLOS).sync_seconds is None
 
 
+def test_what_slows_devices_in_splits_does_not_slow_one_alone() -> None:
+    """Their own parts take 1.5 times as long in a split as alone."""
+    (split,) = BENCH.measure([Probe(SPLIT, "split", 1.0)], 1.5)
+    found = model(*SOLOS, extra=(split,))
+    assert found.predicted_rate(solo(2, 0, 300)) == pytest.approx(300 / 0.04, rel=1e-3)
+    assert found.predicted_rate(SPLIT) == pytest.approx(600 / 0.0975, rel=0.01)
+
+
 def test_splits_without_their_devices_own_times_cost_what_the_curves_leave() -> None:
     """60 ms is what the slower of the two would take alone."""
     found = model(*SOLOS)
@@ -97,6 +105,9 @@ def test_a_free_batch_grows_as_far_as_it_gains() -> None:
     assert found.useful_limit(flat) == 5000
     small = DeviceCurve(0, first.curve, 700)
     assert found.useful_limit(small) == 700
+    coarse = model(*SOLOS, bench=wide, tolerance=0.5, multiple_of=100)
+    line = DeviceCurve(0, Curve((0.0, 1.0), (0.0, 0.0001), 0.0001), 1000)
+    assert coarse.useful_limit(line) == 800, "100 samples, the least, take an eighth of its time"
 
 
 def test_a_longest_step_bounds_a_free_batch_but_not_what_ran() -> None:

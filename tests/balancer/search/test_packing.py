@@ -30,6 +30,48 @@ def logical(search: Search) -> list[int]:
     return [one.layout.processes for one in search._candidates.all if one.layout.placement == "logical"]
 
 
+def packs(bench: Bench, memory: int | None, batch: int | None = None, free: int = 89) -> list[tuple[int, int]]:
+    """(trainings, rows of each) of every pack that a search of one device measures; `free` take as long as one."""
+    search, found = Search(Problem(1, (memory,), global_batch=batch), LayoutOptions(("solo", "pack"))), []
+    while probes := search.ask():
+        found += [(one.layout.processes, one.layout.global_batch) for one in probes if one.stage == "pack"]
+        for probe in probes:
+            (seen,) = bench.measure([probe], max(1.0, probe.layout.processes / free))
+            search.tell(seen)
+    return found
+
+
+def test_packs_grow_as_far_as_memory_allows_and_to_89_where_it_can_not_be_read() -> None:
+    """256 rows take 3560 bytes."""
+    assert packs(ONE, memory=5000, batch=256) == []
+    assert max(size for size, _ in packs(ONE, memory=20_000, batch=256)) == 5
+    assert max(size for size, _ in packs(ONE, memory=None, batch=256)) == 89
+
+
+@pytest.mark.parametrize(("fixed_ms", "again"), [(0.0, False), (2000.0, True)])
+def test_memory_that_was_left_free_is_used_at_last_if_that_gains(fixed_ms: float, again: bool) -> None:
+    """2 % more rows make nearly 2 % more samples/s where rows hardly take time, and no more where nothing else does."""
+    found = packs(Bench(((fixed_ms, 0.1, 0, 3000),)), memory=31_000, free=2)
+    sizes = [size for size, _ in found]
+    assert (len(sizes) > len(set(sizes))) == again
+
+
+def test_packs_leave_time_for_the_winner_s_knobs() -> None:
+    """Of 20 s; children take 0.5 s to start for each training, so that packs would take all of it."""
+    options, started = LayoutOptions(("solo", "pack"), knobs=("xla", "mixed")), set[Layout]()
+    search = Search(Problem(1, (200_000,), global_batch=256, budget_seconds=20.0), options)
+    while probes := search.ask():
+        for seen in ONE.measure(probes):
+            assert isinstance(seen, Timed)
+            layout = seen.probe.layout
+            children = msgspec.structs.replace(layout, shares=(1,))
+            start = 0.0 if children in started else 0.5 * layout.processes
+            started.add(children)
+            elapsed = start + seen.probe.seconds
+            search.tell(msgspec.structs.replace(seen, start_seconds=start, elapsed_seconds=elapsed))
+    assert {layout.knobs for layout in search._seen.timed(["knobs"])} == {(), ("xla",), ("mixed",)}
+
+
 def test_a_logical_pack_is_as_large_as_the_best_of_plain_processes() -> None:
     assert logical(searched(runs=5)) == [5]
 

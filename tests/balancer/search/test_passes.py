@@ -203,6 +203,15 @@ def test_gradients_that_are_kept_between_passes_make_them_smaller(known: bool) -
     assert bench.rate(best.layout) >= 0.93 * bench.rate(layout_of((4000, 4000), (1960, 460)))
 
 
+def test_passes_keep_to_the_quantum() -> None:
+    """Those of a device alone, which show what a pass costs."""
+    _, seen = searched(PAIR, PAIR.problem(global_batch=5000, multiple_of=8))
+    alone = [one.probe.layout for one in seen if one.probe.stage == "solo"]
+    rows = [rows for layout in alone if layout.in_passes for rows in layout.pass_rows]
+    assert any(rows)
+    assert not any(each % 8 for each in rows)
+
+
 def test_a_workload_that_can_not_be_cut_keeps_its_devices() -> None:
     """It raises in passes: the plan is what fits at once."""
     search = Search(PAIR.problem(global_batch=2200))

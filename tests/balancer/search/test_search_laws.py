@@ -245,6 +245,10 @@ def test_bad_requests_are_named(options: dict[str, object]) -> None:
     assert caught.value.remedy
 
 
+def test_a_budget_of_half_a_second_is_one() -> None:
+    assert Search(Problem(1, (None,), budget_seconds=0.5)).ask()
+
+
 @settings(max_examples=60, deadline=None)
 @given(benches(), st.integers(16, 400), st.sampled_from([1, 4]))
 def test_a_free_batch_has_no_more_samples_than_the_data_once_their_rows_are_reported(

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from evener.balancer.search.search import Search
-from evener.balancer.types import Layout, Observation, Probe, Problem, Timed
+from evener.balancer.types import Failed, Layout, Observation, Probe, Problem, Timed
 from tests.support.search_machines import Bench
 
 PAIR = Bench(((10.0, 0.1, 0, 4000), (12.0, 0.16, 0, 4000)), 0.002)
@@ -173,6 +173,15 @@ def test_a_retried_round_is_asked_for_whole() -> None:
     (left,) = search.ask()
     assert left.layout == Layout("solo", (0, 8))
     assert left.turn == 0
+
+
+def test_devices_that_failed_alone_are_tried_again_at_the_same_time() -> None:
+    """As they were at first: one with the other at rest would be faster."""
+    search = Search(Problem(2, (None, None)))
+    first = search.ask()
+    for probe in first:
+        search.tell(Failed(probe, "exit", "exit code 1", probe.layout.active, 1.0))
+    assert set(search.ask()) == set(first)
 
 
 def test_a_second_batch_is_measured_however_short_the_budget() -> None:

@@ -152,6 +152,7 @@ def test_the_gap_before_a_fall_is_halved() -> None:
     points = [Point(b, t / 1000, 0.001) for b, t in (WHOLE[1], WHOLE[2], (2048, 124.8), WHOLE[-1])]
     assert guess_faster_batch(points) == pytest.approx((2048 * 8819) ** 0.5, abs=1)
     assert guess_faster_batch(points, 64) % 64 == 0
+    assert guess_faster_batch(points[-2:]) == 0, "two points have no slope before the gap"
     while middle := guess_faster_batch(points):
         assert middle not in [p.batch for p in points]
         points = sorted([*points, Point(middle, H200.own(0, middle), 0.001)], key=lambda p: p.batch)
