@@ -48,9 +48,9 @@ def test_packs_grow_as_far_as_memory_allows_and_to_89_where_it_can_not_be_read()
     assert max(size for size, _ in packs(ONE, memory=None, batch=256)) == 89
 
 
-@pytest.mark.parametrize(("fixed_ms", "again"), [(0.0, False), (2000.0, True)])
+@pytest.mark.parametrize(("fixed_ms", "again"), [(1.0, False), (2000.0, True)])
 def test_memory_that_was_left_free_is_used_at_last_if_that_gains(fixed_ms: float, again: bool) -> None:
-    """2 % more rows make nearly 2 % more samples/s where rows hardly take time, and no more where nothing else does."""
+    """2 % more rows make nearly 2 % more samples/s where rows hardly take time, and 0.01 % where nothing else does."""
     found = packs(Bench(((fixed_ms, 0.1, 0, 3000),)), memory=31_000, free=2)
     sizes = [size for size, _ in found]
     assert (len(sizes) > len(set(sizes))) == again
