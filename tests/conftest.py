@@ -19,7 +19,7 @@ from hypothesis import settings
 from evener.balancer.search import budget
 from tests.support.children import end_with_this_process
 from tests.support.fake_nvml import FakeNvml
-from tests.support.quick_probes import QUICK_SECONDS
+from tests.support.quick_probes import QUICK, QUICK_EXPLORATION
 from tests.support.rank_server import RankServer, run_on_gpus
 
 NEED_TORCH = ["evener/test_torch_*.py", "workloads/test_torch_*.py"]  # they import it at the top
@@ -144,7 +144,13 @@ def cores_of_one_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]
 @pytest.fixture
 def quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches in this process measure half a second at a time, not four."""
-    monkeypatch.setattr(budget, "BASE_SECONDS", dict.fromkeys(budget.BASE_SECONDS, QUICK_SECONDS))
+    monkeypatch.setattr(budget, "BASE_SECONDS", QUICK)
+
+
+@pytest.fixture
+def quick_exploration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same until the race."""
+    monkeypatch.setattr(budget, "BASE_SECONDS", QUICK_EXPLORATION)
 
 
 @pytest.fixture(scope="module")

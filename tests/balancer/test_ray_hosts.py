@@ -240,6 +240,7 @@ def was_timed(event: Event, stage: Stage) -> bool:
     return isinstance(event, Observed) and event.seen.probe.stage == stage and isinstance(event.seen, Timed)
 
 
+@pytest.mark.usefixtures("quick_probes")
 def test_a_slow_network_makes_one_host_the_verdict_and_more_time_is_measured(devices: tuple[Device, ...]) -> None:
     settings = {"base_ms": 2.0, "per_sample_ms": 0.1, "network_ms": 50.0}
     request = Request(
@@ -262,6 +263,7 @@ def test_a_slow_network_makes_one_host_the_verdict_and_more_time_is_measured(dev
     assert more.plan.search.probes > ended.plan.search.probes
 
 
+@pytest.mark.usefixtures("quick_exploration")
 def test_a_host_that_goes_in_a_race_is_left_out(cluster: Any, tmp_path: Path) -> None:
     """It is named, nothing of it runs on, and the plan is for the others."""
     node = cluster.add_node(node_ip_address=THIRD, **NODE)
