@@ -118,7 +118,7 @@ class SplitStage:
         return wanted if not self._safely_fits(wanted) or self._promises(wanted) else None
 
     def _was_at_rest(self, position: int) -> bool:
-        """Whether a device was measured at rest; a lone device is measured again if that promises a gain."""
+        """Whether a device was measured at rest, and another batch promises no gain."""
         tried = [seen.probe.layout for seen in self._seen.in_stage("rest") if seen.probe.layout.shares[position]]
         single = self._predictions.single(position)
         new = single is not None and self._predictions.layout(single) not in tried and self._promises(single)
@@ -139,10 +139,10 @@ class SplitStage:
         return self._model.safely_fits(layout) and self._model.knows_passes(layout)
 
     def _promises(self, wanted: Allocation) -> bool:
-        """Whether a lone device is predicted 2 % above its measurements, at a new batch."""
+        """Whether a device alone is predicted 2 % above its measurements, at a new batch."""
         ((position, batch),) = wanted.shares
         device = self._model.devices[position]
-        if len(self._model.live) > 1 or any(p.batch == batch for p in device.alone):
+        if any(p.batch == batch for p in device.alone):
             return False
         rates = [p.batch / p.seconds for p in (*device.alone, *device.at_rest)]
         return wanted.samples_per_second > max(rates, default=0.0) * (1 + PROMISE)

@@ -25,7 +25,6 @@ MOST_GROWN = 4  # larger passes
 CLEAR = 3.0  # times as long as the first pass: enough to show what tokens cost
 MOST_ALONE = 3  # tries of a global batch on one device: smaller passes follow where it ran out of memory
 MOST_SPLITS = 3
-MOST_FAILED = 2  # splits
 PROBES_TO_EXPECT = 7  # of each device alone
 PASS_SECONDS = 2.0  # the longest probe of passes of one length: a cost is made of several
 
@@ -135,8 +134,7 @@ class TextStage:
     def _next_split(self) -> tuple[Probe, ...]:
         """The split that the costs predict to be fastest, if it isn't much like one before."""
         tried = [one for one in self._text.seen.in_stage("split") if one.probe.layout.costs]
-        failed = sum(1 for one in tried if isinstance(one, Failed))
-        if not self._with_splits or len(tried) >= MOST_SPLITS or failed >= MOST_FAILED:
+        if not self._with_splits or len(tried) >= MOST_SPLITS:
             return ()
         layout = self._text.best_split
         if layout is None or any(self._text.same_dealing(layout, one.probe.layout) for one in tried):

@@ -133,6 +133,15 @@ def test_a_lone_device_has_a_round_more() -> None:
     assert len(rounds(lone)) > len(rounds(pair)) == 4
 
 
+def test_a_device_that_no_split_needs_fills_the_gap_between_its_batches() -> None:
+    """In a round that another one's bent curve asks for: a batch of 1 would say nothing."""
+    bent = ((0, 10), (64, 11), (500, 12), (1000, 60), (2000, 70), (4000, 300))
+    slow = ((0, 5000), (4000, 9000))
+    found = rounds(Bench(((0.0, 0.0, 0, 4000),) * 3, 0.002, (bent, bent, slow)), global_batch=1500)
+    assert len(found) == 4
+    assert found[3][2] == 36, "half way between 8 and 64"
+
+
 def test_devices_that_can_not_be_used_sit_the_next_rounds_out() -> None:
     """The others go on alone."""
     gone = Bench(((10.0, 0.1, 0, 0), (10.0, 0.1, 0, 3000)))

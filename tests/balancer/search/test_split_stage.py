@@ -6,7 +6,7 @@ import pytest
 
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.search import Search
-from evener.balancer.types import Failed, Layout, Observation, Probe, Timed
+from evener.balancer.types import Failed, Layout, Observation, Probe, Timed, solo
 from tests.support.search_machines import Bench, noisy, searched
 
 PAIR = Bench(((10.0, 0.1, 0, 4000), (12.0, 0.16, 0, 4000)), 0.002)
@@ -37,6 +37,28 @@ def test_splits_that_fail_are_given_up_after_the_second() -> None:
     best = search.best()
     assert best is not None
     assert best.layout.kind == "solo"
+
+
+def test_one_device_is_measured_at_rest_only_if_it_may_beat_the_best_split() -> None:
+    """Not if it may beat the worst."""
+    search = Search(PAIR.problem(tolerance=0.0))
+    alone = [solo(2, i, batch) for batch in (8, 64, 4000) for i in (0, 1)]
+    splits = [Layout("split", shares) for shares in ((20, 10), (4000, 2450))]
+    probes = [Probe(layout, "solo", 4.0, turn // 2) for turn, layout in enumerate(alone)]
+    probes += [Probe(layout, "split", 6.0, turn) for turn, layout in enumerate(splits)]
+    for one in PAIR.measure(probes):
+        search.tell(one)
+    assert PAIR.rate(splits[0]) < PAIR.rate(alone[-2]) < PAIR.rate(splits[1]) / 1.3
+    assert not any(probe.stage == "rest" for probe in search.ask())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_of_several_devices_is_measured_at_rest_once(seed: int) -> None:
+    """Though noise promises another batch again: where splits cost too much, all of that time would go there."""
+    _, seen = noisy(Bench(PAIR.devices, 1.0), 0.08, seed, max_global_batch=1500)
+    rested = [one.probe.layout.active for one in seen if one.probe.stage == "rest"]
+    assert rested
+    assert len(set(rested)) == len(rested)
 
 
 def test_of_two_splits_that_no_measurement_tells_apart_the_one_that_raced_is_the_plan() -> None:

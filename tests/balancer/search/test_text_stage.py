@@ -1,0 +1,121 @@
+"""What exploration measures of rows of unequal length, and what it makes of it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from evener.balancer.search.observations import Observations
+from evener.balancer.search.search import Search
+from evener.balancer.search.text_model import TextModel
+from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed, solo
+from evener.costs import Cost, Work
+from tests.support.text_machines import TextMachine
+
+FAST = Cost(0.001, 2e-5, 1e-8)
+SLOW = Cost(0.002, 4e-5, 2e-8)
+
+
+class Launched(Cost, frozen=True):
+    """Of a GPU that waits for the host: a pass takes 10 ms, whatever is in it."""
+
+    def seconds_for(self, work: Work) -> float:
+        """Of the passes of a step."""
+        return 0.01 * work.passes
+
+
+def passes_of(cost: Cost) -> list[tuple[int, int, int]]:
+    """(rows of a pass, passes, tokens of a row) of each probe of passes of one length, in order."""
+    machine, found = TextMachine((cost,), step_s=0.0), []
+    search = Search(machine.problem(global_batch=4096))
+    search.learn_data(0, machine.lengths)
+    while (probes := search.ask()) and (layout := probes[0].layout).length:
+        found.append((layout.pass_rows[0], layout.passes(0), layout.length))
+        for one in machine.measure(probes):
+            search.tell(one)
+    return found
+
+
+def test_passes_grow_until_tokens_show_and_then_differ_in_length() -> None:
+    """Eight rows of middling length, longer ones until they take three times as long, then every length.
+
+    Short rows come in four passes: by them what a pass costs is told from what a step costs.
+    """
+    assert passes_of(FAST) == [(8, 1, 64), (4, 1, 512), (15, 4, 33), (32, 1, 64), (11, 1, 176)]
+
+
+def test_passes_that_never_take_longer_grow_four_times() -> None:
+    first, *larger = passes_of(Launched(0, 0, 0))
+    assert first == (8, 1, 64)
+    assert larger[:4] == [(4**n, 1, 512) for n in (1, 2, 3, 4)]
+    assert larger[4][1] == 4, "then what a pass costs"
+
+
+class Contended(TextMachine):
+    """The first device takes 1.5 times as long for its own part of splits, which cost nothing else."""
+
+    def _one(self, probe: Probe) -> Observation:
+        costs = self.costs
+        if probe.layout.kind == "split":
+            slowed = (1.5 * part for part in msgspec.structs.astuple(costs[0]))
+            self.costs = (Cost(*slowed), *costs[1:])
+        seen = super()._one(probe)
+        self.costs = costs
+        return seen
+
+
+def test_rows_are_dealt_by_what_devices_do_in_splits() -> None:
+    """A device that others hold up there gets as many as one that is as slow alone."""
+    alone, _ = TextMachine((Cost(0.0015, 3e-5, 1.5e-8), SLOW), step_s=0.0).searched(global_batch=64)
+    found, _ = Contended((FAST, SLOW), step_s=0.0).searched(global_batch=64)
+    best, expected = found.best(), alone.best()
+    assert best is not None
+    assert expected is not None
+    assert best.layout.shares == pytest.approx(expected.layout.shares, abs=1)
+
+
+def test_splits_of_which_no_device_says_its_own_part_still_show_what_exchange_takes() -> None:
+    """By what the rows should take alone."""
+    machine = TextMachine((FAST, SLOW), sync_s=0.05, noise=0.0)
+    search, seen = machine.searched(global_batch=64)
+    assert search.sync_seconds() == pytest.approx(0.05, rel=0.1)
+    for knows_work in (True, False):
+        stored = Observations(search.problem)
+        for one in seen:
+            if isinstance(one, Timed) and one.probe.stage == "split":
+                work = one.work if knows_work else (None, None)
+                one = msgspec.structs.replace(one, device_seconds=(None, None), work=work)
+            stored.add(one)
+        exchange = TextModel(search.problem, stored, (0, 1), None).sync_seconds((0, 1))
+        assert exchange == pytest.approx(0.05, rel=0.1) if knows_work else exchange >= 0
+
+
+def test_what_ran_fits_below_the_smallest_pass_that_ran_out_of_memory() -> None:
+    """Of several that did: memory that others took meanwhile may be free again, or not."""
+    machine = TextMachine((FAST,))
+    problem = msgspec.structs.replace(machine.problem(), lengths=machine.lengths)
+    stored = Observations(problem)
+    for turn, (rows, fits) in enumerate(((2, True), (20, True), (10, False), (40, False))):
+        layout = msgspec.structs.replace(solo(1, 0, rows), length=100)
+        probe = Probe(layout, "solo", 1.0, turn)
+        (seen,) = machine.measure([probe])
+        stored.add(seen if fits else OutOfMemory(probe, (0,), "full", 1.0))
+    memory = TextModel(problem, stored, (0,), None).memory(0)
+    assert (memory.ran, memory.failed, memory.failures) == (200, 1000, 2)
+
+
+def test_a_split_that_fails_is_not_tried_for_ever() -> None:
+    machine, tried = TextMachine((FAST, SLOW)), set[Layout]()
+
+    class Failing(TextMachine):
+        def _one(self, probe: Probe) -> Observation:
+            if probe.layout.kind != "split":
+                return super()._one(probe)
+            tried.add(probe.layout)
+            return Failed(probe, "exit", "exit code 1", (), 1.0)
+
+    search, _ = Failing(machine.costs).searched(global_batch=64)
+    best = search.best()
+    assert best is not None
+    assert best.layout.kind == "solo"
+    assert len([layout for layout in tried if layout.costs]) <= 3
