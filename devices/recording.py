@@ -30,8 +30,6 @@ class RecordingHeader(msgspec.Struct, frozen=True):
     hostname: str = ""
 
 
-_snapshots = msgspec.json.Decoder(Snapshot)
-_headers = msgspec.json.Decoder(RecordingHeader)
 _BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -130,7 +128,7 @@ class Recording:
         """One snapshot, from 0; RequestError if its line is broken."""
         self._stream.seek(self._starts[position])
         try:
-            return _snapshots.decode(self._stream.readline(LONGEST_LINE_BYTES))
+            return msgspec.json.decode(self._stream.readline(LONGEST_LINE_BYTES), type=Snapshot)
         except _BROKEN as error:
             raise RequestError(f"{self.path}, line {position + 2}: {error}.", REMEDY) from None
 
@@ -140,7 +138,7 @@ class Recording:
 
     def _read_header(self) -> RecordingHeader:
         try:
-            header = _headers.decode(self._stream.readline(LONGEST_LINE_BYTES))
+            header = msgspec.json.decode(self._stream.readline(LONGEST_LINE_BYTES), type=RecordingHeader)
         except _BROKEN:
             raise RequestError(f"{self.path} is not a recording of the monitor.", REMEDY) from None
         if header.evener_monitor != VERSION:

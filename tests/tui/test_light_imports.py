@@ -37,14 +37,29 @@ def test_what_works_without_a_screen_loads_none(module: str, tmp_path: Path) -> 
     }
 
 
-def test_the_app_loads_no_framework_and_the_monitor_no_chart_library(tmp_path: Path) -> None:
-    loaded = _loaded("import evener.tui.app.app, evener.tui.screens.monitor", tmp_path)
-    assert not loaded & {
-        "tensorflow",
-        "keras",
-        "torch",
-        "plotext",
-        "textual_plotext",
-        "evener.balancer.session",
-        "typer",
-    }
+FIRST_FRAME = """
+import asyncio
+from evener.tui.app.app import EvenerApp
+from evener.tui.runtime.snapshot_publisher import open_publisher
+
+async def draw():
+    app = EvenerApp(open_publisher("sim:gtx1080ti", None)[0])
+    async with app.run_test() as pilot:
+        while "SIM:0" not in app.screen.query_one("#devices").text:
+            await pilot.pause(0.01)
+
+asyncio.run(draw())
+"""
+LATER = {
+    "tensorflow", "keras", "torch", "numpy", "pynvml", "ray", "typer", "plotext", "textual_plotext", "aiohttp",
+    "prometheus_client", "textual_serve", "markdown_it", "pygments", "rich.traceback", "rich.markdown", "rich.progress",
+    "importlib.metadata", "hashlib", "multiprocessing", "evener.balancer.session", "evener.balancer.search.search",
+    "evener.balancer.store.runs", "evener.devices.nvidia.source", "evener.devices.cpu.source",
+    "evener.tui.screens.dialogs", "evener.tui.screens.signals", "evener.tui.screens.balance", "evener.tui.screens.runs",
+    "evener.tui.screens.trainings", "evener.tui.view.help", "evener.tui.view.trainings", "evener.tui.report.page",
+}  # fmt: skip
+
+
+def test_what_the_first_frame_does_without_is_loaded_later(tmp_path: Path) -> None:
+    """Frameworks, charts, searches, dialogs and other screens: a start pays for none of them."""
+    assert _loaded(FIRST_FRAME, tmp_path) & LATER == set()

@@ -51,6 +51,7 @@ class EvenerApp(BaseApp):
         super().__init__(publisher, **options)
         self.crash_log: Path | None = None
         self._started_on: asyncio.AbstractEventLoop | None = None
+        self._opens_first = False
         self.register_theme(DARK)
         self.register_theme(LIGHT)
         self.theme = f"evener-{theme}"
@@ -62,7 +63,10 @@ class EvenerApp(BaseApp):
     async def on_mount(self) -> None:
         """Open the Monitor, start sampling, and end in good order on SIGTERM and SIGHUP."""
         # not by DEFAULT_MODE: from Python 3.12 on its widgets are mounted before any screen is on the stack
-        await self.switch_mode("monitor")
+        self._opens_first = True
+        opened = self.switch_mode("monitor")
+        self._opens_first = False
+        await opened
         loop = self._started_on = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP):
             try:
@@ -72,6 +76,11 @@ class EvenerApp(BaseApp):
         self.publisher.start(lambda snapshot: self.post_message(Sampled(snapshot)))
         if not gc.isenabled():  # started on a terminal, not within a test
             self.call_after_refresh(_settle_memory)
+
+    def refresh_css(self, animate: bool = True) -> None:
+        """Style everything again; not twice as the first screen opens, which takes its styles as it is made."""
+        if not self._opens_first:
+            super().refresh_css(animate)
 
     async def on_event(self, event: Event) -> None:
         """Finish each key before the next one.

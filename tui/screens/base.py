@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from textual.app import ComposeResult
@@ -13,6 +13,7 @@ from textual.widgets import Input
 
 from evener.devices.types import Snapshot
 from evener.tui.runtime.base_app import UsesApp
+from evener.tui.view.cells import Line
 from evener.tui.widgets.bars import KeysBar, TopBar, forget_drawn
 from evener.tui.widgets.lines import Lines
 from evener.tui.widgets.lists import ListPanel, SortedPanel
@@ -51,6 +52,12 @@ class PanelScreen(UsesApp, Screen[None]):
         """Fill the new size, once for all panels that changed together."""
         event.stop()
         self.call_after_refresh(self.redraw)
+
+    def open_details(self, title: str, draw: Callable[[int], tuple[Line, ...]], *, wide: bool = False) -> None:
+        """A page of text over the screen; what dialogs need is imported when the first one opens."""
+        from evener.tui.screens.dialogs import DetailsDialog
+
+        self.app.push_screen(DetailsDialog(title, draw, wide=wide))
 
     async def on_screen_resume(self) -> None:
         """Show what happened while another screen was in front."""

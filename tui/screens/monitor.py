@@ -10,8 +10,6 @@ from textual.widget import Widget
 from evener.devices.process_signals import read_environment
 from evener.devices.types import Snapshot
 from evener.tui.screens.base import SnapshotScreen, SortedScreen
-from evener.tui.screens.dialogs import DetailsDialog
-from evener.tui.screens.signals import SignalDialog
 from evener.tui.view.cells import Line, Span, line
 from evener.tui.view.details import device_details, environment_lines, process_details
 from evener.tui.view.host_groups import HostRow
@@ -92,7 +90,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
             devices = snapshot.devices if snapshot is not None else ()
             return device_details(next((each for each in devices if each.device.key == key), chosen), width)
 
-        self.app.push_screen(DetailsDialog(chosen.device.label, draw))
+        self.open_details(chosen.device.label, draw)
 
     def action_open_process(self) -> None:
         """Show all details of the process under the cursor."""
@@ -108,7 +106,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
             ended = () if sample is not None else (line(Span(" This process is no longer on the device.", "warn")),)
             return (*ended, *process_details(sample or chosen.sample, started, width))
 
-        self.app.push_screen(DetailsDialog(f"Process {chosen.sample.pid}", draw))
+        self.open_details(f"Process {chosen.sample.pid}", draw)
 
     def action_environment(self) -> None:
         """Show the environment of the process under the cursor."""
@@ -118,7 +116,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         title = f"Environment of process {chosen.sample.pid}"
         with self.evener.saying_faults():
             variables = read_environment(chosen.sample)
-            self.app.push_screen(DetailsDialog(title, lambda width: environment_lines(variables, width), wide=True))
+            self.open_details(title, lambda width: environment_lines(variables, width), wide=True)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Offer only the keys that have an effect now."""
@@ -129,5 +127,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
 
     def action_signal(self) -> None:
         """Choose a signal for the marked processes, or for the one under the cursor."""
+        from evener.tui.screens.signals import SignalDialog
+
         chosen = self.query_one(ProcessPanel).chosen_rows
         self.app.push_screen(SignalDialog(tuple(row.sample for row in chosen)))

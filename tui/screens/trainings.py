@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from textual.widget import Widget
 
 from evener.tui.screens.base import SnapshotScreen
-from evener.tui.screens.dialogs import DetailsDialog
 from evener.tui.view.cells import Line
 from evener.tui.view.training_lines import arrange_trainings, training_lines
 from evener.tui.view.trainings import TrainingRow, join_trainings
@@ -69,4 +68,4 @@ class TrainingsScreen(SnapshotScreen):
             row = next((each for each in there if each.key == chosen.key), chosen)
             return training_lines(row, snapshot.at_seconds if snapshot is not None else 0.0, width, self.evener.marks)
 
-        self.app.push_screen(DetailsDialog("Training", draw))
+        self.open_details("Training", draw)

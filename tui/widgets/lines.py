@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from rich.segment import Segment
 from rich.style import Style
+from textual.color import Color
 from textual.content import Content
 from textual.events import Click
 from textual.filter import ANSIToTruecolor, LineFilter
@@ -17,7 +18,13 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from evener.tui.runtime.base_app import UsesApp
-from evener.tui.view.cells import BLANK, TONES, Line, join_spans
+from evener.tui.view.cells import BLANK, Line, join_spans
+
+# theme variables of tones that have none of their own; classes of CSS would be matched again and again for each widget
+_VARIABLES = {
+    "text": "foreground", "good": "success", "warn": "warning", "bad": "error", "key": "primary", "tab": "ev-strong"
+}  # fmt: skip
+_BOLD = ("strong", "bad", "key", "tab")
 
 
 class _Drawn(NamedTuple):
@@ -32,8 +39,6 @@ class _Drawn(NamedTuple):
 
 class Lines(UsesApp, Widget):
     """Draws the lines it is given; only changed lines are redrawn."""
-
-    COMPONENT_CLASSES: ClassVar[set[str]] = {f"tone--{tone}" for tone in TONES} | {"tone--cursor"}
 
     class Resized(Message):
         """The widget has another size; its lines must be rebuilt."""
@@ -134,9 +139,11 @@ class Lines(UsesApp, Widget):
     def _tone(self, tone: str, on_cursor: bool) -> Style:
         known = self._styles_by_tone.get((tone, on_cursor))
         if known is None:
-            known = self.rich_style + self.get_component_rich_style(f"tone--{tone}", partial=True)
+            variables = self.app.theme_variables
+            colour = Color.parse(variables[_VARIABLES.get(tone, f"ev-{tone}")]).rich_color
+            known = self.rich_style + Style(color=colour, bold=tone in _BOLD or None, underline=tone == "tab" or None)
             if on_cursor:
-                known += self.get_component_rich_style("tone--cursor", partial=True)
+                known += Style(bgcolor=Color.parse(variables["ev-cursor"]).rich_color)
             self._styles_by_tone[tone, on_cursor] = known
         return known
 
@@ -144,6 +151,7 @@ class Lines(UsesApp, Widget):
         """Drop the styles of the previous theme."""
         super().notify_style_update()
         self._styles_by_tone = {}
+        self.refresh()
 
     def on_resize(self) -> None:
         """Fill the new size at once, so that no row stays empty, or ask for lines of that size."""
