@@ -110,7 +110,7 @@ class Predictions:
         if not any(self.model.pass_rows[i] and self.model.extra_seconds[i] is None for i in live):
             return {}
         if len(live) == 1:
-            wanted = self.fastest_single if batch is not None else None
+            wanted = self.fastest_single
         elif self.one_pass_split is not None and not self.model.splits:
             return {}
         else:
