@@ -15,7 +15,7 @@ from evener.waterfill import Allocation, Costs, DeviceCurve
 
 INSURED = 0.85  # of the tolerance: aimed at, so that a small disappointment still passes
 REACH = 2  # in splits, curves and memory lines are trusted up to this many times the largest batch that ran,
-FAR_REACH = 8  # or this many where the curves are straight and memory is far
+FAR_REACH = 32  # or this many where the curves are straight and memory is far
 REACH_ALONE = 4  # one device's curve is trusted up to this many times the largest batch that ran
 GUESSED_KNEE = 0.25  # of the limit
 CLEAR_SLOPE = 2.0  # a slope is clear if the step time rises by this factor up to the guessed knee

@@ -109,7 +109,7 @@ def test_first_steps_of_seconds_stay_within_the_budget(budget: float) -> None:
 @settings(max_examples=40, deadline=None)
 @given(benches(), st.booleans())
 def test_a_free_batch_grows_in_bounded_steps(bench: Bench, known: bool) -> None:
-    """No device is asked for far more than it ran: alone up to 40 times, beside others up to 8 times."""
+    """No device is asked for far more than it ran: alone up to 40 times, beside others up to 32 times."""
     _, seen = searched(bench, bench.problem(known))
     ran = [0] * len(bench.devices)
     for one in seen:
