@@ -249,7 +249,7 @@ def test_an_interrupt_while_waiting_for_events_leaves_the_session_whole() -> Non
 
 def test_a_larger_budget_goes_on_where_a_smaller_one_ended() -> None:
     """The run's own request counts, but for the budget that is given anew."""
-    small = ended(drive(msgspec.structs.replace(PAIR, budget_seconds=8.0)))
+    small = ended(drive(msgspec.structs.replace(PAIR, budget_seconds=5.0)))
     assert "budget" in small.plan.search.why_stopped.lower()
     large = ended(drive(Request(budget_seconds=300.0), resume=small.run))
     assert large.plan.search.probes > small.plan.search.probes
