@@ -51,7 +51,7 @@ CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
 class Mutant(msgspec.Struct, frozen=True, order=True):
-    """One change of a file: the bytes from `start` to `end` become `new`."""
+    """One change of a file: the bytes from `start` to `end` become `new`. `place` is its column and the line's code."""
 
     path: str
     line: int
@@ -59,6 +59,7 @@ class Mutant(msgspec.Struct, frozen=True, order=True):
     end: int
     old: str
     new: str
+    place: tuple[int, bytes]
 
     def apply(self, source: bytes) -> bytes:
         """The changed file."""
@@ -71,23 +72,32 @@ class Mutant(msgspec.Struct, frozen=True, order=True):
 def find_mutants(path: str) -> list[Mutant]:
     """Every mutant of a file."""
     source = (HOME / path).read_bytes()
-    lines = [0, *itertools.accumulate(len(line) for line in source.splitlines(keepends=True))]
+    code = source.splitlines(keepends=True)
+    lines = [0, *itertools.accumulate(map(len, code))]
     found = set()
     for node, new in _changes(ast.parse(source)):
         start = lines[node.lineno - 1] + node.col_offset
         end = lines[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
         old = " ".join(source[start:end].decode().split())
-        found.add(Mutant(path, node.lineno, start, end, old, new))
+        found.add(Mutant(path, node.lineno, start, end, old, new, (node.col_offset, code[node.lineno - 1])))
     return sorted(found)
 
 
+def choose(found: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
+    """A random sample in which a mutant stays when other code changes, so that it can be worked off."""
+    drawn = sorted(found, key=lambda one: random.Random(f"{seed} {one.path} {one.place} {one.new}").random())
+    return sorted(drawn[: count or len(found)])
+
+
 def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
-    """What may be replaced, and by what, in all code that runs: not in annotations or f-strings."""
+    """What may be replaced, and by what, in all code that runs: not in annotations, in f-strings or in strict=True."""
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns"):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.JoinedStr):  # Python 3.11 doesn't say where its parts are
+                continue
+            if isinstance(child, ast.keyword) and child.arg == "strict":  # zip's: it only checks
                 continue
             if isinstance(node, ast.Return) and isinstance(child, ast.expr) and not _is_false(child):
                 yield child, "None"
@@ -223,7 +233,7 @@ def main() -> int:
     options = parser.parse_args()
     paths = [path for name in options.files for path in sorted((HOME / name).rglob("*.py")) or [HOME / name]]
     found = [mutant for path in paths for mutant in find_mutants(str(path.relative_to(HOME)))]
-    chosen = sorted(random.Random(options.seed).sample(found, min(options.sample or len(found), len(found))))
+    chosen = choose(found, options.sample, options.seed)
     with tempfile.TemporaryDirectory() as root:
         noticed = len(chosen) - len(run(chosen, Path(root), options.processes))
     print(f"{noticed} of {len(chosen)} mutants noticed ({noticed / len(chosen):.1%}); {len(found)} are possible")
