@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import threading
+from collections.abc import Sequence
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -19,35 +20,31 @@ import msgspec
 
 from benchmarks.trainer_processes import Ranks, name_build
 from benchmarks.training import balance
-from evener.balancer.manual_run import RunLength, choose_layout, timed_runs
+from evener.balancer.manual_run import RunLength, TimedRun, choose_layout, timed_runs
 from evener.balancer.request import Request
 from evener.balancer.resolve import resolve_request
+from evener.balancer.types import Layout
 from evener.plan import Plan, load_plan
 
-PAIRED = ("training / probe", "middle half")
+PAIRED = ("training / probe", "middle half", "in CPU time")
 HEADS = ("trainer", "shares", "plan", "probes", "training", *PAIRED, "first probes / plan", "training / plan")
 FIRST = 3  # probes, within a minute of the search's own check
 
 
-class Rates(msgspec.Struct, frozen=True):
-    """Samples/s, in the order in which they were measured: a block between each two probes."""
+class Rate(msgspec.Struct, frozen=True):
+    """Samples per second, and per second of CPU time of all ranks; 0 where that is unknown, as on GPUs."""
 
-    probes: list[float]
-    blocks: list[float]
-
-    @property
-    def ratios(self) -> list[float]:
-        """Of each block to the probes around it."""
-        return [block / statistics.fmean(pair) for block, pair in zip(self.blocks, pairwise(self.probes), strict=True)]
+    wall: float
+    cpu: float
 
 
 def print_figures(options: argparse.Namespace) -> None:
     """A row for each trainer."""
-    print(f"| {' | '.join(HEADS)} |\n| --- | --- |{' ---: |' * 4} --- |{' ---: |' * 2}", flush=True)
+    print(f"| {' | '.join(HEADS)} |\n| --- | --- |{' ---: |' * 4} --- |{' ---: |' * 3}", flush=True)
     for trainer in options.trainers:
         path = options.plan or search(options, trainer)
         plan = load_plan(path)
-        print(write_row(trainer, plan, alternate(options, trainer, plan, path)), flush=True)
+        print(write_row(trainer, plan, *alternate(options, trainer, plan, path)), flush=True)
 
 
 def search(options: argparse.Namespace, trainer: str) -> Path:
@@ -76,38 +73,54 @@ def make_request(options: argparse.Namespace, trainer: str) -> Request:
     )
 
 
-def alternate(options: argparse.Namespace, trainer: str, plan: Plan, path: Path) -> Rates:
-    """Probe, train, probe, train, ..., probe; each side's processes stay."""
+def alternate(
+    options: argparse.Namespace, trainer: str, plan: Plan, path: Path
+) -> tuple[Sequence[Rate], Sequence[Rate]]:
+    """The rates of probes, and of the blocks between each two of them; each side's processes stay."""
     resolved, active = resolve_request(make_request(options, trainer)), plan.layout.active
     places = [i for i, share in enumerate(plan.layout.share) if share.batch]
     sizes = [share.batch for share in active], [share.micro or share.batch for share in active]
     layout = choose_layout(len(resolved.devices), places, *sizes)
     seconds = options.seconds / options.blocks
-    rates, ranks = Rates([], []), Ranks(active, range(len(active)))
+    probes, blocks, ranks = list[Rate](), list[Rate](), Ranks(active, range(len(active)))
     length, stop = RunLength(seconds), threading.Event()
-    with closing(ranks), timed_runs(resolved, layout, options.blocks + 1, length, stop) as probes:
+    with closing(ranks), timed_runs(resolved, layout, options.blocks + 1, length, stop) as runs:
         ranks.read()  # ready
         ranks.start([trainer, "--plan", str(path), "--size", options.size, *["--bf16"] * options.bf16])
-        steps = max(2, round(seconds * read_rate(ranks)))
-        for number, probe in enumerate(probes):
-            rates.probes.append(probe.this_run.value)
-            if number < options.blocks:
+        rows = plan.layout.global_batch
+        steps = max(2, round(seconds * read_block(ranks, rows).wall / rows))
+        for run in runs:
+            probes.append(read_probe(run, layout))
+            if len(blocks) < options.blocks:
                 ranks.say(str(steps))
-                rates.blocks.append(read_rate(ranks) * plan.layout.global_batch)
-    return rates
+                blocks.append(read_block(ranks, rows))
+    return probes, blocks
 
 
-def read_rate(ranks: Ranks) -> float:
-    """Steps/s of a block that ends."""
-    rate: float = min(each["steps_per_second"] for each in ranks.read())
-    return rate
+def read_probe(run: TimedRun, layout: Layout) -> Rate:
+    """Of a probe that has ended; on slices of the CPU each rank's own rate is by its CPU time."""
+    cpu = 0.0 if run.alone else sum(share / own for share, own in zip(layout.shares, run.own, strict=True) if own)
+    return Rate(run.this_run.value, layout.global_batch / cpu if cpu else 0.0)
 
 
-def write_row(trainer: str, plan: Plan, seen: Rates) -> str:
+def read_block(ranks: Ranks, rows: int) -> Rate:
+    """Of a block that ends, in steps of so many rows."""
+    seen = ranks.read()
+    return Rate(rows * min(each["steps_per_second"] for each in seen), rows / sum(each["cpu_seconds"] for each in seen))
+
+
+def pair(probes: Sequence[float], blocks: Sequence[float]) -> list[float]:
+    """The ratio of each block to the mean of the probes around it."""
+    return [block / statistics.fmean(around) for block, around in zip(blocks, pairwise(probes), strict=True)]
+
+
+def write_row(trainer: str, plan: Plan, probes: Sequence[Rate], blocks: Sequence[Rate]) -> str:
     """Samples/s and their ratios: medians of the probes, of the blocks of training, and of the pairs."""
     said, shares = plan.throughput.samples_per_second, " + ".join(str(share.batch) for share in plan.layout.active)
-    probed, trained = statistics.median(seen.probes), statistics.median(seen.blocks)
-    low, middle, high = statistics.quantiles(seen.ratios, n=4)
-    rates = f"{said:,.1f} | {probed:,.1f} | {trained:,.1f}"
-    paired, first = f"{middle:.3f} | {low:.3f} to {high:.3f}", statistics.median(seen.probes[:FIRST])
-    return f"| {trainer} | {shares} | {rates} | {paired} | {first / said:.3f} | {trained / said:.3f} |"
+    walls = [rate.wall for rate in probes]
+    probed, trained = statistics.median(walls), statistics.median(rate.wall for rate in blocks)
+    low, middle, high = statistics.quantiles(pair(walls, [rate.wall for rate in blocks]), n=4)
+    cpu = [rate.cpu for rate in probes]
+    work = f"{statistics.median(pair(cpu, [rate.cpu for rate in blocks])):.3f}" if all(cpu) else "-"
+    rates = f"{said:,.1f} | {probed:,.1f} | {trained:,.1f} | {middle:.3f} | {low:.3f} to {high:.3f} | {work}"
+    return f"| {trainer} | {shares} | {rates} | {statistics.median(walls[:FIRST]) / said:.3f} | {trained / said:.3f} |"

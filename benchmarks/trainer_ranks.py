@@ -161,21 +161,20 @@ class Clock:
     def __init__(self) -> None:
         self._steps = WARM_UP // 2
         self._left = WARM_UP
-        self._began, self._tokens = 0.0, 0
+        self._began, self._tokens = (0.0, 0.0), 0
 
     def __call__(self) -> bool:
         self._left -= 1
         if self._left == self._steps:
-            _settle_gpu()
-            self._began, self._tokens = time.perf_counter(), trainer_models.collated_tokens
+            self._began, self._tokens = _clocks(), trainer_models.collated_tokens
         return self._left == 0 and self._end_block()
 
     def _end_block(self) -> bool:
         """Whether it was the last."""
-        _settle_gpu()
-        seconds, tokens = time.perf_counter() - self._began, trainer_models.collated_tokens - self._tokens
+        seconds, cpu = (now - then for now, then in zip(_clocks(), self._began, strict=True))
+        tokens = trainer_models.collated_tokens - self._tokens
         rates = {"steps_per_second": self._steps / seconds, "tokens_per_second": tokens / seconds}
-        say({"steps": self._steps, **rates})
+        say({"steps": self._steps, "cpu_seconds": cpu / self._steps, **rates})
         line = sys.stdin.readline()
         self._steps = int(line or 0)
         self._left = self._steps + 1

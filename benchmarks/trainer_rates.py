@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.trainer_plans import read_rate, search
+from benchmarks.trainer_plans import read_block, search
 from benchmarks.trainer_processes import BrokenTrainingError, Ranks
 from evener.plan import Plan, load_plan, make_layout, to_toml
 
@@ -112,7 +112,7 @@ def train(groups: Sequence[Group], seconds: float) -> Rate:
     for group in groups:
         group.ranks.start(group.words)
     for group in groups:
-        group.ranks.say(str(max(2, round(seconds * read_rate(group.ranks)))))
+        group.ranks.say(str(max(2, round(seconds * read_block(group.ranks, 1).wall))))
     rate = Rate(0.0, 0.0, 0)
     for group in groups:
         seen = group.ranks.read()
