@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from statistics import median
 
 import pytest
 from hypothesis import given, settings
@@ -94,6 +95,16 @@ def test_noise_is_measured_until_the_interval_is_tight_or_the_time_spent() -> No
     assert (moderate.step.high - moderate.step.low) / 2 / moderate.step.value <= TIGHT
     strong = timed(2.0, lambda _: 0.01 * max(0.1, draw.gauss(1, 0.4)))
     assert "noisy" in codes(strong)
+
+
+@pytest.mark.parametrize(("noise", "hopeless"), [(0.06, True), (0.02, False)])
+def test_noise_that_more_time_would_not_overcome_takes_half_of_it(noise: float, hopeless: bool) -> None:
+    """Blocks that vary by 6 % stay far from 1 % in 4 s; those that vary by 2 % come near it."""
+    draw = random.Random(4)
+    runs = [timed(4.0, lambda _: 0.01 * draw.gauss(1, noise)) for _ in range(20)]
+    spent = [one.steps * one.step.value for one in runs if "noisy" in codes(one) or not hopeless]
+    assert (1.9 < median(spent) < 2.6) == hopeless
+    assert sum(one.step.value for one in runs) / len(runs) == pytest.approx(0.01, rel=0.02)
 
 
 def test_drift_is_said_with_its_sign() -> None:
