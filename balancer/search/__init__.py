@@ -18,12 +18,19 @@ computation. A share fits while m0_i + m1_i * b_i is within the device's memory.
 2. `split_stage`: the predicted layout is measured as a real synchronous step. It gives c_k and one more point of every
    curve under contention; the prediction is repeated until it says nothing new. For a number of devices never measured,
    c_k is assumed low, so that using fewer devices gets tried. Where no simple curve fits the times, more splits are
-   allowed. A device that may beat every split alone is measured with the others at rest.
+   allowed. Of a free batch, the smallest that is predicted to be within the tolerance of the fastest (`tolerable`) is
+   measured, and the fastest too unless the curves can be trusted that far. A device that may beat every split alone is
+   measured with the others at rest (stage `rest`).
 3. `race`: every family that was asked for names its candidates (`candidates`), and all are measured in turns. They are
    compared within each turn, so drift cancels (`ranking`). The best single device always takes part; which batch or
    device that is may change with what the race shows, or when it runs out of memory. Packs of several trainings grow
    while they gain (`packing`, `pack_sizes`). A candidate gets another turn while it may still gain more than a part of
    the tolerance; a tie that the rest of the budget can't resolve is a tie.
+4. What is left of the budget may explore once more, and what that finds races. At last the chosen layout is measured
+   again (stage `check`): its figure is to be one that didn't choose it.
+
+The `turn` of a probe counts rounds in the solo stage and turns in the race. `ranking` orders the layouts of the race;
+`best` also considers those that only exploration measured.
 
 Rows of unequal length: t_i is the sum over passes of fixed + r * L * (a + b * L) for r rows padded to L tokens, fitted
 to passes of a few sizes by least squares, nothing negative. Batches are dealt by these costs as the training deals them
