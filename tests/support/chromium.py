@@ -34,7 +34,7 @@ class Chromium:
         )  # fmt: skip
         os.close(to_read)
         os.close(to_write)
-        self._rest, self._count, self._session = b"", 0, ""
+        self._rest, self._count, self.session = b"", 0, ""
         self.events: list[dict[str, Any]] = []
         target = next(one for one in self.call("Target.getTargets")["targetInfos"] if one["type"] == "page")
         self._attach(target["targetId"])
@@ -43,9 +43,7 @@ class Chromium:
         """A command's answer; what happens meanwhile is kept in `events`."""
         self._count += 1
         order = {"id": self._count, "method": method, "params": parameters}
-        os.write(
-            self._out, json.dumps(order | ({"sessionId": self._session} if self._session else {})).encode() + b"\0"
-        )
+        os.write(self._out, json.dumps(order | ({"sessionId": self.session} if self.session else {})).encode() + b"\0")
         while True:
             answer = self._hear()
             if answer.get("id") == self._count:
@@ -55,7 +53,7 @@ class Chromium:
 
     def new_tab(self) -> str:
         """A further tab, which later calls are for; its id."""
-        self._session = ""
+        self.session = ""
         target = str(self.call("Target.createTarget", url="about:blank")["targetId"])
         self._attach(target)
         return target
@@ -73,7 +71,7 @@ class Chromium:
         return self.call("Runtime.evaluate", expression=script)["result"].get("value")
 
     def _attach(self, target: str) -> None:
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Network", "Log", "Runtime"):
             self.call(f"{domain}.enable")
 

@@ -80,10 +80,10 @@ def _wait(what: str, holds: Callable[[], object]) -> None:
 
 
 def _drawn(browser: Chromium) -> str:
-    """What the app has written to the terminals of all tabs, without colours and moves of the cursor."""
+    """What the app has written to the terminal of the newest tab, without colours and moves of the cursor."""
     browser.evaluate("0")  # takes in what has come
     frames = [event["params"]["response"]["payloadData"] for event in browser.events
-              if event.get("method") == "Network.webSocketFrameReceived"
+              if event.get("method") == "Network.webSocketFrameReceived" and event["sessionId"] == browser.session
               and event["params"]["response"]["opcode"] == 2]  # fmt: skip
     return re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", b"".join(map(base64.b64decode, frames)).decode(errors="replace"))
 

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-POLL_SECONDS = 0.5
 GRACE_SECONDS = 2.0
 CODE = 129  # as after SIGHUP
 
@@ -21,24 +20,31 @@ CODE = 129  # as after SIGHUP
 @contextmanager
 def watching_terminal(leave: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
     """While the app runs on a terminal: when it hangs up, call `leave`, after a grace period `end`, then exit."""
-    stopped = threading.Event()
-    if sys.__stdin__ is not None and (sys.__stdin__.isatty() or "TEXTUAL_DRIVER" in os.environ):
-        arguments = (sys.__stdin__.fileno(), stopped, leave, end)
-        threading.Thread(target=_watch, args=arguments, name="evener-hang-up", daemon=True).start()
+    if sys.__stdin__ is None or not (sys.__stdin__.isatty() or "TEXTUAL_DRIVER" in os.environ):
+        yield
+        return
+    stopped, stopping = os.pipe()
+    arguments = (sys.__stdin__.fileno(), stopped, leave, end)
+    watcher = threading.Thread(target=_watch, args=arguments, name="evener-hang-up", daemon=True)
+    watcher.start()
     try:
         yield
     finally:
-        stopped.set()
+        os.write(stopping, b".")
+        watcher.join()
+        os.close(stopping)
+        os.close(stopped)
 
 
-def _watch(terminal: int, stopped: threading.Event, leave: Callable[[], None], end: Callable[[], None]) -> None:
+def _watch(terminal: int, stopped: int, leave: Callable[[], None], end: Callable[[], None]) -> None:
     poller = select.poll()
+    poller.register(stopped, select.POLLIN)
     poller.register(terminal, 0)  # no events but hang-ups and errors, which poll always reports
-    while not poller.poll(0):
-        if stopped.wait(POLL_SECONDS):
-            return
+    if any(which == stopped for which, _ in poller.poll()):
+        return
+    poller.unregister(terminal)
     leave()
-    if not stopped.wait(GRACE_SECONDS):
+    if not poller.poll(1000 * GRACE_SECONDS):
         ending = threading.Thread(target=end, daemon=True)
         ending.start()
         ending.join(GRACE_SECONDS)

@@ -62,6 +62,7 @@ class PanelScreen(UsesApp, Screen[None]):
     async def on_screen_resume(self) -> None:
         """Show what happened while another screen was in front."""
         forget_drawn()
+        self.query_one(TopBar).redraw()
         self.redraw()
 
 

@@ -24,7 +24,11 @@ class TopBar(Lines):
 
     def on_mount(self) -> None:
         """Follow the newest snapshot, which has the clock and the host."""
-        self.watch(self.app, "snapshot", self.redraw, init=False)
+        self.watch(self.app, "snapshot", self._sampled, init=False)
+
+    def _sampled(self) -> None:
+        if self.screen.is_current:
+            self.redraw()
 
     def redraw(self) -> None:
         """Rebuild the line."""

@@ -72,7 +72,7 @@ class Lines(UsesApp, Widget):
         pairs = zip_longest(before, self._lines, fillvalue=BLANK)
         changed = [y for y, (old, new) in enumerate(pairs) if old != new]
         self._changed.update(changed)
-        if self.size.width and changed:
+        if self.outer_size.width and changed:
             # whole rows of the widget: cutting the frame off takes longer than drawing it
             left, width = -self.content_offset.x, self.outer_size.width
             self.refresh(*(Region(left, y, width, 1) for y in changed))
@@ -123,14 +123,14 @@ class Lines(UsesApp, Widget):
     def _draw(self, y: int, width: int) -> Strip:
         """A line, cut or padded to the width."""
         line = self._lines[y] if y < len(self._lines) else BLANK
-        marks, cursor = self.evener.marks, line.cursor
+        marks, cursor, styles = self.evener.marks, line.cursor, self._styles_by_tone
         segments = []
         for text, tone, action in join_spans(line.spans):
-            style = self._tone(tone, cursor)
+            style = styles.get((tone, cursor)) or self._tone(tone, cursor)
             if action:
                 style += Style.from_meta({"@click": action})
             segments.append(Segment(marks.show(text) if marks.plain else text, style))
-        return Strip(segments).adjust_cell_length(width, self._tone("text", line.cursor))
+        return Strip(segments).adjust_cell_length(width, self._tone("text", cursor))
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """All but the one that replaces the terminal's own colours: no tone has one of them."""
