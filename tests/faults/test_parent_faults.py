@@ -21,7 +21,7 @@ from evener.balancer.store import journal, replay, runs
 from evener.balancer.store.journal import AskedEntry, ObservationEntry, Record
 from evener.balancer.types import Failed
 
-KILLS = int(os.environ.get("EVENER_KILLS", "12"))  # random moments; 200 and more by hand
+KILLS = int(os.environ.get("EVENER_KILLS", "8"))  # random moments; 200 and more by hand
 SIMULATED = Request(devices="sim:gtx1080ti,gtx1080", pace=0.004)
 SYNTHETIC = Request(devices="cpu", workload="synthetic", budget_seconds=5.0, max_global_batch=256)
 SCRIPT = """
