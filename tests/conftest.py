@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import compileall
 import fcntl
+import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,8 +20,9 @@ from hypothesis import settings
 from evener.balancer.search import budget
 from tests.support.children import end_with_this_process
 from tests.support.fake_nvml import FakeNvml
+from tests.support.keras_start import make_configs
 from tests.support.quick_probes import QUICK, QUICK_EXPLORATION
-from tests.support.rank_server import RankServer, run_on_gpus
+from tests.support.rank_server import RankServer, place_ranks, run_on_gpus
 
 NEED_TORCH = ["evener/test_torch_*.py", "workloads/test_torch_*.py"]  # they import it at the top
 collect_ignore_glob = [] if find_spec("torch") else NEED_TORCH
@@ -42,9 +44,16 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests begin first, so that no worker is left with one of them at the end."""
+    """Files with slow tests stand between the others, and all of them before the last quarter.
+
+    They keep the cores busy while others wait, and no worker is left with one of them at the end.
+    """
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    files = dict.fromkeys(item.path for item in items)
+    places: dict[Path, float] = {}
+    for chosen, part in (([path for path in files if path in slow], 0.75), ([p for p in files if p not in slow], 1.0)):
+        places |= {path: part * i / len(chosen) for i, path in enumerate(chosen)}
+    items.sort(key=lambda item: places[item.path])
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -94,12 +103,30 @@ def no_process_group_left() -> Iterator[None]:
 def trainer_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
     """`trainer_ranks("module.function", *arguments, world=2)`: what each rank of it saved, see rank_server.py."""
     torch, folder = pytest.importorskip("torch"), tmp_path_factory.mktemp("ranks")
-    with RankServer() as server:
+    with RankServer("torch._dynamo") as server:  # optimizers load it on their first step, which takes 2 s in each rank
 
         def run(function: str, *arguments: Any, world: int = 1) -> list[Any]:
             own = folder / str(len(list(folder.iterdir())))
-            server.run(function, own, *arguments, world=world)
+            server.run(function, own, *arguments, ranks=place_ranks(world))
             return [torch.load(own / f"{rank}.pt") for rank in range(world)]
+
+        yield run
+
+
+@pytest.fixture(scope="session")
+def keras_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    """`keras_ranks("module.function", *arguments, world=2, roles=())`: what each process of it returned.
+
+    `roles` are those of TensorFlow's group: `chief` and `worker`.
+    """
+    folder = tmp_path_factory.mktemp("keras_ranks")
+    with RankServer("keras") as server:
+
+        def run(function: str, *arguments: Any, world: int = 1, roles: Sequence[str] = ()) -> list[Any]:
+            own = folder / str(len(list(folder.iterdir())))
+            ranks = [{"TF_CONFIG": config} for config in make_configs(roles)] or [{}] * world
+            server.run("tests.support.keras_start.save", own, function, *arguments, ranks=ranks, seconds=950)
+            return [json.loads((own / f"{rank}.json").read_text()) for rank in range(len(ranks))]
 
         yield run
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.frameworks import skip_without
-from tests.support.keras_start import Answers, start, start_group
+from tests.support.keras_start import read_all, start, start_group
 
 skip_without("tensorflow")
 pytestmark = [
@@ -19,21 +17,13 @@ pytestmark = [
 ]
 
 SCRIPT = Path(__file__).parents[1] / "support" / "keras_proofs.py"
-
-
-def prove(processes: list[subprocess.Popen[str]]) -> list[Any]:
-    """What processes print."""
-    answers = Answers({"": processes}, seconds=550)
-    try:
-        return answers("")
-    finally:
-        answers.close()
+SECONDS = 550
 
 
 @pytest.mark.parametrize("engine", ["towers", "mirrored"])
 def test_two_gpus_learn_what_one_learns(engine: str, tmp_path: Path) -> None:
     """Within what GPUs' own order of sums leaves of float64; each does its own heavy work; GPU 1 can train alone."""
-    (found,) = prove([start(SCRIPT, f"{engine} on gpus", str(tmp_path))])
+    (found,) = read_all([start(SCRIPT, f"{engine} on gpus", str(tmp_path))], SECONDS)
     for case in ("adam L2", "momentum one row"):
         assert found[case]["weights"] <= 1e-7
         assert found[case]["logs"] <= 1e-6
@@ -48,7 +38,7 @@ def test_two_processes_with_a_gpu_each_learn_what_one_learns(tmp_path: Path) -> 
     """Gradients, metrics and first weights summed by NCCL, in uneven shares, with a short last batch."""
     gpus = [{"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(2)]
     processes = start_group(SCRIPT, "multiworker", str(tmp_path), roles=["worker"] * 2, variables=gpus)
-    first, second = prove(processes)
+    first, second = read_all(processes, SECONDS)
     for case in ("clipped momentum L2 weights one row", "activity accumulation weights one row", "dataset"):
         assert first[case]["weights"] <= 1e-7
         assert first[case]["logs"] <= 1e-6

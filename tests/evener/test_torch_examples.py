@@ -1,4 +1,4 @@
-"""The PyTorch examples run as they stand, by evener launch, with small sizes."""
+"""The PyTorch examples run as they stand, with small sizes: two devices by evener launch, one in a forked rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,17 +25,32 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ABORTS = "terminate called without an active exception"
 
 
-def run(folder: Path, *words: str) -> str:
-    """What a Python process prints, on CPUs; once more if PyTorch aborted at its end."""
+def launch(folder: Path, *words: str) -> str:
+    """What `evener launch` prints, on CPUs; once more if PyTorch aborted at its end."""
     variables = {"CUDA_VISIBLE_DEVICES": "", "EVENER_LIVE_DIR": str(folder / "live"), "OMP_NUM_THREADS": "1"}
     for _ in range(2):
         done = subprocess.run(
-            [sys.executable, *words], env={**os.environ, **variables}, capture_output=True, text=True, timeout=270
+            [sys.executable, "-m", "evener", "launch", *words],
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+            timeout=270,
         )
         if ABORTS not in done.stderr:
             break
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+@pytest.fixture
+def run(trainer_ranks: Callable[..., list[Any]]) -> Callable[..., str]:
+    """`run(name, *words)`: what an example prints on one device."""
+
+    def run_example(name: str, *words: str) -> str:
+        printed: list[str] = trainer_ranks("tests.support.script_ranks.run_script", str(EXAMPLES / name), words)
+        return printed[0]
+
+    return run_example
 
 
 @pytest.fixture
@@ -50,39 +67,34 @@ def epochs(text: str) -> list[list[str]]:
     return re.findall(r"epoch \d+: loss ([\d.]+), accuracy ([\d.]+), [\d,]+ samples/s", text)
 
 
-def test_training_by_a_plan_learns_what_one_device_learns(plan: str, tmp_path: Path) -> None:
+def test_training_by_a_plan_learns_what_one_device_learns(plan: str, tmp_path: Path, run: Callable[..., str]) -> None:
     """Two ranks of 24 and 8 print the loss and accuracy of one process on batches of 32, and the plan's figure.
 
     Their time is over in the first epoch, which both of them end.
     """
-    script, rows = str(EXAMPLES / "torch_train.py"), ("--rows", "1000")
-    two = run(tmp_path, "-m", "evener", "launch", plan, script, *rows, "--seconds", "0.01")
-    (ours,), (expected,) = epochs(two), epochs(run(tmp_path, script, "--global-batch", "32", *rows, "--epochs", "1"))
+    name, rows = "torch_train.py", ("--rows", "1000")
+    two = launch(tmp_path, plan, str(EXAMPLES / name), *rows, "--seconds", "0.01")
+    (ours,), (expected,) = epochs(two), epochs(run(name, "--global-batch", "32", *rows, "--epochs", "1"))
     assert [float(figure) for figure in ours] == pytest.approx([float(figure) for figure in expected], abs=2e-3)
     assert re.search(r"^[\d,]+ samples/s over 1 epochs; the plan says 960$", two, re.MULTILINE)
 
 
-def test_a_script_goes_on_from_its_checkpoint(plan: str, tmp_path: Path) -> None:
-    """128 steps an epoch and a checkpoint after 100 of them: what is left of the first one, and the second."""
-    words = (
-        "launch",
-        plan,
-        str(EXAMPLES / "torch_resume.py"),
-        "--checkpoint",
-        str(tmp_path / "a.pt"),
-        "--every",
-        "100",
-    )
-    one = run(tmp_path, "-m", "evener", *words, "--epochs", "1")
-    two = run(tmp_path, "-m", "evener", *words, "--epochs", "2").splitlines()
-    assert one.splitlines() == two[:1]
-    assert re.fullmatch(r"epoch 1: loss 0\.\d+ on 2 devices", two[1])
+def test_a_script_goes_on_from_its_checkpoint(plan: str, tmp_path: Path, run: Callable[..., str]) -> None:
+    """On two devices, after 100 of an epoch's 128 steps on one: what is left of the first epoch, and the second."""
+    layout = make_layout("solo", (Share("cpu-0-of-2", 0, "a slice", 0, 0.0),), (32,))
+    make_plan(layout).save(tmp_path / "solo.toml")
+    words = ("--checkpoint", str(tmp_path / "a.pt"), "--every", "100")
+    one = run("torch_resume.py", "--plan", str(tmp_path / "solo.toml"), *words, "--epochs", "1")
+    two = launch(tmp_path, plan, str(EXAMPLES / "torch_resume.py"), *words, "--epochs", "2")
+    said = re.findall(r"^epoch (\d): loss (0\.\d+) on (\d) devices$", one + two, re.MULTILINE)
+    assert [(epoch, devices) for epoch, _, devices in said] == [("0", "1"), ("0", "2"), ("1", "2")]
+    assert float(said[1][1]) == pytest.approx(float(said[0][1]), abs=2e-4)
 
 
-def test_the_recurrent_experiment_gives_its_table(tmp_path: Path) -> None:
+def test_the_recurrent_experiment_gives_its_table(run: Callable[..., str]) -> None:
     """One device and two unequal ones have the same accuracies, to the digit shown."""
     words = ["--units", "8", "--layers", "1", "--dense", "8", "--epochs", "2", "--batches", "256", "--seeds", "2"]
-    table, said = run(tmp_path, str(EXAMPLES / "torch_gru_digits.py"), *words).splitlines()[-2:]
+    table, said = run("torch_gru_digits.py", *words).splitlines()[-2:]
     cells = table.strip("|").split("|")
     assert cells[:2] == ["2", "256"]
     assert cells[2:4] == cells[5:7]

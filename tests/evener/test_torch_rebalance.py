@@ -33,7 +33,7 @@ def test_the_weights_are_those_of_one_process(trained: list[Any], name: str) -> 
 def test_the_weights_are_the_same_on_two_gpus(gpu_ranks: Callable[..., list[Any]]) -> None:
     for rank in gpu_ranks("tests.support.torch_rebalance_programs.rebalanced"):
         for name, case in programs.CASES.items():
-            assert len(rank[name]["changes"]) > (10 if case.slow is None else 2)
+            assert len(rank[name]["changes"]) > (case.steps // 30 if case.slow is None else 2)
             for mine, tensor in zip(rank[name]["weights"], programs.reference(case), strict=True):
                 torch.testing.assert_close(mine, tensor, rtol=0, atol=1e-12)
 
@@ -43,7 +43,7 @@ def test_the_weights_are_the_same_on_two_gpus(gpu_ranks: Callable[..., list[Any]
 def test_each_row_comes_once_an_epoch(trained: list[Any], name: str) -> None:
     epochs = zip(*(rank[name]["rows"] for rank in trained), strict=True)
     *whole, _ = (sorted(chain.from_iterable(rows)) for rows in epochs)
-    assert len(whole) > 30
+    assert len(whole) > 15
     assert all(rows == list(range(programs.CASES[name].rows)) for rows in whole)
 
 
@@ -53,7 +53,7 @@ def test_all_ranks_change_to_the_same_shares_at_the_same_step(trained: list[Any]
     first, second = (rank[name]["changes"] for rank in trained)
     assert first == second
     if programs.CASES[name].slow is None:
-        assert len(first) > 10
+        assert len(first) > programs.CASES[name].steps // 30
 
 
 @pytest.mark.slow
@@ -75,5 +75,5 @@ def test_noise_stalls_evaluations_checkpoints_and_logging_move_no_shares(
     (step, shares), *_ = found.pop("slower by 40 %")
     assert 100 < step <= 120
     assert shares == pytest.approx((54, 26), abs=2)
-    assert len(found.pop("5 % noise")) <= 10
+    assert len(found.pop("5 % noise")) <= 2
     assert {name: changes for name, changes in found.items() if changes} == {}

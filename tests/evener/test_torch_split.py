@@ -1,11 +1,10 @@
-"""What a training script sees of a split: its rank, its errors before the first step, torchrun, half precision."""
+"""What a training script sees of a split: its rank, its errors before the first step, its rows, half precision."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -348,32 +347,21 @@ torch.save(ended, f"{options.out}{Split(options.plan).rank}.pt")
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What the script above saved, started as a user starts it."""
-    folder = tmp_path_factory.mktemp("torchrun")
+def ended(tmp_path_factory: pytest.TempPathFactory, trainer_ranks: Callable[..., list[Any]]) -> list[dict[str, Any]]:
+    """What two ranks of the script above saved."""
+    folder = tmp_path_factory.mktemp("script")
     (folder / "train.py").write_text(SCRIPT)
     made = plan((24, 8))
     made.save(folder / "plan.toml")
     layout = make_layout("split", made.layout.share, (24, 8), micros=(9, 4))
     msgspec.structs.replace(made, layout=layout).save(folder / "passes.toml")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    environment = {
-        **os.environ,
-        "PYTHONWARNINGS": "ignore",
-        "CUDA_VISIBLE_DEVICES": "",
-        "EVENER_LIVE_DIR": str(folder / "live"),
-    }
-    arguments = ["--plan", "plan.toml", "--out", "rank"]
-    done = subprocess.run(
-        [*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    assert list(folder.glob("live/*")) == []
+    words = ["--plan", "plan.toml", "--out", "rank"]
+    trainer_ranks("tests.support.script_ranks.run_script", str(folder / "train.py"), words, world=2)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
 @pytest.mark.slow
-def test_torchrun_trains_every_row_once(ended: list[dict[str, Any]]) -> None:
+def test_every_row_is_trained_once(ended: list[dict[str, Any]]) -> None:
     first, second = (rank["float32"] for rank in ended)
     assert sorted(first["seen"] + second["seen"]) == sorted(first["rows"])
     assert 2.5 < len(first["seen"]) / len(second["seen"]) < 3.5

@@ -1,8 +1,8 @@
-"""Run as a script: trains small models on one device and over several, and prints how far they are apart, as JSON.
+"""Trains small models on one device and over several, and finds how far they are apart.
 
-`keras_proofs.py towers|mirrored` uses logical CPU devices, `"towers on gpus"` and `"mirrored on gpus"` two GPUs;
-`keras_proofs.py multiworker` is one process of a group, with TF_CONFIG set. Everything is float64. Each process also
-does what keras_users.py has for its engine, as starting TensorFlow takes longer than most cases.
+Engine `towers` or `mirrored` uses logical CPU devices; `multiworker` is one process of a group, with TF_CONFIG set.
+Everything is float64. Each process also does what keras_users.py has for its engine. Run as a script on GPUs, with
+"towers on gpus", "mirrored on gpus" or multiworker, it prints what it finds as JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from evener.keras_split.group_shares import check_rebalance
 from evener.live import read_trainings
 from evener.plan import Plan, Share, make_layout
 from tests.support import keras_length_proofs, keras_rebalance_proofs, keras_users, launched_plan
-from tests.support.keras_twice import train_twice
+from tests.support.keras_twice import leave_graphs_alone, train_twice, with_variables
 
 BATCH = 24
 RANDOM = np.random.default_rng(7)
@@ -40,6 +40,7 @@ ONE_OVER = 6 * BATCH + 1  # the last batch is a single row
 X = RANDOM.normal(size=(ROWS, 8, 8, 1))
 Y = RANDOM.integers(0, 5, ROWS)
 WEIGHTS = RANDOM.uniform(0.5, 2.0, ROWS)
+CLASSES = {0: 1.0, 1: 3.0, 2: 0.5, 3: 1, 4: 2}  # what each class weighs
 WORDS = np.where(np.arange(6) < RANDOM.integers(1, 7, (ROWS, 1)), RANDOM.integers(1, 11, (ROWS, 6)), 0)
 
 Make = Callable[[], Any]
@@ -71,10 +72,10 @@ def network(optimizer: Any, *, loss: Any = "sparse_categorical_crossentropy", ex
 
 
 def masked_network() -> Any:
-    """Padded words whose mask reaches the loss."""
+    """Padded words whose mask reaches the loss; the embedding's gradient is sparse, with rows that repeat."""
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input((6,)), layers.Embedding(11, 4, mask_zero=True), layers.Dense(1)])
-    model.compile(optimizers.SGD(0.1), "mse")
+    model.compile(optimizers.Adam(0.01), "mse")
     return model
 
 
@@ -108,27 +109,19 @@ def two_headed_network() -> Any:
 def compare_totals(split: Split) -> dict[str, Any]:
     """As `compare` for two outputs, but what is shown of a single output's loss is left out."""
 
+    x, y = {"image": X}, {"kind": Y, "size": X.mean((1, 2))}
+
     def train(model: Any) -> Any:
-        x, y = {"image": X}, {"kind": Y, "size": X.mean((1, 2))}
         history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
         return {name: figures for name, figures in history.items() if name not in ("kind_loss", "size_loss")}
 
-    return train_twice(split, two_headed_network, train)
-
-
-def with_variables(make: Make, x: Any, y: Any) -> Any:
-    """A model whose optimizer and metrics have their variables: fit traces it once, otherwise twice."""
-    model = make()
-    x, y = tf.nest.map_structure(lambda rows: rows[:2], (x, y))
-    model.optimizer.build(model.trainable_variables)
-    model.compute_metrics(x, y, model(x))
-    return model
+    return train_twice(split, lambda: with_variables(two_headed_network(), x, y), train)
 
 
 def compare(split: Split, make: Make, x: Any, y: Any, **fitted: Any) -> dict[str, Any]:
     """Fit the same data twice: by Keras alone on one device, and by the split."""
     options = {"batch_size": BATCH, "epochs": 3, "shuffle": False, "verbose": 0, **fitted}
-    return train_twice(split, lambda: with_variables(make, x, y), lambda model: model.fit(x, y, **options).history)
+    return train_twice(split, lambda: with_variables(make(), x, y), lambda model: model.fit(x, y, **options).history)
 
 
 def splits(engine: str) -> dict[str, Split]:
@@ -151,20 +144,9 @@ def rules() -> dict[str, Make]:
     }
 
 
-def common(by: dict[str, Split]) -> dict[str, Callable[[], dict[str, float]]]:
-    """Cases that every engine does exactly."""
+def exact_cases(by: dict[str, Split]) -> dict[str, Callable[[], dict[str, float]]]:
+    """What towers learn, with what only a loss on the whole batch gets right."""
     make = rules()
-    classes = {0: 1.0, 1: 3.0, 2: 0.5, 3: 1, 4: 2}
-    return {
-        "momentum 3:1 class weights one row": lambda: compare(
-            by["3:1"], make["momentum"], X[:ONE_OVER], Y[:ONE_OVER], class_weight=classes
-        ),
-        "adamw L2 5:0:1 weights": lambda: compare(by["5:0:1"], make["adamw"], X, Y, sample_weight=WEIGHTS),
-    }
-
-
-def towers_only(by: dict[str, Split]) -> dict[str, Callable[[], dict[str, float]]]:
-    """What only a loss on the whole batch gets right."""
     sgd = lambda **words: optimizers.SGD(0.1, **words)  # noqa: E731
     weighted = losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
     three = by["5:2:1"]
@@ -172,12 +154,17 @@ def towers_only(by: dict[str, Split]) -> dict[str, Callable[[], dict[str, float]
     several = {"loss": weighted, "activity": keras.regularizers.L2(0.1), "steps_per_execution": 3}
     clipped = lambda: network(sgd(global_clipnorm=0.1, gradient_accumulation_steps=2))  # noqa: E731
     return {
+        "momentum 3:1 class weights one row": lambda: compare(
+            by["3:1"], make["momentum"], X[:ONE_OVER], Y[:ONE_OVER], class_weight=CLASSES
+        ),
+        "adamw L2 5:0:1 weights": lambda: compare(by["5:0:1"], make["adamw"], X, Y, sample_weight=WEIGHTS),
         "clipped accumulation": lambda: compare(three, clipped, X, Y),
         "activity, weighted mean, three steps per execution": lambda: compare(
             three, lambda: network(sgd(), **several), X, Y, sample_weight=WEIGHTS
         ),
-        "mask": lambda: compare(three, masked_network, WORDS[:ONE_OVER], np.cos(WORDS[:ONE_OVER])[..., None]),
-        "embedding": lambda: compare(three, embedding_network, WORDS, np.cos(WORDS.sum(1))),
+        "masked embedding": lambda: compare(
+            three, masked_network, WORDS[:ONE_OVER], np.cos(WORDS[:ONE_OVER])[..., None]
+        ),
         "two heads": lambda: compare(three, two_headed_network, {"image": X}, pair),
     }
 
@@ -280,7 +267,8 @@ def half(split: Split) -> dict[str, float]:
 def from_dataset(split: Split) -> dict[str, Any]:
     """The user's own tf.data pipeline, of batches of any size."""
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(17)
-    return train_twice(split, rules()["adam"], lambda model: model.fit(data, epochs=3, verbose=0).history)
+    make = lambda: with_variables(rules()["adam"](), X, Y)  # noqa: E731
+    return train_twice(split, make, lambda model: model.fit(data, epochs=3, verbose=0).history)
 
 
 def own_reports() -> list[Any]:
@@ -500,7 +488,7 @@ def main(engine: str, folder: str) -> dict[str, Any]:
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     if engine != "towers":  # what its graph rewriting changes is seen there; here it would be a third of the time
-        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+        leave_graphs_alone()
     if engine == "multiworker":
         return group_cases()
     if engine.endswith(" on gpus"):
@@ -509,7 +497,7 @@ def main(engine: str, folder: str) -> dict[str, Any]:
     if engine == "mirrored":
         return mirrored_cases()
     by = splits(engine)
-    cases: dict[str, Callable[[], Any]] = {**common(by), **towers_only(by)}
+    cases: dict[str, Callable[[], Any]] = exact_cases(by)
     cases["batch normalization"] = lambda: batch_normalization(by["5:2:1"])
     cases["dropout"] = lambda: dropout(by["3:1"])
     cases["ratios form"] = lambda: ratios_form(folder)
@@ -518,14 +506,18 @@ def main(engine: str, folder: str) -> dict[str, Any]:
     cases["reported"] = lambda: reported(by["5:0:1"], folder)
     cases["placed"] = lambda: placed(by["5:2:1"])
     cases["half"] = lambda: half(by["3:1"])
+    found: dict[str, Any] = {name: case() for name, case in cases.items()} | in_passes()
+    leave_graphs_alone()
+    cases = {}
     cases["epoch rows"] = lambda: epoch_rows(by["3:1"])
     cases["limits"] = limits
     cases["noted"] = lambda: noted(by["5:0:1"])
     cases["warned"] = lambda: warned(by["3:1"])
     cases["lengths"] = lambda: keras_length_proofs.main(by, Split(make_plan(14, 10, 0, micros=(7, 2, 0))))
     cases["users"] = keras_users.towers
-    found: dict[str, Any] = {name: case() for name, case in cases.items()}
-    return found | {"refusals": refusals(by["3:1"]), "requests": requests()} | in_passes()
+    cases["refusals"] = lambda: refusals(by["3:1"])
+    cases["requests"] = requests
+    return found | {name: case() for name, case in cases.items()}
 
 
 def gpu_cases(engine: str) -> dict[str, Any]:
@@ -547,10 +539,13 @@ def gpu_cases(engine: str) -> dict[str, Any]:
 def mirrored_cases() -> dict[str, Any]:
     """By a plan that leaves a device out; over two devices only: groups of two sizes can't live in one process."""
     split = Split(make_plan(20, 0, 4), engine="mirrored")
-    by = dict.fromkeys(("3:1", "5:2:1", "5:0:1"), split)
-    found: dict[str, Any] = {name: case() for name, case in common(by).items()}
-    found["synchronized"] = compare(split, synchronized, X, Y)
-    found["activity"] = compare(split, active, X[:ONE_OVER], Y[:ONE_OVER])
+    momentum = lambda: active(momentum=0.9)  # noqa: E731
+    found: dict[str, Any] = {
+        "momentum activity class weights one row": compare(
+            split, momentum, X[:ONE_OVER], Y[:ONE_OVER], class_weight=CLASSES
+        ),
+        "adamw L2 synchronized weights": compare(split, synchronized, X, Y, sample_weight=WEIGHTS),
+    }
     found["embedding"] = compare(split, embedding_network, WORDS, np.cos(WORDS.sum(1)))
     found["evaluate"] = evaluated(split)
     found["two heads"] = compare_totals(split)
@@ -565,8 +560,9 @@ def active(**optimizer: Any) -> Any:
 
 
 def synchronized() -> Any:
-    """A model whose normalization is over the whole batch."""
-    return network(optimizers.SGD(0.1), extra=[layers.BatchNormalization(synchronized=True)])
+    """A model whose normalization is over the whole batch, and whose weights decay."""
+    adamw = optimizers.AdamW(0.01, weight_decay=0.1)
+    return network(adamw, regularizer="l2", extra=[layers.BatchNormalization(synchronized=True)])
 
 
 def evaluated(split: Split) -> dict[str, float]:
@@ -581,7 +577,8 @@ def evaluated(split: Split) -> dict[str, float]:
 def compare_dataset(split: Split, make: Make) -> dict[str, Any]:
     """Whole batches from `split.data`, of which each process takes its rows."""
     fit = lambda model: model.fit(X, Y, batch_size=BATCH, epochs=3, shuffle=False, verbose=0).history  # noqa: E731
-    return train_twice(split, make, lambda model: model.fit(split.data(X, Y), epochs=3, verbose=0).history, rival=fit)
+    ready = lambda: with_variables(make(), X, Y)  # noqa: E731
+    return train_twice(split, ready, lambda model: model.fit(split.data(X, Y), epochs=3, verbose=0).history, rival=fit)
 
 
 def limits() -> list[str]:
@@ -682,6 +679,11 @@ def group_cases() -> dict[str, Any]:
         "refusals": refusals(split),
         "users": keras_users.group(),
     }
+
+
+def prove(_rank: int, engine: str, folder: str) -> dict[str, Any]:
+    """As one rank of `keras_ranks`."""
+    return main(engine, folder)
 
 
 if __name__ == "__main__":

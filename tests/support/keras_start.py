@@ -1,4 +1,4 @@
-"""Starts scripts that use Keras, alone or as a group on loopback, and reads the JSON that they print."""
+"""Starts what uses Keras, alone or as a group on loopback, and reads its JSON: scripts, or ranks of a RankServer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,48 +32,64 @@ def free_peers(size: int) -> list[str]:
     return peers
 
 
-def start_group(
-    script: Path, *words: str, roles: Sequence[str], variables: Sequence[dict[str, str]] = ()
-) -> list[subprocess.Popen[str]]:
-    """A process for each role, `chief` or `worker`, with its place in the group and its own environment variables."""
+def make_configs(roles: Sequence[str]) -> list[str]:
+    """TF_CONFIG of each process of a group with these roles, `chief` or `worker`."""
     cluster: dict[str, list[str]] = {}
     tasks = []
     for role, peer in zip(roles, free_peers(len(roles)), strict=True):
         peers = cluster.setdefault(role, [])
         tasks.append({"type": role, "index": len(peers)})
         peers.append(peer)
-    configs = [json.dumps({"cluster": cluster, "task": task}) for task in tasks]
+    return [json.dumps({"cluster": cluster, "task": task}) for task in tasks]
+
+
+def start_group(
+    script: Path, *words: str, roles: Sequence[str], variables: Sequence[dict[str, str]] = ()
+) -> list[subprocess.Popen[str]]:
+    """A process for each role, with its place in the group and its own environment variables."""
     own = variables or [{} for _ in roles]
-    return [start(script, *words, TF_CONFIG=config, **each) for config, each in zip(configs, own, strict=True)]
+    pairs = zip(make_configs(roles), own, strict=True)
+    return [start(script, *words, TF_CONFIG=config, **each) for config, each in pairs]
+
+
+def read_all(processes: Sequence[subprocess.Popen[str]], seconds: float) -> list[Any]:
+    """What they printed, in rank order; then all are ended."""
+    try:
+        return [_read(process, seconds) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def _read(process: subprocess.Popen[str], seconds: float) -> Any:
+    output, errors = process.communicate(timeout=seconds)
+    assert process.returncode == 0, errors[-3000:]
+    return json.loads(output)
+
+
+def save(folder: Path, rank: int, function: str, *arguments: Any) -> None:
+    """What a function of a module returns to one rank, as JSON."""
+    module, _, name = function.rpartition(".")
+    found = getattr(import_module(module), name)(rank, *arguments)
+    (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
 class Answers:
-    """What processes printed, by a name for each group of them; each is waited for when it is first asked for."""
+    """What `find` answers, asked once for each name; what went wrong, again for everyone who asks."""
 
-    def __init__(self, running: dict[str, list[subprocess.Popen[str]]], seconds: float) -> None:
-        self._running = running
-        self._seconds = seconds
-        self._printed: dict[str, list[Any] | Exception] = {}
+    def __init__(self, find: Callable[[str], list[Any]]) -> None:
+        self._find = find
+        self._found: dict[str, list[Any] | AssertionError] = {}
 
     def __call__(self, name: str) -> list[Any]:
-        """In rank order; what went wrong, again for every test that asks."""
-        if name not in self._printed:
+        """In rank order."""
+        if name not in self._found:
             try:
-                self._printed[name] = [self._read(process) for process in self._running[name]]
-            except (AssertionError, ValueError, subprocess.TimeoutExpired) as error:
-                self._printed[name] = error
-        found = self._printed[name]
-        if isinstance(found, Exception):
+                self._found[name] = self._find(name)
+            except AssertionError as error:
+                self._found[name] = error
+        found = self._found[name]
+        if isinstance(found, AssertionError):
             raise found
         return found
-
-    def _read(self, process: subprocess.Popen[str]) -> Any:
-        output, errors = process.communicate(timeout=self._seconds)
-        assert process.returncode == 0, errors[-3000:]
-        return json.loads(output)
-
-    def close(self) -> None:
-        """End what still runs."""
-        for process in (each for group in self._running.values() for each in group):
-            process.kill()
-            process.communicate()

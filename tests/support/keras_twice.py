@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from evener.keras_split import Split
 
@@ -39,6 +40,19 @@ def seeded(make: Callable[[], Model]) -> Model:
     """A model with the same first weights as any other that is made so."""
     keras.utils.set_random_seed(3)
     return make()
+
+
+def with_variables(model: Model, x: Any, y: Any) -> Model:
+    """The model, whose optimizer and metrics have their variables: fit traces it once, otherwise twice."""
+    x, y = keras.tree.map_structure(lambda rows: rows[:2], (x, y))
+    model.optimizer.build(model.trainable_variables)
+    model.compute_metrics(x, y, model(x))
+    return model
+
+
+def leave_graphs_alone() -> None:
+    """No rewriting of graphs from here on: small models take longer to rewrite than to train."""
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 
 def digest(model: Model) -> str:

@@ -20,7 +20,7 @@ from keras import layers
 from evener.errors import EvenerError
 from evener.keras_split import Report, Split
 from evener.keras_split.data import batch_rows
-from tests.support.keras_twice import train_twice
+from tests.support.keras_twice import train_twice, with_variables
 
 BATCH = 24
 RANDOM = np.random.default_rng(7)
@@ -37,7 +37,7 @@ def network(*extra: Any, base: Any = keras.Sequential, **compiled: Any) -> Model
     dense = layers.Dense(8, activation="tanh", activity_regularizer=keras.regularizers.L2(0.1), kernel_regularizer="l2")
     model = base([keras.Input((6,)), dense, *extra, layers.Dense(3, activation="softmax")])
     model.compile("sgd", "sparse_categorical_crossentropy", **{"metrics": ["accuracy"], **compiled})
-    return model
+    return with_variables(model, X, Y)
 
 
 class OwnLoss(keras.Sequential):
@@ -409,13 +409,11 @@ def mirrored(split: Split) -> dict[str, Any]:
     own = refused(split, lambda: network(base=OwnSteps), lambda m: m.evaluate(X, Y, verbose=0))
     assigned = train_twice(split, lambda: network(layers.SpectralNormalization(layers.Dense(8))), steps)
     return {
-        "steps": train_twice(split, network, steps),
         "single samples": train_twice(split, network, fit_samples),
         "own predict": train_twice(split, lambda: network(base=OwnSteps), predict),
         "added": train_twice(split, added, fit(y=None, batch_size=BATCH)),
         "sparse": train_twice(split, sparse, sparse_batches),
         "assigned": assigned,
-        "frozen": train_twice(split, frozen, fit(batch_size=BATCH)),
         "validated": train_twice(split, network, fit(batch_size=BATCH, validation_data=Batches())),
         "refusals": {"own test": own, "single": refused(split, single, fit_two_outputs)},
     }
@@ -430,12 +428,11 @@ def group() -> dict[str, Any]:
         "rank": split.required_group.rank,
         "reported": [call["samples"] for call in calls],
         "shuffled": history,
-        "steps": train_twice(split, without_training, steps, instance=True),
         "single samples": train_twice(split, network, fit_samples),
         "own predict": train_twice(split, lambda: network(base=OwnSteps), predict),
         "added": train_twice(split, added, fit(y=None, batch_size=BATCH)),
         "assigned": assigned,
-        "validated": train_twice(split, network, fit(batch_size=BATCH, validation_data=Batches())),
+        "validated": train_twice(split, network, fit(batch_size=BATCH, validation_data=Batches()), instance=True),
         "refusals": {
             "own test": refused(split, lambda: network(base=OwnSteps), lambda m: m.evaluate(X, Y, verbose=0)),
             "single": refused(split, single, fit_two_outputs),

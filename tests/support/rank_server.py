@@ -1,4 +1,4 @@
-"""Ranks that are forked from one process, which imports their frameworks once; run as a script, it is that process.
+"""Ranks that are forked from one process, which imports their framework once; run as a script, it is that process.
 
 It imports what trains without computing anything, so a forked rank is as good as a new one and starts at once. It is no
 child of the tests' process: others of its tests count their children, or kill them.
@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,14 @@ SECONDS = 300  # no rank takes so long, so it hangs
 
 
 class RankServer:
-    """Starts functions of modules as ranks; use it as a context."""
+    """Starts functions of modules as ranks, which have imported `module`; use it as a context."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
 
     def __enter__(self) -> RankServer:
         own = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
-        command = [sys.executable, "-W", "ignore", "-m", "tests.support.rank_server"]
+        command = [sys.executable, "-W", "ignore", "-m", "tests.support.rank_server", self._module]
         root = Path(__file__).parents[2]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process: Any = subprocess.Popen(command, env={**own, **rank_environment()}, cwd=root, text=True, **pipes)
@@ -40,15 +44,29 @@ class RankServer:
         with self._process:
             self._process.stdin.close()
 
-    def run(self, function: str, folder: Path, *arguments: Any, world: int = 1) -> None:
-        """`module.function(folder, rank, *arguments)` in `world` processes; AssertionError if one fails."""
+    def run(
+        self, function: str, folder: Path, *arguments: Any, ranks: Sequence[dict[str, str]], seconds: int = SECONDS
+    ) -> None:
+        """`module.function(folder, rank, *arguments)` in a process for each of the environments of `ranks`.
+
+        AssertionError if one fails, or takes more seconds.
+        """
         folder.mkdir(exist_ok=True)
-        places = {"MASTER_PORT": str(free_port()), "EVENER_LIVE_DIR": str(folder / "live")}
-        request = {"function": function, "folder": str(folder), "arguments": arguments, "world": world}
-        self._process.stdin.write(json.dumps({**request, "environment": places}) + "\n")
+        request = {"function": function, "folder": str(folder), "arguments": arguments, "seconds": seconds}
+        own = [{"EVENER_LIVE_DIR": str(folder / "live"), **rank} for rank in ranks]
+        self._process.stdin.write(json.dumps({**request, "environments": own}) + "\n")
         self._process.stdin.flush()
         failed = json.loads(self._process.stdout.readline())
         assert not failed, "\n".join((folder / f"rank{rank}.txt").read_text()[-4000:] for rank in failed)
+
+
+def place_ranks(world: int) -> list[dict[str, str]]:
+    """What PyTorch's launchers tell each of several ranks; nothing where there is one."""
+    common = {"MASTER_PORT": str(free_port())}
+    if world == 1:
+        return [common]
+    places = [{"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    return [{**common, **place} for place in places]
 
 
 def run_on_gpus(function: str, folder: Path, *arguments: Any, world: int = 2) -> None:
@@ -58,19 +76,17 @@ def run_on_gpus(function: str, folder: Path, *arguments: Any, world: int = 2) ->
     run_ranks(Path(__file__), world, lambda rank: [function, str(folder), str(rank), given], folder)
 
 
-def serve() -> None:
+def serve(module: str) -> None:
     """Fork the ranks of each request, and answer which of them failed; until nobody can ask any more."""
     if os.fork():
         os._exit(0)
-    import torch._dynamo  # noqa: F401 - optimizers load it on their first step, which takes 2 s in each rank
-
+    import_module(module)
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         request = json.loads(line)
         called = find_function(request["function"])
         gc.freeze()  # trainers collect garbage often, which would go through all modules each time
-        os.environ.update(request["environment"])
-        ranks = {fork_rank(called, request, rank): rank for rank in range(request["world"])}
+        ranks = {fork_rank(called, request, rank): rank for rank in range(len(request["environments"]))}
         print(json.dumps(wait_for(ranks)), file=answers, flush=True)
     os._exit(0)  # taking all modules down takes seconds
 
@@ -90,9 +106,8 @@ def fork_rank(called: Any, request: dict[str, Any], rank: int) -> int:
     log = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT, 0o600)
     for stream in (1, 2):
         os.dup2(log, stream)
-    if request["world"] > 1:
-        os.environ.update(WORLD_SIZE=str(request["world"]), RANK=str(rank), LOCAL_RANK=str(rank))
-    signal.alarm(SECONDS)
+    os.environ.update(request["environments"][rank])
+    signal.alarm(request["seconds"])
     try:
         called(folder, rank, *request["arguments"])
     except BaseException:
@@ -117,8 +132,8 @@ def wait_for(ranks: dict[int, int]) -> list[int]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 2:
         called, folder, rank, given = sys.argv[1:]
         find_function(called)(Path(folder), int(rank), *json.loads(given))
     else:
-        serve()
+        serve(sys.argv[1])

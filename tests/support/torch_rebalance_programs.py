@@ -137,9 +137,9 @@ class RebalancedCase(msgspec.Struct, frozen=True):
 CASES = {  # the rule first: a script stays in force
     "by the rule": RebalancedCase(slow=(60, 200)),
     "at once": RebalancedCase(),
-    "fetched ahead, by the loss": RebalancedCase(rows=103, weigh="loss", prefetch=2),
-    "in passes, accumulated": RebalancedCase(micros=(3, 4), accumulate=3),
-    "two loaders, resumed in mid-epoch": RebalancedCase(rows=99, loaders=2, prefetch=1, resume=107),
+    "fetched ahead, by the loss": RebalancedCase(rows=103, steps=150, weigh="loss", prefetch=2),
+    "in passes, accumulated": RebalancedCase(steps=150, micros=(3, 4), accumulate=3),
+    "two loaders, resumed in mid-epoch": RebalancedCase(rows=99, steps=150, loaders=2, prefetch=1, resume=107),
 }
 
 

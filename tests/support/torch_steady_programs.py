@@ -38,7 +38,7 @@ class SteadyCase(msgspec.Struct, frozen=True):
 
 CASES = {
     "slower by 40 %": SteadyCase(slower=100),
-    "5 % noise": SteadyCase(5000, noise=0.05),
+    "5 % noise": SteadyCase(1000, noise=0.05),
     "a stall": SteadyCase(stall=103),
     "an input stall": SteadyCase(input_stall=103),
     "evaluations": SteadyCase(evaluation=50),

@@ -1,18 +1,10 @@
-"""Run as a script: steps Keras workloads as a probe's child does, and prints what came of it, as JSON.
-
-`keras_steps.py alone FOLDER`, `keras_steps.py together FOLDER`, or `keras_steps.py group RANK PEER PEER`.
-"""
+"""Steps Keras workloads as a probe's child does, and finds what came of it; each function is one of `keras_ranks`."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 import keras
 import numpy as np
@@ -24,6 +16,7 @@ from evener.workloads.keras_backend.kernel_limits import MOST_ELEMENTS, TooManyE
 from evener.workloads.keras_backend.models.classifiers import maxer
 from evener.workloads.protocol import Place
 from evener.workloads.user_code import find_line
+from tests.support.keras_twice import leave_graphs_alone
 from tests.workloads.keras_placed_proof import placed
 
 OWN = """
@@ -218,17 +211,17 @@ def apart(one: Any, other: Any) -> float:
     return max(float(np.abs(a - b).max()) for a, b in pairs)
 
 
-def alone(folder: str) -> dict[str, Any]:
+def alone(_rank: int, folder: str) -> dict[str, Any]:
     """One device."""
     small = {"filters": 4, "dense": 16, "learning_rate": 0.01}
     workload = build("keras_mnist", settings=small)
     traces = count_traces(workload)
-    seen = losses(workload, (64,), 150)
+    seen = losses(workload, (64,), 100)
     memory = workload.max_memory_bytes()
     for share in (5, 64, 7):
         losses(workload, (share,), 1)
     facts = dict(workload.facts())
-    gru = {"steps": 5, "features": 3, "units": 6, "layers": 2, "dense": 4, "classes": 3, "use_cudnn": "false"}
+    gru = {"steps": 5, "features": 3, "units": 6, "layers": 1, "dense": 4, "classes": 3, "use_cudnn": "false"}
     return {
         "first": seen[0],
         "last": seen[-1],
@@ -303,9 +296,10 @@ def count_maxer() -> int:
         keras.config.set_dtype_policy("float32")
 
 
-def together(folder: str) -> dict[str, Any]:
+def together(_rank: int, folder: str) -> dict[str, Any]:
     """Three devices in one process, by two engines, against one device."""
     make_logical_cpus(3)
+    leave_graphs_alone()
     small = {"filters": 4, "dense": 16, "learning_rate": 0.01}
     towers = build("keras_mnist", 3, settings=small)
     mirrored = build("keras_mnist", 2, engine="mirrored", settings=small)
@@ -331,9 +325,10 @@ def together(folder: str) -> dict[str, Any]:
     return found | {"placed": placed()}
 
 
-def group(rank: str, *peers: str) -> dict[str, Any]:
+def group(rank: int, *peers: str) -> dict[str, Any]:
     """One process of a group, which steps with shares that change."""
-    workload = build("keras_mnist", rank=int(rank), peers=peers, settings={"filters": 4, "dense": 16})
+    leave_graphs_alone()
+    workload = build("keras_mnist", rank=rank, peers=peers, settings={"filters": 4, "dense": 16})
     traces = count_traces(workload)
     sizes = (((9, 3), ()), ((1, 16), (1, 5)), ((30, 2), ()), ((9, 3), (2, 3)))
     seen = [losses(workload, shares, 3, micro)[-1] for shares, micro in sizes]
@@ -343,10 +338,5 @@ def group(rank: str, *peers: str) -> dict[str, Any]:
         "weights": weights,
         "traces": len(traces),
         "engine": workload.facts()["engine"],
-        "refused": attempt(lambda: workload.prepare((0, 4) if rank == "0" else (4, 0))),
+        "refused": attempt(lambda: workload.prepare((4, 0) if rank else (0, 4))),
     }
-
-
-if __name__ == "__main__":
-    parts: dict[str, Callable[..., object]] = {"alone": alone, "together": together, "group": group}
-    print(json.dumps(parts[sys.argv[1]](*sys.argv[2:])))

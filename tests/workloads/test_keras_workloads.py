@@ -5,35 +5,32 @@ Placed on two devices, a network's outputs, gradients and trained weights are th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.frameworks import skip_without
-from tests.support.keras_start import Answers, free_peers, start
+from tests.support.keras_start import Answers, free_peers
 
 skip_without("tensorflow")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]  # one wait for all processes, on a machine that may be busy
 
-SCRIPT = Path(__file__).with_name("keras_steps.py")
-SECONDS = 550
+STEPS = "tests.workloads.keras_steps"
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
-    """What the processes of a script printed, by its name; they run side by side."""
+def seen(keras_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """What the processes of each function of keras_steps.py found."""
     folder = str(tmp_path_factory.mktemp("own"))
-    peers = free_peers(2)
-    running = {
-        "alone": [start(SCRIPT, "alone", folder)],
-        "together": [start(SCRIPT, "together", folder)],
-        "group": [start(SCRIPT, "group", str(rank), *peers) for rank in range(2)],
-    }
-    answers = Answers(running, SECONDS)
-    yield answers
-    answers.close()
+
+    def step(name: str) -> list[Any]:
+        if name == "group":
+            return keras_ranks(f"{STEPS}.group", *free_peers(2), world=2)
+        return keras_ranks(f"{STEPS}.{name}", folder)
+
+    return Answers(step)
 
 
 def test_the_small_network_learns(seen: Any) -> None:

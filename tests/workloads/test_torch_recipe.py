@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import socket
-import subprocess
-import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,11 +23,11 @@ from evener.workloads.torch_backend.models.classifiers import GruNet, classifier
 from evener.workloads.torch_backend.user_model import from_user
 from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
 from evener.workloads.user_code import find_line
+from tests.workloads import torch_group_rank as RANK  # noqa: N812 - its sizes are constants
 
 pytestmark = pytest.mark.slow
 
 CPU = Place(("CPU:0",), threads=1)
-SCRIPT = Path(__file__).with_name("torch_group_rank.py")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,18 +36,6 @@ def one_thread() -> Any:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("torch_group_rank", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-RANK = script()
 
 
 def count(module: torch.nn.Module) -> int:
@@ -240,23 +224,14 @@ def test_shares_for_another_place_are_one_sentence(shares: tuple[int, ...]) -> N
         workload.prepare(shares)
 
 
-def test_a_group_takes_the_steps_of_one_process(tmp_path: Path) -> None:
+def test_a_group_takes_the_steps_of_one_process(trainer_ranks: Callable[..., list[Any]]) -> None:
     """Three ranks, shares that change, one rank left out for a while: float64 weights equal to 1e-12."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    command = [sys.executable, "-W", "ignore", str(SCRIPT)]
-    results = [tmp_path / f"rank{rank}.pt" for rank in range(3)]
-    children = [
-        subprocess.Popen([*command, str(rank), port, "3", str(path)], stderr=subprocess.PIPE, text=True)
-        for rank, path in enumerate(results)
-    ]
-    errors = [child.communicate(timeout=120)[1] for child in children]
-    assert [child.returncode for child in children] == [0, 0, 0], "\n".join(errors)
-    ended = [torch.load(path) for path in results]
+    ended = trainer_ranks("tests.workloads.torch_group_rank.train", world=3)
     assert {each["facts"]["engine"] for each in ended} == {"ddp"}
     torch.manual_seed(0)
     recipe = RANK.recipe()
+    assert recipe.data is not None
+    assert recipe.loss is not None
     for turn, sizes in enumerate(RANK.SIZES):
         whole = feed(recipe.data)
         whole.make(whole.data.sampler([sum(sizes)], 0))

@@ -1,11 +1,9 @@
-"""One rank of a group that trains a workload; run as a script, it saves the module's weights after each size.
-
-python torch_group_rank.py RANK PORT WORLD result.pt
-"""
+"""One rank of a group that trains a workload, by a RankServer; it saves the module's weights after each size."""
 
 from __future__ import annotations
 
-import sys
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,8 +31,8 @@ def sample_batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, torch.randint(0, 3, (rows,), generator=generator)
 
 
-def main(rank: int, port: str, world: int, result: str) -> None:
-    peers = tuple(f"127.0.0.1:{port}" for _ in range(world))
+def train(folder: Path, rank: int) -> None:
+    peers = (f"127.0.0.1:{os.environ['MASTER_PORT']}",) * len(SIZES[0])
     workload = TorchWorkload(Place(("CPU:0",), rank=rank, peers=peers, threads=1, engine="ddp"), recipe, sample_batch)
     ended: list[Any] = []
     for sizes, micro in zip(SIZES, MICROS, strict=True):
@@ -43,9 +41,5 @@ def main(rank: int, port: str, world: int, result: str) -> None:
             workload.step()
         workload.synchronize()
         ended.append([weights.detach().clone() for weights in workload.recipe.module.parameters()])
-    torch.save({"weights": ended, "facts": dict(workload.facts())}, result)
+    torch.save({"weights": ended, "facts": dict(workload.facts())}, folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4])
