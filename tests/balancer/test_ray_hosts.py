@@ -505,7 +505,7 @@ def test_ray_train_has_refusals(cluster: Any) -> None:
 
 
 @pytest.mark.slow
-def test_ray_train_trains_by_a_plan_over_hosts(cluster: Any, tmp_path: Path) -> None:
+def test_ray_train_trains_by_a_plan_over_hosts(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1 + 2 slices, oversubscribed: the weights of one process, to 1e-12, also from Ray's checkpoint."""
     skip_without("torch")
     pytest.importorskip("pydantic", reason="Ray Train needs it")
@@ -516,6 +516,7 @@ def test_ray_train_trains_by_a_plan_over_hosts(cluster: Any, tmp_path: Path) -> 
     from tests.support import ray_training, torch_ranks
 
     end_agents()  # which hold the CPUs
+    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")  # not 2: it waits so long for a report, and the end
     plan = plan_over(("cpu-0-of-1", FIRST), ("cpu-0-of-2", SECOND), ("cpu-1-of-2", SECOND))
     stored = ray.train.RunConfig(storage_path=str(tmp_path / "ray"))
     made = trainer(plan, ray_training.train_loop, train_loop_config={"folder": str(tmp_path)}, run_config=stored)

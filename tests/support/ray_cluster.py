@@ -27,7 +27,7 @@ def running_cluster(state: Path) -> Iterator[Any]:
         import ray
         from ray.cluster_utils import Cluster
 
-        head = {**NODE, "node_ip_address": FIRST, "include_dashboard": False}
+        head = {**NODE, "node_ip_address": FIRST, "include_dashboard": False, "include_log_monitor": False}
         cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         with mock.patch.dict(os.environ, variables):
