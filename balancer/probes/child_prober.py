@@ -172,16 +172,17 @@ class ChildProber:
         idle = read_idle(self._hosts, self._unused)
         self._hosts.wait_for_drivers(key.positions, stop)
         group = self._take_idle(key)
-        short_bytes = self._measure_short(key, group is None)
-        if group is None:
-            group = self._start(key, progress, stop)
         try:
+            short_bytes = self._measure_short(key, group is None)
+            if group is None:
+                group = self._start(key, progress, stop)
             lengths = self._facts.lengths
             row_tokens = fmean(lengths) if lengths else 0.0
             measurement = Measurement(probe, group, self._timeouts, progress, self._hosts, row_tokens, idle)
             seen = measurement.run(stop, started, self._warm_up_share(probe, group), short_bytes)
         except BaseException:
-            group.end()
+            if group is not None:
+                group.end()
             raise
         self._keep(key, group, seen, measurement.busy_cores)
         return seen

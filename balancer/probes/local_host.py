@@ -52,7 +52,10 @@ class LocalHost:
 
         def start() -> Child:
             child = Child(rank, inbox, environment, cap_bytes)
-            self._children = {child, *(other for other in self._children if other.alive)}
+            ended = {other for other in self._children if not other.alive}
+            for other in ended:  # perhaps while it rested, and nobody has missed it yet
+                other.end()
+            self._children = {child, *self._children - ended}
             return child
 
         return self._starter.submit(start).result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import threading
 import time
@@ -16,8 +17,10 @@ import pytest
 
 from evener.balancer.events import ProbeProgress
 from evener.balancer.probes.child_prober import ChildProber
+from evener.balancer.probes.local_host import LocalHost
 from evener.balancer.probes.measurement import Timeouts
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed, layout_of, solo
+from evener.devices.child_environment import ChildEnvironment
 from evener.devices.cpu.slices import slices
 from evener.devices.types import Device, Limit
 from evener.live import Training, read_trainings
@@ -427,3 +430,19 @@ def test_closing_while_children_are_being_born_leaves_none(make: Make, moment: f
     while children() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not children()
+
+
+def test_a_child_that_died_while_it_rested_leaves_no_pipe_open() -> None:
+    """Its host forgets it when the next one starts, and nobody else may come to end it."""
+    host = LocalHost(slices(1), "none")
+    try:
+        first = host.start_child(0, queue.Queue(), ChildEnvironment({}), None)
+        os.killpg(first.pid, signal.SIGKILL)
+        deadline = time.monotonic() + GONE_SECONDS
+        while first.alive and time.monotonic() < deadline:
+            time.sleep(0.02)
+        host.start_child(1, queue.Queue(), ChildEnvironment({}), None)
+        assert first._process.stdin is not None
+        assert first._process.stdin.closed
+    finally:
+        host.close()
