@@ -48,11 +48,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     They keep the cores busy while others wait, and no worker is left with one of them at the end.
     """
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    files = dict.fromkeys(item.path for item in items)
-    places: dict[Path, float] = {}
-    for chosen, part in (([path for path in files if path in slow], 0.75), ([p for p in files if p not in slow], 1.0)):
-        places |= {path: part * i / len(chosen) for i, path in enumerate(chosen)}
+    slow = list(dict.fromkeys(item.path for item in items if item.get_closest_marker("slow")))
+    others = list(dict.fromkeys(item.path for item in items if item.path not in slow))
+    places = {path: i / len(others) for i, path in enumerate(others)}
+    places |= {path: 0.75 * i / len(slow) for i, path in enumerate(slow)}
     items.sort(key=lambda item: places[item.path])
 
 
