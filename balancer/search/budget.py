@@ -103,7 +103,7 @@ class Budget:
     def enough_for(self, missing_seconds: float) -> float:
         """A budget that leaves `missing_seconds` more for first turns, after exploration has taken its part of it."""
         explored = self._seen.spent_seconds(EXPLORATION)
-        total = self.spent + missing_seconds
+        total = self.spent
         for _ in range(BUDGET_ROUNDS):
             explores = max(explored, ENDS_BY["split"] * self._part_to_explore(total))
             total = max(total, self.spent - explored + explores + missing_seconds)

@@ -35,6 +35,11 @@ def raced(bench: Bench, options: LayoutOptions, **problem: Any) -> dict[str, lis
     return found
 
 
+def test_one_device_is_no_even_split() -> None:
+    found = raced(Bench(FOUR.devices[:1]), LayoutOptions(("solo", "even"), scaling=False), global_batch=1000)
+    assert set(found) == {"solo"}
+
+
 @pytest.mark.parametrize(
     ("devices", "counts"), [(0, ()), (1, ()), (2, (2,)), (3, (2, 3)), (4, (2, 4)), (5, (2, 4, 5)), (8, (2, 4, 8))]
 )
