@@ -36,7 +36,7 @@ def raced(bench: Bench, options: LayoutOptions, **problem: Any) -> dict[str, lis
 
 
 def test_one_device_is_no_even_split() -> None:
-    found = raced(Bench(FOUR.devices[:1]), LayoutOptions(("solo", "even"), scaling=False), global_batch=1000)
+    found = raced(Bench(FOUR.devices[:1]), LayoutOptions(("solo", "even"), scaling=False))
     assert set(found) == {"solo"}
 
 
