@@ -60,6 +60,6 @@ def _between(tried: Rates, grown: list[int]) -> int | None:
         return None
     sizes = sorted(tried)
     place = sizes.index(best)
-    neighbours = sizes[max(0, place - 1) : place] + sizes[place + 1 : place + 2]
-    gaps = [(abs(best - other), (best + other) // 2) for other in neighbours if abs(best - other) > 1]
+    nearest = sizes[max(0, place - 1) : place + 2]
+    gaps = [(abs(best - other), (best + other) // 2) for other in nearest if abs(best - other) > 1]
     return max(gaps)[1] if gaps else None

@@ -18,7 +18,7 @@ FEWEST_COMMON = 2  # batches in common
 def group_devices(devices: Sequence[DeviceEvidence]) -> list[list[int]]:
     """Positions grouped so that each is as fast as the first of its group; lost devices are groups of their own."""
     groups: list[list[int]] = []
-    pace = [device.alone[0].seconds / device.alone[0].batch ** 0.5 if device.alone else math.inf for device in devices]
+    pace = [device.alone[0].seconds if device.alone else math.inf for device in devices]
     for position in sorted(range(len(devices)), key=lambda i: (pace[i], i)):
         for group in reversed(groups):
             if pace[group[0]] * (1 + NEAR) < pace[position]:
