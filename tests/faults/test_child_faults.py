@@ -115,7 +115,7 @@ def test_a_running_probe_reports_itself_as_a_training_until_it_rests(make: Make)
 
 def test_a_split_steps_as_one_and_has_each_rank_s_own_work(make: Make) -> None:
     """The step is the slowest rank's; the other's own work is less."""
-    (seen,) = observe(make(per_sample_ms=0.2), layout_of((150, 25)))
+    (seen,) = observe(make(per_sample_ms=0.2), layout_of((240, 8)))
     assert isinstance(seen, Timed)
     assert seen.step_seconds > 0.03
     slow, quick = seen.device_seconds
