@@ -32,7 +32,7 @@ FIRST = 3  # probes, within a minute of the search's own check
 
 
 class Rate(msgspec.Struct, frozen=True):
-    """Samples per second, and per second of CPU time of all ranks; 0 where that is unknown, as on GPUs."""
+    """Samples per second, and per second of CPU time of all ranks; 0: unknown, as on GPUs."""
 
     wall: float
     cpu: float
@@ -98,9 +98,10 @@ def alternate(
 
 
 def read_probe(run: TimedRun, layout: Layout) -> Rate:
-    """Of a probe that has ended; on slices of the CPU each rank's own rate is by its CPU time."""
-    cpu = 0.0 if run.alone else sum(share / own for share, own in zip(layout.shares, run.own, strict=True) if own)
-    return Rate(run.this_run.value, layout.global_batch / cpu if cpu else 0.0)
+    """Of a probe that has ended; several ranks' own rates are by their CPU time, if they weren't measured alone."""
+    seconds = [share / own for share, own in zip(layout.shares, run.own, strict=True) if own]
+    known = len(seconds) > 1 and not run.alone
+    return Rate(run.this_run.value, layout.global_batch / sum(seconds) if known else 0.0)
 
 
 def read_block(ranks: Ranks, rows: int) -> Rate:
