@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from evener.balancer.search.search import Search
-from evener.balancer.types import Failed, Layout, Observation, Probe, Problem
+from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Problem
 from tests.support.search_machines import Bench
 
 PAIR = Bench(((10.0, 0.05, 0, 20_000), (10.0, 0.1, 0, 20_000)), 0.002)
@@ -53,3 +53,17 @@ def test_a_device_that_fails_at_its_first_batch_is_left_out() -> None:
     best = search.best()
     assert best is not None
     assert best.layout.active == (0,)
+
+
+def test_a_device_that_ran_one_row_alone_is_not_lost_when_more_fail() -> None:
+    """Eight run out of memory, and then a kernel fails with four."""
+    search = Search(Problem(devices=2, memory_bytes=(None, None)))
+    while (probes := search.ask()) and probes[0].stage == "solo":
+        for probe in probes:
+            rows = probe.layout.shares[0]
+            if rows >= 8:
+                search.tell(OutOfMemory(probe, (0,), "full", 1.0))
+            else:
+                search.tell(_seen(probe, (0,) if rows > 1 else ()))
+    assert search._predictions.model.live == (0, 1)
+    assert search._predictions.model.devices[0].memory.failed is not None

@@ -28,6 +28,11 @@ def test_the_median() -> None:
         stats.median([])
 
 
+def test_one_timed_step_is_known_to_a_half() -> None:
+    interval = stats.interval_of([(1, 0.2)])
+    assert (interval.low, interval.value, interval.high) == pytest.approx((0.1, 0.2, 0.3))
+
+
 def test_block_interval_holds_the_truth_in_about_95_of_100_runs() -> None:
     """Blocks of normal step times: the interval covers the mean as often as it says."""
     rng = random.Random(7)
