@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with ProcessPoolExecutor(options.processes) as pool:
         outcomes: list[SearchOutcome] = list(pool.map(run, todo, chunksize=2))
     command = "python -m benchmarks.search" + (" --quick" if options.quick else "")
+    command += f" --seeds {options.seeds}" if options.seeds else ""
     page = report(outcomes, seeds, command)
     if options.quick:
         print(page)
