@@ -5,32 +5,28 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from evener.plan import Share, Throughput, make_layout
+from tests.support.frameworks import skip_without
 from tests.support.launched_plan import make_plan
 
+skip_without("tensorflow")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SECONDS = 550
 
 
-def run(name: str, *words: str, launch: Sequence[str] = ()) -> str:
-    """What an example prints."""
-    command = [sys.executable, *launch, str(EXAMPLES / name), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def test_the_recurrent_experiment_gives_its_table() -> None:
+def test_the_recurrent_experiment_gives_its_table(keras_ranks: Callable[..., list[Any]]) -> None:
     """One device and two have the same accuracies, to the digit shown."""
     words = ["--units", "4", "--layers", "1", "--dense", "8", "--epochs", "2", "--sizes", "512", "--seeds", "2"]
-    *_, row, _, verdict = run("keras_gru_digits.py", *words).splitlines()
+    (printed,) = keras_ranks("tests.support.script_ranks.run_script", str(EXAMPLES / "keras_gru_digits.py"), *words)
+    *_, row, _, verdict = printed.splitlines()
     cells = row.strip("|").split("|")
     assert cells[:2] == ["2", "512"]
     assert cells[2:4] == cells[5:7]
@@ -46,8 +42,11 @@ def test_training_by_a_plan_reaches_its_steps(tmp_path: Path) -> None:
     promise = Throughput(960.0, 960.0, 960.0)
     plan = make_plan(layout, workload="keras_mnist", framework="tensorflow", throughput=promise)
     plan.save(tmp_path / "plan.toml")
-    launch = ["-m", "evener", "launch", str(tmp_path / "plan.toml")]
-    text = run("keras_train.py", "--seconds", "1", "--rows", "640", launch=launch)
+    launch = ["-m", "evener", "launch", str(tmp_path / "plan.toml"), str(EXAMPLES / "keras_train.py")]
+    command = [sys.executable, *launch, "--seconds", "1", "--rows", "640"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    text = done.stdout
     assert "Shares 20, 12: 32 samples a step." in text
     assert re.search(r"samples/s over 30 steps; the plan says 960", text)
     assert text.count("Engine multiworker") == 1

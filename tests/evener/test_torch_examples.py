@@ -47,7 +47,7 @@ def run(trainer_ranks: Callable[..., list[Any]]) -> Callable[..., str]:
     """`run(name, *words)`: what an example prints on one device."""
 
     def run_example(name: str, *words: str) -> str:
-        printed: list[str] = trainer_ranks("tests.support.script_ranks.run_script", str(EXAMPLES / name), words)
+        printed: list[str] = trainer_ranks("tests.support.script_ranks.save_printed", str(EXAMPLES / name), *words)
         return printed[0]
 
     return run_example

@@ -356,7 +356,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory, trainer_ranks: Callable[...,
     layout = make_layout("split", made.layout.share, (24, 8), micros=(9, 4))
     msgspec.structs.replace(made, layout=layout).save(folder / "passes.toml")
     words = ["--plan", "plan.toml", "--out", "rank"]
-    trainer_ranks("tests.support.script_ranks.run_script", str(folder / "train.py"), words, world=2)
+    trainer_ranks("tests.support.script_ranks.save_printed", str(folder / "train.py"), *words, world=2)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 

@@ -1,4 +1,4 @@
-"""Runs a user's script as a rank of a RankServer, which has imported PyTorch already."""
+"""Runs a user's script as a rank of a RankServer, which has imported its framework already."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ import io
 import os
 import runpy
 import sys
-from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
-import torch
 
-
-def run_script(folder: Path, rank: int, script: str, words: Sequence[str]) -> None:
-    """As `python script words` in the script's folder; leaves what it prints.
+def run_script(_rank: int, script: str, *words: str) -> str:
+    """What `python script words` prints in the script's folder.
 
     A script that leaves the group of several gloo ranks while a model lives may hang in PyTorch: none of these does.
     """
     os.chdir(Path(script).parent)
-    os.environ["XDG_STATE_HOME"] = str(folder / "state")
-    torch.set_num_threads(1)
     sys.argv = [script, *words]
     with redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(script, run_name="__main__")
-    torch.save(printed.getvalue(), folder / f"{rank}.pt")
+    return printed.getvalue()
+
+
+def save_printed(folder: Path, rank: int, script: str, *words: str) -> None:
+    """As `run_script`, on one thread of PyTorch."""
+    import torch
+
+    os.environ["XDG_STATE_HOME"] = str(folder / "state")
+    torch.set_num_threads(1)
+    torch.save(run_script(rank, script, *words), folder / f"{rank}.pt")
