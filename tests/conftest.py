@@ -21,7 +21,7 @@ from evener.balancer.search import budget
 from tests.support.children import end_with_this_process
 from tests.support.fake_nvml import FakeNvml
 from tests.support.keras_start import make_configs
-from tests.support.quick_probes import QUICK, QUICK_EXPLORATION
+from tests.support.quick_probes import QUICK
 from tests.support.rank_server import RankServer, place_ranks, run_on_gpus
 
 NEED_TORCH = ["evener/test_torch_*.py", "workloads/test_torch_*.py"]  # they import it at the top
@@ -171,12 +171,6 @@ def cores_of_one_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]
 def quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches in this process measure half a second at a time, not four."""
     monkeypatch.setattr(budget, "BASE_SECONDS", QUICK)
-
-
-@pytest.fixture
-def quick_exploration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same until the race."""
-    monkeypatch.setattr(budget, "BASE_SECONDS", QUICK_EXPLORATION)
 
 
 @pytest.fixture(scope="module")

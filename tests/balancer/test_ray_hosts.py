@@ -263,7 +263,6 @@ def test_a_slow_network_makes_one_host_the_verdict_and_more_time_is_measured(dev
     assert more.plan.search.probes > ended.plan.search.probes
 
 
-@pytest.mark.usefixtures("quick_exploration")
 def test_a_host_that_goes_in_a_race_is_left_out(cluster: Any, tmp_path: Path) -> None:
     """It is named, nothing of it runs on, and the plan is for the others."""
     node = cluster.add_node(node_ip_address=THIRD, **NODE)
