@@ -91,7 +91,7 @@ def train(name: str, split: Any = None, folder: str = "") -> dict[str, Any]:
     for epoch in range(1 if name == "resumed" and split is not None else 0, EPOCHS):
         sampler.set_epoch(epoch)
         LOOPS[name](accelerator, model, optimizer, loader, split)
-    found = {"weights": [tensor.detach().clone() for tensor in module.state_dict().values()]}
+    found: dict[str, Any] = {"weights": [tensor.detach().clone() for tensor in module.state_dict().values()]}
     found["predicted"] = predict(accelerator, model)
     found["in buckets"] = split is None or model._get_ddp_logging_data()["gradient_as_bucket_view"]
     if name == "rebalanced" and split is not None:
