@@ -10,7 +10,7 @@ from evener.balancer.search.search import Search
 from evener.balancer.search.text_model import TextModel
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed, solo
 from evener.costs import Cost, Work
-from tests.support.text_machines import TextMachine
+from tests.support.text_machines import TextMachine, lognormal
 
 FAST = Cost(0.001, 2e-5, 1e-8)
 SLOW = Cost(0.002, 4e-5, 2e-8)
@@ -24,10 +24,12 @@ class Launched(Cost, frozen=True):
         return 0.01 * work.passes
 
 
-def passes_of(cost: Cost) -> list[tuple[int, int, int]]:
+def passes_of(
+    cost: Cost, lengths: tuple[int, ...] = lognormal(), budget: float | None = None
+) -> list[tuple[int, int, int]]:
     """(rows of a pass, passes, tokens of a row) of each probe of passes of one length, in order."""
-    machine, found = TextMachine((cost,), step_s=0.0), []
-    search = Search(machine.problem(global_batch=4096))
+    machine, found = TextMachine((cost,), step_s=0.0, lengths=lengths), []
+    search = Search(machine.problem(global_batch=4096, budget_seconds=budget))
     search.learn_data(0, machine.lengths)
     while (probes := search.ask()) and (layout := probes[0].layout).length:
         found.append((layout.pass_rows[0], layout.passes(0), layout.length))
@@ -39,9 +41,25 @@ def passes_of(cost: Cost) -> list[tuple[int, int, int]]:
 def test_passes_grow_until_tokens_show_and_then_differ_in_length() -> None:
     """Eight rows of middling length, longer ones until they take three times as long, then every length.
 
-    Short rows come in four passes: by them what a pass costs is told from what a step costs.
+    Short rows come in four passes: they show what of a step's cost is a pass's.
     """
     assert passes_of(FAST) == [(8, 1, 64), (4, 1, 512), (15, 4, 33), (32, 1, 64), (11, 1, 176)]
+
+
+@pytest.mark.parametrize("median", [20, 64, 200])
+def test_the_first_pass_has_eight_middling_rows_or_what_the_longest_row_takes(median: int) -> None:
+    """A pass that holds the longest row has to fit in any case."""
+    lengths = lognormal(median, longest=512)
+    rows, passes, length = passes_of(FAST, lengths)[0]
+    assert length == pytest.approx(median, abs=1)
+    assert (rows, passes) == (max(8, lengths[-1] // length), 1)
+
+
+def test_passes_that_would_not_end_in_time_are_not_begun() -> None:
+    """512 tokens take 1.5 s; four passes of them, five times, 30 s."""
+    slow = Cost(0.5, 2e-3, 0)
+    assert 4 in [passes for _, passes, _ in passes_of(slow)]
+    assert 4 not in [passes for _, passes, _ in passes_of(slow, budget=25.0)]
 
 
 def test_passes_that_never_take_longer_grow_four_times() -> None:
