@@ -176,9 +176,17 @@ def join(device: Any, backend: str | None) -> bool:
     return True
 
 
+_left: list[Any] = []  # process groups, until the interpreter ends
+
+
 def leave_group() -> None:
-    """Leave the process group, if there still is one."""
+    """Leave the process group, if there still is one.
+
+    Its last reference isn't a model's: DistributedDataParallel that is dropped right after would wait for gloo's
+    thread, which may wait for the interpreter's lock to drop its last tensors.
+    """
     if dist.is_initialized():
+        _left.append(dist.group.WORLD)
         dist.destroy_process_group()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from evener.plan import Fingerprint, Plan, Share, make_layout
 from evener.torch_split import Split
 from evener.torch_split.gradient_weights import GradientWeights
 from evener.torch_split.model_digest import model_digest
-from evener.torch_split.process import Stand, choose_device
+from evener.torch_split.process import Stand, choose_device, leave_group
 from tests.support.launched_plan import make_plan
 
 ROWS = torch.utils.data.TensorDataset(torch.arange(20.0).reshape(20, 1))
@@ -39,6 +41,16 @@ def surroundings(alone_on_the_cpu: None) -> Any:
     yield
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(threads)
+
+
+def test_the_last_reference_to_a_group_that_was_left_is_not_a_models() -> None:
+    """A model that is dropped after `close` would end the group, and wait for a thread that waits for Python."""
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    group = weakref.ref(torch.distributed.group.WORLD)
+    leave_group()
+    gc.collect()
+    assert group() is not None
+    assert not torch.distributed.is_initialized()
 
 
 def test_one_device_needs_no_group(tmp_path: Path) -> None:
