@@ -292,8 +292,9 @@ def join(place: Place, device: torch.device) -> bool:
 
 
 def wrap(module: Any, device: torch.device, group: Any) -> Any:
-    """The module in DistributedDataParallel over `group`; gradients lie beside its buckets, as in trainers."""
-    return DistributedDataParallel(module, device_ids=[device] if _on_gpu(device) else None, process_group=group)
+    """The module in DistributedDataParallel over `group`; gradients are views of its buckets, as in `Split.wrap`."""
+    devices = [device] if _on_gpu(device) else None
+    return DistributedDataParallel(module, device_ids=devices, process_group=group, gradient_as_bucket_view=True)
 
 
 def own_share(place: Place, shares: Sequence[int]) -> int:
