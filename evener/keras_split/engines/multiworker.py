@@ -126,7 +126,13 @@ def group_from_environment() -> Group | None:
         peers, rank = _read_cluster(json.loads(text))
     except (ValueError, AttributeError, TypeError):
         raise RequestError("TF_CONFIG can't be read.", "It is JSON with cluster.worker and task.index.") from None
-    return Group(peers, rank) if len(peers) > 1 else None
+    return _join_group(tuple(peers), rank) if len(peers) > 1 else None
+
+
+@functools.cache
+def _join_group(peers: tuple[str, ...], rank: int) -> Group:
+    """The same for each Split of the process: another strategy would end the sums that a faster process has begun."""
+    return Group(peers, rank)
 
 
 def _read_cluster(config: Any) -> tuple[list[str], int]:
