@@ -42,7 +42,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def attention() -> Iterator[None]:
-    """Dealt rows turn cuDNN's attention off in the whole process: give it back."""
+    """Dealt rows turn cuDNN's attention off in the whole process, also those of other tests: give it back."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
     yield
     torch.backends.cuda.enable_cudnn_sdp(True)
 
