@@ -21,8 +21,8 @@ class LengthSampler(UnevenBatchSampler):
     """A batch of row numbers for each pass of one rank; `lengths` are the tokens of all rows of the data.
 
     Global batches and their order are those without lengths, so a state can be loaded under other shares. cuDNN's
-    attention is turned off in this process: it makes a plan for each new shape, which took 90 ms on an H200, and nearly
-    every pass has one. RequestError for lengths that aren't the data's, and for a row that no rank can hold.
+    attention is turned off in this process: it makes a plan for each new shape, about 100 ms a pass on an H200, and
+    nearly every pass has one. RequestError for lengths that aren't the data's, and for a row that no rank can hold.
     """
 
     is_dealt = True

@@ -414,6 +414,11 @@ def test_a_report_counts_the_batch_that_is_fitted(found: Any) -> None:
     assert found["towers"]["reported"]["devices"] == ["cpu:0", "cpu:1", "cpu:2"]
 
 
+def test_splits_of_a_process_share_its_group(found: Any) -> None:
+    """Another strategy would reset the sums that a faster process has begun."""
+    assert [found[kind]["one group"] for kind in ("chief", "worker")] == [True, True]
+
+
 def test_each_process_of_a_group_reports_its_own_rows(found: Any) -> None:
     """3 : 1 of each batch, and the single row that is left."""
     assert found["chief"]["reported"] == [18, 18, 0] * 2

@@ -424,8 +424,10 @@ def group() -> dict[str, Any]:
     split = Split(devices=["CPU:0", "CPU:1"], ratios=[3, 1], global_batch=BATCH)
     assigned = train_twice(split, lambda: network(layers.SpectralNormalization(layers.Dense(8)), metrics=None), steps)
     calls, history = reports(split, X, Y)
+    another = Split(devices=["CPU:0", "CPU:1"], ratios=[3, 1], global_batch=BATCH)
     return {
         "rank": split.required_group.rank,
+        "one group": another.required_group is split.required_group,
         "reported": [call["samples"] for call in calls],
         "shuffled": history,
         "single samples": train_twice(split, network, fit_samples),
