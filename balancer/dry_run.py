@@ -146,7 +146,7 @@ def _foresee(resolved: ResolvedRequest, problem: Problem, timed: Sequence[Timed]
         devices=devices,
         steps=steps,
         start_seconds=start,
-        search_seconds=_imagine_search(resolved, problem, machine, start),
+        search_seconds=_imagine_search(resolved, problem, machine, timed[0]),
         budget_seconds=problem.budget_seconds,
         notes=resolved.notes,
         simulated=resolved.machine is not None,
@@ -181,9 +181,11 @@ def _write_machine(
     )
 
 
-def _imagine_search(resolved: ResolvedRequest, problem: Problem, machine: Machine, start_seconds: float) -> float:
+def _imagine_search(resolved: ResolvedRequest, problem: Problem, machine: Machine, first: Timed) -> float:
     """Seconds of the search on such devices, with the starts of its children."""
-    starts = start_seconds * (STARTS if problem.devices > 1 else 1)
+    starts = first.start_seconds
+    if problem.devices > 1:
+        starts += (STARTS - 1) * (starts - first.import_seconds)
     budget = problem.budget_seconds
     rest = None if budget is None else max(1.0, budget - starts)
     prober = SimulatedProber(machine, resolved.request.seed)

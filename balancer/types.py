@@ -138,6 +138,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     elapsed_seconds: float  # what the probe cost, start and warm-up counted
     warnings: tuple[Warned, ...] = ()
     start_seconds: float = 0.0  # part of it: starting and building new children, which later probes are spared
+    import_seconds: float = 0.0  # part of that: imports, which all later children are spared
     short_bytes: tuple[int, ...] = ()  # of each device's memory, what others held as it began; empty: nothing
     work: tuple[Work | None, ...] = ()  # of each device in a step, where rows have lengths
     watts: tuple[float | None, ...] = ()  # mean power of each device of the request, idle ones too; None: unknown

@@ -7,28 +7,23 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Protocol
+from typing import BinaryIO, Protocol
 
 import msgspec
 import psutil
 
 from evener.balancer.probes import protocol
+from evener.balancer.probes.forked_process import WAIT_SECONDS, ForkedProcess
 from evener.balancer.probes.protocol import Begin, Command, Reply
 from evener.balancer.probes.stack_dump import SIGNAL, Stack, read_stack
-from evener.devices.child_environment import ChildEnvironment, import_path
-from evener.live_files import start_ticks
 
 STDERR_BYTES = 64 << 10  # how much of the end of standard error is kept
-WAIT_SECONDS = 2.0
 DRAIN_SECONDS = 0.2  # for the rest of standard error, which what it started may keep open
 STACK_SECONDS, POLL_SECONDS = 2.0, 0.01  # for the answer to a signal
 _READ_BYTES = 64 << 10
@@ -63,7 +58,6 @@ class RunningChild(Protocol):
     """A child on any host, as a group uses it; `Child` says what its members are."""
 
     rank: int
-    pid: int
 
     def send(self, command: Command) -> None: ...
 
@@ -82,7 +76,9 @@ class RunningChild(Protocol):
 class Child:
     """A running worker. Its messages go to `inbox` with its rank; it is killed with its whole process group."""
 
-    def __init__(self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None) -> None:
+    def __init__(
+        self, rank: int, inbox: Inbox, process: ForkedProcess, cores: tuple[int, ...], cap_bytes: int | None
+    ) -> None:
         self.rank = rank
         self._cap_bytes = cap_bytes
         self._inbox = inbox
@@ -90,45 +86,42 @@ class Child:
         self._stderr_bytes = 0
         self._peak_bytes = 0
         self._kills_before = _kernel_kills()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "evener.balancer.probes.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=_child_variables(environment.variables),
-            start_new_session=True,  # a terminal's Ctrl-C reaches the parent alone, which decides
-        )
-        self.pid = self._process.pid
-        self._stderr_reader = self._start_thread(self._read_stderr, self._process.stderr)
-        self._start_thread(self._read_replies, self._process.stdout)
-        self.send(Begin(os.getpid(), start_ticks(os.getpid()) or 0, environment.cores))
+        self._process = process
+        self._stderr_reader = self._start_thread(self._read_stderr, process.stderr)
+        self._start_thread(self._read_replies, process.stdout)
+        self.send(Begin(cores))
 
-    def _start_thread(self, read: Callable[[IO[bytes]], None], stream: IO[bytes] | None) -> threading.Thread:
-        thread = threading.Thread(target=read, args=(stream,), name=f"child {self.pid}", daemon=True)
+    def _start_thread(self, read: Callable[[BinaryIO], None], stream: BinaryIO) -> threading.Thread:
+        thread = threading.Thread(target=read, args=(stream,), name=f"child of rank {self.rank}", daemon=True)
         thread.start()
         return thread
 
     def send(self, command: Command) -> None:
         """Send a command; if the child is gone, the inbox says so."""
         with suppress(OSError, ValueError):
-            assert self._process.stdin is not None
             self._process.stdin.write(protocol.encode_line(command))
             self._process.stdin.flush()
 
     def sample_memory(self) -> None:
         """Remember how much memory it holds, in case it ends without a message."""
         with suppress(psutil.Error):
-            self._peak_bytes = max(self._peak_bytes, psutil.Process(self.pid).memory_info().rss)
+            if self.pid:
+                self._peak_bytes = max(self._peak_bytes, psutil.Process(self.pid).memory_info().rss)
+
+    @property
+    def pid(self) -> int:
+        """Its process; 0 until it runs."""
+        return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs, according to the kernel."""
-        return self._process.poll() is None
+        """Whether it hasn't ended."""
+        return self._process.returncode is None
 
     @property
     def stderr_tail(self) -> str:
         """The end of what it wrote to standard error and standard output."""
-        return b"".join(self._stderr).decode(errors="replace")
+        return b"".join(self._stderr).decode(errors="replace") + self._process.read_log()
 
     def find_stack(self) -> Stack | None:
         """Where it is now, once it has said that it is ready; None if it doesn't answer."""
@@ -144,16 +137,13 @@ class Child:
 
     def end(self) -> None:
         """Kill it and its process group now; safe to call twice."""
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
-        with suppress(subprocess.TimeoutExpired):
+        self._process.kill()
+        if self.pid:
             self._process.wait(WAIT_SECONDS)
         with suppress(OSError):
-            if self._process.stdin is not None:
-                self._process.stdin.close()
+            self._process.stdin.close()
 
-    def _read_replies(self, stream: IO[bytes]) -> None:
+    def _read_replies(self, stream: BinaryIO) -> None:
         rest = b""
         while part := _read(stream):
             *lines, rest = (rest + part).split(b"\n")
@@ -162,8 +152,7 @@ class Child:
             if len(rest) > protocol.LONGEST_LINE_BYTES:
                 self._put(InvalidReply("a line without an end"))
                 rest = b""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(WAIT_SECONDS)
+        self._process.wait(WAIT_SECONDS)
         code = self._process.returncode
         self._put(InvalidReply("it closed its output") if code is None else self._describe_exit(code))
         stream.close()
@@ -173,7 +162,7 @@ class Child:
         share = self._peak_bytes / self._cap_bytes if self._cap_bytes else 0.0
         return Exited(code, share, _kernel_kills() > self._kills_before, self.stderr_tail)
 
-    def _read_stderr(self, stream: IO[bytes]) -> None:
+    def _read_stderr(self, stream: BinaryIO) -> None:
         while part := _read(stream):
             self._stderr.append(part)
             self._stderr_bytes += len(part)
@@ -195,7 +184,7 @@ def parse_reply(text: bytes) -> Reply | InvalidReply:
         return InvalidReply(text[:80].decode(errors="replace"))
 
 
-def _read(stream: IO[bytes]) -> bytes:
+def _read(stream: BinaryIO) -> bytes:
     try:
         return os.read(stream.fileno(), _READ_BYTES)
     except (OSError, ValueError):
@@ -208,11 +197,3 @@ def _kernel_kills() -> int:
         lines = Path("/proc/vmstat").read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
     return 0
-
-
-def _child_variables(variables: dict[str, str]) -> dict[str, str]:
-    """This process' environment with `variables` over it; the child imports the evener that runs here."""
-    merged = {**os.environ, **variables}
-    merged["PYTHONPATH"] = import_path(merged.get("PYTHONPATH", ""))
-    merged["PYTHONUNBUFFERED"] = "1"
-    return merged

@@ -17,7 +17,7 @@ import msgspec
 
 from evener.balancer.probes import exit_causes
 from evener.balancer.probes.child import Exited, HostLost, Inbox, InvalidReply, Message, RunningChild
-from evener.balancer.probes.protocol import Built, ChildError, Command, Prepared, Reply, Rest, Rested
+from evener.balancer.probes.protocol import Built, ChildError, Command, Prepared, Ready, Reply, Rest, Rested
 from evener.balancer.probes.stack_dump import Stack
 from evener.balancer.types import Cause
 
@@ -90,6 +90,7 @@ class ChildGroup:
     def __init__(self, children: Sequence[RunningChild], inbox: Inbox, ranks: RankMap) -> None:
         self.children, self.ranks = list(children), ranks
         self.fresh = True  # it has not measured anything yet
+        self.import_seconds = 0.0  # that its children waited for the process that they are forked from
         self.held_bytes: dict[int, int] = {}  # position -> what it keeps there while it rests
         self._inbox = inbox
 
@@ -112,7 +113,7 @@ class ChildGroup:
         while len(replies) + len(failures) < len(self.children) and time.monotonic() <= deadline:
             if stop.is_set():
                 late = [child for child in self.children if child.rank not in replies]
-                raise StoppedError(late[0].find_stack() if expected in (Built, Prepared) else None)
+                raise StoppedError(late[0].find_stack() if expected in (Ready, Built, Prepared) else None)
             received = self._next_message()
             if received is None:
                 continue

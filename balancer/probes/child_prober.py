@@ -239,8 +239,10 @@ class ChildProber:
         environments = [self._environment(devices, key) for devices in assigned]
         ranks = map_ranks(self._resolved, key, environments, self._busy_cores)
         group = self._start_processes(assigned, environments, ranks)
+        started = time.monotonic()
         try:
-            group.receive(Ready, self._timeouts.start, stop)
+            group.receive(Ready, self._timeouts.build, stop)
+            group.import_seconds = time.monotonic() - started
             progress.enter("building")
             grouped = key.kind == "split" and len(assigned) > 1
             peers = self._hosts.find_addresses([devices[0] for devices in assigned]) if grouped else ()

@@ -28,22 +28,23 @@ Script = tuple[ScriptCopy, str]  # with the name of its function
 class HostServant:
     """One host's children; `local` has its drivers. Both are called from another machine, each call in its thread."""
 
-    def __init__(self, devices: Sequence[Device], framework: str, name: str, script: Script | None) -> None:
-        self.local = LocalHost(devices, framework, name)
+    def __init__(
+        self, devices: Sequence[Device], framework: str, workload: str, name: str, script: Script | None
+    ) -> None:
         self._script = WrittenScript(script[0]) if script else None
-        self._function = script[1] if script else ""
+        self._workload = f"{self._script.path}:{script[1]}" if self._script and script else workload
+        self.local = LocalHost(devices, framework, self._workload, name)
         self._inbox: Inbox = queue.Queue(INBOX)
         self._children: dict[int, Child] = {}
 
-    def start_child(self, key: int, environment: ChildEnvironment, cap_bytes: int | None) -> int:
-        """Start a child; its pid."""
-        self._children[key] = child = self.local.start_child(key, self._inbox, environment, cap_bytes)
-        return child.pid
+    def start_child(self, key: int, environment: ChildEnvironment, cap_bytes: int | None) -> None:
+        """Start a child."""
+        self._children[key] = self.local.start_child(key, self._inbox, environment, cap_bytes)
 
     def send(self, key: int, command: Command) -> None:
         """Send a child a command; the user's script lies elsewhere here."""
-        if self._script and isinstance(command, Build):
-            command = msgspec.structs.replace(command, workload=f"{self._script.path}:{self._function}")
+        if isinstance(command, Build):
+            command = msgspec.structs.replace(command, workload=self._workload)
         self._children[key].send(command)
 
     def receive(self) -> list[tuple[int, Message]]:

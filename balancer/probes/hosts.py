@@ -23,8 +23,11 @@ class Hosts:
         self._devices = devices
         self._by_name: dict[str, LocalHost | RemoteHost] = {}
         for name in group_by_host(devices):
-            here = LocalHost(devices, framework)
-            self._by_name[name] = RemoteHost(devices, framework, name, copy_workload(workload)) if name else here
+            self._by_name[name] = (
+                RemoteHost(devices, framework, workload, name, copy_workload(workload))
+                if name
+                else LocalHost(devices, framework, workload)
+            )
 
     def find(self, device: Device) -> LocalHost | RemoteHost:
         """The host of a device."""

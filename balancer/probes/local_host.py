@@ -8,11 +8,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import msgspec
 
 from evener.balancer.probes.child import Child, Inbox
 from evener.balancer.probes.child_group import StoppedError
+from evener.balancer.probes.forked_process import ServerProcess
 from evener.balancer.probes.interference import InterferenceMonitor
 from evener.balancer.probes.launch_plan import LOOPBACK, find_free_ports
 from evener.devices.child_environment import ChildEnvironment, child_environment
@@ -21,19 +23,24 @@ from evener.devices.host.network import choose_interface
 from evener.devices.nvidia.mps import MpsDaemon
 from evener.devices.nvidia.probe_watch import Vitals
 from evener.devices.types import Device
+from evener.workloads import preload
+
+AFTER_IMPORT = "CUDA_"  # variables of this prefix are read when CUDA starts, so a child may have its own
 
 
 class LocalHost:
     """This machine, which is `name` in a cluster: its children, drivers, MPS daemon and free ports."""
 
-    def __init__(self, devices: Sequence[Device], framework: str, name: str = "") -> None:
+    def __init__(self, devices: Sequence[Device], framework: str, workload: str, name: str = "") -> None:
         self._framework = framework
+        self._imports = preload.find_imports(workload, framework)
         self._network = choose_interface(name, [device.host for device in devices])
         self.monitor = InterferenceMonitor(devices, name)
         self._children: set[Child] = set()
+        self._servers: dict[frozenset[tuple[str, str]], ServerProcess] = {}
         self._mps = MpsDaemon()  # started when a pack needs it
         self._closed, self._lock = threading.Event(), threading.Lock()
-        # the kernel ends a child with the *thread* that started it, so all are started by one thread that lasts
+        # the kernel ends a server with the *thread* that started it, so all are started by one thread that lasts
         self._starter = ThreadPoolExecutor(1, "child starter")
 
     def make_environment(self, devices: Sequence[Device], mps: bool) -> ChildEnvironment:
@@ -51,7 +58,10 @@ class LocalHost:
         """A new child; OSError or RuntimeError if none can be started."""
 
         def start() -> Child:
-            child = Child(rank, inbox, environment, cap_bytes)
+            if self._closed.is_set():
+                raise RuntimeError("this session has ended")
+            process = self._find_server(environment).start(environment.variables)
+            child = Child(rank, inbox, process, environment.cores, cap_bytes)
             ended = {other for other in self._children if not other.alive}
             for other in ended:  # perhaps while it rested, and nobody has missed it yet
                 other.end()
@@ -59,6 +69,20 @@ class LocalHost:
             return child
 
         return self._starter.submit(start).result()
+
+    def _find_server(self, environment: ChildEnvironment) -> ServerProcess:
+        """What forks the children that agree in all variables that count while the framework is imported."""
+        before = {name: text for name, text in environment.variables.items() if not name.startswith(AFTER_IMPORT)}
+        key = frozenset(before.items())
+        if key not in self._servers or not self._servers[key].alive:
+            self._servers[key] = ServerProcess(before, self._imports)
+        return self._servers[key]
+
+    def _end_children(self) -> None:
+        for child in self._children:
+            child.end()
+        for server in self._servers.values():
+            server.close()
 
     def find_addresses(self, count: int, address: str = LOOPBACK) -> tuple[str, ...]:
         """So many ports of an address of this machine that are free at this moment."""
@@ -84,9 +108,9 @@ class LocalHost:
     def close(self) -> None:
         """Kill every child at once, and the MPS daemon; safe to call twice."""
         self._closed.set()
-        self._starter.shutdown(wait=True, cancel_futures=True)  # a child that starts just now is ended below
-        for child in self._children:
-            child.end()
+        with suppress(RuntimeError):  # closed before
+            self._starter.submit(self._end_children).result()  # after one that starts just now
+        self._starter.shutdown()
         self.monitor.close()
         with self._lock:
             self._mps.close()

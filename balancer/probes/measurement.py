@@ -31,8 +31,7 @@ CHUNKS = 8  # per block of a pack: how often each training looks at the clock
 class Timeouts(msgspec.Struct, frozen=True):
     """How long each phase may take before the child counts as hung; seconds."""
 
-    start: float = 120.0
-    build: float = 600.0  # imports of a framework on a slow disk, and the model
+    build: float = 600.0  # each of both: imports of a framework on a slow disk, and the model
     prepare: float = 600.0  # tracing, autotuning, compiling
     block: float = 60.0  # or BLOCK_SLACK times what it should take, if that is more
 
@@ -130,6 +129,7 @@ class Measurement:
             elapsed_seconds=time.monotonic() - started,
             warnings=(*timing.warnings, *self._not_finite),
             start_seconds=start_seconds,
+            import_seconds=min(self._group.import_seconds, start_seconds),
             short_bytes=short_bytes,
             work=self._by_position(self._mean_work()) if self._work else (),
             watts=tuple(map(self._watts.get, range(len(self._probe.layout.shares)))) if self._watts else (),

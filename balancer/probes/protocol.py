@@ -23,10 +23,8 @@ LONGEST_TRACEBACK = 40_000  # characters of a traceback: with every one of them 
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """The first message: which cores the child may use, and which process is its parent."""
+    """The first message: which cores the child may use."""
 
-    parent_pid: int
-    parent_start: int  # clock ticks from boot to the parent's start: pids are reused, a pid with its start is not
     cores: tuple[int, ...] = ()  # empty: all
 
 

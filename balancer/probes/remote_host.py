@@ -31,7 +31,6 @@ class RemoteChild:
 
     def __init__(self, host: RemoteHost, key: int, rank: int, inbox: Inbox) -> None:
         self.rank, self._inbox = rank, inbox
-        self.pid = 0  # on its host
         self.alive = True  # by its last message
         self._host, self._key = host, key
 
@@ -66,10 +65,12 @@ class RemoteChild:
 class RemoteHost:
     """One host of the cluster; HostLostError if its actor doesn't answer."""
 
-    def __init__(self, devices: Sequence[Device], framework: str, name: str, script: Script | None) -> None:
+    def __init__(
+        self, devices: Sequence[Device], framework: str, workload: str, name: str, script: Script | None
+    ) -> None:
         self._name = name
         self._gpus = {i for i, device in enumerate(devices) if device.host == name and device.kind == "gpu"}
-        self._servant = find_agent(name).keep(HostServant, tuple(devices), framework, name, script)
+        self._servant = find_agent(name).keep(HostServant, tuple(devices), framework, workload, name, script)
         self._keys = itertools.count()
         self._children: dict[int, RemoteChild] = {}
         self._lost: HostLostError | None = None
@@ -98,7 +99,7 @@ class RemoteHost:
         """A new child there."""
         key = next(self._keys)
         self._children[key] = child = RemoteChild(self, key, rank, inbox)
-        child.pid = self.ask("start_child", key, environment, cap_bytes)
+        self.ask("start_child", key, environment, cap_bytes)
         return child
 
     def forget(self, key: int) -> None:

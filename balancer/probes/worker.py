@@ -1,17 +1,19 @@
 """The child of a probe: builds one workload and runs its steps as commanded, on its own cores.
 
+Run as a program, this is the fork server, which imports the framework and then forks a child for each request.
+
 The protocol has private copies of standard input and output. Descriptor 0 is empty and descriptor 1 leads to standard
 error, so a workload can neither read commands nor write replies. The child ends with its parent, however that ends.
 """
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -25,23 +27,31 @@ from typing import BinaryIO, cast
 import msgspec
 
 from evener.balancer.probes import protocol, stack_dump
+from evener.balancer.probes.fork_server import ForkServer, die_with_parent, import_first
 from evener.costs import Work
 from evener.devices.child_environment import cap_address_space
 from evener.live import Reporter
-from evener.live_files import start_ticks
 from evener.workloads import user_code
 from evener.workloads.protocol import TextWorkload, Workload
 
 PARENT_POLL_SECONDS = 1.0
 IDLE_SECONDS = 1.0  # without a command, after which a child no longer counts as training
-_PR_SET_PDEATHSIG = 1
 
 
-def main() -> int:
-    """Carry out the commands on standard input until it ends or one fails."""
+def main() -> None:
+    """Import by the statements that follow the first argument, then fork children as the socket of that number asks."""
+    die_with_parent()
+    faulthandler.register(stack_dump.SIGNAL)
+    import_first(sys.argv[2:])
+    with socket.socket(fileno=int(sys.argv[1])) as channel:
+        ForkServer(channel, run_child).serve()
+
+
+def run_child(parent: int) -> None:
+    """Carry out the commands on standard input until it ends or one fails; ends with the process `parent`."""
+    _end_with_parent(parent)
     commands, replies = _private_streams()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.register(stack_dump.SIGNAL)
     worker = Worker()
     for text in _read_lines(commands, worker.rest):
         command = protocol.command_decoder.decode(text)
@@ -54,7 +64,6 @@ def main() -> int:
         if isinstance(reply, protocol.ChildError):
             break  # a child that failed is never used again
     _exit_now()
-    return 0
 
 
 class Worker:
@@ -233,8 +242,7 @@ def _encodable(text: str) -> str:
 
 
 def _begin(command: protocol.Begin) -> protocol.Ready:
-    """Bind this process to its parent and its cores."""
-    _end_with_parent(command.parent_pid, command.parent_start)
+    """Bind this process to its cores."""
     if command.cores:
         os.sched_setaffinity(0, command.cores)
     with suppress(OSError):  # if the kernel has to kill a process for memory, it should be this one
@@ -242,13 +250,12 @@ def _begin(command: protocol.Begin) -> protocol.Ready:
     return protocol.Ready(os.getpid())
 
 
-def _end_with_parent(parent_pid: int, parent_start: int) -> None:
+def _end_with_parent(parent: int) -> None:
     """The kernel kills this process with its parent; a thread watches too, in case the kernel doesn't."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()
 
     def watch() -> None:
-        while os.getppid() == parent_pid and start_ticks(parent_pid) == parent_start:
+        while os.getppid() == parent:
             time.sleep(PARENT_POLL_SECONDS)
         _exit_now()
 
@@ -293,4 +300,4 @@ def _spin(seconds: float) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -28,7 +28,7 @@ from evener.workloads.protocol import Place
 from evener.workloads.user_code import find_line
 
 COMMANDS = [
-    Begin(1, 25, (0, 1)),
+    Begin((0, 1)),
     Build("synthetic", "none", {"base_ms": 1.0}, Place(("CPU:0",), (None,), 1, ("a:1", "b:2"))),
     Prepare((8, 0)),
     RunSteps(5),

@@ -16,24 +16,22 @@ import psutil
 import pytest
 
 from evener.balancer.events import ProbeProgress
+from evener.balancer.probes.child import Inbox
 from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.local_host import LocalHost
 from evener.balancer.probes.measurement import Timeouts
+from evener.balancer.request import Request, ResolvedRequest
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed, layout_of, solo
 from evener.devices.child_environment import ChildEnvironment
 from evener.devices.cpu.slices import slices
 from evener.devices.types import Device, Limit
 from evener.live import Training, read_trainings
+from tests.support.probe_children import list_probe_children
 from tests.support.probers import child_prober
 
-HASTY = Timeouts(start=60.0, build=60.0, prepare=2.0, block=1.0)  # for children that hang
+HASTY = Timeouts(build=60.0, prepare=2.0, block=1.0)  # for children that hang
 GONE_SECONDS = 60.0
 Make = Callable[..., ChildProber]
-
-
-def children() -> list[psutil.Process]:
-    """Every living process below this one."""
-    return [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.fixture
@@ -50,9 +48,9 @@ def make() -> Iterator[Make]:
         prober.close()
         prober.close()
     deadline = time.monotonic() + GONE_SECONDS
-    while children() and time.monotonic() < deadline:
+    while psutil.Process().children() and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not children()
+    assert not psutil.Process().children()
 
 
 def observe(
@@ -68,10 +66,10 @@ def test_solo_children_measure_at_once_and_are_kept(make: Make) -> None:
     """Two devices, two processes; the next probe uses them again."""
     prober = make()
     first = observe(prober, solo(2, 0, 8), solo(2, 1, 8))
-    pids = {child.pid for child in children()}
+    pids = {child.pid for child in list_probe_children()}
     assert len(pids) == 2
     second = observe(prober, solo(2, 0, 16), solo(2, 1, 32))
-    assert {child.pid for child in children()} == pids
+    assert {child.pid for child in list_probe_children()} == pids
     for seen in (*first, *second):
         assert isinstance(seen, Timed)
         assert seen.low_seconds <= seen.step_seconds <= seen.high_seconds
@@ -110,7 +108,7 @@ def test_a_running_probe_reports_itself_as_a_training_until_it_rests(make: Make)
     while read_trainings() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not read_trainings()
-    assert children()
+    assert list_probe_children()
 
 
 def test_a_split_steps_as_one_and_has_each_rank_s_own_work(make: Make) -> None:
@@ -141,7 +139,7 @@ def test_a_pack_runs_side_by_side(make: Make) -> None:
     """Its throughput counts every process."""
     (seen,) = observe(make(), Layout("pack", (8, 0), processes=2))
     assert isinstance(seen, Timed)
-    assert len(children()) == 2
+    assert len(list_probe_children()) == 2
     assert seen.samples_per_second == pytest.approx(16 / seen.step_seconds)
 
 
@@ -159,14 +157,14 @@ def test_a_killed_child_is_a_failed_probe_with_the_signal_and_the_next_one_works
     make: Make, phase: str, number: signal.Signals
 ) -> None:
     """In every phase, by whichever signal; the fresh try finds a fresh child."""
-    killed: list[int] = []
+    asked = threading.Event()
 
     def kill(progress: ProbeProgress) -> None:
-        if progress.phase == phase and not killed:
-            while not children():  # "starting" is reported before there is a child
+        if progress.phase == phase and not asked.is_set():
+            asked.set()  # a phase that takes long is reported again
+            while not (found := list_probe_children()):  # "starting" is reported before there is a child
                 time.sleep(0.001)
-            killed.append(children()[0].pid)
-            os.kill(killed[0], number)
+            os.kill(found[0].pid, number)
 
     def later(progress: ProbeProgress) -> None:
         threading.Thread(target=kill, args=(progress,)).start() if progress.phase == "starting" else kill(progress)
@@ -211,14 +209,14 @@ def test_one_killed_rank_ends_its_group_and_is_named(make: Make) -> None:
 
     def kill(progress: ProbeProgress) -> None:
         if progress.phase == "measuring":
-            ranks = sorted(children(), key=lambda child: child.create_time())
+            ranks = sorted(list_probe_children(), key=lambda child: child.create_time())
             if len(ranks) == 2:
                 ranks[1].kill()
 
     (seen,) = observe(make(), layout_of((8, 8)), report=kill)
     assert isinstance(seen, Failed)
     assert "SIGKILL" in seen.detail or "has gone" in seen.detail
-    assert not children()
+    assert not list_probe_children()
 
 
 def test_a_stopped_child_is_a_time_out(make: Make) -> None:
@@ -226,7 +224,7 @@ def test_a_stopped_child_is_a_time_out(make: Make) -> None:
 
     def stop(progress: ProbeProgress) -> None:
         if progress.phase == "measuring":
-            for child in children():
+            for child in list_probe_children():
                 child.suspend()
 
     started = time.monotonic()
@@ -234,7 +232,7 @@ def test_a_stopped_child_is_a_time_out(make: Make) -> None:
     assert isinstance(seen, Failed)
     assert seen.cause == "timeout"
     assert time.monotonic() - started < GONE_SECONDS
-    assert not children()
+    assert not list_probe_children()
 
 
 @pytest.mark.parametrize(
@@ -318,7 +316,7 @@ def test_a_child_that_hangs_in_the_middle_of_a_run_of_steps_is_ended(make: Make)
     assert isinstance(seen, Failed)
     assert seen.cause == "timeout"
     assert time.monotonic() - started < GONE_SECONDS
-    assert not children()
+    assert not list_probe_children()
 
 
 def test_chatter_on_standard_output_is_no_message(make: Make) -> None:
@@ -339,9 +337,25 @@ def test_nothing_can_be_read_from_standard_input(make: Make, monkeypatch: pytest
 
 
 def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
-    """Run `code` in every child before anything of ours."""
+    """Run `code` in every server before anything of ours."""
     (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+AT_BIRTH = """
+import os
+real = os.dup
+def dup(descriptor):  # what a child calls first, for streams that are its own
+    os.dup = real
+    exec({code!r})
+    return real(descriptor)
+os.dup = dup
+"""
+
+
+def at_birth(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
+    """Run `code` in every child before its first word."""
+    site(monkeypatch, tmp_path, AT_BIRTH.format(code=code))
 
 
 BABBLE = {
@@ -359,7 +373,7 @@ def test_garbage_on_the_protocol_is_a_failed_probe_and_memory_stays_bounded(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
 ) -> None:
     """Whatever comes and however much."""
-    site(monkeypatch, tmp_path, BABBLE[what])
+    at_birth(monkeypatch, tmp_path, BABBLE[what])
     before = psutil.Process().memory_info().rss
     (seen,) = observe(make(), solo(2, 0, 8))
     assert isinstance(seen, Failed)
@@ -372,7 +386,7 @@ def test_100_mb_on_standard_error_are_drained_and_forgotten(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The child is neither blocked nor remembered in full."""
-    site(monkeypatch, tmp_path, "import os\nfor _ in range(1600): os.write(2, b'\\x1b[31mx' * 8192)")
+    at_birth(monkeypatch, tmp_path, "import os\nfor _ in range(1600): os.write(2, b'\\x1b[31mx' * 8192)")
     before = psutil.Process().memory_info().rss
     assert isinstance(observe(make(), solo(2, 0, 8))[0], Timed)
     assert psutil.Process().memory_info().rss - before < 40 << 20
@@ -383,9 +397,40 @@ def test_a_child_that_closes_its_pipes_is_a_failed_probe(
 ) -> None:
     """Standard input or output gone before the first word."""
     for descriptor in (0, 1):
-        site(monkeypatch, tmp_path, f"import os; os.close({descriptor})")
+        at_birth(monkeypatch, tmp_path, f"import os; os.close({descriptor})")
         (seen,) = observe(make(), solo(2, 0, 8))
         assert isinstance(seen, Failed)
+
+
+def test_a_server_that_dies_while_it_imports_is_a_failed_probe_with_what_it_wrote(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As a framework's own import may do; the next probe gets another server."""
+    errors = tmp_path / "errors.txt"
+    site(monkeypatch, tmp_path, "import os; os.write(2, b'no such instruction'); os.kill(os.getpid(), 4)")
+    resolved = ResolvedRequest(Request(), slices(2), "synthetic", "none")
+    prober = ChildProber(resolved, error_file=errors)
+    (seen,) = observe(prober, solo(2, 0, 8))
+    assert isinstance(seen, Failed)
+    assert (seen.cause, "SIGILL" in seen.detail) == ("signal", True), seen.detail
+    assert "no such instruction" in errors.read_text()
+    site(monkeypatch, tmp_path, "")
+    assert isinstance(observe(prober, solo(2, 0, 8))[0], Timed)
+    prober.close()
+
+
+def test_all_children_share_a_server_and_end_with_it(make: Make) -> None:
+    """A new one takes its place."""
+    prober = make()
+    assert all(isinstance(seen, Timed) for seen in observe(prober, solo(2, 0, 8), solo(2, 1, 8)))
+    assert isinstance(observe(prober, layout_of((8, 8)))[0], Timed)
+    (server,) = psutil.Process().children()
+    assert len(list_probe_children()) == 4
+    server.kill()
+    deadline = time.monotonic() + GONE_SECONDS
+    while psutil.Process().children() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert isinstance(observe(prober, layout_of((8, 8)))[0], Timed)
 
 
 def test_a_stop_ends_running_probes_at_once_and_invents_nothing(make: Make) -> None:
@@ -396,7 +441,7 @@ def test_a_stop_ends_running_probes_at_once_and_invents_nothing(make: Make) -> N
     prober = make()
     assert not list(prober.measure((Probe(solo(2, 0, 8), "solo", 60.0),), lambda _: None, stop))
     assert time.monotonic() - started < GONE_SECONDS
-    assert not children()
+    assert not list_probe_children()
 
 
 def test_closing_while_measuring_ends_the_children_and_the_probe(make: Make) -> None:
@@ -427,22 +472,23 @@ def test_closing_while_children_are_being_born_leaves_none(make: Make, moment: f
         )
     )
     deadline = time.monotonic() + GONE_SECONDS
-    while children() and time.monotonic() < deadline:
+    while psutil.Process().children() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not children()
+    assert not list_probe_children()
 
 
 def test_a_child_that_died_while_it_rested_leaves_no_pipe_open() -> None:
     """Its host forgets it when the next one starts, and nobody else may come to end it."""
-    host = LocalHost(slices(1), "none")
+    host = LocalHost(slices(1), "none", "synthetic")
     try:
-        first = host.start_child(0, queue.Queue(), ChildEnvironment({}), None)
+        inbox: Inbox = queue.Queue()
+        first = host.start_child(0, inbox, ChildEnvironment({}), None)
+        inbox.get(timeout=GONE_SECONDS)  # it is ready
         os.killpg(first.pid, signal.SIGKILL)
         deadline = time.monotonic() + GONE_SECONDS
         while first.alive and time.monotonic() < deadline:
             time.sleep(0.02)
         host.start_child(1, queue.Queue(), ChildEnvironment({}), None)
-        assert first._process.stdin is not None
         assert first._process.stdin.closed
     finally:
         host.close()

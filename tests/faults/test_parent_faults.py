@@ -20,6 +20,7 @@ from evener.balancer.session import Request, Session
 from evener.balancer.store import journal, replay, runs
 from evener.balancer.store.journal import AskedEntry, ObservationEntry, Record
 from evener.balancer.types import Failed
+from tests.support.probe_children import list_probe_children
 
 KILLS = int(os.environ.get("EVENER_KILLS", "8"))  # random moments; 200 and more by hand
 SIMULATED = Request(devices="sim:gtx1080ti,gtx1080", pace=0.004)
@@ -139,7 +140,7 @@ def test_kill_of_a_child_then_of_the_parent_then_resume(started: list[subprocess
     assert parent.stdout is not None
     run = parent.stdout.readline().strip()
     read_until(parent, "measuring")
-    psutil.Process(parent.pid).children()[0].kill()
+    list_probe_children(parent.pid)[0].kill()
     read_until(parent, "Observed")
     read_until(parent, "measuring")
     pids = [child.pid for child in psutil.Process(parent.pid).children(recursive=True)]
@@ -201,10 +202,10 @@ def test_a_terminal_s_ctrl_c_reaches_the_parent_alone(started: list[subprocess.P
     """Children are in sessions of their own: a signal to the terminal's group does not end them first."""
     with closing(Session(SYNTHETIC)) as session:
         events = session.events()
-        while not psutil.Process().children():
+        while not list_probe_children():
             next(events)
         deadline = time.monotonic() + 60.0
-        for child in psutil.Process().children():
+        for child in (*psutil.Process().children(), *list_probe_children()):
             while os.getsid(child.pid) != child.pid:  # one that is being born has ours until it runs
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
@@ -219,8 +220,8 @@ def test_a_child_killed_once_costs_one_probe_and_the_search_goes_on() -> None:
     events: list[Event] = []
     for event in session.events():
         events.append(event)
-        if not killed and psutil.Process().children():
-            psutil.Process().children()[0].kill()
+        if not killed and list_probe_children():
+            list_probe_children()[0].kill()
             killed = True
     session.close()
     last = events[-1]

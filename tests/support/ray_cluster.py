@@ -13,6 +13,7 @@ from unittest import mock
 import psutil
 
 from evener.devices.cluster.agents import end_agents
+from tests.support.probe_children import list_probe_children
 
 FIRST, SECOND = "127.0.0.2", "127.0.0.3"
 GPUS = 2  # that Ray believes the second node to have
@@ -54,9 +55,9 @@ def list_children() -> list[psutil.Process]:
     """The children of probes that the cluster's actors started; other tests may run some of their own meanwhile."""
     actors = {process.pid for process in list_processes("ray::Servant")}
     found = []
-    for process in list_processes("evener.balancer.probes.worker"):
+    for actor in actors:
         with contextlib.suppress(psutil.Error):
-            found += [process] if process.ppid() in actors else []
+            found += list_probe_children(actor)
     return found
 
 

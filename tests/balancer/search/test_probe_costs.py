@@ -91,6 +91,8 @@ def test_children_that_stand_start_in_no_time() -> None:
     assert found.start_seconds(Layout("place", (1, 1), placement="towers")) == pytest.approx(4.0)
     assert found.start_seconds(Layout("pack", (8, 0), 3)) == pytest.approx(0.8 * 4 * 3)
     assert budget().start_seconds(SPLIT) == 0.0
+    spared = budget(timed(solo(2, 0, 8), start_seconds=16.0, import_seconds=12.0))
+    assert spared.start_seconds(SPLIT) == pytest.approx(1.5 * 4), "imports come once"
 
 
 def test_packs_start_in_proportion_or_sooner_where_a_second_size_did() -> None:

@@ -1,0 +1,51 @@
+"""What a fork server imports for its children: the framework's module, and known libraries of a script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from evener.workloads.preload import find_imports
+
+TORCH = "import evener.workloads.torch_backend.user_model"
+SCRIPT = """
+from __future__ import annotations
+import torch, mine
+from transformers import Trainer
+import lightning as L, datasets
+import transformers, mine.models
+from .near import thing
+def build():
+    import peft
+"""
+
+
+def test_a_script_s_libraries_are_imported_and_nothing_of_its_own(tmp_path: Path) -> None:
+    """In their order; not what a function imports, and not a statement that names anything unknown."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    statements = find_imports(f"{tmp_path}/train.py:build", "torch")
+    assert statements == (TORCH, "from transformers import Trainer", "import lightning as L, datasets")
+
+
+@pytest.mark.parametrize("line", ["import os; os.environ['HF_HUB_OFFLINE'] = '1'", "os.putenv('A', 'b')"])
+def test_a_script_that_sets_variables_imports_its_libraries_itself(tmp_path: Path, line: str) -> None:
+    """They may be read by what it imports next."""
+    (tmp_path / "train.py").write_text(f"{line}\n{SCRIPT}")
+    assert find_imports(f"{tmp_path}/train.py:build", "torch") == (TORCH,)
+
+
+@pytest.mark.parametrize("text", ["def build(:", None])
+def test_a_script_that_can_t_be_read_is_left_to_its_child(tmp_path: Path, text: str | None) -> None:
+    """Which says what is wrong."""
+    if text is not None:
+        (tmp_path / "train.py").write_text(text)
+    assert find_imports(f"{tmp_path}/train.py:build", "torch") == ()
+
+
+def test_a_workload_of_the_table_is_imported_by_its_module() -> None:
+    """Nothing for one that doesn't exist."""
+    assert find_imports("keras_mnist", "tensorflow") == ("import evener.workloads.keras_backend.models.classifiers",)
+    assert find_imports("synthetic", "none") == ("import evener.workloads.synthetic",)
+    assert find_imports("package.module:build", "torch") == (TORCH,)
+    assert find_imports("no_such", "torch") == ()

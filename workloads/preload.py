@@ -1,0 +1,41 @@
+"""What the process that a workload's children are forked from imports: the framework, and a script's libraries.
+
+Nothing of the user's own runs: their module may start CUDA, and is imported by each child alone.
+"""
+
+from __future__ import annotations
+
+import ast
+from contextlib import suppress
+from pathlib import Path
+
+from evener.errors import EvenerError
+from evener.workloads import registry
+from evener.workloads.user_code import names_a_file
+
+LIBRARIES = frozenset(  # known to start neither CUDA nor threads of their own when they are imported
+    ("accelerate", "datasets", "lightning", "peft", "pytorch_lightning", "timm", "torchvision", "transformers", "trl")
+)
+_SETS_VARIABLES = ("environ", "putenv")  # a script that does this does it before it imports what reads them
+
+
+def find_imports(workload: str, framework: str) -> tuple[str, ...]:
+    """Import statements for the children of a workload, in order; none for a workload that doesn't exist."""
+    with suppress(EvenerError, OSError, SyntaxError, ValueError):
+        module = registry.find(workload, framework).home.partition(":")[0]
+        script = workload.rpartition(":")[0]
+        return (f"import {module}", *(_find_library_imports(Path(script)) if names_a_file(script) else ()))
+    return ()
+
+
+def _find_library_imports(script: Path) -> tuple[str, ...]:
+    source = script.read_text()
+    if any(word in source for word in _SETS_VARIABLES):
+        return ()
+    found = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return tuple(ast.unparse(node) for node in found if _packages(node) <= LIBRARIES)
+
+
+def _packages(node: ast.Import | ast.ImportFrom) -> set[str]:
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or "."]
+    return {name.partition(".")[0] for name in names}
