@@ -44,10 +44,11 @@ def launch(folder: Path, *words: str) -> str:
 
 @pytest.fixture
 def run(trainer_ranks: Callable[..., list[Any]]) -> Callable[..., str]:
-    """`run(name, *words)`: what an example prints on one device."""
+    """`run(name, *words, world=1)`: what an example prints on so many devices, in its first rank."""
 
-    def run_example(name: str, *words: str) -> str:
-        printed: list[str] = trainer_ranks("tests.support.script_ranks.save_printed", str(EXAMPLES / name), *words)
+    def run_example(name: str, *words: str, world: int = 1) -> str:
+        script = ("tests.support.script_ranks.save_printed", str(EXAMPLES / name))
+        printed: list[str] = trainer_ranks(*script, *words, world=world)
         return printed[0]
 
     return run_example
@@ -85,7 +86,7 @@ def test_a_script_goes_on_from_its_checkpoint(plan: str, tmp_path: Path, run: Ca
     make_plan(layout).save(tmp_path / "solo.toml")
     words = ("--checkpoint", str(tmp_path / "a.pt"), "--every", "100")
     one = run("torch_resume.py", "--plan", str(tmp_path / "solo.toml"), *words, "--epochs", "1")
-    two = launch(tmp_path, plan, str(EXAMPLES / "torch_resume.py"), *words, "--epochs", "2")
+    two = run("torch_resume.py", "--plan", plan, *words, "--epochs", "2", world=2)
     said = re.findall(r"^epoch (\d): loss (0\.\d+) on (\d) devices$", one + two, re.MULTILINE)
     assert [(epoch, devices) for epoch, _, devices in said] == [("0", "1"), ("0", "2"), ("1", "2")]
     assert float(said[1][1]) == pytest.approx(float(said[0][1]), abs=2e-4)
