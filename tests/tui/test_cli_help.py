@@ -57,18 +57,20 @@ def test_the_readme_has_the_scripts_of_help() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("cores_of_one_user")
 @pytest.mark.parametrize(("name", "script"), SCRIPTS, ids=[name for name, _ in SCRIPTS])
-def test_a_pasted_script_is_measured_and_trains(name: str, script: str) -> None:
-    """By its file alone: the framework is the one that it imports. Its plan, for one device, runs in plain Python.
+def test_a_pasted_script_is_measured_and_trains(name: str, script: str, request: pytest.FixtureRequest) -> None:
+    """By its file alone: the framework is the one that it imports. Its plan, for one device, runs without a launch.
 
     With one device and one batch there is one measurement to make.
     """
-    framework = {"train_keras.py": "tensorflow", "train_torch.py": "torch"}[name]
+    framework, ranks, train = {
+        "train_keras.py": ("tensorflow", "keras_ranks", "run_script"),
+        "train_torch.py": ("torch", "trainer_ranks", "save_printed"),
+    }[name]
     skip_without(framework)
     Path(name).write_text(script)
-    request = ["-d", "cpu/2:0", "--workload", f"{name}:build", "--global-batch", "1000", "--multiple-of", "1000"]
-    command = [sys.executable, "-m", "evener", "balance", *request, "--budget", "10m", "--export", "plan.toml"]
+    where = ["-d", "cpu/2:0", "--workload", f"{name}:build", "--global-batch", "1000", "--multiple-of", "1000"]
+    command = [sys.executable, "-m", "evener", "balance", *where, "--budget", "10m", "--export", "plan.toml"]
     search = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=300)
     assert search.returncode == 0, search.stderr
     assert json.loads(search.stdout)["framework"] == framework
-    trained = subprocess.run([sys.executable, name], capture_output=True, text=True, timeout=300)
-    assert trained.returncode == 0, trained.stderr[-2000:]
+    request.getfixturevalue(ranks)(f"tests.support.script_ranks.{train}", str(Path(name).absolute()))
