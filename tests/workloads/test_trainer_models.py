@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -55,6 +56,26 @@ def probe(built: Any) -> tuple[int, float]:
     return recipe.data.rows, float(torch.linalg.vector_norm(moved))
 
 
+def list_turns(trainer: Any) -> list[str]:
+    """What a step in three passes does in turn: forward passes, and checks of a loss, which wait for the device."""
+    turns: list[str] = []
+    recipe = find_recipe("train.py:build", trainer)
+    kind: Any = user_model.UserRecipe
+    kind.build_recipe = lambda _: recipe
+    workload: Any = user_model.build("train.py:build", CPU, {})
+    workload.prepare((8,), (3,))
+    trainer.model.register_forward_pre_hook(lambda *_: turns.append("forward"))
+    original = torch.isfinite
+
+    def check(value: Any) -> Any:
+        turns.append("check")
+        return original(value)
+
+    with mock.patch.object(torch, "isfinite", check):
+        workload.step()
+    return turns
+
+
 def refuse(built: Any) -> str:
     try:
         return str(find_recipe("train.py:build", built))
@@ -68,6 +89,7 @@ def probe_all(folder: Path, rank: int) -> None:
     found = {
         "trainer": probe(a_trainer()),
         "module": probe(a_module()),
+        "turns": list_turns(a_trainer()),
         "no data": refuse(lightning_programs.Module(manual=False)),
         "by hand": refuse((lightning_programs.Module(manual=True), lightning_programs.points(8))),
         "neither": refuse((torch.nn.Linear(1, 1), Path())),
@@ -83,6 +105,7 @@ def test_its_own_steps_are_measured_or_it_is_refused(trainer_ranks: Callable[...
     rows, moved = found["module"]
     assert rows == 32
     assert moved > 0
+    assert found["turns"] == ["forward", "check"] * 3, "no pass is queued before the one before has been computed"
     assert "without data" in found["no data"]
     assert "optimizes by hand" in found["by hand"]
     assert found["neither"] == "None"

@@ -55,19 +55,24 @@ def _from_trainer(trainer: Any) -> Recipe:
     optimizer = trainer.create_optimizer()
     parameters, most = list(trainer.model.parameters()), trainer.args.max_grad_norm
 
-    losses: list[Any] = []
+    losses: list[Any] = []  # of the pass before, if there is one
+
+    def check_loss() -> None:
+        """What the trainer does after each backward pass: it waits for the GPU, so the next one isn't queued before."""
+        if trainer.args.logging_nan_inf_filter and losses:
+            torch.isfinite(losses.pop()).item()
+        losses.clear()
 
     def finish(*_: Any) -> None:
-        """What the trainer does between a backward pass and the optimizer's step."""
-        if trainer.args.logging_nan_inf_filter:
-            torch.isfinite(losses.pop()).item()  # this waits for the GPU, as there
-        losses.clear()
+        """What the trainer does between the last backward pass and the optimizer's step."""
+        check_loss()
         if most:
             torch.nn.utils.clip_grad_norm_(parameters, most)
 
     optimizer.register_step_pre_hook(finish)
 
     def compute(batch: Any) -> Any:
+        check_loss()
         with trainer.accelerator.autocast(), trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
         losses.append(loss.detach())
