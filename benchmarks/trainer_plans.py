@@ -3,6 +3,9 @@
 A virtual machine's own speed changes by a fifth from one minute to the next. So the plan's layout is probed again, as
 `evener probe` does it, right before and after each block of training steps; the other side's processes wait meanwhile.
 A block's samples/s over the mean of the two probes around it doesn't depend on how fast the machine is at that time.
+
+Two sets of processes that do the same differ by 3 % in CPU time, so each of the `--repeat` rounds starts new ones
+of both sides; what counts is the median of the rounds.
 """
 
 from __future__ import annotations
@@ -39,12 +42,16 @@ class Rate(msgspec.Struct, frozen=True):
 
 
 def print_figures(options: argparse.Namespace) -> None:
-    """A row for each trainer."""
+    """A row for each round of each trainer, and the median of its rounds."""
     print(f"| {' | '.join(HEADS)} |\n| --- | --- |{' ---: |' * 4} --- |{' ---: |' * 3}", flush=True)
     for trainer in options.trainers:
         path = options.plan or search(options, trainer)
-        plan = load_plan(path)
-        print(write_row(trainer, plan, *alternate(options, trainer, plan, path)), flush=True)
+        plan, ratios = load_plan(path), list[float]()
+        for _ in range(options.repeat):
+            probes, blocks = alternate(options, trainer, plan, path)
+            ratios.append(statistics.median(pair_walls(probes, blocks)))
+            print(write_row(trainer, plan, probes, blocks), flush=True)
+        print(f"\n{trainer}, training / probe, median of {options.repeat} rounds: {statistics.median(ratios):.3f}\n")
 
 
 def search(options: argparse.Namespace, trainer: str) -> Path:
@@ -115,12 +122,17 @@ def pair(probes: Sequence[float], blocks: Sequence[float]) -> list[float]:
     return [block / statistics.fmean(around) for block, around in zip(blocks, pairwise(probes), strict=True)]
 
 
+def pair_walls(probes: Sequence[Rate], blocks: Sequence[Rate]) -> list[float]:
+    """The ratio of samples/s of each block to the mean of the probes around it."""
+    return pair([rate.wall for rate in probes], [rate.wall for rate in blocks])
+
+
 def write_row(trainer: str, plan: Plan, probes: Sequence[Rate], blocks: Sequence[Rate]) -> str:
     """Samples/s and their ratios: medians of the probes, of the blocks of training, and of the pairs."""
     said, shares = plan.throughput.samples_per_second, " + ".join(str(share.batch) for share in plan.layout.active)
     walls = [rate.wall for rate in probes]
     probed, trained = statistics.median(walls), statistics.median(rate.wall for rate in blocks)
-    low, middle, high = statistics.quantiles(pair(walls, [rate.wall for rate in blocks]), n=4)
+    low, middle, high = statistics.quantiles(pair_walls(probes, blocks), n=4)
     cpu = [rate.cpu for rate in probes]
     work = f"{statistics.median(pair(cpu, [rate.cpu for rate in blocks])):.3f}" if all(cpu) else "-"
     rates = f"{said:,.1f} | {probed:,.1f} | {trained:,.1f} | {middle:.3f} | {low:.3f} to {high:.3f} | {work}"

@@ -60,7 +60,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--variants", default="plan,even,alone", help="variants: separated by commas")
     parser.add_argument("--texts", action="store_true", help="variants: rows of unequal length, in transformers")
     parser.add_argument("--beside", type=float, default=20.0, help="variants: seconds of each other training")
-    parser.add_argument("--repeat", type=int, default=1, help="variants: searches and trainings of each trainer")
+    parser.add_argument("--repeat", type=int, default=1, help="plan, variants: rounds of each trainer")
     return parser.parse_args()
 
 

@@ -20,11 +20,11 @@ _SETS_VARIABLES = ("environ", "putenv")  # a script that does this does it befor
 
 
 def find_imports(workload: str, framework: str) -> tuple[str, ...]:
-    """Import statements for the children of a workload, in order; none for a workload that doesn't exist."""
+    """ "module" or "module:attribute" for the children of a workload, in order; none for one that doesn't exist."""
     with suppress(EvenerError, OSError, SyntaxError, ValueError):
         module = registry.find(workload, framework).home.partition(":")[0]
         script = workload.rpartition(":")[0]
-        return (f"import {module}", *(_find_library_imports(Path(script)) if names_a_file(script) else ()))
+        return (module, *(_find_library_imports(Path(script)) if names_a_file(script) else ()))
     return ()
 
 
@@ -33,9 +33,11 @@ def _find_library_imports(script: Path) -> tuple[str, ...]:
     if any(word in source for word in _SETS_VARIABLES):
         return ()
     found = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
-    return tuple(ast.unparse(node) for node in found if _packages(node) <= LIBRARIES)
+    names = [name for node in found for name in _list_names(node)]
+    return tuple(name for name in names if name.partition(":")[0].partition(".")[0] in LIBRARIES)
 
 
-def _packages(node: ast.Import | ast.ImportFrom) -> set[str]:
-    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or "."]
-    return {name.partition(".")[0] for name in names}
+def _list_names(node: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [] if node.level else [f"{node.module}:{alias.name}" for alias in node.names]

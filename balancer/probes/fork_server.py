@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 import msgspec
@@ -142,16 +143,17 @@ class ForkServer:
             self._channel.send(msgspec.json.encode(answer))
 
 
-def import_first(statements: Sequence[str]) -> None:
-    """Run import statements. If one fails or starts CUDA, which no fork survives, start this program without them."""
+def import_first(names: Sequence[str]) -> None:
+    """Import "module" or "module:attribute". If that fails or starts CUDA, no child could be forked: start without."""
     try:
-        for statement in statements:
-            exec(statement, {})
+        for name in names:
+            module, _, attribute = name.partition(":")
+            getattr(import_module(module), attribute or "__name__")
         forkable = not _has_started_cuda()
     except Exception:
         forkable = False  # a child imports it again, and reports the error
-    if statements and not forkable:
-        os.execv(sys.executable, sys.orig_argv[: -len(statements)])
+    if names and not forkable:
+        os.execv(sys.executable, sys.orig_argv[: -len(names)])
     gc.freeze()  # what is here is shared with all children: their collections need not visit, and so copy, it
 
 

@@ -74,7 +74,7 @@ class ForkedProcess:
 class ServerProcess:
     """A running fork server; OSError if it can't be started. Ends with the thread that made it, or by `close`."""
 
-    def __init__(self, variables: Mapping[str, str], statements: Sequence[str]) -> None:
+    def __init__(self, variables: Mapping[str, str], imports: Sequence[str]) -> None:
         self._keys = itertools.count()
         self._children: dict[int, ForkedProcess] = {}
         self._has_forked = False
@@ -84,7 +84,7 @@ class ServerProcess:
             self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             stack.callback(self._channel.close)
             with theirs:
-                self._process = _run(theirs.fileno(), self._log, variables, statements)
+                self._process = _run(theirs.fileno(), self._log, variables, imports)
             self._resources = stack.pop_all()  # closed once all has been read
         threading.Thread(target=self._read, name=f"fork server {self._process.pid}", daemon=True).start()
 
@@ -146,9 +146,9 @@ class ServerProcess:
         self._resources.close()
 
 
-def _run(channel: int, log: int, variables: Mapping[str, str], statements: Sequence[str]) -> subprocess.Popen[bytes]:
+def _run(channel: int, log: int, variables: Mapping[str, str], imports: Sequence[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", MODULE, str(channel), *statements],
+        [sys.executable, "-P", "-m", MODULE, str(channel), *imports],
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,

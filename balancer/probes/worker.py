@@ -39,7 +39,7 @@ IDLE_SECONDS = 1.0  # without a command, after which a child no longer counts as
 
 
 def main() -> None:
-    """Import by the statements that follow the first argument, then fork children as the socket of that number asks."""
+    """Import what follows the first argument, then fork children as the socket of that number asks."""
     die_with_parent()
     faulthandler.register(stack_dump.SIGNAL)
     import_first(sys.argv[2:])

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import pytest
 
 from evener.balancer.probes.child_prober import ChildProber
@@ -26,6 +25,7 @@ from evener.balancer.types import Layout, Probe, Stage, Timed, layout_of, solo
 from evener.devices.child_environment import ChildEnvironment, child_environment
 from evener.devices.cpu.slices import available_memory_bytes
 from evener.devices.types import Device, Limit
+from tests.support.probe_children import list_probe_children
 from tests.support.probers import child_prober
 
 MIB = 1 << 20
@@ -141,7 +141,7 @@ def measure(prober: ChildProber, layout: Layout) -> Timed:
 
 def pids() -> set[int]:
     """The living children."""
-    return {one.pid for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE}
+    return {one.pid for one in list_probe_children()}
 
 
 def test_idle_children_stay_where_all_fit_and_end_where_they_would_not(crowd: ChildProber) -> None:

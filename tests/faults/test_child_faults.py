@@ -26,7 +26,7 @@ from evener.devices.child_environment import ChildEnvironment
 from evener.devices.cpu.slices import slices
 from evener.devices.types import Device, Limit
 from evener.live import Training, read_trainings
-from tests.support.probe_children import list_probe_children
+from tests.support.probe_children import at_birth, list_probe_children
 from tests.support.probers import child_prober
 
 HASTY = Timeouts(build=60.0, prepare=2.0, block=1.0)  # for children that hang
@@ -340,22 +340,6 @@ def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
     """Run `code` in every server before anything of ours."""
     (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-
-AT_BIRTH = """
-import os
-real = os.dup
-def dup(descriptor):  # what a child calls first, for streams that are its own
-    os.dup = real
-    exec({code!r})
-    return real(descriptor)
-os.dup = dup
-"""
-
-
-def at_birth(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
-    """Run `code` in every child before its first word."""
-    site(monkeypatch, tmp_path, AT_BIRTH.format(code=code))
 
 
 BABBLE = {

@@ -23,6 +23,7 @@ from evener.devices.types import Snapshot, State
 from evener.errors import DeviceError
 from evener.tui.app.app import EvenerApp
 from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
+from tests.support.probe_children import list_probe_children
 from tests.support.probers import child_prober
 
 LOST = """
@@ -342,7 +343,7 @@ def test_devices_that_are_held_back_while_they_are_measured_are_doubted_in_the_v
 
     def hold_back() -> None:
         while not over.is_set():
-            children = psutil.Process().children() if racing.is_set() else []
+            children = list_probe_children() if racing.is_set() else []
             for act in ("suspend", "resume"):
                 for child in children:
                     with contextlib.suppress(psutil.NoSuchProcess):

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import psutil
 import pynvml
 import pytest
 
@@ -20,6 +19,7 @@ from evener.balancer.result.explain_measurements import add_doubt, explain_doubt
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Stage, Timed, layout_of, solo
 from evener.devices.discover import discover
 from evener.devices.nvidia.gpu_reader import HARDWARE_HEAT, POWER_CAP
+from tests.support.probe_children import list_probe_children
 from tests.support.probers import child_prober
 
 MIB = 1 << 20
@@ -209,7 +209,7 @@ def test_memory_that_others_hold_is_told_as_a_probe_begins_and_as_it_runs_out(
         assert free.short_bytes == ()
         nvml.gpus[0].used_bytes = 300 * MIB  # whose it is stays unclear while an own child runs there
         hidden = bench.probe(solo(2, 0, 8))
-        nvml.gpus[0].processes = [fake_process(pid, 250 * MIB) for pid in _pids()]
+        nvml.gpus[0].processes = [fake_process(each.pid, 250 * MIB) for each in list_probe_children()]
         own = bench.probe(solo(2, 0, 8))
         nvml.gpus[0].processes[0].used_bytes = 50 * MIB
         others = bench.probe(solo(2, 0, 8))
@@ -223,7 +223,3 @@ def test_memory_that_others_hold_is_told_as_a_probe_begins_and_as_it_runs_out(
     assert isinstance(full, OutOfMemory)
     assert 300 * MIB <= full.short_bytes[0] <= 306 * MIB
     assert full.short_bytes[1] == 0
-
-
-def _pids() -> list[int]:
-    return [child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]

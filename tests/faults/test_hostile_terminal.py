@@ -25,6 +25,7 @@ from evener.live import read_trainings
 from evener.plan import load_plan
 from evener.tui.cli.main import run
 from evener.tui.text.formatting import plain
+from tests.support.probe_children import at_birth
 
 HOME = Path(evener.__file__).parents[1]
 EVIL = (
@@ -44,7 +45,15 @@ memory_base_mib = 100.0
 memory_per_sample_mib = 4.0
 curve = [[64, 60.0], [512, 400.0]]
 """
-WORDS = {"entry", "outcome", "kind", "stage", "cause", "code", "state"}  # keys whose texts are of a fixed set
+WORDS = {
+    "entry",
+    "outcome",
+    "kind",
+    "stage",
+    "cause",
+    "code",
+    "state",
+}  # keys whose texts are of a fixed set
 
 
 def poisoned(data: Any) -> Any:
@@ -213,8 +222,7 @@ def test_what_a_child_writes_is_plain(
 ) -> None:
     """On standard error, and in place of a reply: in the progress lines, in the fault, and in the run that is shown."""
     wicked = f"import os; os.write(2, {EVIL!r}.encode()); os.write(1, {EVIL.replace(chr(10), ' ')!r}.encode() + b'\\n')"
-    (tmp_path / "sitecustomize.py").write_text(wicked)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    at_birth(monkeypatch, tmp_path, wicked)
     assert run(["balance", "--devices", "cpu", "--workload", "synthetic", "--budget", "4s"]) == 1
     assert run(["runs", "show", "last"]) == 0
     assert run(["runs", "show", "last", "--json"]) == 0
@@ -266,10 +274,7 @@ def test_what_a_child_writes_is_drawn_plain(monkeypatch: pytest.MonkeyPatch, tmp
     """By `evener balance` on a terminal: garbage in place of a reply, on both streams of every child."""
     wicked = f"import os; os.write(2, {EVIL!r}.encode()); os.write(1, {EVIL.replace(chr(10), ' ')!r}.encode() + b'\\n')"
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(
-        f"import sys\nif 'worker' in ' '.join(sys.orig_argv):\n    {wicked}\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    at_birth(monkeypatch, tmp_path / "site", wicked)
     shown_harmless(drawn_by(["balance", "--devices", "cpu", "--workload", "synthetic", "--budget", "3s"], ()))
 
 

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
+import pytest
 
 from evener.balancer.probes.forked_process import MODULE
+
+AT_BIRTH = """
+import os, sys
+real = os.dup
+def dup(descriptor):  # what a child calls first, for streams that are its own
+    os.dup = real
+    exec({code!r})
+    return real(descriptor)
+if {module!r} in sys.orig_argv:
+    os.dup = dup
+"""
 
 
 def list_probe_children(pid: int | None = None) -> list[psutil.Process]:
@@ -17,3 +30,9 @@ def list_probe_children(pid: int | None = None) -> list[psutil.Process]:
             if MODULE in server.cmdline():
                 found += [child for child in server.children() if child.status() != psutil.STATUS_ZOMBIE]
     return found
+
+
+def at_birth(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
+    """Run `code` in every child before its first word."""
+    (tmp_path / "sitecustomize.py").write_text(AT_BIRTH.format(code=code, module=MODULE))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
