@@ -47,8 +47,9 @@ class ForkedProcess:
         self._server.send_signal(self._key, signal.SIGKILL, group=True)
 
     def read_log(self) -> str:
-        """What its server has written, if it doesn't run yet."""
-        return "" if self.pid else self._server.read_log().decode(errors="replace")
+        """What its server has written, as long as that still imports."""
+        waits = not self.pid and self.returncode is None
+        return self._server.read_log().decode(errors="replace") if waits else ""
 
     def begin(self, pid: int) -> None:
         """The server says that it runs."""
@@ -64,6 +65,12 @@ class ForkedProcess:
         self._close_stderr()
         self.returncode = code
         self._ended.set()
+
+    def close(self) -> None:
+        """Close its pipes, which nobody reads."""
+        self._close_stderr()
+        for stream in (self.stdin, self.stdout, self.stderr):
+            stream.close()
 
     def _close_stderr(self) -> None:
         if self._stderr >= 0:
@@ -101,6 +108,9 @@ class ServerProcess:
         stdin, stdout, _ = child.theirs
         try:
             socket.send_fds(self._channel, [request], child.theirs)
+        except OSError:
+            child.close()
+            raise
         finally:
             os.close(stdin)
             os.close(stdout)

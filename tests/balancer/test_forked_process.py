@@ -1,0 +1,67 @@
+"""The process that children are forked from: what it can't import, and what it can't survive, is left to each child."""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from evener.balancer.probes.child import Child, Inbox
+from evener.balancer.probes.forked_process import ServerProcess
+from evener.balancer.probes.protocol import Ready
+
+SECONDS = 60.0
+OPENS_A_GPU = """
+import os
+open({folder!r} + "/imported", "a").write("x")
+held = os.open({folder!r} + "/nvidia-uvm", os.O_CREAT)  # as CUDA does when it starts
+"""
+
+
+@pytest.fixture
+def servers() -> Iterator[list[ServerProcess]]:
+    made: list[ServerProcess] = []
+    yield made
+    for server in made:
+        server.close()
+
+
+def is_ready(server: ServerProcess) -> bool:
+    """Whether a child of it starts."""
+    inbox: Inbox = queue.Queue()
+    child = Child(0, inbox, server.start({}), (), None)
+    try:
+        return isinstance(inbox.get(timeout=SECONDS)[1], Ready)
+    finally:
+        child.end()
+
+
+def test_what_starts_cuda_is_not_imported_before_the_fork(
+    servers: list[ServerProcess], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It was once; then the program started again without."""
+    (tmp_path / "opens_a_gpu.py").write_text(OPENS_A_GPU.format(folder=str(tmp_path)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    servers.append(server := ServerProcess({}, ("opens_a_gpu",)))
+    assert is_ready(server)
+    assert is_ready(server)
+    assert (tmp_path / "imported").read_text() == "x"
+
+
+@pytest.mark.parametrize("name", ["no_such_module", "evener.workloads.synthetic:no_such_name"])
+def test_what_can_t_be_imported_is_left_to_the_children(servers: list[ServerProcess], name: str) -> None:
+    servers.append(server := ServerProcess({}, (name,)))
+    assert is_ready(server)
+
+
+def test_a_server_that_has_ended_starts_nothing_and_leaves_no_pipe_open() -> None:
+    """Whoever asks gets an OSError, as when no process can be started."""
+    server = ServerProcess({}, ())
+    server.close()
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=r"Bad file descriptor|Broken pipe|Transport endpoint"):
+        server.start({})
+    assert set(os.listdir("/proc/self/fd")) <= before
