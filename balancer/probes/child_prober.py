@@ -176,8 +176,7 @@ class ChildProber:
             short_bytes = self._measure_short(key, group is None)
             if group is None:
                 group = self._start(key, progress, stop)
-            lengths = self._facts.lengths
-            row_tokens = fmean(lengths) if lengths else 0.0
+            row_tokens = fmean(self._facts.lengths or (0,))
             measurement = Measurement(probe, group, self._timeouts, progress, self._hosts, row_tokens, idle)
             seen = measurement.run(stop, started, self._warm_up_share(probe, group), short_bytes)
         except BaseException:
