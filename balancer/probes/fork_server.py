@@ -21,6 +21,8 @@ from pathlib import Path
 
 import msgspec
 
+from evener.balancer.probes import stack_dump
+
 LONGEST_REQUEST = 1 << 20  # bytes: the variables of a child
 _PR_SET_PDEATHSIG = 1
 
@@ -40,6 +42,10 @@ class Signal(msgspec.Struct, frozen=True, tag=True):
     group: bool = False
 
 
+class Importing(msgspec.Struct, frozen=True, tag=True):
+    """The server imports from now on; a signal for its stack doesn't end it any more."""
+
+
 class Forked(msgspec.Struct, frozen=True, tag=True):
     """A child runs."""
 
@@ -55,7 +61,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 _decoder: msgspec.json.Decoder[Start | Signal] = msgspec.json.Decoder(Start | Signal)
-answer_decoder: msgspec.json.Decoder[Forked | Ended] = msgspec.json.Decoder(Forked | Ended)
+answer_decoder: msgspec.json.Decoder[Importing | Forked | Ended] = msgspec.json.Decoder(Importing | Forked | Ended)
 
 
 class ForkServer:
@@ -153,6 +159,7 @@ def import_first(names: Sequence[str]) -> None:
     except Exception:
         forkable = False  # a child imports it again, and reports the error
     if names and not forkable:
+        signal.signal(stack_dump.SIGNAL, signal.SIG_IGN)  # until the program that starts now can answer it
         os.execv(sys.executable, sys.orig_argv[: -len(names)])
     gc.freeze()  # what is here is shared with all children: their collections need not visit, and so copy, it
 

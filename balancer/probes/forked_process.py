@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 
 import msgspec
 
-from evener.balancer.probes.fork_server import LONGEST_REQUEST, Ended, Forked, Signal, Start, answer_decoder
+from evener.balancer.probes.fork_server import LONGEST_REQUEST, Ended, Forked, Importing, Signal, Start, answer_decoder
 from evener.devices.child_environment import import_path
 
 MODULE = "evener.balancer.probes.worker"
@@ -84,6 +84,7 @@ class ServerProcess:
     def __init__(self, variables: Mapping[str, str], imports: Sequence[str]) -> None:
         self._keys = itertools.count()
         self._children: dict[int, ForkedProcess] = {}
+        self._has_begun = False  # to import
         self._has_forked = False
         with ExitStack() as stack:
             self._log = os.memfd_create("log of a fork server")
@@ -117,9 +118,10 @@ class ServerProcess:
         return child
 
     def send_signal(self, key: int | None, number: int, group: bool = False) -> None:
-        """Send a child a signal; without a key, the server itself."""
+        """Send a child a signal; without a key, the server itself, once it imports."""
         if key is None:
-            self._process.send_signal(number)
+            if self._has_begun:
+                self._process.send_signal(number)
         else:
             with suppress(OSError):
                 self._channel.send(msgspec.json.encode(Signal(key, number, group)))
@@ -145,6 +147,8 @@ class ServerProcess:
         with suppress(OSError):
             while data := self._channel.recv(LONGEST_REQUEST):
                 match answer_decoder.decode(data):
+                    case Importing():
+                        self._has_begun = True
                     case Forked(key, pid):
                         self._has_forked = True
                         self._children[key].begin(pid)

@@ -27,7 +27,7 @@ from typing import BinaryIO, cast
 import msgspec
 
 from evener.balancer.probes import protocol, stack_dump
-from evener.balancer.probes.fork_server import ForkServer, die_with_parent, import_first
+from evener.balancer.probes.fork_server import ForkServer, Importing, die_with_parent, import_first
 from evener.costs import Work
 from evener.devices.child_environment import cap_address_space
 from evener.live import Reporter
@@ -42,8 +42,9 @@ def main() -> None:
     """Import what follows the first argument, then fork children as the socket of that number asks."""
     die_with_parent()
     faulthandler.register(stack_dump.SIGNAL)
-    import_first(sys.argv[2:])
     with socket.socket(fileno=int(sys.argv[1])) as channel:
+        channel.send(msgspec.json.encode(Importing()))
+        import_first(sys.argv[2:])
         ForkServer(channel, run_child).serve()
 
 

@@ -12,6 +12,7 @@ import pytest
 from evener.balancer.probes.child import Child, Inbox
 from evener.balancer.probes.forked_process import ServerProcess
 from evener.balancer.probes.protocol import Ready
+from evener.balancer.probes.stack_dump import SIGNAL
 
 SECONDS = 60.0
 OPENS_A_GPU = """
@@ -54,6 +55,17 @@ def test_what_starts_cuda_is_not_imported_before_the_fork(
 @pytest.mark.parametrize("name", ["no_such_module", "evener.workloads.synthetic:no_such_name"])
 def test_what_can_t_be_imported_is_left_to_the_children(servers: list[ServerProcess], name: str) -> None:
     servers.append(server := ServerProcess({}, (name,)))
+    assert is_ready(server)
+
+
+def test_a_server_outlives_a_signal_that_comes_before_it_can_answer(
+    servers: list[ServerProcess], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As from a stop right after the start: Python itself takes a moment to begin."""
+    (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(0.5)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    servers.append(server := ServerProcess({}, ()))
+    server.send_signal(None, SIGNAL)
     assert is_ready(server)
 
 
