@@ -185,7 +185,7 @@ def _imagine_search(resolved: ResolvedRequest, problem: Problem, machine: Machin
     """Seconds of the search on such devices, with the starts of its children."""
     starts = first.start_seconds
     if problem.devices > 1:
-        starts += (STARTS - 1) * (starts - first.import_seconds)
+        starts += (STARTS - 1) * first.restart_seconds
     budget = problem.budget_seconds
     rest = None if budget is None else max(1.0, budget - starts)
     prober = SimulatedProber(machine, resolved.request.seed)

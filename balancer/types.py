@@ -144,6 +144,11 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     watts: tuple[float | None, ...] = ()  # mean power of each device of the request, idle ones too; None: unknown
 
     @property
+    def restart_seconds(self) -> float:
+        """What the same start takes once everything is imported."""
+        return self.start_seconds - self.import_seconds
+
+    @property
     def power(self) -> Power | None:
         """Of all devices together; None if one doesn't report it."""
         watts = [each for each in self.watts if each is not None]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from evener.errors import EvenerError
 from evener.workloads import registry
-from evener.workloads.user_code import names_a_file
+from evener.workloads.user_code import list_imports, names_a_file, package_of
 
 LIBRARIES = frozenset(  # known to start neither CUDA nor threads of their own when they are imported
     ("accelerate", "datasets", "lightning", "peft", "pytorch_lightning", "timm", "torchvision", "transformers", "trl")
@@ -32,12 +32,5 @@ def _find_library_imports(script: Path) -> tuple[str, ...]:
     source = script.read_text()
     if any(word in source for word in _SETS_VARIABLES):
         return ()
-    found = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = [name for node in found for name in _list_names(node)]
-    return tuple(name for name in names if name.partition(":")[0].partition(".")[0] in LIBRARIES)
-
-
-def _list_names(node: ast.Import | ast.ImportFrom) -> list[str]:
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    return [] if node.level else [f"{node.module}:{alias.name}" for alias in node.names]
+    names = [name for node in ast.parse(source).body for name in list_imports(node)]
+    return tuple(name for name in names if package_of(name) in LIBRARIES)

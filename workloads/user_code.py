@@ -76,11 +76,20 @@ def guess_framework(name: str) -> str:
     home = name.rpartition(":")[0] or name
     if not names_a_file(home):
         return "tensorflow"
-    imports = [node for node in ast.walk(_parsed(Path(home))) if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = [alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "" for node in imports if isinstance(node, ast.ImportFrom)]
-    packages = {name.partition(".")[0] for name in names}
+    packages = {package_of(name) for node in ast.walk(_parsed(Path(home))) for name in list_imports(node)}
     return "torch" if "torch" in packages and not packages & {"keras", "tensorflow"} else "tensorflow"
+
+
+def list_imports(node: ast.AST) -> list[str]:
+    """ "module", or "module:attribute", for each name that an import statement takes from elsewhere."""
+    if isinstance(node, ast.ImportFrom) and not node.level:
+        return [f"{node.module}:{alias.name}" for alias in node.names]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
+def package_of(name: str) -> str:
+    """The package of a name that `list_imports` gives."""
+    return name.partition(":")[0].partition(".")[0]
 
 
 def load(name: str, settings: Mapping[str, Any]) -> UserModule:

@@ -94,7 +94,8 @@ class ServerProcess:
             with theirs:
                 self._process = _run(theirs.fileno(), self._log, variables, imports)
             self._resources = stack.pop_all()  # closed once all has been read
-        threading.Thread(target=self._read, name=f"fork server {self._process.pid}", daemon=True).start()
+        self.pid = self._process.pid
+        threading.Thread(target=self._read, name=f"fork server {self.pid}", daemon=True).start()
 
     @property
     def alive(self) -> bool:

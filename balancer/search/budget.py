@@ -199,21 +199,21 @@ class Budget:
         """Seconds that each group of children took to start, once for each probe."""
         starts: defaultdict[Layout, list[float]] = defaultdict(list)
         for seen in self._timed:
-            starts[_children(seen.probe.layout)].append(seen.start_seconds - seen.import_seconds)
+            starts[_children(seen.probe.layout)].append(seen.restart_seconds)
         return dict(starts)
 
     @cached_property
     def _solo_start(self) -> float:
         """The longest start of a device alone, without imports; 0 if none is known."""
         solos = (seen for seen in self._timed if seen.probe.stage == "solo")
-        return max((seen.start_seconds - seen.import_seconds for seen in solos), default=0.0)
+        return max((seen.restart_seconds for seen in solos), default=0.0)
 
     def _pack_starts(self) -> list[tuple[int, float]]:
         """(trainings, median seconds that their start took), the fewest first."""
         found: defaultdict[int, list[float]] = defaultdict(list)
         for seen in self._timed:
             if seen.probe.layout.kind == "pack" and seen.start_seconds:
-                found[seen.probe.layout.processes].append(seen.start_seconds - seen.import_seconds)
+                found[seen.probe.layout.processes].append(seen.restart_seconds)
         return [(size, median(seconds)) for size, seconds in sorted(found.items())]
 
     def _warm_up(self, layout: Layout, step_seconds: float) -> float:

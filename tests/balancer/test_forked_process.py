@@ -50,6 +50,8 @@ def test_what_starts_cuda_is_not_imported_before_the_fork(
     assert is_ready(server)
     assert is_ready(server)
     assert (tmp_path / "imported").read_text() == "x"
+    held = [path.readlink().name for path in Path(f"/proc/{server.pid}/fd").iterdir() if path.is_symlink()]
+    assert "nvidia-uvm" not in held
 
 
 @pytest.mark.parametrize("name", ["no_such_module", "evener.workloads.synthetic:no_such_name"])
