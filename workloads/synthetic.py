@@ -19,7 +19,7 @@ from evener.passes import split_passes
 from evener.workloads.protocol import Place
 
 MIB = 1 << 20
-FAILURES = ("", "raise", "exit", "kill", "hang", "garbage", "memory", "slow", "nan")
+FAILURES = ("", "raise", "exit", "kill", "hang", "garbage", "memory", "grow", "nan")
 CONNECT_SECONDS = 30.0
 
 
@@ -28,7 +28,8 @@ class Synthetic:
 
     The settings are the registry's. If ranks are on several hosts, each step takes `network_ms` more.
     `fail` (one of FAILURES) happens in the first step for which own share >= `at_share` and step number >= `at_step`,
-    counted from 0 since `prepare`; "memory" happens in `prepare`. "slow" makes that one step 20 times longer.
+    counted from 0 since `prepare`; "memory" happens in `prepare`. "grow" makes that one step 20 times longer, and takes
+    as much memory again.
     """
 
     def __init__(self, place: Place, settings: Mapping[str, Any]) -> None:
@@ -143,7 +144,8 @@ class Synthetic:
             case "garbage":
                 os.write(sys.stdout.fileno(), b"\x00\xff this is not a message\n")
                 os.write(1, b'{"half": \n')
-            case "slow" if self._steps == self._settings["at_step"]:
+            case "grow" if self._steps == self._settings["at_step"]:
+                self._held = [_touched(2 * len(block)) for block in self._held]
                 return seconds * 20
         return seconds
 

@@ -38,6 +38,7 @@ CAPPED = 0.2  # share of the time at the power limit that is worth a warning
 STALLED = 3.0  # a block that took so many times the median
 DISTURBED = 0.95  # CPU time / wall time of a process that never waits
 DISTURBED_SHARE = 0.2  # of the blocks
+GREW = 1.01  # a device's peak memory after a block / before it
 TOO_SHORT_SECONDS = 0.05
 UNSTEADY = ("drift", "throttled")  # after these warnings a probe is timed again,
 AGAIN_SHARE = 0.5  # for this part of its time
@@ -53,6 +54,7 @@ class Block(msgspec.Struct, frozen=True):
     slowed: float = 0.0  # share of the block in which a device held itself back (heat, a power brake, a fault)
     capped: float = 0.0  # share of it in which one was at its power limit
     slowest: int = -1  # position of the device that was slowed most; -1: none, or unknown
+    grew: bool = False  # whether its processes took new memory: a training does so in its first steps only
 
     @property
     def step_seconds(self) -> float:
@@ -186,8 +188,8 @@ class BlockTimer:
         return relative_half_width(_interval(clean)) <= TIGHT or (part >= HOPELESS_FROM and _is_hopeless(clean, part))
 
     def _clean(self) -> list[Block]:
-        """The undisturbed blocks, or all where too few are."""
-        clean = [block for block in self._blocks if not block.disturbed]
+        """The blocks that were not disturbed and took no new memory, or all where too few are."""
+        clean = [block for block in self._blocks if not (block.disturbed or block.grew)]
         return clean if len(clean) >= FEWEST_BLOCKS else self._blocks
 
     def _warnings(self, clean: Sequence[Block], step: Interval) -> tuple[Warned, ...]:
@@ -216,6 +218,15 @@ class BlockTimer:
         }
         before = (warning for warning in self._unsteady or () if warning.code not in found)
         return (*found.values(), *before)
+
+
+def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool:
+    """Whether the peak memory of a device, in bytes, rose by more than 1 % in a block; False where it is unknown.
+
+    The kernel's work for new pages shows: on a virtual machine 16 us for each 4 KiB, 70 % of a step of 0.36 s.
+    """
+    pairs = zip(before, after, strict=False)
+    return any(old is not None and new is not None and new > GREW * old for old, new in pairs)
 
 
 def _interval(blocks: Sequence[Block]) -> Interval:

@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 import msgspec
 
 from evener.balancer.events import ProbeProgress
-from evener.balancer.probes.block_timing import LONGEST_BLOCK_SECONDS, Block, BlockTimer, StepTiming
+from evener.balancer.probes.block_timing import LONGEST_BLOCK_SECONDS, Block, BlockTimer, StepTiming, has_grown
 from evener.balancer.probes.child_group import ChildGroup, GroupError, RankFailure, RankMap
 from evener.balancer.probes.interference import DriverReader, ProbeInterference
 from evener.balancer.probes.prober import Report
@@ -158,7 +158,9 @@ class Measurement:
             if self._probe.layout.processes == 1 and any(reply.steps != steps for reply in ran):
                 raise GroupError(RankFailure(0, "protocol", "it ran another number of steps than it was asked to"))
             self._not_finite = self._find_not_finite(ran)
+            before = self._memory_bytes
             block = interference.annotate(self._make_block(ran))
+            block = msgspec.structs.replace(block, grew=has_grown(before, self._memory_bytes))
             timer.add(block)
             step_seconds = block.step_seconds
             self._report_progress(timer)

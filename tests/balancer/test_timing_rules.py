@@ -21,6 +21,7 @@ from evener.balancer.probes.block_timing import (
     Block,
     BlockTimer,
     StepTiming,
+    has_grown,
 )
 
 
@@ -141,6 +142,47 @@ def test_disturbed_blocks_are_set_aside_and_measured_again() -> None:
     measured = timed(4.0, lambda i: 0.02 if i % 3 == 0 else 0.01, lambda i: 0.5 if i % 3 == 0 else 1.0)
     assert measured.step.value == 0.01
     assert "disturbed" in codes(measured)
+
+
+@pytest.mark.parametrize("often", [6, 2])
+def test_blocks_that_take_new_memory_are_set_aside(often: int) -> None:
+    """Every sixth, or every second, finds new pages and takes longer: a training does that in its first steps only."""
+    timing, i = BlockTimer(4.0), 0
+    while steps := timing.next_steps():
+        timing.add(Block(steps, steps * (0.01 if i % often else 0.017), grew=i % often == 0))
+        i += 1
+    measured = timing.result()
+    assert measured is not None
+    assert measured.step.value == 0.01
+    assert not measured.warnings
+
+
+def test_a_training_that_always_takes_new_memory_is_timed_all_the_same() -> None:
+    """A leak is the training's own."""
+    timing = BlockTimer(2.0)
+    while steps := timing.next_steps():
+        timing.add(Block(steps, steps * 0.01, grew=True))
+    measured = timing.result()
+    assert measured is not None
+    assert measured.step.value == 0.01
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "grown"),
+    [
+        ((100, 1000), (100, 1011), True),
+        ((100, 1000), (101, 1010), False),
+        ((100, 1000), (50, 500), False),
+        ((None, 1000), (2000, 1000), False),
+        ((1000,), (None,), False),
+        ((), (1000, 1000), False),  # the first block
+    ],
+)
+def test_memory_grows_by_more_than_one_percent_on_any_device(
+    before: tuple[int | None, ...], after: tuple[int | None, ...], grown: bool
+) -> None:
+    """What isn't known, and what falls, isn't growth."""
+    assert has_grown(before, after) == grown
 
 
 def test_all_blocks_disturbed_still_gives_a_figure_with_the_doubt() -> None:
