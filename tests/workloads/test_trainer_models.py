@@ -76,6 +76,14 @@ def list_turns(trainer: Any) -> list[str]:
     return turns
 
 
+def list_prefetches() -> list[int | None]:
+    """How many batches are fetched ahead: of trainers without loader processes, and of one with."""
+    busy = a_trainer()
+    busy.args.dataloader_num_workers = 1
+    recipes = [find_recipe("train.py:build", each) for each in (a_trainer(), a_module(), busy)]
+    return [recipe.data.prefetch for recipe in recipes if recipe and recipe.data]
+
+
 def refuse(built: Any) -> str:
     try:
         return str(find_recipe("train.py:build", built))
@@ -90,6 +98,7 @@ def probe_all(folder: Path, rank: int) -> None:
         "trainer": probe(a_trainer()),
         "module": probe(a_module()),
         "turns": list_turns(a_trainer()),
+        "prefetches": list_prefetches(),
         "no data": refuse(lightning_programs.Module(manual=False)),
         "by hand": refuse((lightning_programs.Module(manual=True), lightning_programs.points(8))),
         "neither": refuse((torch.nn.Linear(1, 1), Path())),
@@ -106,6 +115,7 @@ def test_its_own_steps_are_measured_or_it_is_refused(trainer_ranks: Callable[...
     assert rows == 32
     assert moved > 0
     assert found["turns"] == ["forward", "check"] * 3, "no pass is queued before the one before has been computed"
+    assert found["prefetches"] == [0, 0, None], "rows that a trainer fetches between steps are fetched there"
     assert "without data" in found["no data"]
     assert "optimizes by hand" in found["by hand"]
     assert found["neither"] == "None"

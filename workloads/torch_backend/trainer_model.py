@@ -80,7 +80,8 @@ def _from_trainer(trainer: Any) -> Recipe:
 
     rows, collate = training_rows(trainer)
     lengths = None if needs_equal_passes(trainer) else find_lengths(trainer)
-    data = _to_data(rows, collate, {"num_workers": trainer.args.dataloader_num_workers, "lengths": lengths})
+    workers, pinned = trainer.args.dataloader_num_workers, trainer.args.dataloader_pin_memory
+    data = _to_data(rows, collate, workers, pinned, lengths)
     return Recipe(LossModule(trainer.model, compute), optimizer, None, data)
 
 
@@ -102,8 +103,8 @@ def _from_lightning(name: str, module: Any, given: Any) -> Recipe:
 def _read_data(given: Any) -> Data:
     """A data set, or that of a DataLoader with what it makes batches by."""
     if isinstance(given, DataLoader):
-        return _to_data(given.dataset, given.collate_fn, {"num_workers": given.num_workers})
-    return _to_data(given, default_collate, {})
+        return _to_data(given.dataset, given.collate_fn, given.num_workers, given.pin_memory)
+    return _to_data(given, default_collate)
 
 
 def _first_optimizer(given: Any) -> Any:
@@ -115,8 +116,14 @@ def _first_optimizer(given: Any) -> Any:
     return _first_optimizer(given) if isinstance(given, Mapping) else given
 
 
-def _to_data(rows: Any, collate: Any, options: dict[str, Any]) -> Data:
-    return Data(rows, {"collate_fn": partial(_collate, collate), **options})
+def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, lengths: Any = None) -> Data:
+    """Without workers, a trainer fetches the rows of a step when it begins, while its GPU waits."""
+    options = {
+        "num_workers": workers,
+        "pin_memory": pinned and torch.cuda.is_available(),
+        "collate_fn": partial(_collate, collate),
+    }
+    return Data(rows, {**options, "lengths": lengths, "prefetch": None if workers else 0})
 
 
 def _collate(collate: Any, rows: list[Any]) -> tuple[dict[str, Any], torch.Tensor]:
