@@ -202,7 +202,7 @@ class Findings:
             missing.append(layout_of(tuple(int(i in live) for i in range(self.problem.devices))))
         once = budget.enough_for(budget.total_seconds(missing))
         grown = budget.total_seconds(one.layout for one in self.ungrown())
-        return max(once, budget.enough_to_grow(grown)) if grown else once
+        return max(once, budget.enough_to_grow(grown + self._race.turn_seconds)) if grown else once
 
     def retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:
         """Each layout that ran out of memory in the race, with the smaller one in its place."""

@@ -136,7 +136,7 @@ class Race:
     def _grow(self) -> Probe | None:
         """The next pack, the smallest of all modes first, if the budget also suffices for a turn of every candidate."""
         wanted = [layout for _, packing in self._candidates.packings if (layout := packing.next_layout()) is not None]
-        reserved = self._budget.total_seconds(one.layout for one in self._candidates.running) + self._knobs_seconds
+        reserved = self.turn_seconds
         for layout in sorted(wanted, key=lambda one: one.processes):
             if self._budget.affords(layout, "pack", reserved=reserved):
                 seconds = self._budget.probe_seconds(layout, "pack", PACKS_TO_EXPECT, reserved=reserved)
@@ -190,6 +190,11 @@ class Race:
         layouts = [msgspec.structs.replace(winner.layout, knobs=(knob,)) for knob in self._options.knobs]
         rivals = [winner, *(Candidate(winner.family, layout) for layout in layouts)]
         return [one for one in rivals if self._seen.broken(one.layout) is None]
+
+    @property
+    def turn_seconds(self) -> float:
+        """What a turn of every candidate, knobs included, should cost at the least; packs leave as much."""
+        return self._budget.total_seconds(one.layout for one in self._candidates.running) + self._knobs_seconds
 
     @cached_property
     def _knobs_seconds(self) -> float:

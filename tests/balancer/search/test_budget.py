@@ -152,15 +152,22 @@ def packed(budget: float | None, start: float, *modes: PackMode) -> tuple[Search
     return prober.run(Search(problem, LayoutOptions(("solo", "pack"), pack_modes=modes))), prober
 
 
-def test_packs_that_still_gained_are_named_with_a_budget_that_tries_another() -> None:
-    search, _ = packed(60.0, 3.0, "")
-    (larger,) = search.ungrown()
-    (sentence,) = explain_unmeasured(search, ("SIM:0",))
-    assert f"pack of {larger.layout.processes}" in sentence
+@pytest.mark.parametrize(("budget", "start", "modes"), [(60.0, 3.0, ("",)), (30.0, 8.0, ("", "mps"))])
+def test_packs_that_still_gained_are_named_with_a_budget_that_tries_another(
+    budget: float, start: float, modes: tuple[PackMode, ...]
+) -> None:
+    """Packs leave time for a turn of every candidate; the budget that is named has it too."""
+    search, _ = packed(budget, start, *modes)
+    *_, sentence = explain_unmeasured(search, ("SIM:0",))
     enough = float(sentence.partition("--budget ")[2].partition("s should")[0])
-    assert 60 < enough < 200
-    again, _ = packed(enough, 3.0, "")
-    assert larger.layout in [seen.probe.layout for seen in again.packs()[""]]
+    assert budget < enough < 200
+    again, _ = packed(enough, start, *modes)
+    tried = [seen.probe.layout for packs in again.packs().values() for seen in packs]
+    larger = [one.layout for one in search.ungrown()]
+    assert larger
+    for layout in larger:
+        assert layout in tried
+    assert f"pack of {larger[0].processes}" in sentence
 
 
 def test_packs_that_were_grown_to_their_best_are_no_matter_of_budget() -> None:
