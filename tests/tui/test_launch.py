@@ -238,6 +238,9 @@ def test_processes_are_started_again_and_end_by_ctrl_c(
             "evener: rank 0 was ended by SIGKILL; trying the devices",
             "evener: all start again, 1 of 1 times",
         ]
+    else:
+        again = "evener: a process of this host has ended; all start again, 1 of 1 times"
+        assert [said_by_evener(errors) for _, errors in said] == [[again], []]
 
 
 @pytest.mark.slow
