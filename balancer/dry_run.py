@@ -17,6 +17,7 @@ from evener.balancer.result.explain_failure import explain_unfinished
 from evener.balancer.search.layouts import BALANCE
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.search import Search
+from evener.balancer.search.statistics import relative_half_width
 from evener.balancer.session_start import describe_run
 from evener.balancer.store.locks import lock_devices
 from evener.balancer.store.replay import make_problem
@@ -28,7 +29,7 @@ from evener.state_folders import new_error_file
 BATCHES = 2  # stepped: two points give a line
 PROBE_SECONDS = 0.5
 STARTS = 2.5  # of a search over several devices: a split's children take longer than those of one device
-SLOPE, NOISE = 1.01, 0.01  # of the devices that stand for those here: the least growth of a step, its variation
+SLOPE, NOISE = 1.01, 0.01  # of the devices that stand for those here, at least: a step's growth, its variation
 UNKNOWN_MIB = 1e6
 
 
@@ -139,7 +140,8 @@ def _foresee(resolved: ResolvedRequest, problem: Problem, timed: Sequence[Timed]
         for device, limit in zip(resolved.devices, problem.memory_bytes, strict=True)
     )
     start = timed[0].start_seconds
-    machine = resolved.machine or _write_machine(problem, steps, points)
+    noise = max(NOISE, *(relative_half_width(seen.throughput) for seen in timed))
+    machine = resolved.machine or _write_machine(problem, steps, points, noise)
     return Outlook(
         workload=resolved.workload,
         framework=resolved.framework,
@@ -161,9 +163,9 @@ def _predict_largest(limit_bytes: int | None, points: tuple[tuple[int, int], ...
 
 
 def _write_machine(
-    problem: Problem, steps: Sequence[tuple[int, float]], points: tuple[tuple[int, int], ...]
+    problem: Problem, steps: Sequence[tuple[int, float]], points: tuple[tuple[int, int], ...], noise: float
 ) -> Machine:
-    """Devices like the first one, each with its own memory."""
+    """Devices like the first one, each with its own memory; steps vary by as much as those short probes left open."""
     (small, quick), (large, slow) = [*steps, (2 * steps[0][0], 2 * steps[0][1])][:BATCHES]
     base, slope = Memory(None, points).line or (0.0, 0.0)
     return Machine(
@@ -174,7 +176,7 @@ def _write_machine(
                 curve=((small, quick * 1000), (large, max(slow, SLOPE * quick) * 1000)),
                 memory_base_mib=max(0.0, base / MIB),
                 memory_per_sample_mib=slope / MIB,
-                noise=NOISE,
+                noise=noise,
             )
             for limit in problem.memory_bytes
         )

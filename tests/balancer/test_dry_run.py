@@ -53,6 +53,12 @@ def test_the_time_and_the_batches_that_it_says_are_those_of_the_search(batch: in
     assert [size for size, _ in outlook.steps] == [8, 64]
 
 
+def test_a_search_of_steps_that_vary_is_said_to_take_longer() -> None:
+    """Its probes go on until they are sure, or their time is over."""
+    varying = msgspec.structs.replace(REAL, settings={"base_ms": 5.0, "noise": 0.8})
+    assert foresee(varying).search_seconds > 30.0, "of steady steps it would be 16 s"
+
+
 def test_one_real_child_builds_and_steps_and_a_failure_is_one_sentence() -> None:
     """Only on the first device; what the workload raises is named."""
     phases: list[ProbeProgress] = []
