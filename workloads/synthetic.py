@@ -28,8 +28,8 @@ class Synthetic:
 
     The settings are the registry's. If ranks are on several hosts, each step takes `network_ms` more.
     `fail` (one of FAILURES) happens in the first step for which own share >= `at_share` and step number >= `at_step`,
-    counted from 0 since `prepare`; "memory" happens in `prepare`. "grow" makes that one step 20 times longer, and takes
-    as much memory again.
+    counted from 0 since `prepare`; "memory" happens in `prepare`. "grow" makes that one step 100 times longer, and
+    takes as much memory again.
     """
 
     def __init__(self, place: Place, settings: Mapping[str, Any]) -> None:
@@ -146,7 +146,7 @@ class Synthetic:
                 os.write(1, b'{"half": \n')
             case "grow" if self._steps == self._settings["at_step"]:
                 self._held = [_touched(2 * len(block)) for block in self._held]
-                return seconds * 20
+                return seconds * 100
         return seconds
 
 
