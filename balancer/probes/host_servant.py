@@ -22,17 +22,15 @@ RECEIVE_SECONDS = 2.0  # without a message, after which the caller hears that th
 INBOX = 10_000
 
 
-Script = tuple[ScriptCopy, str]  # with the name of its function
-
-
 class HostServant:
     """One host's children; `local` has its drivers. Both are called from another machine, each call in its thread."""
 
     def __init__(
-        self, devices: Sequence[Device], framework: str, workload: str, name: str, script: Script | None
+        self, devices: Sequence[Device], framework: str, workload: str, name: str, script: ScriptCopy | None
     ) -> None:
-        self._script = WrittenScript(script[0]) if script else None
-        self._workload = f"{self._script.path}:{script[1]}" if self._script and script else workload
+        self._script = WrittenScript(script) if script else None
+        function = workload.rpartition(":")[2]
+        self._workload = f"{self._script.path}:{function}" if self._script else workload
         self.local = LocalHost(devices, framework, self._workload, name)
         self._inbox: Inbox = queue.Queue(INBOX)
         self._children: dict[int, Child] = {}

@@ -13,9 +13,10 @@ from typing import Any
 
 from evener.balancer.probes.child import Exited, HostLost, Inbox, Message
 from evener.balancer.probes.child_group import StoppedError
-from evener.balancer.probes.host_servant import HostServant, Script
+from evener.balancer.probes.host_servant import HostServant
 from evener.balancer.probes.launch_plan import LOOPBACK
 from evener.balancer.probes.protocol import Command
+from evener.balancer.probes.script_copy import ScriptCopy
 from evener.balancer.probes.stack_dump import Stack
 from evener.devices.child_environment import ChildEnvironment
 from evener.devices.cluster.agents import HostLostError, find_agent
@@ -66,7 +67,7 @@ class RemoteHost:
     """One host of the cluster; HostLostError if its actor doesn't answer."""
 
     def __init__(
-        self, devices: Sequence[Device], framework: str, workload: str, name: str, script: Script | None
+        self, devices: Sequence[Device], framework: str, workload: str, name: str, script: ScriptCopy | None
     ) -> None:
         self._name = name
         self._gpus = {i for i, device in enumerate(devices) if device.host == name and device.kind == "gpu"}

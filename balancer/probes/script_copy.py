@@ -36,10 +36,10 @@ def copy_script(script: Path) -> ScriptCopy:
     return ScriptCopy(str(script.parent), script.name, files)
 
 
-def copy_workload(workload: str) -> tuple[ScriptCopy, str] | None:
-    """The script of `file.py:function`, and the function; None for a workload that is installed."""
-    home, _, function = workload.rpartition(":")
-    return (copy_script(Path(home)), function) if home and names_a_file(home) else None
+def copy_workload(workload: str) -> ScriptCopy | None:
+    """The script of `file.py:function`; None for a workload that is installed."""
+    home = workload.rpartition(":")[0]
+    return copy_script(Path(home)) if home and names_a_file(home) else None
 
 
 def digest_script(script: Path) -> str:

@@ -54,7 +54,7 @@ def test_only_a_file_is_sent(script: Path) -> None:
     assert copy_workload("package.module:build") is None
     found = copy_workload(f"{script}:build")
     assert found is not None
-    assert (found[0].name, found[1]) == ("train.py", "build")
+    assert found.name == "train.py"
 
 
 def test_too_much_is_refused(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
