@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -101,9 +100,7 @@ class ForkServer:
     def _fork(self, start: Start, streams: Sequence[int]) -> None:
         own = os.getpid()
         try:
-            with warnings.catch_warnings():  # Python 3.12's, of threads: PYTHONWARNINGS=error would end this process
-                warnings.simplefilter("ignore", DeprecationWarning)
-                pid = os.fork()
+            pid = os.fork()
         except OSError as error:
             os.write(streams[2], f"fork: {error}".encode())
             self._answer(Ended(start.key, 1))

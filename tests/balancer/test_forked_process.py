@@ -71,18 +71,6 @@ def test_a_server_outlives_a_signal_that_comes_before_it_can_answer(
     assert is_ready(server)
 
 
-def test_a_server_with_threads_forks_where_warnings_are_errors(
-    servers: list[ServerProcess], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Python 3.12 and newer warn of a fork beside threads, which frameworks start."""
-    (tmp_path / "starts_a_thread.py").write_text(
-        "import threading, time; threading.Thread(target=time.sleep, args=[60], daemon=True).start()"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    servers.append(server := ServerProcess({"PYTHONWARNINGS": "error::DeprecationWarning"}, ("starts_a_thread",)))
-    assert is_ready(server)
-
-
 def test_a_server_that_has_ended_starts_nothing_and_leaves_no_pipe_open() -> None:
     """Whoever asks gets an OSError, as when no process can be started."""
     server = ServerProcess({}, ())
