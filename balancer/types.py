@@ -77,7 +77,7 @@ def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
 
     So of all `micro` that mean the same passes one is kept, and none where every share is one pass.
     """
-    kind: Kind = "solo" if sum(1 for share in shares if share) == 1 else "split"
+    kind: Kind = "solo" if shares.count(0) == len(shares) - 1 else "split"
     rows = tuple(max(split_passes(b, m)) if b else 0 for b, m in zip(shares, micro, strict=True)) if micro else ()
     return Layout(kind, shares, micro=() if rows == shares else rows)
 

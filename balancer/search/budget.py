@@ -272,9 +272,7 @@ class Budget:
 
 def _children(layout: Layout) -> Layout:
     """The layout without its sizes: equal for layouts that run on the same children."""
-    return Layout(
-        layout.kind, tuple(int(share > 0) for share in layout.shares), layout.processes, layout.placement, layout.knobs
-    )
+    return Layout(layout.kind, tuple(map(bool, layout.shares)), layout.processes, layout.placement, layout.knobs)
 
 
 def _extrapolate_start(starts: list[tuple[int, float]], processes: int) -> float:

@@ -235,6 +235,8 @@ class MachineModel:
 
     def _divide(self, shares: tuple[int, ...], walls: tuple[int, ...], rows: tuple[int, ...]) -> Layout:
         """Shares above their walls in passes of at most so many rows; 0: not divided."""
+        if not any(share > wall for share, wall in zip(shares, walls, strict=True) if share):
+            return layout_of(shares)
         pairs = zip(shares, walls, rows, strict=True)
         return layout_of(shares, tuple(most if most and share > wall else share for share, wall, most in pairs))
 

@@ -29,8 +29,10 @@ class Predictions:
 
     def layout(self, wanted: Allocation) -> Layout:
         """An allocation as a layout of the request."""
-        shares = dict(wanted.shares)
-        return self.model.lay_out(tuple(shares.get(i, 0) for i in range(self._problem.devices)))
+        shares = [0] * self._problem.devices
+        for i, share in wanted.shares:
+            shares[i] = share
+        return self.model.lay_out(tuple(shares))
 
     @cached_property
     def first_guess(self) -> Allocation | None:
