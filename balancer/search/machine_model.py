@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import cached_property
+from operator import gt
 
 from evener.balancer.search.layouts import same_measurement, split_evenly
 from evener.balancer.search.model.contention import slow_by_contention
@@ -235,7 +236,7 @@ class MachineModel:
 
     def _divide(self, shares: tuple[int, ...], walls: tuple[int, ...], rows: tuple[int, ...]) -> Layout:
         """Shares above their walls in passes of at most so many rows; 0: not divided."""
-        if not any(share > wall for share, wall in zip(shares, walls, strict=True) if share):
+        if not any(map(gt, shares, walls)):
             return layout_of(shares)
         pairs = zip(shares, walls, rows, strict=True)
         return layout_of(shares, tuple(most if most and share > wall else share for share, wall, most in pairs))

@@ -84,6 +84,16 @@ def list_prefetches() -> list[int | None]:
     return [recipe.data.prefetch for recipe in recipes if recipe and recipe.data]
 
 
+def count_lengths() -> int:
+    """Of a LightningModule's data set that has them."""
+    module, data = a_module()
+    data.lengths = list(range(1, 33))
+    recipe = find_recipe("train.py:build", (module, data))
+    assert recipe is not None
+    assert recipe.data is not None
+    return 0 if recipe.data.lengths is None else len(recipe.data.lengths.tokens)
+
+
 def refuse(built: Any) -> str:
     try:
         return str(find_recipe("train.py:build", built))
@@ -99,6 +109,7 @@ def probe_all(folder: Path, rank: int) -> None:
         "module": probe(a_module()),
         "turns": list_turns(a_trainer()),
         "prefetches": list_prefetches(),
+        "lengths": count_lengths(),
         "no data": refuse(lightning_programs.Module(manual=False)),
         "by hand": refuse((lightning_programs.Module(manual=True), lightning_programs.points(8))),
         "neither": refuse((torch.nn.Linear(1, 1), Path())),
@@ -116,6 +127,7 @@ def test_its_own_steps_are_measured_or_it_is_refused(trainer_ranks: Callable[...
     assert moved > 0
     assert found["turns"] == ["forward", "check"] * 3, "no pass is queued before the one before has been computed"
     assert found["prefetches"] == [0, 0, None], "rows that a trainer fetches between steps are fetched there"
+    assert found["lengths"] == 32
     assert "without data" in found["no data"]
     assert "optimizes by hand" in found["by hand"]
     assert found["neither"] == "None"

@@ -81,7 +81,7 @@ def _from_trainer(trainer: Any) -> Recipe:
     rows, collate = training_rows(trainer)
     lengths = None if needs_equal_passes(trainer) else find_lengths(trainer)
     workers, pinned = trainer.args.dataloader_num_workers, trainer.args.dataloader_pin_memory
-    data = _to_data(rows, collate, workers, pinned, lengths)
+    data = _to_data(rows, collate, workers, pinned, lengths=lengths)
     return Recipe(LossModule(trainer.model, compute), optimizer, None, data)
 
 
@@ -116,14 +116,14 @@ def _first_optimizer(given: Any) -> Any:
     return _first_optimizer(given) if isinstance(given, Mapping) else given
 
 
-def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, lengths: Any = None) -> Data:
+def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **more: Any) -> Data:
     """Without workers, a trainer fetches the rows of a step when it begins, while its GPU waits."""
     options = {
         "num_workers": workers,
         "pin_memory": pinned and torch.cuda.is_available(),
         "collate_fn": partial(_collate, collate),
     }
-    return Data(rows, {**options, "lengths": lengths, "prefetch": None if workers else 0})
+    return Data(rows, {**options, **more, "prefetch": None if workers else 0})
 
 
 def _collate(collate: Any, rows: list[Any]) -> tuple[dict[str, Any], torch.Tensor]:
