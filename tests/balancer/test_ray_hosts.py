@@ -263,7 +263,8 @@ def test_a_slow_network_makes_one_host_the_verdict_and_more_time_is_measured(dev
     assert more.plan.search.probes > ended.plan.search.probes
 
 
-def test_a_host_that_goes_in_a_race_is_left_out(cluster: Any, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("quick_probes")
+def test_a_host_that_goes_in_a_split_is_left_out(cluster: Any, tmp_path: Path) -> None:
     """It is named, nothing of it runs on, and the plan is for the others."""
     node = cluster.add_node(node_ip_address=THIRD, **NODE)
     until(lambda: THIRD in [each.host for each in list_nodes()], "the third host")
@@ -271,7 +272,12 @@ def test_a_host_that_goes_in_a_race_is_left_out(cluster: Any, tmp_path: Path) ->
     failures: list[Failed] = []
 
     def note(event: Event) -> bool:
-        if isinstance(event, ProbeStarted) and event.probe.stage == "race" and event.probe.layout.shares[0] and not ran:
+        if (
+            isinstance(event, ProbeStarted)
+            and event.probe.layout.shares[0]
+            and event.probe.layout.kind == "split"
+            and not ran
+        ):
             ran.extend(list_children())
             kill_raylet(node)
         if isinstance(event, Observed) and isinstance(event.seen, Failed):
