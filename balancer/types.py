@@ -94,10 +94,22 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 class Warned(msgspec.Struct, frozen=True):
-    """A doubt about a measurement, as a value; its text and remedy are made at the edge (`evener.balancer.session`)."""
+    """A doubt about a measurement, as a value; its text and remedy are made in `evener.balancer.result`.
+
+    "changed" is about several: those of one layout differ.
+    """
 
     code: Literal[
-        "slow_start", "drift", "noisy", "too_short", "throttled", "capped", "disturbed", "stalled", "not_finite"
+        "slow_start",
+        "drift",
+        "noisy",
+        "too_short",
+        "throttled",
+        "capped",
+        "disturbed",
+        "stalled",
+        "not_finite",
+        "changed",
     ]
     value: float = 0.0  # what was seen: a relative size, a share of time, or a step
     device: int = -1  # position, -1: the whole step

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, permutations
 
 from evener.balancer.probes.block_timing import NOISY
 from evener.balancer.result.number_format import join_words, percent
@@ -10,23 +12,36 @@ from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Time
 from evener.devices.types import Device
 
 GIB = 1 << 30
-ORDER = ("not_finite", "disturbed", "throttled", "capped", "drift", "noisy", "slow_start", "stalled", "too_short")
+ORDER = (
+    "not_finite",
+    "disturbed",
+    "throttled",
+    "capped",
+    "drift",
+    "changed",
+    "noisy",
+    "slow_start",
+    "stalled",
+    "too_short",
+)
 MOSTLY = 0.5  # of a rival's blocks, from which other work is said to have slowed the chosen layout too
+CHANGED = 0.1  # relative difference of two measurements of one layout
 IN_SHORT = {
     "not_finite": "its loss was not finite",
     "throttled": "steps were held back while it was measured",
     "drift": "its speed drifted while it was measured",
     "disturbed": "other work took CPU time while it was measured",
+    "changed": "the machine's speed changed between measurements",
 }
 
 
-def find_doubts(seen: Iterable[Observation], chosen: Layout, error: float | None = None) -> tuple[Warned, ...]:
-    """Doubts about the chosen layout's own measurements, the worst of each kind; and any loss that wasn't finite.
+def find_doubts(seen: Sequence[Observation], chosen: Layout, error: float | None = None) -> tuple[Warned, ...]:
+    """Doubts about the chosen layout's own measurements, the worst of each kind; of any, lost losses and changed speed.
 
     `error` is that of the figure over all its measurements, relative: what says whether they were too noisy.
     """
     worst: dict[str, Warned] = {}
-    for doubt in _doubts_about(seen, chosen):
+    for doubt in chain(_doubts_about(seen, chosen), _compare_repeats(seen)):
         if doubt.code not in worst or _weight(doubt) > _weight(worst[doubt.code]):
             worst[doubt.code] = doubt
     if error is not None and "noisy" in worst:
@@ -55,6 +70,22 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Warne
             yield from (each for each in one.warnings if each.code == "disturbed" and each.value >= MOSTLY)
 
 
+def _compare_repeats(seen: Iterable[Observation]) -> Iterator[Warned]:
+    """How much faster one measurement of a layout is than another, beyond their intervals.
+
+    One that exploration made on all devices at once may be slower for that.
+    """
+    repeats: defaultdict[Layout, list[Timed]] = defaultdict(list)
+    for one in seen:
+        if isinstance(one, Timed):
+            repeats[one.probe.layout].append(one)
+    for slow, fast in (pair for taken in repeats.values() for pair in permutations(taken, 2)):
+        change = fast.samples_per_second / slow.samples_per_second - 1
+        at_once = slow.probe.stage == "solo" != fast.probe.stage
+        if change > CHANGED and slow.throughput.high < fast.throughput.low and not at_once:
+            yield Warned("changed", change)
+
+
 def explain_doubts(
     doubts: Iterable[Warned], devices: Sequence[Device], longer: str = "a longer --budget"
 ) -> tuple[str, ...]:
@@ -77,6 +108,8 @@ def _explain_doubt(doubt: Warned, devices: Sequence[Device], longer: str) -> str
         "capped": f"A device was at its power limit in {whole} of the time: the figure is that of this limit.",
         "drift": f"Steps became {fine} {'slower' if size > 0 else 'faster'} while they were timed; measure"
         f" again with {longer}.",
+        "changed": f"The same layout was {whole} faster in one measurement than in another, as by {cause}: gains may be"
+        " wrong by as much; measure again.",
         "noisy": f"The samples/s are certain to within ± {fine} only; measure again with {longer}.",
         "slow_start": f"Steps were still becoming faster (by {whole}) when the warm-up's time was over.",
         "stalled": f"One block took {size:.1f} times as long as the others.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import get_args, get_type_hints
 
 import msgspec
+import pytest
 
 from evener.balancer.result.explain_measurements import (
     ORDER,
@@ -25,9 +26,12 @@ EVERY = [msgspec.convert({"code": code, "value": 0.1}, Warned) for code in ORDER
 SPLIT, EVEN = layout_of((820, 568)), layout_of((694, 694))
 
 
-def timed(*doubts: Warned, layout: Layout = SPLIT, stage: Stage = "race", short: tuple[int, ...] = ()) -> Timed:
-    """A measurement with doubts, and what others held."""
-    return Timed(Probe(layout, stage, 1.0), 1.0, 0.9, 1.1, 5, (1, 1), (1.0, 1.0), 1.0, 5.0, doubts, short_bytes=short)
+def timed(
+    *doubts: Warned, layout: Layout = SPLIT, stage: Stage = "race", short: tuple[int, ...] = (), step: float = 1.0
+) -> Timed:
+    """A measurement with doubts, what others held, and seconds of a step ± 10 %."""
+    probe, seconds = Probe(layout, stage, 1.0), (step, 0.9 * step, 1.1 * step)
+    return Timed(probe, *seconds, 5, (1, 1), (1.0, 1.0), 1.0, 5.0, doubts, short_bytes=short)
 
 
 def test_a_layer_that_sees_one_pass_is_a_warning() -> None:
@@ -41,7 +45,7 @@ def test_every_doubt_has_a_sentence_and_the_worst_of_a_kind_is_said_once() -> No
     """In a fixed order, with the device and what helps."""
     codes = get_args(get_type_hints(Warned)["code"])
     assert set(ORDER) == set(codes)
-    seen = [timed(doubt) for doubt in EVERY] + [timed(Warned("drift", -0.3, 1))]
+    seen = [*map(timed, EVERY), timed(Warned("drift", -0.3, 1)), timed(layout=EVEN, step=2.0), timed(layout=EVEN)]
     doubts = find_doubts(seen, SPLIT)
     assert [doubt.code for doubt in doubts] == list(ORDER)
     sentences = explain_doubts(doubts, DEVICES)
@@ -68,9 +72,25 @@ def test_a_doubt_about_another_layout_is_none_about_this_one() -> None:
     assert not find_doubts([timed(Warned("disturbed", 0.9))], solo(2, 0, 8)), "one device sees other work itself"
 
 
+def test_a_layout_that_ran_at_two_speeds_is_a_doubt_about_every_gain() -> None:
+    """Whichever layout it was; not within the intervals, nor where all devices ran at once in one of the two."""
+    twice = [timed(layout=EVEN, step=1.3), timed(layout=EVEN), timed(layout=EVEN, step=1.1)]
+    (doubt,) = find_doubts(twice, SPLIT)
+    assert (doubt.code, doubt.value) == ("changed", pytest.approx(0.3))
+    assert add_doubt("Do it.", [doubt]) == (
+        "Do it; but the machine's speed changed between measurements: measure again to be sure."
+    )
+    assert not find_doubts(twice[1:], SPLIT), "their intervals overlap"
+    assert not find_doubts([timed(layout=SPLIT, step=1.3), timed(layout=EVEN)], SPLIT), "two layouts"
+    alone = solo(2, 0, 8)
+    assert not find_doubts([timed(layout=alone, stage="solo", step=1.3), timed(layout=alone)], SPLIT)
+    assert find_doubts([timed(layout=alone, stage="solo"), timed(layout=alone, step=1.3)], SPLIT)
+    assert find_doubts([timed(layout=alone, stage="solo", step=each) for each in (1.0, 1.3)], SPLIT)
+
+
 def test_the_verdict_says_what_weakens_it_most() -> None:
     """Noise is in its interval already."""
-    doubts = find_doubts([timed(doubt) for doubt in EVERY if doubt.code != "not_finite"], SPLIT)
+    doubts = find_doubts([timed(doubt) for doubt in EVERY if doubt.code not in ("not_finite", "changed")], SPLIT)
     assert add_doubt("Do it.", doubts) == (
         "Do it; but steps were held back while it was measured: measure again to be sure."
     )
