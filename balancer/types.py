@@ -16,7 +16,7 @@ from evener.costs import Cost, Work
 from evener.passes import count_passes, split_passes
 
 Kind = Literal["solo", "split", "pack", "place"]
-Stage = Literal["solo", "rest", "split", "pack", "race", "knobs", "check"]  # rest: a device alone, the others at rest
+Stage = Literal["solo", "rest", "split", "pack", "race", "knobs", "check"]  # rest: alone, the others idle
 Cause = Literal[
     "signal", "exit", "timeout", "protocol", "raised", "unsupported", "device"
 ]  # device: it or its driver has gone

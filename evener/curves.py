@@ -21,7 +21,7 @@ class Curve(msgspec.Struct, frozen=True):
     batches: tuple[float, ...]  # increasing, the first at or below every batch asked for
     times: tuple[float, ...]  # seconds, not decreasing
     slope: float  # seconds a sample beyond the last knot
-    straight: bool = True  # the points lie on a simple shape within their errors
+    simple: bool = True  # a line, or one that is level up to a knee, explains the points within their errors
     error: float = 0.0  # relative standard error of a typical point
 
     def seconds(self, batch: float) -> float:
@@ -76,9 +76,9 @@ class PassCurve(msgspec.Struct, frozen=True):
     extra: float = 0.0
 
     @property
-    def straight(self) -> bool:
-        """Whether the times of one pass lie on a simple shape."""
-        return self.curve.straight
+    def simple(self) -> bool:
+        """Whether the curve of one pass is."""
+        return self.curve.simple
 
     def passes(self, share: float) -> int:
         """One where the share fits at once, else as few as `rows` allows."""

@@ -20,7 +20,7 @@ computation. A share fits while m0_i + m1_i * b_i is within the device's memory.
    c_k is assumed low, so that using fewer devices gets tried. Where no simple curve fits the times, more splits are
    allowed. Of a free batch, the smallest that is predicted to be within the tolerance of the fastest (`tolerable`) is
    measured, and the fastest too unless the curves can be trusted that far. A device that may beat every split alone is
-   measured with the others at rest (stage `rest`).
+   measured while the others are idle (stage `rest`).
 3. `race`: every family that was asked for names its candidates (`candidates`), and all are measured in turns. They are
    compared within each turn, so drift cancels (`ranking`). The best single device always takes part; which batch or
    device that is may change with what the race shows, or when it runs out of memory. Packs of several trainings grow
@@ -36,9 +36,10 @@ Rows of unequal length: t_i is the sum over passes of fixed + r * L * (a + b * L
 to passes of a few sizes by least squares, nothing negative. Batches are dealt by these costs as the training deals them
 (`evener.dealing`); `text_model`, `text_stage` and `text_candidates` take the place of curves, stages and candidates.
 
-`balance` asks for solo, even and split layouts, `compare` for all families; nothing else differs. Of layouts within the
-tolerance of the fastest, the smallest global batch is chosen. A layout that was measured as clearly faster is never
-passed over, whichever stage measured it.
+`balance` asks for solo, even and split layouts, `compare` for all families; nothing else differs. Of a free batch the
+smallest within the tolerance of the fastest is chosen; with `max_slowdown`, the layout with most samples per joule that
+is at most so much slower. Else the fastest is, whichever stage measured it, or a simpler one within 1 %. Only where
+packs, placements or other knobs ran is the choice among the layouts of the race.
 
 Reading order: `search` (ask, tell, best, why_stopped), `solo_stage`, `split_stage`, `candidates`, `race`, `ranking`
 (what to measure next, and who won), `predictions` and `evener.waterfill` (which layouts are worth it), `observations`

@@ -1,7 +1,8 @@
-"""What a probe should cost at the least, how long it may measure, and whether it still fits the budget.
+"""The least a probe should cost, how long it may measure, and whether it still fits the budget.
 
-Exploration may spend a part of the budget, so that the race can measure every candidate once. That part is the whole
-for solo, even and split; packs, placements and other knobs each need children of their own, which take time to start.
+Exploration has a part of the budget, so that the race can measure every candidate once: all of it where only solo, even
+and split are asked for, less where packs, placements and other knobs follow, as each needs children of its own, which
+take time to start. A probe of exploration must end within `ENDS_BY` of that part: 50 % alone, 60 % for splits.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class Budget:
 
     @cached_property
     def explore_seconds(self) -> float:
-        """The part of the budget that solo and split probes are given."""
+        """Exploration's part of the budget."""
         return self._part_to_explore(self.seconds or 0.0)
 
     def _part_to_explore(self, budget: float) -> float:

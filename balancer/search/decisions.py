@@ -44,13 +44,16 @@ class Decision(msgspec.Struct, frozen=True):
 
 def explain_solo(probe: Probe) -> str:
     """A batch on every device alone."""
+    if probe.layout.in_passes:
+        return "Measures devices alone in several passes: what each further pass costs."
     return f"Measures every device alone: {WHY_SOLO[min(probe.turn, 3)]}."
 
 
 def explain_split(model: MachineModel, probe: Probe) -> str:
-    """A real step, or one device at rest."""
+    """A real step, or one device while the others are idle."""
     if probe.stage == "rest":
-        return f"Measures device {probe.layout.active[0]} alone with the others at rest: it may beat every split."
+        why = "it may beat every split" if model.splits else "what every split has to beat"
+        return f"Measures device {probe.layout.active[0]} alone while the others are idle: {why}."
     first = "the fastest that the curves predict" if not model.splits else "what the last ones showed"
     return f"Measures a real step split over {len(probe.layout.active)} devices: {first}."
 

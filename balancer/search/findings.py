@@ -25,13 +25,12 @@ from evener.balancer.types import (
     Power,
     Problem,
     Result,
-    Stage,
     Timed,
     layout_of,
 )
 from evener.plan_layout import Knots
 
-READINGS = ("_budget", "_candidates", "_race", "_decision")  # cached until the next observation
+READINGS = ("_budget", "_candidates", "_race", "_decision")  # cached until the next observation; the last by `Search`
 
 
 class Findings:
@@ -50,8 +49,8 @@ class Findings:
 
     def tell(self, seen: Observation) -> None:
         """Take an observation: in any order, asked for or not, more than once."""
-        if self._seen.add(seen):
-            self._forget_readings()
+        self._seen.add(seen)
+        self._forget_readings()
 
     def _forget_readings(self) -> None:
         for reading in READINGS:
@@ -140,19 +139,21 @@ class Findings:
 
     def turns(self, layout: Layout) -> tuple[Timed, ...]:
         """Every turn that a layout took, to say where its time went."""
-        stage: Stage = "knobs" if layout.knobs else "race"
-        return tuple(self._seen.turns(layout, stage).values())
+        return tuple(self._raced(layout).values())
+
+    def _raced(self, layout: Layout) -> dict[int, Timed]:
+        return self._seen.turns(layout, "knobs" if layout.knobs else "race")
 
     def spent_seconds(self) -> float:
         """Seconds of the budget that the probes took."""
         return self._seen.spent_seconds()
 
     def network_seconds(self, hosts: int) -> float:
-        """What keeping devices in step costs more if they are on so many hosts; 0 where that isn't known."""
+        """How much longer synchronization takes over so many hosts than on one; 0 where that isn't known."""
         return 0.0 if self._text else self._predictions.model.exchange.across[hosts]
 
     def sync_seconds(self) -> float | None:
-        """The cost of keeping as many devices in step as the last split had; None before any was measured."""
+        """The cost of keeping as many devices in step as the widest split has; None before any was measured."""
         if self._text:
             splits = self._text.splits
             return self._text.sync_seconds(splits[-1].probe.layout.active) if splits else None
@@ -276,8 +277,7 @@ class Findings:
 
     def _turns(self, layout: Layout) -> dict[int, Timed]:
         """Its turns. A layout that was never measured uncontended uses its solo-stage measurements."""
-        turns = self._seen.turns(layout)
-        return turns or dict(enumerate(self._seen.timed_in(layout, "solo")))
+        return self._raced(layout) or dict(enumerate(self._seen.timed_in(layout, "solo")))
 
     def _result_for(self, layout: Layout) -> Result:
         turns = self._turns(layout)

@@ -56,9 +56,8 @@ class MachineModel:
 
     @cached_property
     def largest_share(self) -> int:
-        """The most samples that one device may have in passes; a fixed batch is cut as small as it takes."""
-        problem = self.problem
-        limits = (problem.global_batch or problem.largest_share, problem.global_batch, problem.max_global_batch)
+        """The most samples that one device may have in passes; a fixed batch in as many as it needs."""
+        limits = (self.problem.global_batch or self.problem.largest_share, self.problem.max_global_batch)
         return min((limit for limit in limits if limit is not None), default=UNBOUNDED) // self.quantum * self.quantum
 
     @cached_property
@@ -118,7 +117,7 @@ class MachineModel:
 
     @cached_property
     def at_rest(self) -> dict[int, Timed]:
-        """Devices measured with the others at rest: the best measurement of each that still fits."""
+        """Devices measured while the others were idle: the best measurement of each that still fits."""
         best: dict[int, Timed] = {}
         for turns in self.seen.still_fit(self.seen.timed(["rest"])).values():
             for one in turns:
@@ -135,8 +134,9 @@ class MachineModel:
 
     @cached_property
     def sync_seconds(self) -> float | None:
-        """The cost for as many devices as the split measured last has, if any was."""
-        return self._exchange_seconds(self.splits[-1].probe.layout) if self.splits else None
+        """The cost for as many devices as the widest split that ran, if any did."""
+        widest = max((one.probe.layout for one in self.splits), key=lambda one: len(one.active), default=None)
+        return self._exchange_seconds(widest) if widest else None
 
     def _exchange_seconds(self, layout: Layout) -> float:
         return self.exchange.seconds(len(layout.active), self.count_hosts(layout))
@@ -210,7 +210,7 @@ class MachineModel:
         return None
 
     def in_passes(self, device: DeviceCurve, largest_share: int, hopeful: bool = False) -> DeviceCurve:
-        """The device as it may take more than fits at once; a cost of passes that isn't known is 0, or `hopeful`."""
+        """The device as it may take more than fits at once; an unknown cost of passes is 0, or less if `hopeful`."""
         i, curve = device.position, device.curve
         rows, extra = self.pass_rows[i], self.extra_seconds[i]
         if not rows or not isinstance(curve, Curve):
@@ -310,7 +310,7 @@ class MachineModel:
         curve, limit = device.curve, self._quick_limit(device)
         gain = smallest_gain(self.problem.tolerance)
         slope = (curve.seconds(limit) - curve.seconds(self.quantum)) / max(1, limit - self.quantum)
-        if slope <= 0 or not curve.straight:
+        if slope <= 0 or not curve.simple:
             return limit
         overhead = curve.seconds(self.quantum) + (self.sync_seconds or 0.0)
         enough = math.ceil(overhead / slope / gain / self.quantum) * self.quantum

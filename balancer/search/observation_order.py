@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 from evener.balancer.types import Observation, OutOfMemory, Probe, Stage, Timed
 
@@ -18,7 +18,9 @@ def rank_observation(seen: Observation) -> tuple[int, int, float]:
     return (0, 0, seen.elapsed_seconds)
 
 
-def order_probe(probe: Probe) -> tuple[int, int, tuple[int, ...], tuple[int, ...], int, float]:
+def order_probe(probe: Probe) -> tuple[Any, ...]:
     """The same order for any set of observations."""
     layout = probe.layout
-    return (STAGES.index(probe.stage), probe.turn, layout.shares, layout.pass_rows, layout.processes, probe.seconds)
+    way = (layout.kind, layout.placement, layout.knobs, layout.length, layout.tokens, repr(layout.costs))
+    place = (STAGES.index(probe.stage), probe.turn)
+    return (*place, layout.shares, layout.pass_rows, layout.processes, probe.seconds, *way)

@@ -44,14 +44,14 @@ class Observations:
         self._settled: dict[Stage, list[Observation]] = {}
         self.explored_version = 0  # grows with everything that may change what is believed of devices
 
-    def add(self, seen: Observation) -> bool:
-        """Take an observation; False if it changes nothing.
+    def add(self, seen: Observation) -> None:
+        """Take an observation.
 
         Of two on one probe OutOfMemory beats Timed beats Failed. Each failure counts as one more try.
         """
         probe, layout = seen.probe, seen.probe.layout
         if len(layout.shares) != self._problem.devices or not layout.active:
-            return False
+            return
         if isinstance(seen, Failed):
             self._failures[probe] += 1
             self._failed_seconds[probe] += seen.elapsed_seconds
@@ -62,7 +62,7 @@ class Observations:
         before = self._seen.get(probe)
         repeated = isinstance(seen, Failed) and isinstance(before, Failed)
         if before is not None and not repeated and rank_observation(before) >= rank_observation(seen):
-            return False
+            return
         if before is None or rank_observation(seen) > rank_observation(before):
             self._seen[probe] = seen
         if before is None:
@@ -72,7 +72,6 @@ class Observations:
                 for position in layout.active:
                     self._explored[position].append(probe)
         self._forget(seen)
-        return True
 
     def _shrink(self, short_bytes: tuple[int, ...]) -> None:
         """Reduce the limits by memory that others hold: the most ever seen, as they may take it again."""
@@ -135,7 +134,7 @@ class Observations:
     def turns(self, layout: Layout, stage: Stage = "race") -> Turns:
         """The turns of a layout in the race (or with other knobs).
 
-        An uncontended measurement from exploration counts as turn 0, unless the race has one.
+        An uncontended measurement from before the race counts as turn 0, unless the race has one.
         """
         seen = [self._seen[probe] for probe in self._by_layout.get(layout, ())]
         timed = [one for one in seen if isinstance(one, Timed)]

@@ -104,7 +104,7 @@ class Packing:
     def _batch_within(self, size: int, share: float) -> int:
         """The batch of each of `size` trainings in a share of the memory, in whole quanta, at most the single's."""
         batch, quantum = self._single.global_batch, self._problem.multiple_of
-        limit = self._problem.memory_bytes[self._position]
+        limit = self._model.seen.memory_limit(self._position)
         if self._problem.global_batch is not None or limit is None or not self._memory.points:
             return batch
         return min(batch, self._memory.largest_within(share * limit / size)) // quantum * quantum
@@ -112,7 +112,7 @@ class Packing:
     @cached_property
     def _most(self) -> int:
         """How many trainings can fit, by the device's memory points."""
-        limit = self._problem.memory_bytes[self._position]
+        limit = self._model.seen.memory_limit(self._position)
         if limit is None or not self._memory.points:
             return MOST_PROCESSES
         fixed = self._problem.global_batch is not None

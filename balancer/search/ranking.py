@@ -159,7 +159,7 @@ def compare_turns(one: Turns, other: Turns) -> Difference:
 
 
 def throughput(turns: Turns) -> Interval:
-    """Samples/s over all turns, by their mean step time: as uncertain as the turns are, and as they differ.
+    """Samples/s over all turns, by their mean step time: as uncertain as each turn is, plus the spread between turns.
 
     With two turns t(1) = 12.7 is absurd; t(2) is used.
     """

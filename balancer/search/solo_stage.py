@@ -120,7 +120,7 @@ class SoloStage:
         memory = device.memory
         if memory.failed is not None and memory.largest_to_try(self._model.cap, self._quantum) > memory.ran:
             return True
-        return len(device.alone) < 3 or curve is None or not curve.straight or curve.flat
+        return len(device.alone) < 3 or curve is None or not curve.simple or curve.flat
 
     def _affords(self, position: int, batch: int, stage: Stage) -> bool:
         curve = self._model.alone[position]

@@ -2,7 +2,7 @@
 
 The first split is the fastest that the solo curves predict. Its step gives the cost of gradient exchange and, where the
 devices' own times are reported, one more point of every curve. The stage ends when the prediction no longer changes.
-One device alone, with the others at rest, is measured if it may beat every split. Of a fixed batch the fastest device
+One device alone, while the others are idle, is measured if it may beat every split. Of a fixed batch the fastest device
 alone comes before the first split: it is compared in any case, and starts no children.
 """
 
@@ -23,19 +23,24 @@ PATIENT_SPLITS = 8  # while none has run
 MOST_FAILED = 2  # after this many failed splits no more are tried
 NEAR_BATCH = 0.1  # relative: predicted global batches that differ by less from a measured one are not measured
 PROMISE = 0.02  # relative: a lone device predicted this much above its measurements is measured again
-HIDDEN = 1.3  # a device may be this many times as fast with the others at rest
+HIDDEN = 1.3  # a device may be this many times as fast while the others are idle
 
 
 class SplitStage:
-    """Which splits to measure, and which device with the others at rest."""
+    """Which splits to measure, and which device while the others are idle."""
 
     def __init__(self, predictions: Predictions, budget: Budget, splits: bool) -> None:
         self._predictions, self._model, self._budget = predictions, predictions.model, budget
         self._seen, self._problem, self._with_splits = self._model.seen, self._model.problem, splits
 
     def next_probe(self) -> Probe | None:
-        """The next split, or device at rest; None when the stage is over."""
-        wanted = self._first_single() or (self._next_split() if self._with_splits else None) or self._next_single()
+        """The next split, or one device with the others idle; None when the stage is over."""
+        return self._probe(self._first_single()) or self._probe(
+            (self._next_split() if self._with_splits else None) or self._next_single()
+        )
+
+    def _probe(self, wanted: Allocation | None) -> Probe | None:
+        """Its probe; None for none, or one that the budget is too short for."""
         if wanted is None:
             return None
         layout = self._model.level(self._predictions.layout(wanted))
@@ -76,8 +81,8 @@ class SplitStage:
 
     @property
     def _most(self) -> int:
-        straight = all(device.curve.straight for device in self._model.split_curves)
-        return MOST_SPLITS if straight else MOST_OF_BENT
+        simple = all(device.curve.simple for device in self._model.split_curves)
+        return MOST_SPLITS if simple else MOST_OF_BENT
 
     def _gains(self, wanted: Allocation) -> bool:
         """Whether it is predicted to beat all measured splits and one device alone by a measurable gain."""
@@ -103,7 +108,7 @@ class SplitStage:
         return self._predictions.fastest_single
 
     def _next_single(self) -> Allocation | None:
-        """One device alone, the others at rest, if it may win: it may hold a larger batch, or be faster uncontended."""
+        """One device alone while the others are idle, if it may win by a larger batch or without contention."""
         live = self._model.live
         if len(live) > 1 and self._with_splits and not self._model.splits:
             return None

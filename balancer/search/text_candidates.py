@@ -1,4 +1,4 @@
-"""The layouts of a race over rows of unequal length: one device and splits dealt by cost, and the even split of today.
+"""The layouts of a race over rows of unequal length: one device and splits dealt by cost, and the usual even split.
 
 The even split gives each device as many rows as another, as they come: what a training without a plan does.
 """
@@ -31,7 +31,7 @@ class TextCandidates(Candidates):
 
     @cached_property
     def packings(self) -> tuple[tuple[PackMode, Packing], ...]:
-        """None."""
+        """No packs: they train by rows."""
         return ()
 
     @cached_property
@@ -54,7 +54,7 @@ class TextCandidates(Candidates):
     def _wished(self) -> tuple[Candidate, ...]:
         families, splits = self._options.families, self._split_layouts()
         found = [Candidate("split", layout) for layout in splits]
-        if "even" in families and splits and (even := self._random(splits[0])):
+        if "even" in families and splits and (even := self._even_rows(splits[0])):
             found.insert(0, Candidate("even", even))
         if "solo" in families and self.best_single is not None:
             found.insert(0, Candidate("solo", self.best_single))
@@ -68,7 +68,7 @@ class TextCandidates(Candidates):
         fastest = max(ran, key=lambda layout: ran[layout][0].samples_per_second)
         return list(dict.fromkeys([list(ran)[-1], fastest]))
 
-    def _random(self, split: Layout) -> Layout | None:
+    def _even_rows(self, split: Layout) -> Layout | None:
         """As many rows for each device of a split, in passes that hold the longest rows."""
         even = split_evenly(self._problem.devices, split.active, split.global_batch, self._quantum)
         if even is None:

@@ -192,7 +192,7 @@ class TextModel:
         )
 
     def seconds(self, positions: Sequence[int], batch: int) -> float:
-        """Of a step."""
+        """The predicted time of one step."""
         costs = self.costs if len(positions) > 1 else self.alone
         beside = [one.step_s if (one := costs[i]) else 0.0 for i in positions]
         steps = [max(map(sum, zip(beside, one.seconds, strict=True))) for one in self._deals(positions, batch)]

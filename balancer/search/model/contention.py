@@ -32,6 +32,6 @@ def slow_by_contention(device: DeviceEvidence, alone: Curve | None) -> tuple[Poi
 
 
 def _comparable(point: Point, batches: list[int], alone: Curve) -> bool:
-    """Whether the solo time at this batch is certain: one was measured near it, or a straight curve spans it."""
-    spans = alone.straight and not alone.bent and min(batches) <= point.batch <= max(batches)
+    """Whether the solo time at this batch is certain: one was measured near it, or a straight line spans it."""
+    spans = alone.simple and not alone.bent and min(batches) <= point.batch <= max(batches)
     return spans or any(abs(point.batch - batch) <= NEAR_BATCH * batch for batch in batches)

@@ -13,8 +13,8 @@ from evener.balancer.search.model.step_time import Point
 class DeviceEvidence(msgspec.Struct, frozen=True):
     """One device's points. `rounds` counts its solo probes; `lost` says why it is left out, or is empty."""
 
-    alone: tuple[Point, ...]  # a process of its own, the other devices busy too
-    at_rest: tuple[Point, ...]  # a process of its own, the others at rest
+    alone: tuple[Point, ...]  # a process of its own while the other devices work too, which may slow it
+    at_rest: tuple[Point, ...]  # a process of its own while the others are idle
     in_splits: tuple[Point, ...]  # its own part of the step of splits
     memory: Memory
     rounds: int

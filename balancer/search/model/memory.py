@@ -72,7 +72,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def line(self) -> tuple[float, float] | None:
-        """(bytes at 0 samples, bytes a sample) through the two largest batches; None with fewer, or if it falls."""
+        """(bytes at 0 samples, bytes a sample) through the two largest batches, not falling; None with fewer."""
         if len(self.apart) < 2:
             return None
         (b0, m0), (b1, m1) = self.apart[-2:]

@@ -53,8 +53,8 @@ def fit_curve(points: Iterable[Point]) -> Curve | None:
     if not merged:
         return None
     hinge, worst = _simplest(merged)
-    straight = worst <= LINE_ERRORS
-    return _broken_line(hinge, merged, [] if straight else _bends(merged, hinge), straight)
+    simple = worst <= LINE_ERRORS
+    return _broken_line(hinge, merged, [] if simple else _bends(merged, hinge), simple)
 
 
 def merge_points(points: Iterable[Point]) -> list[Point]:
@@ -126,7 +126,7 @@ def _bends(points: Sequence[Point], line: Hinge) -> list[tuple[int, float]]:
     ]
 
 
-def _broken_line(line: Hinge, points: Sequence[Point], bends: Sequence[tuple[int, float]], straight: bool) -> Curve:
+def _broken_line(line: Hinge, points: Sequence[Point], bends: Sequence[tuple[int, float]], simple: bool) -> Curve:
     """Knots of the line and its bends, made rising; before the first bend and after the last its factor holds."""
     batches = {0.0, *(float(batch) for batch, _ in bends)}
     if line.knee > 0 and not bends:  # a knee that the points contradict would hide how time rises between two
@@ -139,7 +139,7 @@ def _broken_line(line: Hinge, points: Sequence[Point], bends: Sequence[tuple[int
     slope = line.slope * (bends[-1][1] if bends else 1.0)
     if not bends and len(knots) == 1:
         knots, times = [0.0, 1.0], [times[0], max(times[0], line.seconds(1.0))]
-    return Curve(tuple(knots), tuple(times), slope, straight, _typical_error(points))
+    return Curve(tuple(knots), tuple(times), slope, simple, _typical_error(points))
 
 
 def _bend_factor(bends: Sequence[tuple[int, float]], batch: float) -> float:

@@ -218,6 +218,7 @@ def test_a_winner_with_knobs_is_measured_in_turns_of_its_own() -> None:
             step_seconds=seen.step_seconds * factor,
             low_seconds=seen.low_seconds * factor,
             high_seconds=seen.high_seconds * factor,
+            watts=(200.0,) if probe.layout.knobs else (100.0,),
         )
 
     while asked := search.ask():
@@ -225,6 +226,9 @@ def test_a_winner_with_knobs_is_measured_in_turns_of_its_own() -> None:
             search.tell(measure(probe))
     first, second = search.ranking()
     assert first.candidate.layout.knobs == ("xla",)
+    power = search.power(first.candidate.layout)
+    assert power is not None
+    assert power.watts == 200.0
     assert second.against is not None
     assert second.against.value == pytest.approx(1 / 1.2 - 1, abs=0.01)
 

@@ -16,7 +16,7 @@ from tests.support.text_machines import TextMachine
 PAIR = Bench(((10.0, 0.1, 0, 4000), (12.0, 0.16, 0, 4000)), 0.002)
 SAID = {
     "solo": "Measures every device alone",
-    "rest": "alone with the others at rest",
+    "rest": "alone while the others are idle",
     "split": "Measures a real step split over 2 devices",
     "pack": "Packs {processes} trainings on one device",
     "race": "layouts in turns; this is turn {turn}",

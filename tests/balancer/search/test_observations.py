@@ -69,12 +69,19 @@ def test_of_two_on_one_probe_the_worse_news_counts() -> None:
 def test_what_says_nothing_new_changes_nothing() -> None:
     """A repeat, less than what is there, another request's layout, a layout of no device."""
     found = store(timed(alone(8)))
-    assert not found.add(timed(alone(8)))
-    assert not found.add(timed(alone(8), steps=5))
-    assert not found.add(timed(probe(solo(3, 0, 8))))
-    assert not found.add(full(probe(Layout("solo", (0, 0)))))
-    assert found.add(timed(alone(64)))
-    assert len(found.all_timed()) == 2
+    for one in (timed(alone(8)), timed(alone(8), steps=5), timed(probe(solo(3, 0, 8)))):
+        found.add(one)
+    found.add(full(probe(Layout("solo", (0, 0)))))
+    assert found.in_stage("solo") == [timed(alone(8))]
+    assert found.explored_version == 1
+    found.add(timed(alone(64)))
+    assert len(found.all_timed()) == found.explored_version == 2
+
+
+def test_the_order_of_telling_decides_no_order_of_probes() -> None:
+    """Not of two that differ by placement alone either."""
+    packs = [timed(probe(Layout("pack", (8, 0), 2, placement), "pack")) for placement in ("", "logical", "mps")]
+    assert store(*packs).in_stage("pack") == store(*reversed(packs)).in_stage("pack")
 
 
 def test_a_failure_is_open_until_it_had_its_tries() -> None:

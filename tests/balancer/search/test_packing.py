@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 import pytest
 
 from evener.balancer.search.layouts import LayoutOptions, PackMode, pack_on
 from evener.balancer.search.search import Search
-from evener.balancer.types import Failed, Layout, Probe, Problem, Timed, solo
+from evener.balancer.types import Failed, Layout, Observation, Probe, Problem, Timed, solo
 from tests.support.search_machines import Bench
 
 ONE = Bench(((10.0, 0.1, 0, 3000),))
@@ -46,6 +48,17 @@ def test_packs_grow_as_far_as_memory_allows_and_to_89_where_it_can_not_be_read()
     assert packs(ONE, memory=5000, batch=256) == []
     assert max(size for size, _ in packs(ONE, memory=20_000, batch=256)) == 5
     assert max(size for size, _ in packs(ONE, memory=None, batch=256)) == 89
+
+
+def test_packs_leave_others_the_memory_that_they_hold() -> None:
+    """What was free when the request was made may not be when a probe begins."""
+
+    class Taken(Bench):
+        def measure(self, probes: Iterable[Probe], scale: float = 1.0) -> list[Observation]:
+            seen = super().measure(probes, scale)
+            return [msgspec.structs.replace(one, short_bytes=(11_000,)) for one in seen if isinstance(one, Timed)]
+
+    assert packs(Taken(ONE.devices), memory=31_000, batch=256) == packs(ONE, memory=20_000, batch=256)
 
 
 @pytest.mark.parametrize(("fixed_ms", "again"), [(1.0, False), (2000.0, True)])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import msgspec
 import pytest
 
 from evener.balancer.search.layouts import LayoutOptions
@@ -47,6 +50,20 @@ def test_splits_that_fail_are_given_up_after_the_second() -> None:
     best = search.best()
     assert best is not None
     assert best.layout.kind == "solo"
+
+
+def test_a_device_alone_that_the_budget_is_too_short_for_keeps_no_split_from_being_measured() -> None:
+    """2000 rows take one of them 20 s, and both half of that."""
+    bench = Bench(((10.0, 10.0, 0, 4000),) * 2, 0.002)
+    search, seen = Search(bench.problem(global_batch=2000, budget_seconds=200.0)), list[Probe]()
+
+    def measure(probes: Sequence[Probe]) -> list[Observation]:
+        seen.extend(probes)
+        found = [(one, 14 * bench.step(one.probe.layout)) for one in bench.measure(probes)]
+        return [msgspec.structs.replace(one, elapsed_seconds=seconds) for one, seconds in found]
+
+    search.run(measure)
+    assert [probe.layout.kind for probe in seen[-2:]] == ["solo", "split"]
 
 
 def test_one_device_is_measured_at_rest_only_if_it_may_beat_the_best_split() -> None:

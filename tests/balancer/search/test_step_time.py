@@ -46,7 +46,7 @@ def test_a_straight_line_is_found(fixed: float, slope: float, far: int) -> None:
     """Three exact points of a line predict every other."""
     curve = fit_curve(Point(b, fixed + slope * b, 0.001) for b in (8, 64, far))
     assert curve is not None
-    assert curve.straight
+    assert curve.simple
     assert not curve.bent
     for batch in (1, 30, far // 2, 2 * far):
         assert curve.seconds(batch) == pytest.approx(fixed + slope * batch, rel=1e-3)
@@ -64,7 +64,7 @@ def test_a_knee_is_found() -> None:
     truth = {b: 0.02 * max(1.0, b / 400) for b in (8, 64, 1100, 2000)}
     curve = fit_curve(Point(b, t, 0.002) for b, t in truth.items())
     assert curve is not None
-    assert curve.straight
+    assert curve.simple
     assert curve.flat
     for batch in (200, 390, 500, 800, 1500, 4000):
         assert curve.seconds(batch) == pytest.approx(0.02 * max(1.0, batch / 400), rel=0.01)
@@ -84,7 +84,7 @@ def test_a_bend_goes_through_its_points_and_keeps_its_factor_beyond_them() -> No
     batches = (8, 64, 317, 611, 1000)
     curve = fit_curve(Point(b, 0.01 + 1.3e-5 * b**1.21, 0.0005) for b in batches)
     assert curve is not None
-    assert not curve.straight
+    assert not curve.simple
     assert curve.bent
     for batch in (*batches, 480, 800):
         assert curve.seconds(batch) == pytest.approx(0.01 + 1.3e-5 * batch**1.21, rel=0.02)
