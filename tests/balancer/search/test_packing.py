@@ -53,7 +53,7 @@ def test_packs_grow_as_far_as_memory_allows_and_to_89_where_it_can_not_be_read()
 def test_packs_leave_others_the_memory_that_they_hold() -> None:
     """What was free when the request was made may not be when a probe begins."""
 
-    class Taken(Bench):
+    class Taken(Bench, frozen=True):
         def measure(self, probes: Iterable[Probe], scale: float = 1.0) -> list[Observation]:
             seen = super().measure(probes, scale)
             return [msgspec.structs.replace(one, short_bytes=(11_000,)) for one in seen if isinstance(one, Timed)]
