@@ -94,7 +94,7 @@ class Findings:
         """
         found = self.ranking()
         pool = {one.candidate.layout: one.candidate for one in found}
-        if any(candidate.layout.knobs or not candidate.synchronous for candidate in pool.values()):
+        if not all(candidate.synchronous for candidate in pool.values()):
             return _result(found[0])
         ran = self._ran()
         eligible = self._seen.still_fit(ran) or ran

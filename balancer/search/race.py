@@ -42,8 +42,8 @@ class Race:
         return probe or self._next_turn(self._knob_rivals, "knobs")
 
     def repeat_best(self, chosen: Layout) -> Probe | None:
-        """Another turn of the chosen layout and of the best other one, if the whole budget is to be spent."""
-        if not self._problem.spend_all or self._problem.budget_seconds is None:
+        """Another turn of the chosen layout and of the best other one, while the budget has time for one."""
+        if self._problem.budget_seconds is None:
             return None
         stage: Stage = "knobs" if chosen.knobs else "race"
         others = [one.candidate.layout for one in self._without_knobs if one.candidate.layout != chosen]

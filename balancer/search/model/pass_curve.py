@@ -12,11 +12,8 @@ LEAST_REPEATED = 0.05  # of a pass: the least that a further one costs
 LIKELY_REPEATED = 0.5  # the same where it was never measured
 
 
-def fit_extra(points: Sequence[Point], curve: Curve, rows: int) -> float | None:
-    """What each further pass costs beside a step of its rows, by steps in passes; None without any."""
-    steps = [p for p in points if p.passes > 1]
-    if not steps:
-        return None
+def fit_extra(steps: Sequence[Point], curve: Curve, rows: int) -> float:
+    """What each further pass costs beside a step of its rows, by steps in several passes, at least one."""
     weights = [((p.passes - 1) / (max(p.error, LEAST_ERROR) * p.seconds)) ** 2 for p in steps]
     found = [(p.seconds - p.passes * curve.seconds(p.batch / p.passes)) / (p.passes - 1) for p in steps]
     mean = math.fsum(w * x for w, x in zip(weights, found, strict=True)) / math.fsum(weights)

@@ -115,7 +115,6 @@ def test_what_a_further_pass_costs_is_fitted() -> None:
     curve = Curve((0.0, 1.0), (1.0, 1.1), 0.1)
     steps = [Point(share, n * curve.seconds(share / n) - (n - 1) * 0.7, 0.001, n) for share, n in ((200, 2), (900, 3))]
     assert fit_extra(steps, curve, 300) == pytest.approx(-0.7)
-    assert fit_extra([Point(200, 21.0, 0.001)], curve, 300) is None
 
 
 def test_a_card_with_a_quarter_of_the_memory_trains_nearly_as_fast() -> None:
