@@ -93,24 +93,18 @@ class Probe(msgspec.Struct, frozen=True):
     steps: int = 0  # instead of a time: measure so many steps; `seconds` then bounds the warm-up alone
 
 
+Doubt = Literal[  # in the order in which they are said
+    "not_finite", "disturbed", "throttled", "capped", "drift", "changed", "noisy", "slow_start", "stalled", "too_short"
+]  # fmt: skip
+
+
 class Warned(msgspec.Struct, frozen=True):
     """A doubt about a measurement, as a value; its text and remedy are made in `evener.balancer.result`.
 
     "changed" is about several: those of one layout differ.
     """
 
-    code: Literal[
-        "slow_start",
-        "drift",
-        "noisy",
-        "too_short",
-        "throttled",
-        "capped",
-        "disturbed",
-        "stalled",
-        "not_finite",
-        "changed",
-    ]
+    code: Doubt
     value: float = 0.0  # what was seen: a relative size, a share of time, or a step
     device: int = -1  # position, -1: the whole step
 

@@ -5,25 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, permutations
+from typing import get_args
 
 from evener.balancer.probes.block_timing import NOISY
 from evener.balancer.result.number_format import join_words, percent
-from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Timed, Warned
+from evener.balancer.types import Doubt, Failed, Layout, Observation, OutOfMemory, Timed, Warned
 from evener.devices.types import Device
 
 GIB = 1 << 30
-ORDER = (
-    "not_finite",
-    "disturbed",
-    "throttled",
-    "capped",
-    "drift",
-    "changed",
-    "noisy",
-    "slow_start",
-    "stalled",
-    "too_short",
-)
+ORDER = get_args(Doubt)
 MOSTLY = 0.5  # of a rival's blocks, from which other work is said to have slowed the chosen layout too
 CHANGED = 0.1  # relative difference of two measurements of one layout
 IN_SHORT = {

@@ -19,6 +19,7 @@ DOUBTS = {  # about one measurement, behind its figure
     "capped": "at the power limit",
     "disturbed": "other work on the CPU",
     "stalled": "one stall",
+    "changed": "speed changed",
 }
 
 
