@@ -20,7 +20,7 @@ from evener.balancer.search.layouts import (
     split_evenly,
 )
 from evener.balancer.search.search import Search
-from evener.balancer.types import Layout, Probe, solo
+from evener.balancer.types import Layout, OutOfMemory, Probe, Problem, solo
 from tests.support.search_machines import Bench
 
 FOUR = Bench(((10.0, 0.1, 0, 3000), (12.0, 0.12, 0, 3000), (15.0, 0.15, 0, 3000), (20.0, 0.2, 0, 3000)), 0.001)
@@ -166,3 +166,11 @@ def test_the_fastest_measured_split_of_a_fixed_batch_races() -> None:
         search.tell(seen)
     assert [one.layout for one in search._candidates.all if one.family == "split"] == [fastest]
     assert fastest.shares[0] > fastest.shares[3]
+
+
+def test_a_model_that_no_device_holds_is_placed_at_the_smallest_batch_that_was_tried() -> None:
+    search = Search(Problem(2, (1000, 1000)), LayoutOptions(("solo", "place"), placements=(Placement("towers"),)))
+    for batch in (4, 8):
+        for position in (0, 1):
+            search.tell(OutOfMemory(Probe(solo(2, position, batch), "solo", 1.0, batch), (position,), "full", 1.0))
+    assert search._candidates.common_batch == 4
