@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.balancer.search.model.memory import Memory
+from evener.balancer.search.model.memory import SAFE_GROWTH, Memory
 
 
 def test_a_straight_memory_line_is_predicted_to_the_sample_or_nearly() -> None:
@@ -194,3 +195,13 @@ def test_the_most_that_any_split_took_for_the_exchange_is_left_free() -> None:
     assert memory.largest_in_split(1 << 20) < Memory(1000, points=((10, 100), (20, 200)), ran=20).largest_in_split(
         1 << 20
     )
+
+
+def test_a_borrowed_line_bounds_what_is_tried() -> None:
+    """By what it says fits, or a quarter more than ran where it says less; never fewer than the next whole batch."""
+    known = Memory(limit_bytes=1000, points=((10, 100),), ran=10, borrowed=(0.0, 2.0))
+    assert 10 * SAFE_GROWTH < known.bound(10**6) <= 500
+    assert known.bound(20) == 20
+    small = msgspec.structs.replace(known, borrowed=(990.0, 2.0))
+    assert small.bound(10**6) == int(10 * SAFE_GROWTH)
+    assert small.bound(10**6, 8) == 18

@@ -53,6 +53,12 @@ def alone(batch: int, position: int = 0, turn: int = 0, stage: Stage = "solo") -
     return probe(solo(2, position, batch), stage, turn)
 
 
+def test_packs_and_placements_are_not_one_training_of_the_race() -> None:
+    layouts = (solo(2, 0, 8), SPLIT, Layout("pack", (8, 0), 2), Layout("place", (8, 8), placement="towers"))
+    found = store(*(timed(probe(layout, "race")) for layout in layouts))
+    assert {one.probe.layout.kind for one in found.timed_race()} == {"solo", "split"}
+
+
 # ---------------------------------------------------------------------- one probe
 
 
