@@ -22,7 +22,6 @@ MOST_OF_BENT = 7  # splits, if no simple curve fits a device's times
 PATIENT_SPLITS = 8  # while none has run
 MOST_FAILED = 2  # after this many failed splits no more are tried
 NEAR_BATCH = 0.1  # relative: predicted global batches that differ by less from a measured one are not measured
-PROMISE = 0.02  # relative: a lone device predicted this much above its measurements is measured again
 HIDDEN = 1.3  # a device may be this many times as fast while the others are idle
 
 
@@ -120,14 +119,11 @@ class SplitStage:
             return None
         if len(live) > 1:
             return wanted if self._may_win(wanted) else None
-        return wanted if not self._safely_fits(wanted) or self._promises(wanted) else None
+        return None if self._safely_fits(wanted) else wanted
 
     def _was_at_rest(self, position: int) -> bool:
-        """Whether a device was measured at rest, and another batch promises no gain."""
-        tried = [seen.probe.layout for seen in self._seen.in_stage("rest") if seen.probe.layout.shares[position]]
-        single = self._predictions.single(position)
-        new = single is not None and self._predictions.layout(single) not in tried and self._promises(single)
-        return bool(tried) and not new
+        """Whether a device was measured while the others were idle."""
+        return any(seen.probe.layout.shares[position] for seen in self._seen.in_stage("rest"))
 
     def _may_win(self, wanted: Allocation) -> bool:
         """Whether one of several devices may beat all splits when the others are at rest."""
@@ -142,12 +138,3 @@ class SplitStage:
     def _safely_fits(self, wanted: Allocation) -> bool:
         layout = self._predictions.layout(wanted)
         return self._model.safely_fits(layout) and self._model.knows_passes(layout)
-
-    def _promises(self, wanted: Allocation) -> bool:
-        """Whether a device alone is predicted 2 % above its measurements, at a new batch."""
-        ((position, batch),) = wanted.shares
-        device = self._model.devices[position]
-        if any(p.batch == batch for p in device.alone):
-            return False
-        rates = [p.batch / p.seconds for p in (*device.alone, *device.at_rest)]
-        return wanted.samples_per_second > max(rates, default=0.0) * (1 + PROMISE)
