@@ -109,17 +109,12 @@ class Predictions:
     def unsure_of_passes(self) -> dict[int, int]:
         """Devices whose passes were never measured and may be wanted: position and largest share."""
         batch, live = self._problem.global_batch, self.model.live
-        if not any(self.model.pass_rows[i] and self.model.extra_seconds[i] is None for i in live):
-            return {}
-        if len(live) == 1:
-            wanted = self.fastest_single
-        elif self.one_pass_split is not None and not self.model.splits:
-            return {}
-        else:
-            wanted = self.fastest_split
-            hoped = self._try_passes(hopeful=True)
-            if hoped and self._gains(hoped, wanted) and hoped.samples_per_second > self.single_rate:
-                wanted = hoped
+        unknown = any(self.model.pass_rows[i] and self.model.extra_seconds[i] is None for i in live)
+        if len(live) < 2 or not unknown or (self.one_pass_split is not None and not self.model.splits):
+            return {}  # one device has no choice
+        wanted, hoped = self.fastest_split, self._try_passes(hopeful=True)
+        if hoped and self._gains(hoped, wanted) and hoped.samples_per_second > self.single_rate:
+            wanted = hoped
         found = self._unknown(wanted.shares if wanted else ())
         if found and batch is not None:  # the even split needs them too, and they are measured at the same time
             return self._unknown((i, max(batch // len(live), found.get(i, 0))) for i in live)
