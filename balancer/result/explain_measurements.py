@@ -26,7 +26,9 @@ IN_SHORT = {
 
 
 def find_doubts(seen: Sequence[Observation], chosen: Layout, error: float | None = None) -> tuple[Warned, ...]:
-    """Doubts about the chosen layout's own measurements, the worst of each kind; of any, lost losses and changed speed.
+    """Doubts about the chosen layout's own measurements, the worst of each kind.
+
+    Of any layout: a loss that wasn't finite, and measurements that differ.
 
     `error` is that of the figure over all its measurements, relative: what says whether they were too noisy.
     """
