@@ -18,6 +18,7 @@ from evener.balancer.result.explain_measurements import (
 )
 from evener.balancer.types import Failed, Layout, Probe, Stage, Timed, Warned, layout_of, solo
 from evener.devices.types import Device
+from evener.tui.text.progress import DOUBTS
 
 DEVICES = (Device("a", 0, "GTX 1080 Ti", "gpu", None), Device("b", 1, "GTX 1080", "gpu", None))
 EVERY = [msgspec.convert({"code": code, "value": 0.1}, Warned) for code in ORDER]
@@ -44,6 +45,7 @@ def test_every_doubt_has_a_sentence_and_the_worst_of_a_kind_is_said_once() -> No
     seen = [*map(timed, EVERY), timed(Warned("drift", -0.3, 1)), timed(layout=EVEN, step=2.0), timed(layout=EVEN)]
     doubts = find_doubts(seen, SPLIT)
     assert [doubt.code for doubt in doubts] == list(ORDER)
+    assert set(DOUBTS) == set(ORDER), "a journal may have any of them behind a measurement"
     sentences = explain_doubts(doubts, DEVICES)
     assert len(set(sentences)) == len(ORDER)
     assert "GPU:1: Steps became 30.0 % faster while they were timed; measure again with a longer --budget." in sentences

@@ -46,6 +46,8 @@ def test_what_a_probe_is_for_is_said(options: LayoutOptions) -> None:
     assert {probe.stage for probe, _ in said} >= (
         {"solo", "rest", "split", "check"} | set(options.knobs and ("knobs",))
     )
+    first = next(words for probe, words in said if probe.stage == "rest")
+    assert "what every split has to beat" in first
     splits = [words for probe, words in said if probe.stage == "split"]
     assert "the fastest that the curves predict" in splits[0]
     assert all("what the last ones showed" in words for words in splits[1:])
@@ -56,6 +58,13 @@ def test_the_rounds_alone_differ_in_what_they_show() -> None:
     rounds = {probe.turn: words for probe, words in said if probe.stage == "solo"}
     for turn, words in ((0, "a first time"), (1, "the slope"), (2, "the largest batch"), (3, "still in doubt")):
         assert words in rounds[turn]
+
+
+def test_passes_of_devices_alone_are_announced() -> None:
+    beyond = Bench(((10.0, 0.1, 0, 400), (12.0, 0.16, 0, 400)), 0.002)
+    said = announced(Search(beyond.problem(global_batch=4000)), beyond)
+    words = {words for probe, words in said if probe.stage == "solo" and probe.layout.in_passes}
+    assert words == {"Measures devices alone in several passes: what each further pass costs."}
 
 
 def test_rows_of_unequal_length_are_announced_by_what_is_dealt() -> None:

@@ -104,6 +104,23 @@ def test_splits_without_their_devices_own_times_cost_what_the_curves_leave() -> 
     assert found.splits == ()
 
 
+def test_the_widest_split_says_what_exchange_costs_whichever_was_measured_last() -> None:
+    three = Bench(((10.0, 0.1, 0, 4000),) * 3)
+    seen = [
+        one
+        for shares in ((300, 300, 300), (400, 400, 0))
+        for one in three.measure([Probe(layout_of(shares), "split", 1.0)])
+    ]
+    slower = [
+        msgspec.structs.replace(one, step_seconds=one.step_seconds + 0.01 * len(one.probe.layout.active))
+        for one in seen
+    ]
+    for order in (slower, slower[::-1]):
+        found = model(*((solo(3, i, 300), "solo") for i in range(3)), extra=tuple(order), bench=three)
+        assert found.sync_seconds == found.exchange.seconds(3, 1)
+        assert found.sync_seconds != found.exchange.seconds(2, 1)
+
+
 def test_a_free_batch_grows_as_far_as_it_gains() -> None:
     """Up to 10 ms / 0.1 ms a sample / 0.5 %: 20,000 samples; and, in a split, to twice what ran."""
     wide = Bench(((10.0, 0.1, 0, 10**6), (20.0, 0.2, 0, 10**6)))
