@@ -1,0 +1,71 @@
+"""What a loss is a mean over, judged by figures: the loss of a batch beside the losses of its parts.
+
+Shares change nothing in what is learned if the loss of a batch is the mean of its parts' losses, weighted by something
+that can be counted: rows, or labels that aren't ignored. No list of models says so; every adapter measures it before
+the first step, and asks here what the figures mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+FLOAT32_ROUNDING = 1e-5  # of the loss: kernels for other numbers of rows add up in another order
+FLOAT64_ROUNDING = 1e-6  # models of float64 compute softmax and norms in float32 all the same
+
+
+class LossFigures(msgspec.Struct, frozen=True):
+    """The loss of a batch (`whole`), of each of its parts, and what each part has of everything that can be counted.
+
+    `counts` are by name, in the order of preference: {"rows": (3, 5), "labels": (20, 61)}. `rounding` is the part of
+    the loss by which two computations of it may differ.
+    """
+
+    whole: float
+    parts: tuple[float, ...]
+    counts: Mapping[str, tuple[float, ...]]
+    rounding: float = FLOAT32_ROUNDING
+
+
+class LossMeaning(msgspec.Struct, frozen=True):
+    """What figures say: the names that the loss may be a mean over, best first; none where it isn't one.
+
+    `error` is the difference that is left, as a part of the loss; smaller ones than `rounding` can't be seen.
+    """
+
+    mean_over: tuple[str, ...]
+    error: float
+    rounding: float
+    telling: bool = True  # the parts' losses differ by enough to tell a mean from something else
+
+
+def judge(figures: LossFigures) -> LossMeaning:
+    """What the loss is a mean over: every name in `counts` whose weighted mean of the parts is the whole's loss."""
+    if not all(map(math.isfinite, (figures.whole, *figures.parts))):
+        return LossMeaning((), math.inf, figures.rounding)
+    scale = max(map(abs, (figures.whole, *figures.parts))) or 1.0
+    errors = {name: abs(figures.whole - mean_by(figures, name)) / scale for name in figures.counts}
+    fitting = tuple(name for name, error in errors.items() if error <= figures.rounding)
+    spread = (max(figures.parts) - min(figures.parts)) / scale
+    return LossMeaning(fitting, min(errors.values()), figures.rounding, spread > 100 * figures.rounding)
+
+
+def mean_by(figures: LossFigures, name: str) -> float:
+    """The parts' losses as one mean, weighted by what each part has of `name`; infinite where none has any."""
+    counts = figures.counts[name]
+    total = sum(counts)
+    pairs = zip(counts, figures.parts, strict=True)
+    return sum(count * loss for count, loss in pairs if count) / total if total else math.inf
+
+
+def describe(figures: LossFigures) -> str:
+    """One sentence of what was seen where `judge` finds no mean."""
+    rows: Sequence[float] = figures.counts["rows"]
+    each = " and ".join(f"{count:g}" for count in rows)
+    names = " or ".join(dict.fromkeys(name.removeprefix("shifted ") for name in figures.counts))
+    seen = f"The loss of {sum(rows):g} rows is {figures.whole:.6g}, of {each} of them together"
+    if abs(figures.whole - sum(figures.parts)) <= figures.rounding * abs(figures.whole):
+        return f"{seen} as much in sum: it is a sum, not a mean over {names}."
+    return f"{seen} {mean_by(figures, 'rows'):.6g}: it isn't a mean over {names}."
