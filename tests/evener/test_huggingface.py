@@ -32,6 +32,8 @@ NAMES = (
     "rows",
     "rows, compiled",
     "rows by a compute_loss",
+    "rows by a compute_loss that doesn't say so",
+    "tokens without a mean over ranks",
     "tokens by cost",
     "rows by cost",
     "tokens, rebalanced",
@@ -41,9 +43,7 @@ NAMES = (
 ON_GPUS = ("tokens", "tokens by cost", "rows, accumulated, drop last", "resumed", "rows, rebalanced")
 REFUSED = {
     "auto_find_batch_size": "auto_find_batch_size",
-    "a mean over each rank's tokens": "average_tokens_across_devices",
     "batch_rebalance": "batch_rebalance",
-    "an unknown compute_loss": "OwnLoss.compute_loss may be",
     "rows that are generated": "generates the rows",
     "no trainer": "no Trainer class",
     "no plan": "start the script with evener launch",

@@ -15,7 +15,7 @@ from evener.errors import EvenerError
 from evener.huggingface import with_plan
 from evener.huggingface.checks import check_setup
 from evener.huggingface.dealt_rows import find_lengths
-from tests.support.huggingface_programs import OwnLoss, Program, make_arguments, make_parts, make_plan
+from tests.support.huggingface_programs import Program, make_arguments, make_parts, make_plan
 
 SMALL = Program(rows=12)
 
@@ -110,13 +110,10 @@ def count_tokens() -> Any:
 
 def refuse_all(folder: Path, rank: int) -> None:
     """Every sentence."""
-    unmarked = type("Unmarked", (OwnLoss,), {"loss_is_scaled_for_ga": None})
     generates = type("Generates", (Trainer,), {"_generate_and_score_completions": None})
     found = {
         "auto_find_batch_size": refuse_training(folder, auto_find_batch_size=True),
-        "a mean over each rank's tokens": refuse_training(folder, average_tokens_across_devices=False),
         "batch_rebalance": refuse_training(folder, train_sampling_strategy="batch_rebalance"),
-        "an unknown compute_loss": refuse_training(folder, unmarked),
         "rows that are generated": refuse_training(folder, generates),
         "no trainer": refuse_training(folder, object),
         "no plan": sentence(lambda: with_plan(Trainer)),

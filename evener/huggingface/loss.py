@@ -1,0 +1,194 @@
+"""What a Trainer's loss is a mean over, and what its passes weigh by that: measured before the first step.
+
+Many models of transformers take `num_items_in_batch` and compute a mean of their own all the same, so that what they
+accept says nothing about their loss.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from accelerate.state import PartialState
+
+from evener.errors import RequestError
+from evener.loss_check import LossFigures
+from evener.torch_split.loss_measure import LossMeasure
+from evener.torch_split.loss_trial import REMEDY, LossTrial, Trial, agree, warn_unchecked
+
+IGNORED = -100
+ITEMS, ROWS = "num_items_in_batch", "rows"
+MOST_CANDIDATES = 32
+
+
+class TrainerLoss(msgspec.Struct, frozen=True):
+    """A loss is a mean over `mean_over`: num_items_in_batch, rows, labels or shifted labels.
+
+    `multiplied` is what the trainer multiplies it by when several processes train; `told` says that the rows that were
+    tried tell rows from labels.
+    """
+
+    mean_over: str
+    multiplied: int = 1
+    told: bool = True
+
+    def count(self, batch: Any) -> float:
+        """What a pass has of it, where that isn't rows."""
+        return count_labels(batch).get(self.mean_over, 0.0)
+
+
+def find_loss(trainer: Any, make: Callable[[], Trial | None], world: int, masks: bool) -> TrainerLoss:
+    """The trainer's loss, tried on rows of its data; RequestError on every rank where it is no mean over what it has.
+
+    `masks`: labels of the trial may be masked, to tell means over rows from means over labels.
+    """
+
+    def find() -> TrainerLoss | None:
+        trial = make()
+        if trial is None:
+            return None
+        for each in (_mask_some(trial), trial) if masks else (trial,):
+            try:
+                return _TrainerTrial(trainer, each, world).find()
+            except RequestError:
+                raise
+            except Exception as error:  # of the user's own code, or out of memory
+                reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        warn_unchecked(reason)
+        return None
+
+    found = agree(find)
+    return assume_loss(trainer, world) if found is None else found
+
+
+def assume_loss(trainer: Any, world: int) -> TrainerLoss:
+    """What transformers itself takes the loss for."""
+    scaled = is_scaled(trainer)
+    return TrainerLoss(ITEMS if scaled else ROWS, world if scaled else 1)
+
+
+def is_scaled(trainer: Any, items: Any = 0) -> bool:
+    """Whether the trainer takes its loss as it is for a part of an optimizer step's, and doesn't divide it itself."""
+    own = trainer.loss_is_scaled_for_ga
+    takes = (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None
+    return bool(takes) if own is None else bool(own)
+
+
+def count_labels(batch: Any) -> dict[str, float]:
+    """How many labels of a batch aren't ignored: all, and those that are left where a model shifts them by one."""
+    labels, shifted = _labels(batch)
+    if labels is None:
+        return {}
+    counts = {"labels": float((labels != IGNORED).sum())}
+    if labels.ndim > 1 and not shifted:
+        counts["shifted labels"] = float((labels[..., 1:] != IGNORED).sum())
+    return counts
+
+
+def has_ignored(batch: Any) -> bool:
+    """Whether labels of the batch are ignored, so that more of them may be."""
+    labels, _ = _labels(batch)
+    return labels is not None and bool((labels == IGNORED).any())
+
+
+def _labels(batch: Any) -> tuple[Any, bool]:
+    """The whole numbers that are a batch's labels, or None, and whether they are shifted already."""
+    shifted = hasattr(batch, "get") and "shift_labels" in batch
+    labels = batch.get("shift_labels" if shifted else "labels") if hasattr(batch, "get") else None
+    found = isinstance(labels, torch.Tensor) and labels.ndim and not labels.is_floating_point()
+    return (labels if found else None), shifted
+
+
+class _TrainerTrial:
+    """Tries a Trainer's loss on the rows of a trial, as one process computes it and as one of `world`."""
+
+    def __init__(self, trainer: Any, trial: Trial, world: int) -> None:
+        self._trainer, self._world = trainer, world
+        self._trial = LossTrial(LossMeasure(trainer.model, [trainer], trainer.args.device), trial, count_labels)
+
+    def find(self) -> TrainerLoss:
+        batch, measure = self._trial.trial.whole, self._trial.measure
+        items = self._trainer._get_num_items_in_batch([batch], self._trainer.args.device)
+        function = self._function(items)
+        figures = self._trial.figures(function)
+        with measure.open(), _one_process(self._trainer):
+            multiplied = self._nearest(figures.whole / (measure.compute(function, batch) or 1.0))
+        if items is not None:
+            with measure.open():
+                halved = measure.compute(self._function(2 * items), batch)
+            if not _near(halved, figures.whole, figures):
+                return self._sum(figures, halved, multiplied)
+        meaning = self._trial.judge(function, figures)
+        return TrainerLoss(meaning.mean_over[0], multiplied, len(meaning.mean_over) == 1)
+
+    def _nearest(self, ratio: float) -> int:
+        return self._world if abs(ratio - self._world) < abs(ratio - 1) else 1
+
+    def _sum(self, figures: LossFigures, halved: float, multiplied: int) -> TrainerLoss:
+        """Of a loss that is divided by the number of items; RequestError unless it is their sum before."""
+        whole = figures.whole
+        if _near(2 * halved, whole, figures) and _near(sum(figures.parts), whole, figures):
+            return TrainerLoss(ITEMS, multiplied)
+        rows = sum(self._trial.trial.rows)
+        raise RequestError(
+            f"The loss of {rows} rows is {whole:.6g}, and {halved:.6g} where num_items_in_batch is twice as large:"
+            " only a part of it is divided by that number, or the rows depend on each other.",
+            "Leave out what is added for each batch, such as an auxiliary loss of experts"
+            f" (model.config.output_router_logits=False), or what compares rows. {REMEDY}",
+        )
+
+    def _function(self, items: Any) -> Callable[[Any], Any]:
+        trainer = self._trainer
+
+        def compute(batch: Any) -> Any:
+            inputs = trainer._prepare_inputs(batch)
+            with trainer.compute_loss_context_manager():
+                return trainer.compute_loss(trainer.model, inputs, num_items_in_batch=items)
+
+        return compute
+
+
+def _near(one: float, other: float, figures: LossFigures) -> bool:
+    return abs(one - other) <= figures.rounding * abs(figures.whole)
+
+
+@contextmanager
+def _one_process(trainer: Any) -> Iterator[None]:
+    """What asks how many processes train hears: one."""
+    states = [trainer.accelerator.state.__dict__, PartialState._shared_state]
+    worlds = [state["num_processes"] for state in states]
+    asked = dist.get_world_size
+    try:
+        for state in states:
+            state["num_processes"] = 1
+        dist.get_world_size = lambda *_: 1
+        yield
+    finally:
+        dist.get_world_size = asked
+        for state, world in zip(states, worlds, strict=True):
+            state["num_processes"] = world
+
+
+def _mask_some(trial: Trial) -> Trial:
+    """The trial with half of its first row's labels ignored, where each row has as many as any other."""
+    counts = [count_labels(part) for part in trial.parts]
+    shares = {counted.get("labels", 0.0) / rows for counted, rows in zip(counts, trial.rows, strict=True)}
+    if not counts[0].get("shifted labels") or len(shares) > 1:
+        return trial
+    cut = None if trial.cut is None else (_mask_row(trial.cut[0]), *trial.cut[1:])
+    return Trial(_mask_row(trial.whole), (_mask_row(trial.parts[0]), *trial.parts[1:]), trial.rows, cut)
+
+
+def _mask_row(batch: Any) -> Any:
+    same = copy.copy(batch)
+    labels = same["labels"].clone()
+    places = (labels[0] != IGNORED).nonzero()
+    for place in places[len(places) // 2 :]:
+        labels[(0, *place)] = IGNORED
+    same["labels"] = labels
+    return same
