@@ -7,23 +7,23 @@ accept says nothing about their loss.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
-from accelerate.state import PartialState
 
 from evener.errors import RequestError
-from evener.loss_check import LossFigures
+from evener.huggingface.processes import processes
 from evener.torch_split.loss_measure import LossMeasure
 from evener.torch_split.loss_trial import REMEDY, LossTrial, Trial, agree, warn_unchecked
 
 IGNORED = -100
 ITEMS, ROWS = "num_items_in_batch", "rows"
-MOST_CANDIDATES = 32
+PARTIAL_REMEDY = (
+    "Leave out what is added for each batch, such as an auxiliary loss of experts"
+    " (model.config.output_router_logits=False)."
+)
 
 
 class TrainerLoss(msgspec.Struct, frozen=True):
@@ -108,70 +108,52 @@ class _TrainerTrial:
     """Tries a Trainer's loss on the rows of a trial, as one process computes it and as one of `world`."""
 
     def __init__(self, trainer: Any, trial: Trial, world: int) -> None:
-        self._trainer, self._world = trainer, world
-        self._trial = LossTrial(LossMeasure(trainer.model, [trainer], trainer.args.device), trial, count_labels)
+        self._trainer, self._trial, self._world = trainer, trial, world
+        self._measure = LossMeasure(trainer.model, [trainer], trainer.args.device)
 
     def find(self) -> TrainerLoss:
-        batch, measure = self._trial.trial.whole, self._trial.measure
-        items = self._trainer._get_num_items_in_batch([batch], self._trainer.args.device)
-        function = self._function(items)
-        figures = self._trial.figures(function)
-        with measure.open(), _one_process(self._trainer):
-            multiplied = self._nearest(figures.whole / (measure.compute(function, batch) or 1.0))
-        if items is not None:
-            with measure.open():
-                halved = measure.compute(self._function(2 * items), batch)
-            if not _near(halved, figures.whole, figures):
-                return self._sum(figures, halved, multiplied)
-        meaning = self._trial.judge(function, figures)
+        batch, measure = self._trial.whole, self._measure
+        items = self._count_items(batch)
+        with measure.open():
+            loss = measure.compute(self._function(lambda _: items), batch)
+            halved = loss if items is None else measure.compute(self._function(lambda _: 2 * items), batch)
+            with processes(self._trainer.accelerator, 1):
+                alone = measure.compute(self._function(lambda _: items), batch)
+        multiplied = self._world if abs(loss - self._world * alone) < abs(loss - alone) else 1
+        near = measure.rounding * abs(loss)
+        if abs(loss - 2 * halved) <= near:
+            return self._find_sum(multiplied)
+        if abs(loss - halved) > near:
+            raise RequestError(_describe_partial(sum(self._trial.rows), loss, halved), f"{PARTIAL_REMEDY} {REMEDY}")
+        meaning = LossTrial(measure, self._trial, count_labels).find_meaning(self._function(lambda _: items))
         return TrainerLoss(meaning.mean_over[0], multiplied, len(meaning.mean_over) == 1)
 
-    def _nearest(self, ratio: float) -> int:
-        return self._world if abs(ratio - self._world) < abs(ratio - 1) else 1
+    def _find_sum(self, multiplied: int) -> TrainerLoss:
+        """Of a loss that is divided by the number of items: with each part's own number, it is a mean over items."""
+        trial = LossTrial(self._measure, self._trial, lambda batch: {ITEMS: float(self._count_items(batch))})
+        trial.find_meaning(self._function(self._count_items), {ITEMS})
+        return TrainerLoss(ITEMS, multiplied)
 
-    def _sum(self, figures: LossFigures, halved: float, multiplied: int) -> TrainerLoss:
-        """Of a loss that is divided by the number of items; RequestError unless it is their sum before."""
-        whole = figures.whole
-        if _near(2 * halved, whole, figures) and _near(sum(figures.parts), whole, figures):
-            return TrainerLoss(ITEMS, multiplied)
-        rows = sum(self._trial.trial.rows)
-        raise RequestError(
-            f"The loss of {rows} rows is {whole:.6g}, and {halved:.6g} where num_items_in_batch is twice as large:"
-            " only a part of it is divided by that number, or the rows depend on each other.",
-            "Leave out what is added for each batch, such as an auxiliary loss of experts"
-            f" (model.config.output_router_logits=False), or what compares rows. {REMEDY}",
-        )
+    def _count_items(self, batch: Any) -> Any:
+        return self._trainer._get_num_items_in_batch([batch], self._trainer.args.device)
 
-    def _function(self, items: Any) -> Callable[[Any], Any]:
+    def _function(self, count: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """The trainer's loss of a batch with as many items as `count` says."""
         trainer = self._trainer
 
         def compute(batch: Any) -> Any:
             inputs = trainer._prepare_inputs(batch)
             with trainer.compute_loss_context_manager():
-                return trainer.compute_loss(trainer.model, inputs, num_items_in_batch=items)
+                return trainer.compute_loss(trainer.model, inputs, num_items_in_batch=count(batch))
 
         return compute
 
 
-def _near(one: float, other: float, figures: LossFigures) -> bool:
-    return abs(one - other) <= figures.rounding * abs(figures.whole)
-
-
-@contextmanager
-def _one_process(trainer: Any) -> Iterator[None]:
-    """What asks how many processes train hears: one."""
-    states = [trainer.accelerator.state.__dict__, PartialState._shared_state]
-    worlds = [state["num_processes"] for state in states]
-    asked = dist.get_world_size
-    try:
-        for state in states:
-            state["num_processes"] = 1
-        dist.get_world_size = lambda *_: 1
-        yield
-    finally:
-        dist.get_world_size = asked
-        for state, world in zip(states, worlds, strict=True):
-            state["num_processes"] = world
+def _describe_partial(rows: int, loss: float, halved: float) -> str:
+    return (
+        f"The loss of {rows} rows is {loss:.6g}, and {halved:.6g} where num_items_in_batch is twice as large: only a"
+        " part of it is divided by that number."
+    )
 
 
 def _mask_some(trial: Trial) -> Trial:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from evener.huggingface.loss import ITEMS, ROWS, TrainerLoss, has_ignored
+from evener.huggingface.processes import processes
 from evener.torch_split.nested_batch import each_tensor
 from evener.torch_split.own_work import StepTimer
 
@@ -64,16 +65,17 @@ def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
 
 
 class Gathering:
-    """Gathers over ranks as accelerate does, also where they have different numbers of rows.
+    """Gathers over ranks as the accelerator does, also where they have different numbers of rows.
 
     Rows that only keep step are left out of what is gathered.
     """
 
-    def __init__(self, gather: Callable[[Any], Any], timer: StepTimer) -> None:
-        self._gather, self._timer = gather, timer
-        self._alone = False
-        self._rows: int | None = None  # that count in the batch in hand; None: all
+    def __init__(self, accelerator: Any, timer: StepTimer) -> None:
+        self._accelerator, self._gather, self._timer = accelerator, accelerator.gather, timer
+        self._world, self._alone = accelerator.num_processes, False
+        self.rows: int | None = None  # that count in the batch in hand; None: all
         self.padded_to = 0  # rows that a loss is repeated for in evaluation
+        accelerator.gather = self.gather
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -87,25 +89,25 @@ class Gathering:
     @contextmanager
     def counting(self, rows: int | None, padded_to: int = 0) -> Iterator[None]:
         """Within it, a batch is in hand of which so many rows count."""
-        before = self._rows, self.padded_to
-        self._rows, self.padded_to = rows, padded_to
+        before = self.rows, self.padded_to
+        self.rows, self.padded_to = rows, padded_to
         try:
             yield
         finally:
-            self._rows, self.padded_to = before
+            self.rows, self.padded_to = before
 
     def gather(self, data: Any) -> Any:
         """All ranks' tensors, one behind the other."""
         if self._alone:
             return each_tensor(lambda tensor: tensor.reshape(1) if tensor.ndim == 0 else tensor, data)
-        with self._timer.meeting():
+        with self._timer.meeting(), processes(self._accelerator, self._world):
             return each_tensor(self._gather_rows, data)
 
     def _gather_rows(self, tensor: torch.Tensor) -> Any:
         if tensor.ndim == 0:
             return self._gather(tensor)
-        if self._rows is not None and (not self._rows or len(tensor) == self.padded_to):
-            tensor = tensor[: self._rows]
+        if self.rows is not None and (not self.rows or len(tensor) == self.padded_to):
+            tensor = tensor[: self.rows]
         counts = self._gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
         if len(set(counts)) == 1:
             return self._gather(tensor)

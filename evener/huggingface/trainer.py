@@ -31,6 +31,7 @@ from evener.huggingface.dealt_rows import DealtRows, DealtSteps, PassList, find_
 from evener.huggingface.evaluation import share_evaluation
 from evener.huggingface.loss import TrainerLoss, assume_loss, find_loss, has_ignored, is_scaled
 from evener.huggingface.passes import Gathering, Pass, weigh_loss, weigh_passes
+from evener.huggingface.processes import processes
 from evener.huggingface.rows import make_order, training_rows
 from evener.plan import Plan
 from evener.torch_split.length_sampler import LengthSampler
@@ -116,8 +117,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             check_rebalance(self, self._shares.share)
             self._rebalancing = Rebalancing(self._reporter)
             self._rebalancing.fix_passes(self._shares.passes)
-        self._gathering = Gathering(self.accelerator.gather, self._reporter.timer)
-        self.accelerator.gather = self._gathering.gather
+        self._gathering = Gathering(self.accelerator, self._reporter.timer)
 
     # ------------------------------------------------------------------ rows
 
@@ -258,6 +258,11 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         loss = weigh_loss(loss, self._factor, model)
         self._reporter.timer.end_pass(loss)
         return (loss, *others) if isinstance(result, tuple) else loss
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """A batch of an evaluation, whose loss is its own, as in one process."""
+        with processes(self.accelerator, 1):
+            return super().prediction_step(*args, **kwargs)
 
     def _report(self) -> None:
         self._reporter.report(*self._done)

@@ -16,26 +16,29 @@ SEED = 20_260_923
 
 
 class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
-    """Draws the same random numbers for every row; `in_half` is set where floats of 16 bits are computed."""
+    """Draws the same random numbers for every row.
+
+    `draws` counts them in a pass; `kinds` are the types of what was computed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.in_half = False
-        self._draws = 0
+        self.kinds: set[torch.dtype] = set()
+        self.draws = 0
 
     def begin(self) -> None:
         """A pass begins: its numbers are those of every other pass."""
-        self._draws = 0
+        self.draws = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         given = dict(keywords or {})
         if torch.Tag.nondeterministic_seeded not in function.tags:
             result = function(*arguments, **given)
         else:
-            self._draws += 1
-            result = _draw(function, list(arguments), given, SEED + self._draws)
-        if isinstance(result, torch.Tensor) and result.dtype in (torch.float16, torch.bfloat16):
-            self.in_half = True
+            self.draws += 1
+            result = _draw(function, list(arguments), given, SEED + self.draws)
+        if isinstance(result, torch.Tensor):
+            self.kinds.add(result.dtype)
         return result
 
 

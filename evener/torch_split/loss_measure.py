@@ -16,12 +16,12 @@ import numpy
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from evener.loss_check import FLOAT32_ROUNDING, FLOAT64_ROUNDING
+from evener.loss_check import FLOAT32_ROUNDING, FLOAT64_ROUNDING, MIXED_ROUNDING
 from evener.torch_split.even_randomness import SEED, EvenRandomness
 from evener.torch_split.kept_state import kept_state
 
 HALF_ROUNDING = 2e-2  # where 16-bit floats can't be kept out, as with weights in 4 or 8 bits
-_HALF = (torch.float16, torch.bfloat16)
+_HALF = {torch.float16, torch.bfloat16}
 Compute = Callable[[Any], Any]  # of a batch: its loss, a number or a tensor of one
 
 
@@ -54,6 +54,11 @@ class LossMeasure:
                 module.training = training and not isinstance(module, _BatchNorm)
             yield self
 
+    @property
+    def draws(self) -> int:
+        """How often the newest pass drew random numbers of PyTorch."""
+        return self._randomness.draws
+
     def compute(self, function: Compute, batch: Any, seed: int = SEED) -> float:
         """The loss of a batch; NaN where it has none. Errors of the user's own code are raised."""
         random.seed(seed)
@@ -63,11 +68,16 @@ class LossMeasure:
         loss = self._call(function, batch)
         if loss is None:
             return float("nan")
-        if isinstance(loss, torch.Tensor) and loss.dtype == torch.float64:
-            self.rounding = FLOAT64_ROUNDING
-        if self._randomness.in_half:
-            self.rounding = HALF_ROUNDING
+        self.rounding = self._find_rounding(loss)
         return float(loss.detach().double().sum()) if isinstance(loss, torch.Tensor) else float(loss)
+
+    def _find_rounding(self, loss: Any) -> float:
+        kinds = self._randomness.kinds
+        if kinds & _HALF:
+            return HALF_ROUNDING
+        if getattr(loss, "dtype", None) != torch.float64:
+            return FLOAT32_ROUNDING
+        return MIXED_ROUNDING if torch.float32 in kinds else FLOAT64_ROUNDING
 
     def _call(self, function: Compute, batch: Any) -> Any:
         if not self._with_gradients:

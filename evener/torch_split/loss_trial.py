@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -90,22 +90,20 @@ class LossTrial:
     def __init__(self, measure: LossMeasure, trial: Trial, count: Count) -> None:
         self.measure, self.trial, self._count = measure, trial, count
 
-    def find_meaning(self, function: Compute) -> LossMeaning:
-        """What the loss of `function` is a mean over; RequestError where it is none."""
-        return self.judge(function, self.figures(function))
+    def find_meaning(self, function: Compute, wanted: Collection[str] = ()) -> LossMeaning:
+        """What the loss of `function` is a mean over; RequestError where it is none, or none over what is `wanted`."""
 
-    def judge(self, function: Compute, figures: LossFigures) -> LossMeaning:
-        """The same by figures of `function` that are known; it is computed again where they don't tell."""
-        meaning = judge(figures)
-        if meaning.mean_over and not meaning.telling:
-            figures = self.figures(function, shaken=True)
-            meaning = judge(figures)
-        if not meaning.mean_over and self._is_random(function, figures):
-            figures = self.figures(function, training=False)
-            meaning = judge(figures)
-        if not meaning.mean_over:
-            raise RequestError(self._describe(function, figures), REMEDY)
-        return meaning
+        def fits(figures: LossFigures) -> bool:
+            return bool(set(judge(figures).mean_over) & set(wanted or figures.counts))
+
+        figures, shaken = self.figures(function), False
+        if fits(figures) and not judge(figures).telling:
+            figures, shaken = self.figures(function, shaken=True), True
+        if not fits(figures) and self._is_random(function, figures, shaken):
+            figures = self.figures(function, training=False, shaken=shaken)
+        if not fits(figures):
+            raise RequestError(self._describe(function, figures, shaken), REMEDY)
+        return judge(figures)
 
     def figures(
         self, function: Compute, training: bool = True, shaken: bool = False, parts: tuple[Any, ...] | None = None
@@ -120,15 +118,18 @@ class LossTrial:
         counts = {name: tuple(each[name] for each in counted) for name in counted[0]}
         return LossFigures(whole, tuple(losses), {"rows": self.trial.rows, **counts}, self.measure.rounding)
 
-    def _is_random(self, function: Compute, figures: LossFigures) -> bool:
-        """Whether other random numbers than PyTorch's change the loss."""
-        with self.measure.open():
+    def _is_random(self, function: Compute, figures: LossFigures, shaken: bool) -> bool:
+        """Whether random numbers explain figures that don't fit: not PyTorch's own, or as many as padding makes."""
+        with self.measure.open(shaken=shaken):
             other = self.measure.compute(function, self.trial.whole, SEED + 1)
-        return abs(other - figures.whole) > figures.rounding * abs(figures.whole)
+        if abs(other - figures.whole) > figures.rounding * abs(figures.whole):
+            return True
+        cut = self.trial.cut if self.measure.draws else None
+        return cut is not None and bool(judge(self.figures(function, shaken=shaken, parts=cut)).mean_over)
 
-    def _describe(self, function: Compute, figures: LossFigures) -> str:
-        padded = self.trial.cut is not None and judge(self.figures(function, parts=self.trial.cut)).mean_over
-        if padded:
+    def _describe(self, function: Compute, figures: LossFigures, shaken: bool) -> str:
+        cut = self.trial.cut
+        if cut is not None and judge(self.figures(function, shaken=shaken, parts=cut)).mean_over:
             return (
                 f"The loss of the same {sum(self.trial.rows)} rows changes with their padding, and shares pad their"
                 " rows to other lengths."

@@ -77,9 +77,9 @@ class UnevenBatchSampler:
 
     def sample_rows(self, first: int, more: int) -> list[int]:
         """The next `first` rows of all ranks, and up to `more` from the whole epoch: the same on every rank."""
-        order = self._draw(self.epoch)
-        spread = range(0, self.length, max(1, self.length // more))
-        return order[self.position : self.position + first].tolist() + order[list(spread)[:more]].tolist()
+        order, most = self._draw(self.epoch), min(more, self.length)
+        spread = [self.length * place // most for place in range(most)]
+        return order[self.position : self.position + first].tolist() + order[spread].tolist()
 
     def set_epoch(self, epoch: int) -> None:
         """Start `epoch` from its first row, in its own order."""
