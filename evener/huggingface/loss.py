@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -15,8 +16,8 @@ import torch
 
 from evener.errors import RequestError
 from evener.huggingface.processes import processes
+from evener.torch_split.check_loss import REMEDY, CheckBatch, LossCheck, find_together
 from evener.torch_split.loss_measure import LossMeasure
-from evener.torch_split.loss_trial import REMEDY, LossTrial, Trial, agree, warn_unchecked
 
 IGNORED = -100
 ITEMS, ROWS = "num_items_in_batch", "rows"
@@ -29,40 +30,35 @@ PARTIAL_REMEDY = (
 class TrainerLoss(msgspec.Struct, frozen=True):
     """A loss is a mean over `mean_over`: num_items_in_batch, rows, labels or shifted labels.
 
-    `multiplied` is what the trainer multiplies it by when several processes train; `told` says that the rows that were
-    tried tell rows from labels.
+    `multiplied` is what the trainer multiplies it by when several processes train; `certain`: the rows that were
+    checked tell rows from labels.
     """
 
     mean_over: str
     multiplied: int = 1
-    told: bool = True
+    certain: bool = True
 
     def count(self, batch: Any) -> float:
         """What a pass has of it, where that isn't rows."""
         return count_labels(batch).get(self.mean_over, 0.0)
 
 
-def find_loss(trainer: Any, make: Callable[[], Trial | None], world: int, masks: bool) -> TrainerLoss:
-    """The trainer's loss, tried on rows of its data; RequestError on every rank where it is no mean over what it has.
+def find_loss(trainer: Any, make: Callable[[], CheckBatch | None], world: int, masks: bool) -> TrainerLoss:
+    """The trainer's loss, by rows of its data; RequestError on every rank where it is no mean over what it has.
 
-    `masks`: labels of the trial may be masked, to tell means over rows from means over labels.
+    `masks`: labels of the batch may be masked, to tell means over rows from means over labels.
     """
 
     def find() -> TrainerLoss | None:
-        trial = make()
-        if trial is None:
+        batch = make()
+        if batch is None:
             return None
-        for each in (_mask_some(trial), trial) if masks else (trial,):
-            try:
-                return _TrainerTrial(trainer, each, world).find()
-            except RequestError:
-                raise
-            except Exception as error:  # of the user's own code, or out of memory
-                reason = f"{type(error).__name__}: {error}".split("\n")[0]
-        warn_unchecked(reason)
-        return None
+        if masks:
+            with suppress(ArithmeticError, IndexError, RuntimeError):  # of a loss that knows no ignored labels
+                return _TrainerCheck(trainer, _mask_some(batch), world).find()
+        return _TrainerCheck(trainer, batch, world).find()
 
-    found = agree(find)
+    found = find_together(find)
     return assume_loss(trainer, world) if found is None else found
 
 
@@ -104,15 +100,15 @@ def _labels(batch: Any) -> tuple[Any, bool]:
     return (labels if found else None), shifted
 
 
-class _TrainerTrial:
-    """Tries a Trainer's loss on the rows of a trial, as one process computes it and as one of `world`."""
+class _TrainerCheck:
+    """Checks a Trainer's loss, as one process computes it and as one of `world`."""
 
-    def __init__(self, trainer: Any, trial: Trial, world: int) -> None:
-        self._trainer, self._trial, self._world = trainer, trial, world
+    def __init__(self, trainer: Any, checked: CheckBatch, world: int) -> None:
+        self._trainer, self._checked, self._world = trainer, checked, world
         self._measure = LossMeasure(trainer.model, [trainer], trainer.args.device)
 
     def find(self) -> TrainerLoss:
-        batch, measure = self._trial.whole, self._measure
+        batch, measure = self._checked.whole, self._measure
         items = self._count_items(batch)
         with measure.open():
             loss = measure.compute(self._function(lambda _: items), batch)
@@ -124,14 +120,14 @@ class _TrainerTrial:
         if abs(loss - 2 * halved) <= near:
             return self._find_sum(multiplied)
         if abs(loss - halved) > near:
-            raise RequestError(_describe_partial(sum(self._trial.rows), loss, halved), f"{PARTIAL_REMEDY} {REMEDY}")
-        meaning = LossTrial(measure, self._trial, count_labels).find_meaning(self._function(lambda _: items))
+            raise RequestError(_describe_partial(sum(self._checked.rows), loss, halved), f"{PARTIAL_REMEDY} {REMEDY}")
+        meaning = LossCheck(measure, self._checked, count_labels).find_meaning(self._function(lambda _: items))
         return TrainerLoss(meaning.mean_over[0], multiplied, len(meaning.mean_over) == 1)
 
     def _find_sum(self, multiplied: int) -> TrainerLoss:
         """Of a loss that is divided by the number of items: with each part's own number, it is a mean over items."""
-        trial = LossTrial(self._measure, self._trial, lambda batch: {ITEMS: float(self._count_items(batch))})
-        trial.find_meaning(self._function(self._count_items), {ITEMS})
+        check = LossCheck(self._measure, self._checked, lambda batch: {ITEMS: float(self._count_items(batch))})
+        check.find_meaning(self._function(self._count_items), {ITEMS})
         return TrainerLoss(ITEMS, multiplied)
 
     def _count_items(self, batch: Any) -> Any:
@@ -156,14 +152,14 @@ def _describe_partial(rows: int, loss: float, halved: float) -> str:
     )
 
 
-def _mask_some(trial: Trial) -> Trial:
-    """The trial with half of its first row's labels ignored, where each row has as many as any other."""
-    counts = [count_labels(part) for part in trial.parts]
-    shares = {counted.get("labels", 0.0) / rows for counted, rows in zip(counts, trial.rows, strict=True)}
+def _mask_some(checked: CheckBatch) -> CheckBatch:
+    """The batch with half of its first row's labels ignored, where each row has as many as any other."""
+    counts = [count_labels(part) for part in checked.parts]
+    shares = {counted.get("labels", 0.0) / rows for counted, rows in zip(counts, checked.rows, strict=True)}
     if not counts[0].get("shifted labels") or len(shares) > 1:
-        return trial
-    cut = None if trial.cut is None else (_mask_row(trial.cut[0]), *trial.cut[1:])
-    return Trial(_mask_row(trial.whole), (_mask_row(trial.parts[0]), *trial.parts[1:]), trial.rows, cut)
+        return checked
+    cut = None if checked.cut is None else (_mask_row(checked.cut[0]), *checked.cut[1:])
+    return CheckBatch(_mask_row(checked.whole), (_mask_row(checked.parts[0]), *checked.parts[1:]), checked.rows, cut)
 
 
 def _mask_row(batch: Any) -> Any:

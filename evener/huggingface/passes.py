@@ -43,12 +43,12 @@ def weigh_passes(
     else:
         weights = [float(own > 0) for own in rows]
     by_labels = loss.mean_over not in (ITEMS, ROWS)
-    if items is None and not by_labels and loss.told:
+    if items is None and not by_labels and loss.certain:
         return weights, items, False
     counts = [loss.count(each) * (own > 0) if by_labels else 0.0 for each, own in zip(passes, rows, strict=True)]
     firsts = [sum(map(len, sizes[:step])) for step in range(len(sizes) + 1)]
     steps = [sum(counts[first:stop]) for first, stop in pairwise(firsts)]
-    ignored = not loss.told and any(map(has_ignored, passes))
+    ignored = not loss.certain and any(map(has_ignored, passes))
     own = torch.tensor([[float(items or 0.0), float(ignored), *steps]], dtype=torch.float64, device=device)
     total, seen, *each = gathering.gather(own).sum(0).tolist()
     if by_labels:

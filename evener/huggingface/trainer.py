@@ -34,9 +34,9 @@ from evener.huggingface.passes import Gathering, Pass, weigh_loss, weigh_passes
 from evener.huggingface.processes import processes
 from evener.huggingface.rows import make_order, training_rows
 from evener.plan import Plan
+from evener.torch_split.check_loss import make_check_batch
 from evener.torch_split.length_sampler import LengthSampler
 from evener.torch_split.loader import count_rows
-from evener.torch_split.loss_trial import make_trial
 from evener.torch_split.model_checks import check_normalization, has_own_work
 from evener.torch_split.pass_loader import PassLoader
 from evener.torch_split.pass_sampler import PassSampler
@@ -66,7 +66,7 @@ def with_plan(
     batches. PlanError or RequestError as the trainer is made, or before its first step, if training by the plan
     wouldn't be exact; with `strict` also if the plan was measured on other devices, which is a warning else. With
     `journal`, `evener runs` has the training's steps/s and restarts; with `rebalance`, shares follow own work.
-    `check=False` leaves out the trial of what the loss is a mean over: it is then taken for what transformers takes it.
+    `check=False` leaves out the check of what the loss is a mean over, which is then what transformers takes it for.
     """
     check_trainer_class(trainer_class)
     chosen = open_plan(plan)
@@ -103,7 +103,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self.args.gradient_accumulation_steps = self._accumulated * passes
         self.args.per_device_train_batch_size = -(-self._shares.batches[self._shares.rank] // passes)
         self._train_batch_size = self.args.per_device_train_batch_size
-        self._loss: TrainerLoss | None = None  # what it is a mean over, once it was tried
+        self._loss: TrainerLoss | None = None  # what it is a mean over, once it was checked
         self._passes: deque[Pass] = deque()  # to come in this optimizer step
         self._steps = 1  # global batches of it
         self._done = (0, (0, 0))  # rows of this rank in an optimizer step, and their tokens without and with padding
@@ -127,7 +127,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         check_normalization(self.model, "loss", shares.world, shares.pass_rows)
         dataset, collate, order = training_rows(self, super().get_train_dataloader)
         rows, args = self._row_sampler(dataset, order), self.args
-        self._trial = partial(make_trial, dataset, rows, collate)
+        self._rows_checked = partial(make_check_batch, dataset, rows, collate)
         if isinstance(rows, LengthSampler):
             self._sampler: PassSampler = DealtSteps(rows)
             dataset, collate = DealtRows(dataset, collate), PassList
@@ -204,7 +204,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         if self._loss is None:
             self._loss = self._find_loss(any(map(has_ignored, counted)))
         weights, items, ignored = weigh_passes(self._loss, passes, sizes, totals, items, self._gathering, device)
-        if ignored and not self._loss.told:  # rows don't tell labels from rows as long as all labels count
+        if ignored and not self._loss.certain:  # rows don't tell labels from rows as long as all labels count
             self._loss = self._find_loss(True)
             weights, _, _ = weigh_passes(self._loss, passes, sizes, totals, None, self._gathering, device)
         self._passes = deque(map(Pass, rows, weights))
@@ -216,7 +216,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         if not self._checks or world * sum(self._shares.passes) == 1:
             return assume_loss(self, world)
         with self._gathering.alone():
-            return find_loss(self, self._trial, world, ignores or self.args.device.type == "cpu")
+            return find_loss(self, self._rows_checked, world, ignores or self.args.device.type == "cpu")
 
     def _next_global_batch(self) -> int:
         """Its place in the epoch; steps are counted as the trainer does, also after a checkpoint."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class BatchWeights:
         self.batches = BatchTracker()
         self.models: weakref.WeakSet[Any] = weakref.WeakSet()  # whose forward passes are looked at
         self._micros = tuple(micros) or tuple(shares)
+        self._checking = False
         self._open: TakenBatch | None = None  # the batch whose parts are computed
         self._hook_sizes: tuple[int, ...] = ()  # by which hooks weigh the gradients of its parts
         self._loss_factor = 1.0  # of their losses
@@ -165,8 +167,19 @@ class BatchWeights:
                 "Call it after the last part; part.backward(loss) weighs a loss, count= a mean that isn't over rows.",
             )
 
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Within it, models compute without a step."""
+        self._checking = True
+        try:
+            yield
+        finally:
+            self._checking = False
+
     def forward(self, model: Any, inputs: Any) -> None:
         """A wrapped model computes: its gradients count by the sizes of the batch that `inputs` are of."""
+        if self._checking:
+            return
         if not torch.is_grad_enabled():
             self.batches.skip()
             return

@@ -55,7 +55,7 @@ def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: i
         return arguments[0].clone(), torch.ones_like(arguments[0], dtype=torch.bool)
     names = [each.name for each in function._schema.arguments]
     if "size" in names:
-        return _fill_new(function, arguments, keywords, names.index("size"))
+        return _new_rows(function, arguments, keywords, names.index("size"))
     if name == "bernoulli_" and len(arguments) < 2:
         arguments.append(keywords.pop("p", 0.5))
     if name == "bernoulli_" and not isinstance(arguments[1], torch.Tensor) and arguments[1] >= 0.5:
@@ -79,7 +79,7 @@ def _leave_dropout_out(function: Any, arguments: list[Any], keywords: dict[str, 
                 keywords[each.name] = 0.0
 
 
-def _fill_new(function: Any, arguments: list[Any], keywords: dict[str, Any], place: int) -> Any:
+def _new_rows(function: Any, arguments: list[Any], keywords: dict[str, Any], place: int) -> Any:
     shape = list(arguments[place])
     arguments[place] = shape[-1:] if len(shape) > 1 else [1] * len(shape)
     return function(*arguments, **keywords).expand(shape).clone()

@@ -37,6 +37,13 @@ def kept_state(holders: Iterable[Any], device: torch.device) -> Iterator[None]:
             _put_back(holder, was)
 
 
+def seed_all(seed: int) -> None:
+    """Seed Python's, NumPy's and PyTorch's random numbers."""
+    random.seed(seed)
+    numpy.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+
+
 def _copy(value: Any, memo: dict[int, Any]) -> Any:
     """What it takes to put a value back in place; None for what is only referred to."""
     if id(value) in memo:

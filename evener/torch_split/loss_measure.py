@@ -6,19 +6,17 @@ draws the same random numbers. Nothing of it is left in the model, the trainer o
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from evener.loss_check import FLOAT32_ROUNDING, FLOAT64_ROUNDING, MIXED_ROUNDING
 from evener.torch_split.even_randomness import SEED, EvenRandomness
-from evener.torch_split.kept_state import kept_state
+from evener.torch_split.kept_state import kept_state, seed_all
 
 HALF_ROUNDING = 2e-2  # where 16-bit floats can't be kept out, as with weights in 4 or 8 bits
 _HALF = {torch.float16, torch.bfloat16}
@@ -61,9 +59,7 @@ class LossMeasure:
 
     def compute(self, function: Compute, batch: Any, seed: int = SEED) -> float:
         """The loss of a batch; NaN where it has none. Errors of the user's own code are raised."""
-        random.seed(seed)
-        numpy.random.seed(seed % (1 << 32))
-        torch.manual_seed(seed)
+        seed_all(seed)
         self._randomness.begin()
         loss = self._call(function, batch)
         if loss is None:

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evener.dealing import make_dealer
 from evener.errors import RequestError
+from evener.loss_check import LossMeaning
 from evener.passes import count_passes, largest_pass
 from evener.plan import Plan
 from evener.plan_check import check_fit
@@ -42,6 +43,7 @@ from evener.torch_split.rank_shares import find_rank_shares, open_plan_together,
 from evener.torch_split.rebalancing import Rebalancing
 from evener.torch_split.row_order import Order, RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
+from evener.torch_split.split_check import check_part_loss
 from evener.torch_split.step_reporter import StepReporter
 from evener.torch_split.steps import Steps
 
@@ -262,6 +264,17 @@ class Split:
             yield from in_turn(parts, self._weights.list_models(models, in_passes), self.device)
         finally:
             self._weights.close_parts()
+
+    def check(
+        self, loader: Loader, loss: Callable[[Part], Any], count: Callable[[Part], Any] | None = None
+    ) -> LossMeaning | None:
+        """Check on a few rows of `loader` that the loss of a part is a mean over its rows, or over what `count` counts.
+
+        Before the first step, and without a trace: `split.check(loader, lambda part: criterion(model(part.batch[0]),
+        part.batch[1]))`. RequestError on every rank where shares would change what is learned; every rank calls it.
+        """
+        with self._weights.checking():
+            return check_part_loss(loss, loader, count, self._weights.models, self.device)
 
     def scale(self, loss: Any) -> Any:
         """With `weigh="loss"`: the mean loss of this rank's rows, weighted so that DDP's mean over ranks is exact."""

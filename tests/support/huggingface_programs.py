@@ -127,7 +127,7 @@ class Plain(torch.nn.Module):
 class OwnLoss(Trainer):
     """A mean over rows, of a model that takes `num_items_in_batch`."""
 
-    loss_is_scaled_for_ga = False
+    loss_is_scaled_for_ga: bool | None = False
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

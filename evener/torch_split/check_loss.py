@@ -1,11 +1,11 @@
-"""What a loss in PyTorch is a mean over: tried on a few rows before the first step, by every trainer's adapter."""
+"""What a loss in PyTorch is a mean over: checked on a few rows before the first step, by every trainer's adapter."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -15,18 +15,19 @@ from evener.errors import RequestError
 from evener.loss_check import LossFigures, LossMeaning, describe, judge
 from evener.torch_split.batch_tracker import tensors_in
 from evener.torch_split.even_randomness import SEED
+from evener.torch_split.kept_state import kept_state, seed_all
 from evener.torch_split.loss_measure import Compute, LossMeasure
 from evener.torch_split.nested_batch import cut_rows
 from evener.torch_split.sampler import UnevenBatchSampler
 
-ROWS = 8  # that are tried, and those that are looked at for rows that differ
-CANDIDATES = 32
-REMEDY = "Change the loss to such a mean, or train on one device; check=False trains without the check."
+ROWS, CANDIDATES = 8, 32  # rows that are computed, and those that they are chosen from
+REMEDY = "Change the loss to such a mean, or train on one device."
 
+Found = TypeVar("Found")
 Count = Callable[[Any], Mapping[str, float]]  # of a batch: what its loss may be a mean over, but for rows
 
 
-class Trial(msgspec.Struct, frozen=True):
+class CheckBatch(msgspec.Struct, frozen=True):
     """A few rows as one batch and as two unequal parts, which are collated as they would be on two devices."""
 
     whole: Any
@@ -35,34 +36,51 @@ class Trial(msgspec.Struct, frozen=True):
     cut: tuple[Any, ...] | None = None  # the parts as cut from the whole, padded as it is
 
 
-def make_trial(dataset: Any, sampler: UnevenBatchSampler, collate: Callable[[list[Any]], Any]) -> Trial | None:
-    """A trial of rows that differ in length and class, as far as the data's do; None for fewer than two rows."""
-    order = sampler.sample_rows(ROWS, CANDIDATES - ROWS)
+def make_check_batch(
+    dataset: Any, sampler: UnevenBatchSampler, collate: Callable[[list[Any]], Any]
+) -> CheckBatch | None:
+    """Rows that differ in length and class, as far as the data's do; None for fewer than two rows."""
+
+    def collated(items: Sequence[Any], seed: int = SEED) -> Any:
+        seed_all(seed)
+        return collate(list(items))
+
+    with kept_state((), torch.device("cpu")):
+        chosen = _choose_rows(dataset, sampler.sample_rows(ROWS, CANDIDATES - ROWS), collated)
+        if len(chosen) < 2:
+            return None
+        first = max(1, len(chosen) * 3 // 8)
+        whole, rows = collated(chosen), (first, len(chosen) - first)
+        cut = _cut(whole, first, len(chosen))
+        if cut is not None and not _same(whole, collated(chosen, SEED + 1)):
+            return CheckBatch(whole, cut, rows)  # a collator that masks at random makes other parts than it cuts
+        return CheckBatch(whole, (collated(chosen[:first]), collated(chosen[first:])), rows, cut)
+
+
+def _choose_rows(dataset: Any, order: Sequence[int], collated: Callable[[Sequence[Any]], Any]) -> list[Any]:
+    """The first rows of the order, or rows from all of it where those are alike; sorted by classes and lengths."""
     items = [dataset[row] for row in order[:ROWS]]
-    signs = _list_signs(items, collate)
-    if len(order) > ROWS and any(len(set(values)) < 2 for values in zip(*signs, strict=False)):
+    signs = _list_signs(items, collated)
+    if any(len(set(values)) < 2 for values in zip(*signs, strict=False)):
         items += [dataset[row] for row in order[ROWS:]]
-        signs = _list_signs(items, collate)
+        signs = _list_signs(items, collated)
     ranked = sorted(range(len(items)), key=lambda place: (signs[place], place)) if signs else range(len(items))
-    chosen = [items[ranked[place * len(items) // min(ROWS, len(items))]] for place in range(min(ROWS, len(items)))]
-    if len(chosen) < 2:
-        return None
-    first = max(1, len(chosen) * 3 // 8)
-    rows = (first, len(chosen) - first)
-    whole, again = _collate(collate, chosen, SEED), _collate(collate, chosen, SEED + 1)
+    count = min(ROWS, len(items))
+    return [items[ranked[place * len(items) // count]] for place in range(count)]
+
+
+def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
+    """The parts of a collated batch; None for one that has no row for each sample."""
     try:
-        cut = cut_rows(whole, 0, first, len(chosen)), cut_rows(whole, first, len(chosen), len(chosen))
+        return cut_rows(whole, 0, first, rows), cut_rows(whole, first, rows, rows)
     except RequestError:
-        return Trial(whole, (_collate(collate, chosen[:first], SEED), _collate(collate, chosen[first:], SEED)), rows)
-    if not _same(whole, again):  # a collator that masks at random makes other parts than it cuts
-        return Trial(whole, cut, rows)
-    return Trial(whole, (_collate(collate, chosen[:first], SEED), _collate(collate, chosen[first:], SEED)), rows, cut)
+        return None
 
 
-def _list_signs(items: Sequence[Any], collate: Callable[[list[Any]], Any]) -> list[tuple[int, ...]]:
+def _list_signs(items: Sequence[Any], collated: Callable[[Sequence[Any]], Any]) -> list[tuple[int, ...]]:
     """Of each row its classes and lengths; none where rows can't be collated one by one."""
     try:
-        return [tuple(map(_sign, tensors_in(_collate(collate, [item], SEED)))) for item in items]
+        return [tuple(map(_sign, tensors_in(collated([item])))) for item in items]
     except Exception:  # a collator of pairs, say
         return []
 
@@ -73,22 +91,16 @@ def _sign(tensor: torch.Tensor) -> int:
     return int((tensor != -100).sum())
 
 
-def _collate(collate: Callable[[list[Any]], Any], items: Sequence[Any], seed: int) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return collate(list(items))
-
-
 def _same(one: Any, other: Any) -> bool:
     pairs = list(zip(tensors_in(one), tensors_in(other), strict=False))
     return all(mine.shape == its.shape and bool((mine == its).all()) for mine, its in pairs)
 
 
-class LossTrial:
-    """Tries a loss on the rows of a trial; `count` says what it may be a mean over beside rows."""
+class LossCheck:
+    """Checks a loss on a few rows; `count` says what it may be a mean over beside rows."""
 
-    def __init__(self, measure: LossMeasure, trial: Trial, count: Count) -> None:
-        self.measure, self.trial, self._count = measure, trial, count
+    def __init__(self, measure: LossMeasure, batch: CheckBatch, count: Count) -> None:
+        self.measure, self.batch, self._count = measure, batch, count
 
     def find_meaning(self, function: Compute, wanted: Collection[str] = ()) -> LossMeaning:
         """What the loss of `function` is a mean over; RequestError where it is none, or none over what is `wanted`."""
@@ -108,45 +120,49 @@ class LossTrial:
     def figures(
         self, function: Compute, training: bool = True, shaken: bool = False, parts: tuple[Any, ...] | None = None
     ) -> LossFigures:
-        """The losses of the trial; ArithmeticError where its rows have none."""
-        chosen = self.trial.parts if parts is None else parts
+        """The losses of the rows; ArithmeticError where its rows have none."""
+        chosen = self.batch.parts if parts is None else parts
         with self.measure.open(training, shaken):
-            whole, *losses = [self.measure.compute(function, batch) for batch in (self.trial.whole, *chosen)]
+            whole, *losses = [self.measure.compute(function, each) for each in (self.batch.whole, *chosen)]
         if not math.isfinite(whole):
-            raise ArithmeticError(f"the loss of {sum(self.trial.rows)} rows is {whole}")
+            raise ArithmeticError(f"the loss of {sum(self.batch.rows)} rows is {whole}")
         counted = [self._count(part) for part in chosen]
         counts = {name: tuple(each[name] for each in counted) for name in counted[0]}
-        return LossFigures(whole, tuple(losses), {"rows": self.trial.rows, **counts}, self.measure.rounding)
+        return LossFigures(whole, tuple(losses), {"rows": self.batch.rows, **counts}, self.measure.rounding)
 
     def _is_random(self, function: Compute, figures: LossFigures, shaken: bool) -> bool:
         """Whether random numbers explain figures that don't fit: not PyTorch's own, or as many as padding makes."""
         with self.measure.open(shaken=shaken):
-            other = self.measure.compute(function, self.trial.whole, SEED + 1)
+            other = self.measure.compute(function, self.batch.whole, SEED + 1)
         if abs(other - figures.whole) > figures.rounding * abs(figures.whole):
             return True
-        cut = self.trial.cut if self.measure.draws else None
+        cut = self.batch.cut if self.measure.draws else None
         return cut is not None and bool(judge(self.figures(function, shaken=shaken, parts=cut)).mean_over)
 
     def _describe(self, function: Compute, figures: LossFigures, shaken: bool) -> str:
-        cut = self.trial.cut
+        cut = self.batch.cut
         if cut is not None and judge(self.figures(function, shaken=shaken, parts=cut)).mean_over:
             return (
-                f"The loss of the same {sum(self.trial.rows)} rows changes with their padding, and shares pad their"
+                f"The loss of the same {sum(self.batch.rows)} rows changes with their padding, and shares pad their"
                 " rows to other lengths."
             )
         return describe(figures)
 
 
-def agree(find: Callable[[], Any]) -> Any:
-    """What `find` returns on the first rank; every rank calls it.
+def find_together(find: Callable[[], Found | None]) -> Found | None:
+    """What `find` returns on the first rank that it returns something on; every rank calls it.
 
-    RequestError on every rank if it raises one on any.
+    RequestError on every rank if it raises one on any. Any other error is the user's code's, or out of memory: a
+    warning says that the loss wasn't checked, and the training says the rest.
     """
     found: tuple[Any, str, str] = (None, "", "")
     try:
         found = (find(), "", "")
     except RequestError as error:
         found = (None, error.message, error.remedy)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        warnings.warn(f"The loss wasn't checked before the first step: {reason}.", stacklevel=4)
     every: list[Any] = [found]
     if dist.is_available() and dist.is_initialized():
         every = [None] * dist.get_world_size()
@@ -155,8 +171,3 @@ def agree(find: Callable[[], Any]) -> Any:
         if message:
             raise RequestError(message, remedy)
     return next((each for each, _, _ in every if each is not None), None)
-
-
-def warn_unchecked(reason: object) -> None:
-    """Say that a loss wasn't checked, and why."""
-    warnings.warn(f"The loss wasn't checked before the first step: {reason}.", stacklevel=3)
