@@ -13,6 +13,8 @@ from evener.plan import Share
 from evener.torch_split.length_sampler import raise_no_shares
 from evener.torch_split.model_checks import has_own_work, is_sharded
 
+CHECKPOINT = "evener.json"  # beside trainer_state.json
+
 
 def check_trainer_class(trainer_class: Any) -> None:
     """RequestError for what is no Trainer, and for one that generates the rows it trains on."""
@@ -80,15 +82,29 @@ def needs_equal_passes(trainer: Any) -> bool:
     return any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__)
 
 
-def check_checkpoint(path: Path, rows: int, step_rows: int) -> None:
+def check_checkpoint(folder: Path, rows: int, step_rows: int, epoch_steps: float) -> None:
     """RequestError if steps of the checkpoint were of other rows: positions in the epoch are counted in steps."""
     try:
-        state = json.loads(path.read_text())
-    except FileNotFoundError:
-        return  # of a training without a plan
+        state = json.loads((folder / CHECKPOINT).read_text())
+    except FileNotFoundError:  # of a training without a plan, which draws its rows in the same order
+        _check_bare_checkpoint(folder / "trainer_state.json", step_rows, epoch_steps)
+        return
     if state != {"rows": rows, "step_rows": step_rows}:
         raise RequestError(
             f"The checkpoint was made with {state['step_rows']} of {state['rows']} rows in each optimizer step, this"
             f" training has {step_rows} of {rows}.",
             f"Give with_plan(..., global_batch=N) the number that makes {state['step_rows']}, and the same data set.",
+        )
+
+
+def _check_bare_checkpoint(path: Path, step_rows: int, epoch_steps: float) -> None:
+    try:
+        state = json.loads(path.read_text())
+        steps = state["max_steps"] / state["num_train_epochs"]
+    except (FileNotFoundError, KeyError, ZeroDivisionError):
+        return
+    if abs(steps - epoch_steps) > 0.5:
+        raise RequestError(
+            f"An epoch of the checkpoint's training has {steps:g} steps, of this one {epoch_steps:g} of {step_rows} rows.",
+            "Give with_plan(..., global_batch=N) the rows of the checkpoint's steps, and the same data set.",
         )

@@ -15,9 +15,11 @@ import msgspec
 import torch
 
 from evener.errors import RequestError
+from evener.huggingface.gathering import Gathering
 from evener.huggingface.processes import processes
 from evener.torch_split.check_loss import REMEDY, CheckBatch, LossCheck, find_together
 from evener.torch_split.loss_measure import LossMeasure
+from evener.torch_split.rank_shares import RankShares
 
 IGNORED = -100
 ITEMS, ROWS = "num_items_in_batch", "rows"
@@ -43,11 +45,15 @@ class TrainerLoss(msgspec.Struct, frozen=True):
         return count_labels(batch).get(self.mean_over, 0.0)
 
 
-def find_loss(trainer: Any, make: Callable[[], CheckBatch | None], world: int, masks: bool) -> TrainerLoss:
+def find_loss(
+    trainer: Any, make: Callable[[], CheckBatch | None], shares: RankShares, gathering: Gathering, ignores: bool
+) -> TrainerLoss:
     """The trainer's loss, by rows of its data; RequestError on every rank where it is no mean over what it has.
 
-    `masks`: labels of the batch may be masked, to tell means over rows from means over labels.
+    `ignores`: labels of the data are ignored, so that others may be, to tell means over rows from means over labels. On
+    a CPU it is tried in any case; on a GPU a loss that doesn't know such labels would end the process.
     """
+    masks, calls = ignores or trainer.args.device.type == "cpu", gathering.calls
 
     def find() -> TrainerLoss | None:
         batch = make()
@@ -55,11 +61,18 @@ def find_loss(trainer: Any, make: Callable[[], CheckBatch | None], world: int, m
             return None
         if masks:
             with suppress(ArithmeticError, IndexError, RuntimeError):  # of a loss that knows no ignored labels
-                return _TrainerCheck(trainer, _mask_some(batch), world).find()
-        return _TrainerCheck(trainer, batch, world).find()
+                return _TrainerCheck(trainer, _mask_some(batch), shares.world).find()
+        return _TrainerCheck(trainer, batch, shares.world).find()
 
-    found = find_together(find)
-    return assume_loss(trainer, world) if found is None else found
+    with gathering.alone():
+        found = find_together(find)
+    if gathering.calls > calls and len(set(shares.passes)) > 1:
+        name = type(trainer).__bases__[-1].__name__
+        raise RequestError(
+            f"{name} gathers figures while it computes a loss, and ranks have different numbers of passes.",
+            "Gather them in a callback, or make a plan without passes (evener balance --micro off).",
+        )
+    return assume_loss(trainer, shares.world) if found is None else found
 
 
 def assume_loss(trainer: Any, world: int) -> TrainerLoss:
@@ -131,7 +144,8 @@ class _TrainerCheck:
         return TrainerLoss(ITEMS, multiplied)
 
     def _count_items(self, batch: Any) -> Any:
-        return self._trainer._get_num_items_in_batch([batch], self._trainer.args.device)
+        with processes(self._trainer.accelerator, 1):
+            return self._trainer._get_num_items_in_batch([batch], self._trainer.args.device)
 
     def _function(self, count: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """The trainer's loss of a batch with as many items as `count` says."""

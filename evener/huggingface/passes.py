@@ -1,27 +1,24 @@
-"""What the passes of a Trainer's optimizer step weigh, and what is gathered over ranks with other numbers of rows."""
+"""What the passes of a Trainer's optimizer step weigh."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 import msgspec
 import torch
-from torch.nn.functional import pad
 
+from evener.huggingface.gathering import Gathering
 from evener.huggingface.loss import ITEMS, ROWS, TrainerLoss, has_ignored
-from evener.huggingface.processes import processes
-from evener.torch_split.nested_batch import each_tensor
-from evener.torch_split.own_work import StepTimer
 
 
 class Pass(msgspec.Struct, frozen=True):
-    """One pass of this rank: the rows of it that count, and what its loss counts in its global batch's."""
+    """One pass of this rank: the rows of it that count, what its loss counts in its global batch's, and its place."""
 
     rows: int
     weight: Any
+    first: bool
+    last: bool  # of its global batch
 
 
 def weigh_passes(
@@ -49,8 +46,8 @@ def weigh_passes(
     firsts = [sum(map(len, sizes[:step])) for step in range(len(sizes) + 1)]
     steps = [sum(counts[first:stop]) for first, stop in pairwise(firsts)]
     ignored = not loss.certain and any(map(has_ignored, passes))
-    own = torch.tensor([[float(items or 0.0), float(ignored), *steps]], dtype=torch.float64, device=device)
-    total, seen, *each = gathering.gather(own).sum(0).tolist()
+    own = torch.tensor([float(items or 0.0), float(ignored), *steps], dtype=torch.float64, device=device)
+    total, seen, *each = gathering.add_up(own)
     if by_labels:
         spread = [sum_ for sum_, step in zip(each, sizes, strict=True) for _ in step]
         weights = [count / (sum_ or 1.0) for count, sum_ in zip(counts, spread, strict=True)]
@@ -62,55 +59,3 @@ def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
     if factor == 0.0 and not torch.isfinite(loss):
         return sum((each * 0).sum() for each in model.parameters() if each.requires_grad)
     return loss if factor == 1.0 else loss * factor
-
-
-class Gathering:
-    """Gathers over ranks as the accelerator does, also where they have different numbers of rows.
-
-    Rows that only keep step are left out of what is gathered.
-    """
-
-    def __init__(self, accelerator: Any, timer: StepTimer) -> None:
-        self._accelerator, self._gather, self._timer = accelerator, accelerator.gather, timer
-        self._world, self._alone = accelerator.num_processes, False
-        self.rows: int | None = None  # that count in the batch in hand; None: all
-        self.padded_to = 0  # rows that a loss is repeated for in evaluation
-        accelerator.gather = self.gather
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Within it, a rank gathers nothing but its own."""
-        self._alone, before = True, self._alone
-        try:
-            yield
-        finally:
-            self._alone = before
-
-    @contextmanager
-    def counting(self, rows: int | None, padded_to: int = 0) -> Iterator[None]:
-        """Within it, a batch is in hand of which so many rows count."""
-        before = self.rows, self.padded_to
-        self.rows, self.padded_to = rows, padded_to
-        try:
-            yield
-        finally:
-            self.rows, self.padded_to = before
-
-    def gather(self, data: Any) -> Any:
-        """All ranks' tensors, one behind the other."""
-        if self._alone:
-            return each_tensor(lambda tensor: tensor.reshape(1) if tensor.ndim == 0 else tensor, data)
-        with self._timer.meeting(), processes(self._accelerator, self._world):
-            return each_tensor(self._gather_rows, data)
-
-    def _gather_rows(self, tensor: torch.Tensor) -> Any:
-        if tensor.ndim == 0:
-            return self._gather(tensor)
-        if self.rows is not None and (not self.rows or len(tensor) == self.padded_to):
-            tensor = tensor[: self.rows]
-        counts = self._gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
-        if len(set(counts)) == 1:
-            return self._gather(tensor)
-        most = max(counts)
-        every = self._gather(pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, most - len(tensor))))
-        return torch.cat([every[i * most : i * most + count] for i, count in enumerate(counts)])

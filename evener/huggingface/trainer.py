@@ -7,6 +7,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers.trainer_utils import seed_worker
 from evener.dealing import make_dealer
 from evener.errors import RequestError
 from evener.huggingface.checks import (
+    CHECKPOINT,
     check_checkpoint,
     check_rebalance,
     check_setup,
@@ -29,12 +31,14 @@ from evener.huggingface.checks import (
 )
 from evener.huggingface.dealt_rows import DealtRows, DealtSteps, PassList, find_lengths
 from evener.huggingface.evaluation import share_evaluation
+from evener.huggingface.gathering import Gathering
 from evener.huggingface.loss import TrainerLoss, assume_loss, find_loss, has_ignored, is_scaled
-from evener.huggingface.passes import Gathering, Pass, weigh_loss, weigh_passes
+from evener.huggingface.passes import Pass, weigh_loss, weigh_passes
 from evener.huggingface.processes import processes
 from evener.huggingface.rows import make_order, training_rows
 from evener.plan import Plan
 from evener.torch_split.check_loss import make_check_batch
+from evener.torch_split.kept_state import kept_attributes
 from evener.torch_split.length_sampler import LengthSampler
 from evener.torch_split.loader import count_rows
 from evener.torch_split.model_checks import check_normalization, has_own_work
@@ -45,8 +49,6 @@ from evener.torch_split.rank_shares import RankShares, find_rank_shares, open_pl
 from evener.torch_split.rebalancing import Rebalancing
 from evener.torch_split.sampler import UnevenBatchSampler
 from evener.torch_split.step_reporter import StepReporter
-
-CHECKPOINT = "evener.json"  # beside trainer_state.json
 
 
 def with_plan(
@@ -107,7 +109,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._passes: deque[Pass] = deque()  # to come in this optimizer step
         self._steps = 1  # global batches of it
         self._done = (0, (0, 0))  # rows of this rank in an optimizer step, and their tokens without and with padding
-        self._pass_rows = 0  # of the pass that runs
+        self._pass_rows, self._pass_ends = 0, True  # of the pass that runs: its rows, and whether its batch ends
         self._factor: Any = None  # of its loss
         self._tokens = 0
         self._reporter = StepReporter(self._shares, device, self._keeps_journal)
@@ -207,7 +209,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         if ignored and not self._loss.certain:  # rows don't tell labels from rows as long as all labels count
             self._loss = self._find_loss(True)
             weights, _, _ = weigh_passes(self._loss, passes, sizes, totals, None, self._gathering, device)
-        self._passes = deque(map(Pass, rows, weights))
+        ends = [(place == 0, place == len(step) - 1) for step in sizes for place in range(len(step))]
+        self._passes = deque(Pass(own, part, *end) for own, part, end in zip(rows, weights, ends, strict=True))
         self._steps = len(totals)
         return items
 
@@ -215,8 +218,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         world = self._shares.world
         if not self._checks or world * sum(self._shares.passes) == 1:
             return assume_loss(self, world)
-        with self._gathering.alone():
-            return find_loss(self, self._rows_checked, world, ignores or self.args.device.type == "cpu")
+        return find_loss(self, self._rows_checked, self._shares, self._gathering, ignores)
 
     def _next_global_batch(self) -> int:
         """Its place in the epoch; steps are counted as the trainer does, also after a checkpoint."""
@@ -237,11 +239,11 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         """A pass; its loss is weighted so that the mean over ranks is that of one process."""
         now, loss = self._passes.popleft(), self._loss
         assert loss is not None  # found before the first pass
-        self._pass_rows = now.rows
+        self._pass_rows, self._pass_ends = now.rows, now.last
         divided = 1.0 if is_scaled(self, num_items_in_batch) else self.current_gradient_accumulation_steps / self._steps
         self._factor = now.weight * (self._shares.world * divided / loss.multiplied)
         try:
-            with self._gathering.counting(now.rows):
+            with self._gathering.counting(now.rows, first=now.first):
                 result: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         finally:
             self._factor = None
@@ -250,8 +252,12 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The class's own, times the weight of the pass; as it is in evaluation."""
-        result = super().compute_loss(model, inputs, *args, **kwargs)
+        """The class's own, times the weight of the pass; as it is in evaluation.
+
+        What it notes down for a batch is noted once, with the last of its passes.
+        """
+        with nullcontext() if self._factor is None or self._pass_ends else kept_attributes(self):
+            result = super().compute_loss(model, inputs, *args, **kwargs)
         if self._factor is None:
             return result
         loss, *others = result if isinstance(result, tuple) else (result,)
@@ -299,9 +305,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, checkpoint: Any, trial: Any
     ) -> tuple[int, int]:
         if checkpoint is not None:
-            check_checkpoint(
-                Path(checkpoint) / CHECKPOINT, self._sampler.sampler.length, self.get_total_train_batch_size(self.args)
-            )
+            rows, step_rows = self._sampler.sampler.length, self.get_total_train_batch_size(self.args)
+            check_checkpoint(Path(checkpoint), rows, step_rows, max_steps / num_train_epochs)
         found: tuple[int, int] = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial
         )

@@ -115,6 +115,12 @@ class LossCheck:
             figures = self.figures(function, training=False, shaken=shaken)
         if not fits(figures):
             raise RequestError(self._describe(function, figures, shaken), REMEDY)
+        if self.measure.changed:
+            warnings.warn(
+                f"Each training pass changes the model's buffer {min(self.measure.changed)}: with shares every device"
+                " changes its own, once for each of its passes.",
+                stacklevel=2,
+            )
         return judge(figures)
 
     def figures(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.functional import leaky_relu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SEED = 20_260_923
@@ -114,4 +115,5 @@ _DISTRIBUTIONS: dict[str, Callable[..., Any]] = {  # whose arguments differ from
     "poisson": lambda rates, *_: rates.round(),
     "_standard_gamma": lambda shapes, *_: shapes.clone(),
     "multinomial": _draw_places,
+    "rrelu_with_noise": lambda inputs, _, lower, upper, *__: leaky_relu(inputs, (lower + upper) / 2),
 }

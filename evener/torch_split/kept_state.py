@@ -16,25 +16,33 @@ _CONTAINERS = (dict, list, deque, set)
 
 
 @contextmanager
-def kept_state(holders: Iterable[Any], device: torch.device) -> Iterator[None]:
-    """Put back the attributes of all holders, and of their modules, and the random state, when the block ends.
+def kept_attributes(*holders: Any) -> Iterator[None]:
+    """Put back what all holders have, in place, when the block ends: counters, lists of figures, buffers, metrics.
 
-    Counters, lists of figures, buffers and metrics are put back in place; parameters aren't copied.
+    Parameters aren't copied.
     """
-    modules = [part for each in holders for part in (each.modules() if isinstance(each, torch.nn.Module) else [each])]
     memo: dict[int, Any] = {}  # what needn't be looked into
-    for each in modules:
+    for each in holders:
         memo |= {id(vars(each).get(name)): None for name in ("_parameters", "_modules")}  # FSDP exchanges parameters
-    kept = [(vars(each), _copy(vars(each), memo)) for each in modules]
+    kept = [(vars(each), _copy(vars(each), memo)) for each in holders]
+    try:
+        yield
+    finally:
+        for holder, was in kept:
+            _put_back(holder, was)
+
+
+@contextmanager
+def kept_state(holders: Iterable[Any], device: torch.device) -> Iterator[None]:
+    """Put back the attributes of all holders and of their modules, and the random state, when the block ends."""
+    modules = [part for each in holders for part in (each.modules() if isinstance(each, torch.nn.Module) else [each])]
     numbers, more = random.getstate(), numpy.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), kept_attributes(*modules):
             yield
     finally:
         random.setstate(numbers)
         numpy.random.set_state(more)
-        for holder, was in kept:
-            _put_back(holder, was)
 
 
 def seed_all(seed: int) -> None:

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from evener.loss_check import FLOAT32_ROUNDING, FLOAT64_ROUNDING, MIXED_ROUNDING
 from evener.torch_split.even_randomness import SEED, EvenRandomness
-from evener.torch_split.kept_state import kept_state, seed_all
+from evener.torch_split.kept_state import kept_attributes, kept_state, seed_all
 
 HALF_ROUNDING = 2e-2  # where 16-bit floats can't be kept out, as with weights in 4 or 8 bits
 _HALF = {torch.float16, torch.bfloat16}
@@ -26,11 +26,13 @@ Compute = Callable[[Any], Any]  # of a batch: its loss, a number or a tensor of 
 class LossMeasure:
     """Computes losses within `open`; `rounding` is the part of a loss by which two computations may differ.
 
-    `model` is what trains; `holders` are other objects that computing a loss changes, such as a trainer.
+    `model` is what trains; `holders` are other objects that computing a loss changes, such as a trainer. `changed` are
+    the names of buffers that a pass changes.
     """
 
     def __init__(self, model: torch.nn.Module, holders: Sequence[Any], device: torch.device) -> None:
         self.rounding = FLOAT32_ROUNDING
+        self.changed: set[str] = set()
         self._model, self._holders, self._device = model, holders, device
         self._randomness = EvenRandomness()
         self._with_gradients = False
@@ -61,11 +63,18 @@ class LossMeasure:
         """The loss of a batch; NaN where it has none. Errors of the user's own code are raised."""
         seed_all(seed)
         self._randomness.begin()
-        loss = self._call(function, batch)
+        with kept_attributes(*self._model.modules()):  # each pass begins as the first one did
+            before = self._list_states()
+            loss = self._call(function, batch)
+            self.changed |= {name for name, state in self._list_states().items() if before.get(name) != state}
         if loss is None:
             return float("nan")
         self.rounding = self._find_rounding(loss)
         return float(loss.detach().double().sum()) if isinstance(loss, torch.Tensor) else float(loss)
+
+    def _list_states(self) -> dict[str, tuple[int, int]]:
+        """What tells that a buffer was changed, by name; BatchNorm's are left as they are here."""
+        return {name: (id(buffer), buffer._version) for name, buffer in self._model.named_buffers()}
 
     def _find_rounding(self, loss: Any) -> float:
         kinds = self._randomness.kinds
