@@ -105,6 +105,6 @@ def _check_bare_checkpoint(path: Path, step_rows: int, epoch_steps: float) -> No
         return
     if abs(steps - epoch_steps) > 0.5:
         raise RequestError(
-            f"An epoch of the checkpoint's training has {steps:g} steps, of this one {epoch_steps:g} of {step_rows} rows.",
+            f"An epoch has {steps:g} steps in the checkpoint's training, {epoch_steps:g} of {step_rows} rows here.",
             "Give with_plan(..., global_batch=N) the rows of the checkpoint's steps, and the same data set.",
         )

@@ -40,9 +40,10 @@ def _own_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, A
         trainer.accelerator.prepare = prepare
     plain = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if not plain or type(loader.batch_sampler) is not BatchSampler:
+        name = type(trainer).__bases__[-1].__name__
         raise RequestError(
-            f"{type(trainer).__name__}.get_train_dataloader gives a {type(loader).__name__} that makes its batches"
-            " itself, and the plan decides which rows are in a batch.",
+            f"{name}.get_train_dataloader gives a {type(loader).__name__} that makes its batches itself, and the plan"
+            " decides which rows are in a batch.",
             "Return a DataLoader with a sampler, or leave the method out.",
         )
     return loader.dataset, loader.collate_fn, loader.sampler

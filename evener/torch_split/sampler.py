@@ -79,8 +79,8 @@ class UnevenBatchSampler:
         """The next `first` rows of all ranks, and up to `more` from the whole epoch: the same on every rank."""
         order, most = self._draw(self.epoch), min(more, self.length)
         spread = [self.length * place // most for place in range(most)]
-        rows: list[int] = order[self.position : self.position + first].tolist() + order[spread].tolist()
-        return rows
+        rows = order[self.position : self.position + first].tolist() + order[spread].tolist()
+        return list(dict.fromkeys(rows))
 
     def set_epoch(self, epoch: int) -> None:
         """Start `epoch` from its first row, in its own order."""
