@@ -235,12 +235,14 @@ def test_processes_are_started_again_and_end_by_ctrl_c(
         assert f"{rank} interrupted" in lines
     if len(hosts) == 1:
         assert said_by_evener(said[0][1]) == [
+            "evener: train.py starts: 2 rows on CPU:0",
             "evener: rank 0 was ended by SIGKILL; trying the devices",
             "evener: all start again, 1 of 1 times",
         ]
     else:
         again = "evener: a process of this host has ended; all start again, 1 of 1 times"
-        assert [said_by_evener(errors) for _, errors in said] == [[again], []]
+        first, second = (f"evener: train.py starts: {rows} rows on CPU:0" for rows in (4, 2))
+        assert [said_by_evener(errors) for _, errors in said] == [[first, again], [second]]
 
 
 @pytest.mark.slow
@@ -255,7 +257,9 @@ def test_an_error_of_the_script_ends_all_in_one_sentence_and_with_exit_code_1(
     process = start("launch", "--max-restarts", "2", "plan.toml", "-m", "train", "fail")
     output, errors = process.communicate(timeout=SECONDS)
     others = "; the others were stopped" if ranks == 2 else ""
-    assert (process.returncode, said_by_evener(errors)) == (1, [f"evener: rank 0 ended with exit code 3{others}"])
+    shares = "2 rows on CPU:0" if ranks == 1 else "4 rows on CPU:0, 2 rows on CPU:1"
+    starts, ends = f"evener: -m train starts: {shares}", f"evener: rank 0 ended with exit code 3{others}"
+    assert (process.returncode, said_by_evener(errors)) == (1, [starts, ends])
     assert len([line for line in output.splitlines() if line.startswith("0 ")]) == 1
 
 
@@ -316,7 +320,7 @@ def test_hosts_that_do_not_meet_are_one_sentence(start: Callable[..., Any], tmp_
     process = start("launch", "--host", "127.0.0.3", "--rendezvous", nobody, "--wait", "1s", "plan.toml", "train.py")
     _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 3
-    (line,) = errors.splitlines()
+    _, line = errors.splitlines()
     assert line.startswith(f"evener: The hosts 127.0.0.2, 127.0.0.3 didn't meet at {nobody} within 1 s. ")
 
 
