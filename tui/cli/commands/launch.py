@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from evener.errors import RequestError
@@ -53,6 +54,7 @@ def launch(
         from evener.tui.launch.cluster import launch_on_cluster
 
         return launch_on_cluster(plan, script, max_restarts, rendezvous, ray_address, wait_seconds)
+    from evener.tui.launch.output import named_output
     from evener.tui.launch.restarts import run_job, say
 
     job = make_job(plan, script, host, rendezvous, wait_seconds)
@@ -60,7 +62,8 @@ def launch(
         _say_other_hosts(job, max_restarts)
     say(f"{_name(job)} starts: {_list_shares(job)}")
     began = time.monotonic()
-    code = run_job(job, max_restarts)
+    with named_output(job.names) as output:
+        code = run_job(msgspec.structs.replace(job, output=output), max_restarts)
     if not code:
         say(f"{_name(job)} has ended, after {duration(time.monotonic() - began)}")
     return code
