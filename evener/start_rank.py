@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-STARTS = "EVENER_STARTS"  # JSON: variables, cores and output of each process of this host
+STARTS = "EVENER_STARTS"  # JSON: variables and cores of each process of this host
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl.h
 
 
