@@ -20,6 +20,8 @@ def main() -> None:
     _say_restart()
     starts = json.loads(os.environ.pop(STARTS))
     own = starts[int(os.environ["LOCAL_RANK"]) if len(starts) > 1 else 0]
+    for stream, path in enumerate(own.get("output", ()), 1):
+        os.dup2(os.open(path, os.O_WRONLY), stream)
     if own["cores"]:
         os.sched_setaffinity(0, own["cores"])
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)  # a launcher that is killed leaves no training behind

@@ -40,7 +40,7 @@ class BatchWeights:
         self._rank = rank
         self._by_loss = by_loss
         self.timer = timer
-        self._weights = GradientWeights(shares, rank, ready=timer.note_gradients)
+        self._weights = GradientWeights(shares, rank, ready=timer.end_own_work)
         self._scaled_pass: int | None = None  # the backward pass in which a scaled loss was seen last
         self._reference = weakref.ref(self)
 

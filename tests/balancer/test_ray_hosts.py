@@ -378,7 +378,7 @@ def test_a_plan_over_hosts_is_launched_on_all_of_them(cluster: Any, tmp_path: Pa
     ]
     (workers,) = {tuple(each["workers"]) for each in processes}
     assert [worker.rpartition(":")[0] for worker in workers] == [FIRST, SECOND, SECOND]
-    assert f"[{SECOND}] hello" in answer.stdout
+    assert f"[{SECOND}] [CPU:0] hello" in answer.stdout
     assert "rank 1 ended with exit code 7" in answer.stdout
 
 

@@ -39,7 +39,7 @@ def launch(folder: Path, *words: str) -> str:
         if ABORTS not in done.stderr:
             break
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return re.sub(r"^\[rank \d\] ", "", done.stdout, flags=re.MULTILINE)
 
 
 @pytest.fixture

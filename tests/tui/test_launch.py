@@ -21,6 +21,7 @@ from evener.plan import Plan, make_layout
 from evener.start_rank import STARTS
 from evener.tui.cli.main import run
 from evener.tui.launch.job import make_job
+from evener.tui.launch.output import named_output
 from evener.tui.signals import caught_signals
 from evener.tui.text.launch_line import launch_hint
 from tests.support.launched_checks import check_ranks
@@ -192,6 +193,30 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
+def test_each_line_of_several_processes_says_whose_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+    """Whole lines, also those of a progress bar, of text without an end, and of more than a pipe holds."""
+    long = b"y" * 200_000
+    left = 0  # what a process has started, and still has its output
+    with named_output(("rank 0", "rank 1")) as files:
+        assert [len(each) for each in files] == [2, 2]
+        (quiet, _), (output, errors) = files
+        for path, text in (
+            (output, b"one\ntw"),
+            (quiet, b"mine\n"),
+            (output, b"o\n\nhalf"),
+            (errors, b"\r10 %\r20 %\n" + long),
+        ):
+            Path(path).write_bytes(text)
+        left = os.open(output, os.O_WRONLY)
+    os.close(left)
+    out, err = capfd.readouterr()
+    lines = out.splitlines()
+    assert [line for line in lines if "0" in line] == ["[rank 0] mine"]
+    assert [line for line in lines if "1" in line] == ["[rank 1] one", "[rank 1] two", "[rank 1] ", "[rank 1] half"]
+    assert err.startswith("[rank 1] \r[rank 1] 10 %\r[rank 1] 20 %\n[rank 1] yyy")
+    assert err.count("y") == len(long)
+
+
 def said_by_evener(errors: str) -> list[str]:
     return [line for line in errors.splitlines() if line.startswith("evener:")]
 
@@ -235,12 +260,14 @@ def test_processes_are_started_again_and_end_by_ctrl_c(
         assert f"{rank} interrupted" in lines
     if len(hosts) == 1:
         assert said_by_evener(said[0][1]) == [
+            "evener: train.py starts: 2 rows on CPU:0",
             "evener: rank 0 was ended by SIGKILL; trying the devices",
             "evener: all start again, 1 of 1 times",
         ]
     else:
         again = "evener: a process of this host has ended; all start again, 1 of 1 times"
-        assert [said_by_evener(errors) for _, errors in said] == [[again], []]
+        first, second = (f"evener: train.py starts: {rows} rows on CPU:0" for rows in (4, 2))
+        assert [said_by_evener(errors) for _, errors in said] == [[first, again], [second]]
 
 
 @pytest.mark.slow
@@ -255,8 +282,10 @@ def test_an_error_of_the_script_ends_all_in_one_sentence_and_with_exit_code_1(
     process = start("launch", "--max-restarts", "2", "plan.toml", "-m", "train", "fail")
     output, errors = process.communicate(timeout=SECONDS)
     others = "; the others were stopped" if ranks == 2 else ""
-    assert (process.returncode, said_by_evener(errors)) == (1, [f"evener: rank 0 ended with exit code 3{others}"])
-    assert len([line for line in output.splitlines() if line.startswith("0 ")]) == 1
+    shares = "2 rows on CPU:0" if ranks == 1 else "4 rows on CPU:0, 2 rows on CPU:1"
+    starts, ends = f"evener: -m train starts: {shares}", f"evener: rank 0 ended with exit code 3{others}"
+    assert (process.returncode, said_by_evener(errors)) == (1, [starts, ends])
+    assert len([line for line in output.splitlines() if "0 cpu" in line]) == 1
 
 
 @pytest.mark.slow
@@ -316,7 +345,7 @@ def test_hosts_that_do_not_meet_are_one_sentence(start: Callable[..., Any], tmp_
     process = start("launch", "--host", "127.0.0.3", "--rendezvous", nobody, "--wait", "1s", "plan.toml", "train.py")
     _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 3
-    (line,) = errors.splitlines()
+    _, line = errors.splitlines()
     assert line.startswith(f"evener: The hosts 127.0.0.2, 127.0.0.3 didn't meet at {nobody} within 1 s. ")
 
 

@@ -181,7 +181,7 @@ def test_a_device_that_is_left_out_is_said(events: Any) -> None:
 def test_the_search_says_what_it_does_then_its_verdict(events: Any) -> None:
     running = _text(search_lines(_after(events, -1), 100, 12, UNICODE))
     assert "Measures the split that the curves say is fastest." in running
-    assert "at most 1 min 36 s left" in running
+    assert "at most 1 min 36 s of simulated time left" in running
     assert "out of memory on SIM:0" in running
     ended = _text(search_lines(_after(events), 100, 12, UNICODE))
     assert "Split 820 and 568: 18 % faster than even." in ended

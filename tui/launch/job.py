@@ -37,11 +37,20 @@ class Job(msgspec.Struct, frozen=True):
     replaced: Path | None = None  # the file that was launched, where devices are left out since
     run: str = ""  # the name of the training's journal
     reason: str = ""  # of this start, if it isn't the first
+    output: tuple[tuple[str, str], ...] = ()  # the files that each process has for standard output and error
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """All hosts that take part, in the plan's order."""
         return tuple(dict.fromkeys(share.host for share in self.plan.layout.active))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the processes of this host, where there are several; over several hosts their ranks aren't known here."""
+        if len(self.processes) < 2:
+            return ()
+        alone = len(self.hosts) == 1
+        return tuple(f"rank {i}" if alone else devices[0].label for i, devices in enumerate(self.processes))
 
     @property
     def identity(self) -> str:
@@ -57,6 +66,8 @@ class Job(msgspec.Struct, frozen=True):
         starts = [self._start(devices) for devices in self.processes]
         for start, own in zip(starts, more, strict=False):
             start["variables"].update(own)
+        for start, files in zip(starts, self.output, strict=False):
+            start["output"] = files  # type: ignore[assignment]
         return {**variables, STARTS: json.dumps(starts)}
 
     def _start(self, devices: tuple[Device, ...]) -> dict[str, dict[str, str]]:

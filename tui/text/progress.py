@@ -56,8 +56,14 @@ class Progress:
             lines.append(f"best so far: {figure} samples/s with {layout_words(state.best.layout, self.devices)}")
         plural = "" if state.probes == 1 else "s"
         counts = f"{state.probes} probe{plural}, {state.out_of_memory} out of memory, {duration(state.at_seconds)}"
-        left = seconds_left(state)
-        return [*lines, counts if left is None else f"{counts}, at most {duration(left)} left", *self.said]
+        return [*lines, counts + left_words(state), *self.said]
+
+
+def left_words(state: SessionState) -> str:
+    """How much of the budget is left; on simulated devices, whose seconds are not those of the clock on the wall."""
+    left = seconds_left(state)
+    simulated = state.devices and all(label.startswith("SIM:") for label in state.devices)
+    return "" if left is None else f", at most {duration(left)}{' of simulated time' if simulated else ''} left"
 
 
 def _running_words(running: ProbeProgress, labels: Sequence[str]) -> str:

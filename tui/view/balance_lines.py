@@ -9,7 +9,7 @@ from evener.balancer.session_state import SUM, RivalRate, SessionState, chosen_l
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 from evener.shares import apportion
 from evener.tui.text.formatting import duration, percent, rate, relative_error
-from evener.tui.text.progress import layout_words, outcome_words, share_words
+from evener.tui.text.progress import layout_words, left_words, outcome_words, share_words
 from evener.tui.view.cells import Line, Span, Tone, clean, cut, device_tone, line, pad, span_cells, text_lines, wrap
 from evener.tui.view.charts import bar
 from evener.tui.view.marks import Marks
@@ -187,7 +187,7 @@ def _progress_lines(state: SessionState, width: int, marks: Marks) -> tuple[Line
     spans: tuple[Span, ...] = (Span(f" {facts}", "dim"),)
     if left is not None and state.budget_seconds:
         used = state.at_seconds / state.budget_seconds
-        spans = (*spans, Span(f", at most {duration(left)} left ", "dim"), *bar(used, 16, marks))
+        spans = (*spans, Span(f"{left_words(state)} ", "dim"), *bar(used, 16, marks))
     return (Line(pad(spans, width)),)
 
 
