@@ -23,6 +23,7 @@ IN_SHORT = {
     "disturbed": "other work took CPU time while it was measured",
     "changed": "the machine's speed changed between measurements",
 }
+UNCERTAIN = {"noisy": "its steps vary much", "too_short": "it was timed too shortly"}
 
 
 def find_doubts(seen: Sequence[Observation], chosen: Layout, error: float | None = None) -> tuple[Warned, ...]:
@@ -102,7 +103,7 @@ def _explain_doubt(doubt: Warned, devices: Sequence[Device], longer: str) -> str
         f" again with {longer}.",
         "changed": f"The same layout was {whole} faster in one measurement than in another, as by {cause}: gains may be"
         " wrong by as much; measure again.",
-        "noisy": f"The samples/s are certain to within ± {fine} only; measure again with {longer}.",
+        "noisy": f"The samples/s are only known to within ± {fine}; measure again with {longer}.",
         "slow_start": f"Steps were still becoming faster (by {whole}) when the warm-up's time was over.",
         "stalled": f"One block took {size:.1f} times as long as the others.",
         "too_short": f"Only {size:.2f} s were timed; give {longer}.",
@@ -118,6 +119,14 @@ def add_doubt(sentence: str, doubts: Iterable[Warned]) -> str:
         return sentence
     remedy = "look at it before you train" if "not_finite" in codes else "measure again to be sure"
     return f"{sentence.removesuffix('.')}; but {why}: {remedy}."
+
+
+def add_remedy(sentence: str, doubts: Iterable[Warned], run: str) -> str:
+    """The verdict of samples/s that aren't known, with what makes them uncertain and the line that measures on."""
+    codes = {doubt.code for doubt in doubts}
+    why = next((words for code, words in {**IN_SHORT, **UNCERTAIN}.items() if code in codes), "")
+    cause = f", as {why}" if why else ""
+    return f"{sentence.removesuffix('.')}{cause}: evener balance --resume {run} --budget +5m measures on."
 
 
 def explain_taken_memory(seen: Iterable[Observation], devices: Sequence[Device]) -> tuple[str, ...]:

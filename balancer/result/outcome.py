@@ -10,21 +10,12 @@ import msgspec
 from evener.balancer.probes.launch_plan import MIXED
 from evener.balancer.probes.prober import Facts
 from evener.balancer.result import explain_measurements as measurements
-from evener.balancer.result.explain import (
-    Costs,
-    Rival,
-    Tokens,
-    compare_throughput,
-    cost_ratios,
-    explain,
-    find_larger,
-    list_rivals,
-    name_rivals,
-    work_gap,
-)
+from evener.balancer.result.explain import Costs, Tokens, cost_ratios, explain, work_gap
 from evener.balancer.result.explain_hosts import explain_hosts
+from evener.balancer.result.gains import is_known
 from evener.balancer.result.layout_names import list_samples, name_candidate
 from evener.balancer.result.number_format import join_words, percent, relative_error
+from evener.balancer.result.rivals import Rival, compare_throughput, find_larger, list_rivals, name_rivals
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.search import Search
@@ -82,7 +73,8 @@ def build_outcome(
     gap = work_gap(search.turns(chosen.layout))
     tokens = Tokens(search.mean_length, search.padding(chosen.layout), gap)
     sentence = explain(chosen, rivals, labels, Costs(search.sync_seconds(), search.apart_seconds), tokens)
-    sentence += explain_hosts(chosen, search.results(), devices, search.network_seconds)
+    if is_known(chosen.throughput):
+        sentence += explain_hosts(chosen, search.results(), devices, search.network_seconds)
     warnings = (
         *header.notes,
         *search.options.left_out,
@@ -115,8 +107,11 @@ def build_outcome(
         fingerprint=_write_fingerprint(header, facts),
         warnings=warnings,
     )
-    sentence += explain_efficiency(search, plan)
-    verdict = measurements.add_doubt(measurements.add_taken_memory(sentence, seen, devices), doubts)
+    if is_known(chosen.throughput):
+        sentence += explain_efficiency(search, plan)
+        verdict = measurements.add_doubt(measurements.add_taken_memory(sentence, seen, devices), doubts)
+    else:
+        verdict = measurements.add_remedy(sentence, doubts, header.run)
     return Outcome(plan, explain_short_budget(search, seen, why_stopped) + verdict)
 
 
@@ -204,21 +199,29 @@ def _write_evidence(
 ) -> tuple[Evidence, ...]:
     """Every rival by its name, the best single device even if it is chosen, and each device alone at its fastest."""
     names = name_rivals(chosen, rivals, len(devices))
-    larger = find_larger(chosen, rivals)
+    larger, single = find_larger(chosen, [one for one in rivals if one.compared]), search.best_single()
     found = list(zip(names, rivals, strict=True))
-    single = search.best_single()
+    by_layout = {one.candidate.layout: one for one in rivals}
+
+    def compare(one: Result) -> Rival:
+        """The same comparison of one layout wherever it stands; none of the plan with itself."""
+        if one.layout == chosen.layout:
+            return Rival(Candidate("solo", one.layout), chosen.throughput, 0.0, compared=False)
+        own = compare_throughput(chosen, Candidate("solo", one.layout), one.throughput)
+        return by_layout.get(one.layout, own)
+
     if single is not None and BEST_SINGLE not in names:
-        found.append((BEST_SINGLE, compare_throughput(chosen, Candidate("solo", single.layout), single.throughput)))
+        found.append((BEST_SINGLE, compare(single)))
     if larger is not None:
         found.append((LARGER_BATCH, larger))
     for device, result in zip(devices, search.solos(), strict=True):
         if result is not None:
-            rival = compare_throughput(chosen, Candidate("solo", result.layout), result.throughput)
-            found.append((f"{SOLO_PREFIX}{device.label}", rival))
+            found.append((f"{SOLO_PREFIX}{device.label}", compare(result)))
 
     def describe(name: str, one: Rival) -> Evidence:
-        layout = one.candidate.layout
-        return Evidence(name, write(layout), _write_throughput(one.throughput, layout, search), one.tie, one.gain)
+        layout, gain = one.candidate.layout, one.gain if one.compared else None
+        figure = _write_throughput(one.throughput, layout, search)
+        return Evidence(name, write(layout), figure, one.tie, gain, one.paired and one.compared)
 
     return tuple(describe(name, one) for name, one in found)
 

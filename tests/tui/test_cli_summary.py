@@ -58,11 +58,14 @@ def test_the_rivals_are_compared() -> None:
     assert "warning: readings drifted" in text
 
 
-def test_a_gain_measured_in_turns_in_common_goes_before_the_figures() -> None:
-    """The machine may have been faster when the plan's figure was measured; the verdict has the same gain."""
-    paired = [msgspec.structs.replace(rival, gain=0.31) for rival in PLAN.evidence]
+def test_a_gain_measured_in_turn_says_so_and_any_other_follows_from_the_rates() -> None:
+    """The machine may have been faster when the plan's figure was measured; older plans don't mark paired gains."""
+    paired = [msgspec.structs.replace(rival, gain=0.31, paired=True) for rival in PLAN.evidence]
     text = "\n".join(summary_lines(msgspec.structs.replace(PLAN, evidence=tuple(paired)), LABELS))
-    assert "best single device: 1 345 samples/s on GPU:0 at 1024; the plan gains 31.0 %" in text
+    assert "best single device: 1 345 samples/s on GPU:0 at 1024; measured in turn, the plan gains 31.0 %" in text
+    old = [msgspec.structs.replace(rival, gain=0.31) for rival in PLAN.evidence]
+    text = "\n".join(summary_lines(msgspec.structs.replace(PLAN, evidence=tuple(old)), LABELS))
+    assert "best single device: 1 345 samples/s on GPU:0 at 1024; the plan gains 57.8 %" in text
 
 
 def test_a_rival_within_the_error_is_no_gain() -> None:

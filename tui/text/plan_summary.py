@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.balancer.session_state import SUM, plan_rivals
+from evener.balancer.result.gains import is_known, write_gain
+from evener.balancer.session_state import SUM, RivalRate, plan_rate, plan_rivals
 from evener.plan import LARGER_BATCH, SOLO_PREFIX, Evidence, Plan, Throughput
 from evener.tui.text.formatting import energy_cells, folded, half_width, percent, plain, rate, write_share
 from evener.tui.text.tables import align
@@ -27,7 +28,7 @@ def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
         rival.name.removeprefix(SOLO_PREFIX): rival for rival in plan.evidence if rival.name.startswith(SOLO_PREFIX)
     }
     rows = [("device", "name", "share", "ratio", "samples/s", "alone")]
-    combined = plan.throughput.samples_per_second
+    combined, known = plan.throughput.samples_per_second, is_known(plan_rate(plan, tuple(labels)).figure)
     for share, label in zip(plan.layout.share, labels, strict=True):
         solo = alone.get(label)
         rows.append(
@@ -36,12 +37,12 @@ def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
                 plain(share.name, 32),
                 write_share(share.batch, share.micro) if share.batch else "left out",
                 f"{share.ratio:.3f}",
-                rate(share.ratio * combined) if share.batch else "-",
+                rate(share.ratio * combined) if share.batch and known else "-",
                 _alone(solo),
             )
         )
     total, error = plan.layout.global_batch, half_width(combined, plan.throughput.low, plan.throughput.high)
-    rows.append(("together", "", str(total), "1.000", rate(combined), f"± {error}"))
+    rows.append(("together", "", str(total), "1.000", rate(combined) if known else "unknown", f"± {error}"))
     tokens = f"{rate(plan.throughput.tokens_per_second)} tokens/s, {percent(plan.throughput.padding)} padding"
     return [
         *align(rows, numbers_from=2),
@@ -65,14 +66,25 @@ def _alone(solo: Evidence | None) -> str:
 
 def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
     """What the plan gains over the even split and the best single device, and its part of the sum of solos."""
-    lines, own = [], plan.throughput.samples_per_second
+    lines, own = [], plan_rate(plan, tuple(labels))
     for rival in plan_rivals(plan, tuple(labels)):
-        figure = f"{rival.name}: {rate(rival.samples_per_second)} samples/s"
-        if rival.name == SUM:
-            lines.append(f"{figure}; the plan reaches {percent(own / rival.samples_per_second, 1)} of it")
-        elif rival.batches != plan.layout.batches and (rival.name != LARGER_BATCH or rival.samples_per_second > own):
-            gain = rival.gain_for(own)
-            versus = f"{'gains' if gain >= 0 else 'loses'} {percent(abs(gain), 1)}"
-            where = f"{'on' if rival.device else 'at'} {rival.where}"
-            lines.append(f"{figure} {where}; the plan {'is as fast within the error' if rival.tie else versus}")
+        where = "" if rival.name == SUM else f" {'on' if rival.device else 'at'} {rival.where}"
+        figure = f"{rate(rival.samples_per_second)} samples/s" if is_known(rival.figure) else "samples/s aren't known"
+        if rival.batches != own.batches and (rival.name != LARGER_BATCH or rival.samples_per_second > own[1]):
+            lines.append(f"{rival.name}: {figure}{where}{_versus(own, rival)}")
     return lines
+
+
+def _versus(own: RivalRate, rival: RivalRate) -> str:
+    """What the plan gains over another layout, or why that isn't said."""
+    gain = rival.gain_of(own)
+    if gain is None:
+        far = is_known(own.figure) and is_known(rival.figure)
+        return f"; none was measured near {sum(own.batches)} samples" if far else ""
+    if rival.name == SUM:
+        return f"; the plan reaches {percent(1 + gain, 1)} of it"
+    if rival.tie:
+        return "; the plan is as fast within the error"
+    size = write_gain(abs(gain), *(() if rival.paired is not None else (own.figure, rival.figure)))
+    in_turn = "measured in turn, " if rival.paired is not None else ""
+    return f"; {in_turn}the plan {'gains' if gain >= 0 else 'loses'} {size}"
