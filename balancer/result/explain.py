@@ -7,7 +7,7 @@ from statistics import fmean
 
 import msgspec
 
-from evener.balancer.result.gains import is_known
+from evener.balancer.result.gains import is_certain
 from evener.balancer.result.layout_names import KNOBS, PACK_MODES, list_samples
 from evener.balancer.result.number_format import half_width, join_words, milliseconds, percent, rate
 from evener.balancer.result.rivals import Rival, find_larger, name_rivals
@@ -47,7 +47,7 @@ def explain(
 ) -> str:
     """What to do and why, with the figures; `labels` are the devices' short names."""
     advice = _advice(chosen, labels, tokens)
-    if not is_known(chosen.throughput):
+    if not is_certain(chosen.throughput):
         return f"{advice}. The samples/s aren't known ({_error(chosen.throughput).strip()})."
     compared = [one for one in rivals if one.compared]
     gains = _gains(chosen, compared, labels)

@@ -12,10 +12,10 @@ from evener.balancer.probes.prober import Facts
 from evener.balancer.result import explain_measurements as measurements
 from evener.balancer.result.explain import Costs, Tokens, cost_ratios, explain, work_gap
 from evener.balancer.result.explain_hosts import explain_hosts
-from evener.balancer.result.gains import is_known
+from evener.balancer.result.gains import is_certain
 from evener.balancer.result.layout_names import list_samples, name_candidate
 from evener.balancer.result.number_format import join_words, percent, relative_error
-from evener.balancer.result.rivals import Rival, compare_throughput, find_larger, list_rivals, name_rivals
+from evener.balancer.result.rivals import Rival, compare, find_larger, list_rivals, name_rivals
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.search import Search
@@ -73,7 +73,7 @@ def build_outcome(
     gap = work_gap(search.turns(chosen.layout))
     tokens = Tokens(search.mean_length, search.padding(chosen.layout), gap)
     sentence = explain(chosen, rivals, labels, Costs(search.sync_seconds(), search.apart_seconds), tokens)
-    if is_known(chosen.throughput):
+    if is_certain(chosen.throughput):
         sentence += explain_hosts(chosen, search.results(), devices, search.network_seconds)
     warnings = (
         *header.notes,
@@ -107,7 +107,7 @@ def build_outcome(
         fingerprint=_write_fingerprint(header, facts),
         warnings=warnings,
     )
-    if is_known(chosen.throughput):
+    if is_certain(chosen.throughput):
         sentence += explain_efficiency(search, plan)
         verdict = measurements.add_doubt(measurements.add_taken_memory(sentence, seen, devices), doubts)
     else:
@@ -203,20 +203,18 @@ def _write_evidence(
     found = list(zip(names, rivals, strict=True))
     by_layout = {one.candidate.layout: one for one in rivals}
 
-    def compare(one: Result) -> Rival:
-        """The same comparison of one layout wherever it stands; none of the plan with itself."""
-        if one.layout == chosen.layout:
-            return Rival(Candidate("solo", one.layout), chosen.throughput, 0.0, compared=False)
-        own = compare_throughput(chosen, Candidate("solo", one.layout), one.throughput)
-        return by_layout.get(one.layout, own)
+    def compare_solo(one: Result) -> Rival:
+        """The same comparison of one layout wherever it stands; the plan has one figure."""
+        figure = chosen.throughput if one.layout == chosen.layout else one.throughput
+        return by_layout.get(one.layout) or compare(chosen, Candidate("solo", one.layout), figure)
 
     if single is not None and BEST_SINGLE not in names:
-        found.append((BEST_SINGLE, compare(single)))
+        found.append((BEST_SINGLE, compare_solo(single)))
     if larger is not None:
         found.append((LARGER_BATCH, larger))
     for device, result in zip(devices, search.solos(), strict=True):
         if result is not None:
-            found.append((f"{SOLO_PREFIX}{device.label}", compare(result)))
+            found.append((f"{SOLO_PREFIX}{device.label}", compare_solo(result)))
 
     def describe(name: str, one: Rival) -> Evidence:
         layout, gain = one.candidate.layout, one.gain if one.compared else None

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.balancer.result.gains import Gain, compare_in_turn, compare_rates, is_near, printed_gain
+from evener.balancer.result.gains import is_certain, is_near, printed_gain
 from evener.balancer.result.layout_names import name_all
 from evener.balancer.search.layouts import Candidate, is_even
-from evener.balancer.search.ranking import Standing
+from evener.balancer.search.ranking import Standing, overlap
 from evener.balancer.types import Interval, Result
 
 
@@ -39,42 +39,38 @@ def list_rivals(chosen: Result, ranking: Sequence[Standing], results: Sequence[R
 
     Against one device or a pack, the fastest split of the `results` comes first, though it may not have been raced.
     """
-    found = _fastest_split(chosen, ranking, results)
-    for one in ranking:
-        if one.candidate.layout == chosen.layout:
-            continue
-        if ranking[0].candidate.layout == chosen.layout and one.against is not None:
-            low, high = (1 / (1 + max(-0.99, bound)) - 1 for bound in (one.against.high, one.against.low))
-            in_turn = Interval(1 / (1 + one.against.value) - 1, low, high)
-            gain = compare_in_turn(chosen.throughput, one.throughput, in_turn, one.tie)
-            found.append(_rival(chosen, one.candidate, one.throughput, gain, one.unclear))
-        else:
-            found.append(compare_throughput(chosen, one.candidate, one.throughput))
-    return tuple(found)
+    won = ranking and ranking[0].candidate.layout == chosen.layout
+    others = [one for one in ranking if one.candidate.layout != chosen.layout]
+    return (
+        *_fastest_split(chosen, ranking, results),
+        *(compare(chosen, one.candidate, one.throughput, one if won else None) for one in others),
+    )
 
 
 def _fastest_split(chosen: Result, ranking: Sequence[Standing], results: Sequence[Result]) -> list[Rival]:
-    fastest = max((one for one in results if one.layout.kind == "split"), key=_value, default=None)
+    splits = [one for one in results if one.layout.kind == "split"]
+    fastest = max(splits, key=lambda one: one.throughput.value, default=None)
     raced = (one.candidate.layout for one in ranking)
     if fastest is None or chosen.layout.kind == "split" or fastest.layout in raced:
         return []
-    return [compare_throughput(chosen, Candidate("split", fastest.layout), fastest.throughput)]
+    return [compare(chosen, Candidate("split", fastest.layout), fastest.throughput)]
 
 
-def _value(one: Result) -> float:
-    return one.throughput.value
-
-
-def compare_throughput(chosen: Result, rival: Candidate, throughput: Interval) -> Rival:
-    """A rival without turns in common with the chosen layout."""
-    return _rival(chosen, rival, throughput, compare_rates(chosen.throughput, throughput))
-
-
-def _rival(chosen: Result, rival: Candidate, throughput: Interval, gain: Gain, unclear: bool = False) -> Rival:
-    split, batch = rival.layout.kind == "split", rival.layout.global_batch
-    compared = gain.value is not None and is_near(batch, chosen.layout.global_batch, split)
-    tie = gain.tie and compared
-    return Rival(rival, throughput, gain.value or 0.0, tie, unclear and tie, gain.paired, compared)
+def compare(chosen: Result, rival: Candidate, figure: Interval, in_turn: Standing | None = None) -> Rival:
+    """By the two rates; by the turns that both took, where the rates tie or say another gain."""
+    own, layout = chosen.throughput, rival.layout
+    near = is_near(layout.global_batch, chosen.layout.global_batch, layout.kind == "split")
+    if layout == chosen.layout or not near or not figure.value or not is_certain(own, figure):
+        return Rival(rival, figure, 0.0, compared=False)
+    gain, tie = own.value / figure.value - 1, overlap(own, figure)
+    if in_turn is None or in_turn.against is None:
+        return Rival(rival, figure, gain, tie)
+    against = in_turn.against
+    low, value, high = (1 / (1 + max(-0.99, each)) - 1 for each in (against.high, against.value, against.low))
+    if in_turn.tie or low <= 0 <= high:
+        return Rival(rival, figure, gain, True, in_turn.unclear)
+    paired = tie or not low <= gain <= high
+    return Rival(rival, figure, value if paired else gain, paired=paired)
 
 
 def name_rivals(chosen: Result, rivals: Sequence[Rival], devices: int) -> tuple[str, ...]:

@@ -145,7 +145,7 @@ def test_a_device_that_ran_and_then_failed_to_the_last_is_said_to_be_left_out() 
     assert sentence.startswith("GPU:1 worked at first and can't be used now: ")
 
 
-def test_a_batch_larger_than_the_data_is_said_where_their_size_is_known() -> None:
+def test_a_batch_larger_than_the_data_is_said_where_their_size_is_certain() -> None:
     """With the option that bounds it."""
     assert explain_few_rows(SPLIT, 0) == explain_few_rows(SPLIT, 820 + 568) == ()
     (sentence,) = explain_few_rows(SPLIT, 1280)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 
-import msgspec
-
 from evener.balancer.probes.prober import Facts
 from evener.balancer.request import Request
 from evener.balancer.result.outcome import Outcome, build_outcome
@@ -21,14 +19,15 @@ def draw_outcome(chance: random.Random) -> tuple[Outcome, tuple[str, ...]]:
     """A search of one to four devices, with the labels of its devices."""
     bench = _draw_bench(chance)
     batch = chance.choice([None, None, 64, 256, 1500])
-    options = {"global_batch": batch, "budget_seconds": chance.choice([None, 20.0, 60.0, 120.0])}
     if batch is not None and sum(most for *_, most in bench.devices) < batch:
-        options["global_batch"] = None
-    search, seen = noisy(bench, chance.choice(NOISE), chance.randrange(1 << 30), **options)
+        batch = None
+    budget = chance.choice([None, 20.0, 60.0, 120.0])
+    noise, seed = chance.choice(NOISE), chance.randrange(1 << 30)
+    search, seen = noisy(bench, noise, seed, global_batch=batch, budget_seconds=budget)
     labels = tuple(f"SIM:{i}" for i in range(len(bench.devices)))
     devices = tuple(Device(f"sim-{i}", i, "made up", "sim", None) for i in range(len(bench.devices)))
-    header = Header("20260101-000000-aaaa", "2026-01-01T00:00:00Z", Request(), devices, "model", "none", "0")
-    header = msgspec.structs.replace(header, request=Request(global_batch=options["global_batch"]))
+    request = Request(global_batch=batch)
+    header = Header("20260101-000000-aaaa", "2026-01-01T00:00:00Z", request, devices, "model", "none", "0")
     found = build_outcome(header, search, seen, Facts(), search.why_stopped() or Stop.CUT_OFF.value, 60.0)
     assert found is not None
     return found, labels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.balancer.result.gains import is_known, write_gain
+from evener.balancer.result.gains import is_certain, write_gain
 from evener.balancer.session_state import SUM, RivalRate, plan_rate, plan_rivals
 from evener.plan import LARGER_BATCH, SOLO_PREFIX, Evidence, Plan, Throughput
 from evener.tui.text.formatting import energy_cells, folded, half_width, percent, plain, rate, write_share
@@ -28,7 +28,7 @@ def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
         rival.name.removeprefix(SOLO_PREFIX): rival for rival in plan.evidence if rival.name.startswith(SOLO_PREFIX)
     }
     rows = [("device", "name", "share", "ratio", "samples/s", "alone")]
-    combined, known = plan.throughput.samples_per_second, is_known(plan_rate(plan, tuple(labels)).figure)
+    combined, known = plan.throughput.samples_per_second, is_certain(plan_rate(plan, tuple(labels)).figure)
     for share, label in zip(plan.layout.share, labels, strict=True):
         solo = alone.get(label)
         rows.append(
@@ -69,7 +69,7 @@ def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
     lines, own = [], plan_rate(plan, tuple(labels))
     for rival in plan_rivals(plan, tuple(labels)):
         where = "" if rival.name == SUM else f" {'on' if rival.device else 'at'} {rival.where}"
-        figure = f"{rate(rival.samples_per_second)} samples/s" if is_known(rival.figure) else "samples/s aren't known"
+        figure = f"{rate(rival.samples_per_second)} samples/s" if is_certain(rival.figure) else "samples/s aren't known"
         if rival.batches != own.batches and (rival.name != LARGER_BATCH or rival.samples_per_second > own[1]):
             lines.append(f"{rival.name}: {figure}{where}{_versus(own, rival)}")
     return lines
@@ -79,7 +79,7 @@ def _versus(own: RivalRate, rival: RivalRate) -> str:
     """What the plan gains over another layout, or why that isn't said."""
     gain = rival.gain_of(own)
     if gain is None:
-        far = is_known(own.figure) and is_known(rival.figure)
+        far = is_certain(own.figure, rival.figure)
         return f"; none was measured near {sum(own.batches)} samples" if far else ""
     if rival.name == SUM:
         return f"; the plan reaches {percent(1 + gain, 1)} of it"
