@@ -15,6 +15,7 @@ from evener.devices.types import Device
 GIB = 1 << 30
 ORDER = get_args(Doubt)
 MOSTLY = 0.5  # of a rival's blocks, from which other work is said to have slowed the chosen layout too
+FEW_STEPS = 100  # of an epoch: with fewer, little is learnt
 CHANGED = 0.1  # relative difference of two measurements of one layout
 IN_SHORT = {
     "not_finite": "its loss was not finite",
@@ -186,14 +187,14 @@ def explain_left_out(seen: Sequence[Observation], devices: Sequence[Device], cho
     return tuple(f"{devices[i].label} {words[i]}" for i in sorted(words))
 
 
-def explain_few_rows(chosen: Layout, rows: int) -> tuple[str, ...]:
-    """A sentence if a step takes more rows than the training has; `rows` 0: unknown."""
-    if not 0 < rows < chosen.global_batch:
-        return ()
-    return (
-        f"A step takes {chosen.global_batch} samples, and the data have {rows}: an epoch is less than one step."
-        f" Search with --max-global-batch {rows} or less.",
-    )
+def explain_few_steps(chosen: Layout, rows: int) -> str:
+    """What the verdict begins with if an epoch has so few steps that little is learnt; `rows` 0: unknown."""
+    batch = chosen.global_batch
+    if not 0 < rows < FEW_STEPS * batch:
+        return ""
+    steps = "less than one step" if rows < batch else f"only {rows // batch} step{'s' * (rows >= 2 * batch)}"
+    remedy = f"; search with --max-global-batch {rows // FEW_STEPS} for {FEW_STEPS}" if rows >= FEW_STEPS else ""
+    return f"An epoch is {steps}, as a step takes {batch} of the {rows} rows{remedy}. "
 
 
 def _why_nothing_ran(seen: Failed | OutOfMemory, position: int) -> str:

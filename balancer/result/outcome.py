@@ -86,7 +86,6 @@ def build_outcome(
         *measurements.explain_doubts(doubts, devices),
         *measurements.explain_taken_memory(seen, devices),
         *measurements.explain_left_out(seen, devices, chosen.layout),
-        *measurements.explain_few_rows(chosen.layout, facts.rows),
         *measurements.explain_passes(chosen.layout, facts.batch_statistics),
     )
     request, knobs = header.request, chosen.layout.knobs
@@ -112,7 +111,8 @@ def build_outcome(
         verdict = measurements.add_doubt(measurements.add_taken_memory(sentence, seen, devices), doubts)
     else:
         verdict = measurements.add_remedy(sentence, doubts, header.run)
-    return Outcome(plan, explain_short_budget(search, seen, why_stopped) + verdict)
+    few_steps = measurements.explain_few_steps(chosen.layout, facts.rows)
+    return Outcome(plan, few_steps + explain_short_budget(search, seen, why_stopped) + verdict)
 
 
 def explain_failures(search: Search, labels: Sequence[str]) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from evener.balancer.search.predictions import Predictions
 from evener.balancer.search.problem import check_problem
 from evener.balancer.search.race import Race
 from evener.balancer.search.ranking import ENOUGH_TURNS, Standing, center, choose_winner, mean_power, throughput, widen
+from evener.balancer.search.solo_stage import SMALL
 from evener.balancer.search.text_candidates import TextCandidates
 from evener.balancer.search.text_model import TextModel
 from evener.balancer.types import (
@@ -32,6 +33,7 @@ from evener.balancer.types import (
 from evener.plan_layout import Knots
 
 READINGS = ("_budget", "_candidates", "_race", "_decision")  # cached until the next observation; the last by `Search`
+LEAST_STEPS = 20  # of an epoch, that a free global batch leaves
 
 
 class Findings:
@@ -58,14 +60,15 @@ class Findings:
             self.__dict__.pop(reading, None)
 
     def learn_data(self, rows: int, lengths: tuple[int, ...] = (), longest_row: int = -1) -> None:
-        """The data have so many rows, 0: unknown. A free global batch has no more, unless a largest one is given.
+        """The data have so many rows, 0: unknown. A free global batch leaves 20 steps, unless a largest one is given.
 
         `lengths` are an even sample of the rows' lengths, rising; with them, rows are dealt by what they cost. The
         number of the longest row is for a sentence.
         """
         problem, quantum = self.problem, self.problem.multiple_of
         if rows and problem.global_batch is None and problem.max_global_batch is None:
-            problem = msgspec.structs.replace(problem, max_global_batch=max(quantum, rows // quantum * quantum))
+            most = min(rows, max(rows // LEAST_STEPS, problem.devices * quantum, SMALL)) // quantum * quantum
+            problem = msgspec.structs.replace(problem, max_global_batch=max(quantum, most))
         if lengths:
             problem = msgspec.structs.replace(problem, lengths=lengths, longest_row=longest_row)
         if problem != self.problem:
