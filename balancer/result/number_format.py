@@ -45,6 +45,6 @@ def half_width(value: float, low: float, high: float) -> str:
     return percent(relative_error(value, low, high), 1)
 
 
-def join_words(words: Sequence[str]) -> str:
+def join_words(words: Sequence[str], last: str = "and") -> str:
     """One, two and three."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"

@@ -208,7 +208,7 @@ def test_a_probe_says_samples_per_joule_of_each_run_and_of_all(
         ("cpu:0", ["--objective", "samples-per-joule"], "CPU slices report no energy, so samples per joule can't"),
         ("sim:dark.toml", ["--objective", "samples-per-joule"], "The power of SIM:0 isn't written down"),
         ("sim:gtx1080", ["--max-slowdown", "5%"], "--max-slowdown goes with --objective samples-per-joule."),
-        ("sim:gtx1080", ["--objective", "samples-per-joule", "--max-slowdown", "105%"], "--max-slowdown is 1.05."),
+        ("sim:gtx1080", ["--objective", "samples-per-joule", "--max-slowdown", "105%"], "--max-slowdown is 105%."),
         ("sim:gtx1080", ["--objective", "samples-per-joule", "--max-slowdown", "x"], "'x' is not a number"),
     ],
 )
