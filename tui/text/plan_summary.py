@@ -82,7 +82,7 @@ def _versus(own: RivalRate, rival: RivalRate) -> str:
         far = is_certain(own.figure, rival.figure)
         return f"; none was measured near {sum(own.batches)} samples" if far else ""
     if rival.name == SUM:
-        return f"; the plan reaches {percent(1 + gain, 1)} of it"
+        return f"; the plan reaches {write_gain(1 + gain, own.figure, rival.figure)} of it"
     if rival.tie:
         return "; the plan is as fast within the error"
     size = write_gain(abs(gain), *(() if rival.paired is not None else (own.figure, rival.figure)))
