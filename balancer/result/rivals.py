@@ -48,12 +48,11 @@ def list_rivals(chosen: Result, ranking: Sequence[Standing], results: Sequence[R
 
 
 def _fastest_split(chosen: Result, ranking: Sequence[Standing], results: Sequence[Result]) -> list[Rival]:
-    splits = [one for one in results if one.layout.kind == "split"]
-    fastest = max(splits, key=lambda one: one.throughput.value, default=None)
-    raced = (one.candidate.layout for one in ranking)
-    if fastest is None or chosen.layout.kind == "split" or fastest.layout in raced:
-        return []
-    return [compare(chosen, Candidate("split", fastest.layout), fastest.throughput)]
+    splits = [one for one in results if one.layout.kind == "split" != chosen.layout.kind]
+    found = [compare(chosen, Candidate("split", one.layout), one.throughput) for one in splits]
+    fastest = max(found, key=lambda one: (one.compared, one.throughput.value), default=None)
+    raced = [one.candidate.layout for one in ranking]
+    return [fastest] if fastest and fastest.candidate.layout not in raced else []
 
 
 def compare(chosen: Result, rival: Candidate, figure: Interval, in_turn: Standing | None = None) -> Rival:

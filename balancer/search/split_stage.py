@@ -125,8 +125,9 @@ class SplitStage:
     def _outdone_single(self) -> Allocation | None:
         """A device alone at its share of the fastest split, where it is surely faster there than at any batch alone."""
         fastest = max(self._model.fitting_splits, key=lambda one: one.samples_per_second, default=None)
-        for i in fastest.probe.layout.active if fastest and fastest.probe.layout.by_rows else ():
-            layout = fastest.probe.layout
+        if fastest is None or not fastest.probe.layout.by_rows:
+            return None
+        for i in (layout := fastest.probe.layout).active:
             alone = [
                 s for s in self._seen.all_timed() if s.probe.layout.active == (i,) and s.probe.layout.kind == "solo"
             ]
