@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from evener.balancer.result.gains import is_certain, write_gain
 from evener.balancer.session_state import SUM, RivalRate, plan_rate, plan_rivals
+from evener.balancer.types import Interval
 from evener.plan import LARGER_BATCH, SOLO_PREFIX, Evidence, Plan, Throughput
 from evener.tui.text.formatting import energy_cells, folded, half_width, percent, plain, rate, write_share
 from evener.tui.text.tables import align
@@ -60,8 +61,9 @@ def _write_energy(figure: Throughput) -> str:
 def _alone(solo: Evidence | None) -> str:
     if solo is None:
         return "-"
-    (share,) = solo.layout.active
-    return f"{rate(solo.throughput.samples_per_second)} at {write_share(share.batch, share.micro)}"
+    (share,), figure = solo.layout.active, solo.throughput
+    sure = is_certain(Interval(figure.samples_per_second, figure.low, figure.high))
+    return f"{rate(figure.samples_per_second) if sure else 'unknown'} at {write_share(share.batch, share.micro)}"
 
 
 def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
