@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from evener.balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
-from evener.balancer.result.gains import is_certain, is_near, printed_gain
+from evener.balancer.result.gains import is_comparable, printed_gain
 from evener.balancer.search.layouts import is_even
 from evener.balancer.types import Belief, Interval, Layout, Observation, OutOfMemory, Result, Timed, layout_of
 from evener.devices.types import Device
@@ -159,8 +159,7 @@ class RivalRate(NamedTuple):
 
     def gain_of(self, other: RivalRate) -> float | None:
         """By how much another layout is faster, by the printed rates or as measured in turn; None: not comparable."""
-        near = is_near(sum(self.batches), sum(other.batches), len(self.batches) - self.batches.count(0) > 1)
-        if not near or not self.samples_per_second or not is_certain(self.figure, other.figure):
+        if not is_comparable(other.figure, other.batches, self.figure, self.batches):
             return None
         return printed_gain(other.samples_per_second, self.samples_per_second) if self.paired is None else self.paired
 

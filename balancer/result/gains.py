@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from evener.balancer.result.number_format import percent, rate, relative_error
 from evener.balancer.types import Interval
 
 UNKNOWN = 0.25  # relative error, beyond which samples/s aren't known
 COARSE = 0.02  # the same, beyond which a gain has whole percents
+SURELY = 0.01  # relative, beyond both intervals: faster in a split than alone
 NEAR = 2  # times a split's global batch: the most that a plan may have to be compared with it
 
 
@@ -15,9 +18,20 @@ def is_certain(*figures: Interval) -> bool:
     return all(relative_error(one.value, one.low, one.high) <= UNKNOWN for one in figures)
 
 
-def is_near(batch: int, plan_batch: int, split: bool) -> bool:
-    """Whether a layout of so many samples can be compared with the plan: a single device has its own best batch."""
-    return not split or NEAR * batch >= plan_batch
+def is_comparable(own: Interval, own_shares: Sequence[int], other: Interval, shares: Sequence[int]) -> bool:
+    """Whether a gain over a layout says something; no `shares` stand for the sum of all devices alone.
+
+    Not if a rate isn't certain, if a split has less than half of the samples, or if a device is faster in the split
+    than it was alone: it wasn't measured at its best batch then.
+    """
+    active = [i for i, share in enumerate(shares) if share]
+    if not other.value or not is_certain(own, other):
+        return False
+    if len(active) > 1:
+        return NEAR * sum(shares) >= sum(own_shares)
+    alike = own_shares.count(0) < len(own_shares) - 1 and len(shares) in (0, len(own_shares))
+    part = sum(own_shares[i] for i in active) / sum(own_shares) if active else 1.0
+    return not alike or part * own.low <= other.high * (1 + SURELY)
 
 
 def printed_gain(own: float, other: float) -> float:

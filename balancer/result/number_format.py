@@ -16,6 +16,11 @@ def rate(samples_per_second: float) -> str:
     return f"{samples_per_second:,.0f}".replace(",", " ")
 
 
+def efficiency(samples_per_joule: float) -> str:
+    """With three significant digits at least: 0.699, 28, 3 197."""
+    return f"{samples_per_joule:.3g}" if samples_per_joule < 999.5 else rate(samples_per_joule)
+
+
 def milliseconds(seconds: float) -> str:
     """With two significant digits at least: 0.48 ms, 7.1 ms, 157 ms."""
     count = seconds * 1000

@@ -14,7 +14,7 @@ from evener.balancer.result.explain import Costs, Tokens, cost_ratios, explain, 
 from evener.balancer.result.explain_hosts import explain_hosts
 from evener.balancer.result.gains import is_certain
 from evener.balancer.result.layout_names import list_samples, name_candidate
-from evener.balancer.result.number_format import join_words, percent, relative_error
+from evener.balancer.result.number_format import efficiency, join_words, percent, relative_error
 from evener.balancer.result.rivals import Rival, compare, find_larger, list_rivals, name_rivals
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import Candidate
@@ -68,7 +68,7 @@ def build_outcome(
         return None
     devices = header.devices
     labels = [device.label for device in devices]
-    rivals = list_rivals(chosen, search.ranking(), search.results())
+    rivals = list_rivals(chosen, search.ranking(), search.results(), search.best_single())
     doubts = measurements.find_doubts(seen, chosen.layout, relative_error(*msgspec.structs.astuple(chosen.throughput)))
     gap = work_gap(search.turns(chosen.layout))
     tokens = Tokens(search.mean_length, search.padding(chosen.layout), gap)
@@ -130,7 +130,7 @@ def explain_efficiency(search: Search, plan: Plan) -> str:
     if slowdown is None or not own.samples_per_joule:
         return ""
     fastest = max((one.throughput for one in plan.evidence), key=lambda one: one.samples_per_second, default=own)
-    figure = f" It trains {own.samples_per_joule:.3g} samples per joule"
+    figure = f" It trains {efficiency(own.samples_per_joule)} samples per joule"
     within = f"of the layouts at most {percent(slowdown)} slower than the fastest"
     if fastest.samples_per_second <= own.samples_per_second or not fastest.samples_per_joule:
         return f"{figure}, the most {within}."

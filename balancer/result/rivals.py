@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.balancer.result.gains import is_certain, is_near, printed_gain
+from evener.balancer.result.gains import is_comparable, printed_gain
 from evener.balancer.result.layout_names import name_all
 from evener.balancer.search.layouts import Candidate, is_even
 from evener.balancer.search.ranking import Standing, overlap
@@ -34,16 +34,21 @@ class Rival(msgspec.Struct, frozen=True):
         return self.gain if self.paired else printed_gain(chosen.throughput.value, self.throughput.value)
 
 
-def list_rivals(chosen: Result, ranking: Sequence[Standing], results: Sequence[Result] = ()) -> tuple[Rival, ...]:
+def list_rivals(
+    chosen: Result, ranking: Sequence[Standing], results: Sequence[Result] = (), single: Result | None = None
+) -> tuple[Rival, ...]:
     """Everything in the ranking but the chosen layout: compared turn by turn with the winner, else by throughput.
 
-    Against one device or a pack, the fastest split of the `results` comes first, though it may not have been raced.
+    Against one device or a pack, the fastest split of the `results` comes first, though it may not have been raced;
+    the best `single` device comes last, if it wasn't.
     """
     won = ranking and ranking[0].candidate.layout == chosen.layout
     others = [one for one in ranking if one.candidate.layout != chosen.layout]
+    raced = any(one.candidate.family == "solo" for one in ranking) or (single and single.layout == chosen.layout)
     return (
         *_fastest_split(chosen, ranking, results),
         *(compare(chosen, one.candidate, one.throughput, one if won else None) for one in others),
+        *([compare(chosen, Candidate("solo", single.layout), single.throughput)] if single and not raced else ()),
     )
 
 
@@ -58,8 +63,8 @@ def _fastest_split(chosen: Result, ranking: Sequence[Standing], results: Sequenc
 def compare(chosen: Result, rival: Candidate, figure: Interval, in_turn: Standing | None = None) -> Rival:
     """By the two rates; by the turns that both took, where the rates tie or say another gain."""
     own, layout = chosen.throughput, rival.layout
-    near = is_near(layout.global_batch, chosen.layout.global_batch, layout.kind == "split")
-    if layout == chosen.layout or not near or not figure.value or not is_certain(own, figure):
+    comparable = is_comparable(own, chosen.layout.shares, figure, layout.shares)
+    if layout == chosen.layout or not comparable:
         return Rival(rival, figure, 0.0, compared=False)
     gain, tie = own.value / figure.value - 1, overlap(own, figure)
     if in_turn is None or in_turn.against is None:

@@ -128,6 +128,19 @@ def test_another_batch_is_named_and_one_that_is_far_off_is_not_compared() -> Non
     assert explain(larger, found, LABELS).endswith(", 50 % faster than GPU:0 alone at 256 samples.")
 
 
+def test_a_device_that_is_faster_in_the_split_than_alone_is_no_rival() -> None:
+    """It made 400 samples/s alone and makes 890 of the split's, so alone it wasn't at its best batch."""
+    plan = result(SPLIT, 2123)
+    assert "alone" not in explain(plan, list_rivals(plan, [standing(SOLO, 400.0)]), LABELS)
+    assert "69 % faster than GPU:0 alone" in explain(plan, list_rivals(plan, [standing(SOLO, 1257.0)]), LABELS)
+
+
+def test_the_best_single_device_is_compared_whether_raced_or_not() -> None:
+    found = list_rivals(result(SPLIT, 2123), [standing(SPLIT, 2123.0)], (), result(SOLO, 1257))
+    assert explain(result(SPLIT, 2123), found, LABELS).endswith(", 69 % faster than GPU:0 alone.")
+    assert list_rivals(result(SOLO, 1257), [], (), result(SOLO, 1257)) == ()
+
+
 def test_a_rate_that_is_not_known_is_not_said() -> None:
     """Nor what it gains, and nothing is compared with such a rival."""
     words = explain(result(SPLIT, 2123, 0.3), list_rivals(result(SPLIT, 2123, 0.3), [standing(SOLO, 1000.0)]), LABELS)

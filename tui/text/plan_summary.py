@@ -81,8 +81,11 @@ def _versus(own: RivalRate, rival: RivalRate) -> str:
     """What the plan gains over another layout, or why that isn't said."""
     gain = rival.gain_of(own)
     if gain is None:
-        far = is_certain(own.figure, rival.figure)
-        return f"; none was measured near {sum(own.batches)} samples" if far else ""
+        if not is_certain(own.figure, rival.figure):
+            return ""
+        split = len(rival.batches) - rival.batches.count(0) > 1
+        near = f"none was measured near {sum(own.batches)} samples"
+        return f"; {near if split else 'less than in the plan, so a device alone was not measured at its best batch'}"
     if rival.name == SUM:
         return f"; the plan reaches {write_gain(1 + gain, own.figure, rival.figure)} of it"
     if rival.tie:
