@@ -7,7 +7,7 @@ from statistics import fmean
 
 import msgspec
 
-from evener.balancer.result.gains import is_certain
+from evener.balancer.result.gains import is_certain, write_gain
 from evener.balancer.result.layout_names import KNOBS, PACK_MODES, list_samples
 from evener.balancer.result.number_format import half_width, join_words, milliseconds, percent, rate
 from evener.balancer.result.rivals import Rival, find_larger, name_rivals
@@ -243,8 +243,9 @@ def _larger(chosen: Result, rivals: Sequence[Rival]) -> list[str]:
     larger = find_larger(chosen, rivals)
     if larger is None or larger.tie:
         return []
-    gain = 1 / (1 + larger.gain_of(chosen)) - 1
-    return [f"{larger.candidate.layout.global_batch} samples a step would add {percent(gain, 1)}{_in_turn(larger)}"]
+    figures = () if larger.paired else (chosen.throughput, larger.throughput)
+    gain = write_gain(1 / (1 + larger.gain_of(chosen)) - 1, *figures)
+    return [f"{larger.candidate.layout.global_batch} samples a step would add {gain}{_in_turn(larger)}"]
 
 
 def _knobs(chosen: Result, rivals: Sequence[Rival]) -> list[str]:

@@ -72,7 +72,9 @@ def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
     for rival in plan_rivals(plan, tuple(labels)):
         where = "" if rival.name == SUM else f" {'on' if rival.device else 'at'} {rival.where}"
         figure = f"{rate(rival.samples_per_second)} samples/s" if is_certain(rival.figure) else "samples/s aren't known"
-        if rival.batches != own.batches and (rival.name != LARGER_BATCH or rival.samples_per_second > own[1]):
+        if rival.batches != own.batches and (
+            rival.name != LARGER_BATCH or rival.samples_per_second > own.samples_per_second
+        ):
             lines.append(f"{rival.name}: {figure}{where}{_versus(own, rival)}")
     return lines
 
