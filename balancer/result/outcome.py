@@ -199,7 +199,7 @@ def _write_evidence(
 ) -> tuple[Evidence, ...]:
     """Every rival by its name, the best single device even if it is chosen, and each device alone at its fastest."""
     names = name_rivals(chosen, rivals, len(devices))
-    larger, single = find_larger(chosen, [one for one in rivals if one.compared]), search.best_single()
+    larger, single = find_larger(chosen, rivals), search.best_single()
     found = list(zip(names, rivals, strict=True))
     by_layout = {one.candidate.layout: one for one in rivals}
 
@@ -219,7 +219,7 @@ def _write_evidence(
     def describe(name: str, one: Rival) -> Evidence:
         layout, gain = one.candidate.layout, one.gain if one.compared else None
         figure = _write_throughput(one.throughput, layout, search)
-        return Evidence(name, write(layout), figure, one.tie, gain, one.paired and one.compared)
+        return Evidence(name, write(layout), figure, one.tie, gain, one.paired)
 
     return tuple(describe(name, one) for name, one in found)
 
