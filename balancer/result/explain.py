@@ -178,6 +178,8 @@ def _losses(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str], cost
         split = next((one for one in splits if one.compared), None)
         if split:
             clauses.append(_split_loses(chosen, split, labels, costs))
+        elif any(not is_certain(one.throughput) for one in splits):
+            clauses.append("how fast a split over several devices is isn't known")
         elif chosen.layout.kind == "solo":
             near = f" near {chosen.layout.global_batch} samples" if splits else ""
             clauses.append(f"no split over several devices was measured{near}")

@@ -151,6 +151,10 @@ def test_a_rate_that_is_not_known_is_not_said() -> None:
         result(SPLIT, 2123), [msgspec.structs.replace(standing(SOLO, 1000.0), throughput=Interval(1000, 600, 1400))]
     )
     assert "GPU:0 alone" not in explain(result(SPLIT, 2123), found, LABELS)
+    found = list_rivals(result(SOLO, 2123), [], [result(SPLIT, 2000, 0.4)])
+    assert explain(result(SOLO, 2123), found, LABELS).endswith(
+        "; how fast a split over several devices is isn't known."
+    )
 
 
 def test_one_device_has_no_rivals() -> None:

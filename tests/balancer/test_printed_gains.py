@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from evener.balancer.store import journal, replay
-from tests.support.printed_gains import find_faults
+from evener.plan import parse_plan, to_json
+from tests.support.printed_gains import find_faults, find_summary_faults
 from tests.support.search_outcomes import draw_outcome
 
 RECORDED = sorted((Path(__file__).parents[1] / "recorded").glob("*.jsonl"))
@@ -20,6 +21,8 @@ def test_gains_of_recorded_runs_follow_from_their_rates(path: Path) -> None:
     found = replay.recover(record)
     labels = [device.label for device in record.header.devices]
     assert not list(find_faults(found.plan, found.verdict, labels))
+    assert record.ended is not None
+    assert not list(find_summary_faults(parse_plan(to_json(record.ended.plan)), labels))
 
 
 @pytest.mark.parametrize(("seed", "searches"), [(0, 50), pytest.param(1, 450, marks=pytest.mark.slow)])

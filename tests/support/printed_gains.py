@@ -26,13 +26,18 @@ COARSE = 0.02  # beyond which a gain has whole percents
 def find_faults(plan: Plan, verdict: str, labels: Sequence[str]) -> Iterator[str]:
     """Gains that don't follow from two rates, that compare a layout with itself, or that hide another batch."""
     yield from _evidence_faults(plan, bool(KNOBS.search(verdict)))
-    for line in summary_lines(plan, labels):
-        if "the plan gains" in line or "the plan loses" in line:
-            yield from _line_faults(plan, line)
+    yield from find_summary_faults(plan, labels)
     for clause in CLAUSE.finditer(verdict):
         yield from _clause_faults(plan, clause, labels)
     if _error(plan) > UNKNOWN and ("aren't known" not in verdict or re.search(rf"{FIGURE} samples/s", verdict)):
         yield f"samples/s of ± {_error(plan):.0%} are said as if they were known: {verdict}"
+
+
+def find_summary_faults(plan: Plan, labels: Sequence[str]) -> Iterator[str]:
+    """The same of a plan's summary alone, as of plans that older versions wrote."""
+    for line in summary_lines(plan, labels):
+        if "the plan gains" in line or "the plan loses" in line:
+            yield from _line_faults(plan, line)
 
 
 def _error(one: Plan | Evidence) -> float:
