@@ -73,7 +73,8 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     layout: PlanLayout
     throughput: Throughput
     tie: bool = False  # the plan is neither surely faster nor surely slower; written only if true
-    gain: float | None = None  # 0.12: the plan is 12 % faster, as measured in turns in common; None: by the figures
+    gain: float | None = None  # 0.12: the plan is 12 % faster, by the figures; None: not compared, or an old plan
+    paired: bool = False  # the gain was measured in turn, and the figures alone say another; written only if true
 
 
 class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -209,7 +210,7 @@ def _write_as_schema_1(data: dict[str, Any]) -> None:
     data["schema"] = 1
     data["evidence"] = [rival for rival in data["evidence"] if not any(map(_is_of_schema_2, rival["layout"]["share"]))]
     for rival in data["evidence"]:
-        for key in ("tie", "gain"):
+        for key in ("tie", "gain", "paired"):
             rival.pop(key, None)
     for figure in (data["throughput"], *(rival["throughput"] for rival in data["evidence"])):
         for key in ("tokens_per_second", "padding", "samples_per_joule", "active_watts", "idle_watts"):

@@ -134,10 +134,11 @@ def test_what_is_typed_wrong_is_one_sentence(script: str, capsys: pytest.Capture
 def test_the_line_to_launch_names_the_users_script() -> None:
     made = plan(["cpu-0-of-1"], workload="my train.py:build")
     assert launch_hint(made, "plan.toml") == "to train by it: evener launch plan.toml 'my train.py'"
-    hosts = launch_hint(plan(["cpu-0-of-1", "cpu-0-of-1"], HOSTS), "a.toml")
+    hosts = launch_hint(plan(["cpu-0-of-1", "cpu-0-of-1"], HOSTS, workload="train.py:build"), "a.toml")
     assert hosts == "to train by it, on each of its hosts: evener launch a.toml train.py"
-    assert launch_hint(plan(["sim-0-p100"]), "plan.toml") == ""
-    assert launch_hint(plan(["cpu-0-of-1"], kind="place"), "plan.toml") == ""
+    assert launch_hint(plan(["sim-0-p100"], workload="train.py:build"), "plan.toml") == ""
+    assert launch_hint(plan(["cpu-0-of-1"], kind="place", workload="train.py:build"), "plan.toml") == ""
+    assert launch_hint(plan(["cpu-0-of-1"], workload="keras_mnist"), "plan.toml") == "", "it has no script"
 
 
 # ---------------------------------------------------------------------- real processes

@@ -52,8 +52,9 @@ class Progress:
         lines = [plain(state.belief.doing, 200) if state.belief is not None else "starting"]
         lines += [f"  {_running_words(running, self.devices)}" for running in state.running[:20]]
         if state.best is not None:
-            figure = rate(state.best.throughput.value)
-            lines.append(f"best so far: {figure} samples/s with {layout_words(state.best.layout, self.devices)}")
+            best, where = state.best.throughput, layout_words(state.best.layout, self.devices)
+            error = half_width(best.value, best.low, best.high)
+            lines.append(f"best so far: {rate(best.value)} samples/s ± {error} with {where}")
         plural = "" if state.probes == 1 else "s"
         counts = f"{state.probes} probe{plural}, {state.out_of_memory} out of memory, {duration(state.at_seconds)}"
         return [*lines, counts + left_words(state), *self.said]
