@@ -45,6 +45,8 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
 
 def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int) -> Any:
     name = function.overloadpacket.__name__
+    if name == "_cudnn_init_dropout_state":  # which no layer uses without dropout
+        return function(*arguments, **keywords)
     keywords.pop("generator", None)  # the user's own stays where it is
     _leave_dropout_out(function, arguments, keywords)
     torch.manual_seed(seed)
