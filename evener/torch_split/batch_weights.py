@@ -36,6 +36,7 @@ class BatchWeights:
         self._hook_sizes: tuple[int, ...] = ()  # by which hooks weigh the gradients of its parts
         self._loss_factor = 1.0  # of their losses
         self._shares = tuple(shares)
+        self.weighed_by_trainer = False  # gradients, by Lightning's strategy
         self.computes_at_once = False  # a model was trained on a whole batch, not by parts
         self._rank = rank
         self._by_loss = by_loss
@@ -75,7 +76,7 @@ class BatchWeights:
 
     def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
         """A loader hands out a batch."""
-        if len(sizes) > 1:
+        if len(sizes) > 1 and not self.weighed_by_trainer:
             OPTIMIZER_CHECK.trainer = self._reference
         self.batches.take(origin, sizes, data)
         if self._weights.waiting is None and not origin.dealt:
@@ -163,8 +164,10 @@ class BatchWeights:
         """RequestError while parts are computed: the ranks have different numbers of passes, and would wait forever."""
         if self._open is not None:
             raise RequestError(
-                f"split.{name} can't be called inside split.parts: ranks have different numbers of passes.",
-                "Call it after the last part; part.backward(loss) weighs a loss, count= a mean that isn't over rows.",
+                f"split.{name} can't be called inside split.parts, or training_step where shares take several passes:"
+                " it is of a whole batch, and ranks wait for each other in it.",
+                "Call it after the last part; part.backward(loss) weighs a loss, count= (of split.parts or"
+                " split.strategy) a mean that isn't over rows.",
             )
 
     @contextmanager

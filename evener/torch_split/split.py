@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -169,8 +169,7 @@ class Split:
         if self.rank == 0:
             warn_of_short_batches(sampler, self.global_batch if self.plan and training else 0)
         if training and self._strategy is not None:
-            passes: Loader = self._strategy.make_loader(dataset, sampler, options)
-            return passes
+            return cast(Loader, self._strategy.make_loader(dataset, sampler, options))
         on_host = training and (self._weights.in_passes or sampler.is_dealt)  # a part is sent as its turn comes
         steps = Steps(self._weights, self._reporter if training else None, self.device)
         made = Loader(dataset, sampler, steps, options, self.device, prefetch, training, on_host)
@@ -192,14 +191,15 @@ class Split:
             self._rebalancing.load_state_dict(state)
         self._states.load_state_dict(state)
 
-    def strategy(self, **options: Any) -> Any:
+    def strategy(self, count: Callable[[Part], Any] | None = None, **options: Any) -> Any:
         """For `lightning.Trainer(strategy=...)`: DistributedDataParallel with these shares; options as DDPStrategy has.
 
-        Make the training's `split.loader` after it: its batches are then the passes that Lightning accumulates.
+        Make the training's `split.loader` after it. `count(part)` is as in `parts`, for a loss that isn't over rows.
         """
         strategies = import_module("evener.lightning")  # which builds on this module
-        passes = max(count_passes(share, micro) for share, micro in zip(self.shares, self.micros, strict=True))
-        self._strategy = strategies.PlanStrategy(self, passes, self._reporter, self._rebalancing, **options)
+        passes = max(map(count_passes, self.shares, self.micros))
+        own = (self._weights, self._reporter, self._rebalancing)
+        self._strategy = strategies.PlanStrategy(self, passes, *own, count, **options)
         return self._strategy
 
     def wrap(self, model: Model, **options: Any) -> Model | DistributedDataParallel:
@@ -279,7 +279,7 @@ class Split:
     def scale(self, loss: Any) -> Any:
         """With `weigh="loss"`: the mean loss of this rank's rows, weighted so that DDP's mean over ranks is exact."""
         self._weights.refuse_in_parts("scale")
-        if self.weigh != "loss":
+        if self.weigh != "loss" or self._strategy is not None:
             raise RequestError("The gradients are weighted already.", "Call loss.backward(), or Split(weigh='loss').")
         return self._weights.scale(loss)
 
@@ -304,12 +304,12 @@ class Split:
         self._weights.refuse_in_parts("gather")
         if self.world == 1:
             return rows
-        return gather_rows(rows, self._weights.sizes, self.rank, self.weigh == "loss", self._reporter.timer)
+        by_loss = self.weigh == "loss" or self._strategy is not None
+        return gather_rows(rows, self._weights.sizes, self.rank, by_loss, self._reporter.timer)
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         """The model's `no_sync`, for all but the last step of an accumulation; nothing where there is no other rank."""
-        context: AbstractContextManager[None] = model.no_sync() if hasattr(model, "no_sync") else nullcontext()
-        return context
+        return cast(AbstractContextManager[None], model.no_sync() if hasattr(model, "no_sync") else nullcontext())
 
     def mean(self, value: Any) -> float:
         """The mean over the global batch in hand of a figure that each rank has as the mean over its rows."""

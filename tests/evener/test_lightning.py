@@ -99,7 +99,7 @@ def test_what_lightning_may_not_do_is_refused(trainer_ranks: Run) -> None:
     assert "use_distributed_sampler=False" in found["shared out again"]
     assert "sees one pass of 4 rows" in found["normalized"]
     assert "not supported with distributed strategies" in found["finder"]
-    assert found["accumulated"] == [4, 4]  # a second training is as the first
+    assert found["accumulated"] == [(2, 3), (2, 3)]  # global batches, and steps: a second training is over at once
 
 
 def test_a_pass_loader_goes_on_in_mid_epoch() -> None:

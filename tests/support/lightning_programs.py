@@ -181,5 +181,5 @@ def refuse_all(folder: Path, rank: int) -> None:
     trainer = make_trainer(Program(), str(folder), strategy=split.strategy(), devices=1, accumulate_grad_batches=2)
     for _ in range(2):
         trainer.fit(Module(False), split.loader(points(16)))
-        found["accumulated"].append(trainer.accumulate_grad_batches)
+        found["accumulated"].append((trainer.accumulate_grad_batches, trainer.global_step))
     torch.save(found, folder / f"{rank}.pt")

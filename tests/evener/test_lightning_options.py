@@ -1,0 +1,106 @@
+"""Lightning's options, losses and logged figures under a plan are those of one process, or refused in a sentence.
+
+The rows of the tables in docs/training_lightning.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+if not all(map(find_spec, ("torch", "lightning"))):
+    pytest.skip("a trainer isn't installed", allow_module_level=True)
+
+import torch
+
+from evener.torch_split.put_back import put_back
+
+PROGRAMS = "tests.support.lightning_options"
+GIVEN = (((6, 2), (6, 2)), ((5, 2, 1), (3, 2, 1)))  # shares, and rows of a pass: the first rank's share in two
+EXACT = (
+    "limited",
+    "limited to a part",
+    "overfitted",
+    "a fast run",
+    "accumulated more later",
+    "by a data module",
+    "by train_dataloader",
+    "figures",
+    "tokens",
+)
+AT_ONCE = {  # under a plan without passes; and what is said under one with passes
+    "LBFGS": "LBFGS goes by the loss of the whole batch",
+    "split.loss": "split.loss can't be called inside split.parts, or training_step",
+    "rows of all ranks": "split.gather can't be called inside split.parts, or training_step",
+}
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def found(trainer_ranks: Callable[..., list[Any]]) -> tuple[dict[str, Any], list[Any], list[Any]]:
+    """What one process ended with, the ranks of a plan without passes, and those of one with passes."""
+    (expected,) = trainer_ranks(f"{PROGRAMS}.reference_all")
+    whole, passes = (trainer_ranks(f"{PROGRAMS}.train_all", *given, world=len(given[0])) for given in GIVEN)
+    return expected, whole, passes
+
+
+def assert_same(expected: dict[str, Any], rank: dict[str, Any], bound: float = 1e-12) -> None:
+    for mine, its in zip(rank["weights"], expected["weights"], strict=True):
+        torch.testing.assert_close(mine, its, rtol=0, atol=bound)
+    assert rank["steps"] == expected["steps"]
+    assert rank["ends"] == expected["ends"]  # of batches: a batch is a global batch
+    for kind in ("metrics", "shown"):
+        assert rank[kind].get("metric", 0) == pytest.approx(expected[kind].get("metric", 0), abs=1e-6)  # in float32
+        assert without_metric(rank[kind]) == pytest.approx(without_metric(expected[kind]), abs=bound)
+
+
+def without_metric(figures: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in figures.items() if name != "metric"}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_it_ends_as_one_process_does(found: Any, name: str) -> None:
+    expected, whole, passes = found
+    for rank in (*whole, *passes):
+        assert_same(expected[name], rank[name])
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_a_loss_of_the_whole_batch_is_exact_without_passes_and_refused_in_passes(found: Any, name: str) -> None:
+    expected, whole, passes = found
+    for rank in whole:
+        assert_same(expected[name], rank[name], 1e-9 if name == "LBFGS" else 1e-12)  # which divides small differences
+    for rank in passes:
+        assert AT_ONCE[name] in rank[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("another loader", "don't come from split.loader"), ("another strategy", "L.Trainer(strategy=split.strategy()")],
+)
+def test_what_would_weigh_nothing_is_refused_on_every_rank(found: Any, name: str, words: str) -> None:
+    for rank in (*found[1], *found[2]):
+        assert words in rank[name]
+
+
+def test_what_a_module_keeps_is_put_back() -> None:
+    """Counters, lists that others hold, tensors that change in place, attributes that are new."""
+    module = torch.nn.Linear(1, 1)
+    seen: list[int] = [1]
+    module.count, module.seen, module.by_name = 1, seen, {"a": 1}
+    module.total = torch.zeros(2)
+    with put_back([module]):
+        module.count += 1
+        module.seen.append(2)
+        module.by_name["b"] = 2
+        module.total += 1
+        module.extra = [3]
+        module.eval()
+    assert (module.count, module.seen, module.by_name) == (1, [1], {"a": 1})
+    assert module.seen is seen
+    assert not module.total.any()
+    assert not hasattr(module, "extra")
+    assert not module.training  # its mode isn't its own
