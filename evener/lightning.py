@@ -99,8 +99,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         super().setup(trainer)
         self.trains = trains
         if trains:  # layers are those that train only now
-            rows = max(-(-share // self._passes) for share in self._split.shares)
-            check_normalization(self.model, "loss", self._split.world, rows if self._passes > 1 else None)
+            rows = [even(share, self._passes) for share in self._split.shares]
+            largest = max(map(max, rows)) if self._passes > 1 else None
+            check_normalization(self.model, "loss", self._split.world, largest, min(map(min, rows)))
 
     def teardown(self) -> None:
         """The training is over."""

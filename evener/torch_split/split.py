@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from evener.dealing import make_dealer
 from evener.errors import RequestError
 from evener.loss_check import LossMeaning
-from evener.passes import count_passes, largest_pass
+from evener.passes import count_passes, largest_pass, smallest_pass
 from evener.plan import Plan
 from evener.plan_check import check_fit
 from evener.torch_split.batch_weights import BatchWeights
@@ -196,10 +196,9 @@ class Split:
 
         Make the training's `split.loader` after it. `count(part)` is as in `parts`, for a loss that isn't over rows.
         """
-        strategies = import_module("evener.lightning")  # which builds on this module
+        kind = import_module("evener.lightning").PlanStrategy  # which builds on this module
         passes = max(map(count_passes, self.shares, self.micros))
-        own = (self._weights, self._reporter, self._rebalancing)
-        self._strategy = strategies.PlanStrategy(self, passes, *own, count, **options)
+        self._strategy = kind(self, passes, self._weights, self._reporter, self._rebalancing, count, **options)
         return self._strategy
 
     def wrap(self, model: Model, **options: Any) -> Model | DistributedDataParallel:
@@ -210,7 +209,8 @@ class Split:
         """
         module: Any = model
         self._check_model(module)
-        check_normalization(module, self.weigh, self.world, largest_pass(self.shares, self.micros))
+        passes = (largest_pass(self.shares, self.micros), smallest_pass(self.shares, self.micros))
+        check_normalization(module, self.weigh, self.world, *passes)
         if self.world == 1:
             moved: Model = module.to(self.device)
             if self._weights.in_passes:
@@ -260,8 +260,8 @@ class Split:
             parts = make_parts(batch, rows, most, self._weights.scale_part)
             if count is not None:
                 weigh_by_count(parts, count, sizes, self.rank, self._add_up)
-            in_passes = self._weights.in_passes or isinstance(batch, DealtBatch)
-            yield from in_turn(parts, self._weights.list_models(models, in_passes), self.device)
+            found = self._weights.list_models(models, self._weights.in_passes or isinstance(batch, DealtBatch))
+            yield from in_turn(parts, found, self.device, self._weights.check_exchanged)
         finally:
             self._weights.close_parts()
 

@@ -24,7 +24,16 @@ from evener.torch_split.sampler import UnevenBatchSampler
 LIGHTNING, ACCELERATE = "tests.support.lightning_programs", "tests.support.accelerate_programs"
 GIVEN = (((6, 2), (6, 2)), ((5, 2, 1), (3, 2, 1)))  # shares, and rows of a pass
 IN_LIGHTNING = ("plain", "accumulated", "validated", "resumed", "manual", "rebalanced")
-WITH_ACCELERATE = ("plain", "prepared", "accumulated", "in passes", "resumed", "rebalanced", "sharded in passes")
+WITH_ACCELERATE = (
+    "plain",
+    "prepared",
+    "accumulated",
+    "scheduled",
+    "in passes",
+    "resumed",
+    "rebalanced",
+    "sharded in passes",
+)
 pytestmark = pytest.mark.slow
 
 Run = Callable[..., list[Any]]

@@ -49,21 +49,31 @@ def gan(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
     return weights(generator, critic)
 
 
-@exact
-def lbfgs(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def search(shares: tuple[int, ...], rows: TensorDataset, mean: bool, **options: Any) -> list[torch.Tensor]:
+    """By LBFGS, whose closure returns the whole batch's loss, or the rank's own."""
     split = split_by(shares)
     model = split.wrap(network())
-    optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3)
+    optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3, **options)
     for inputs, labels in split.loader(rows):
 
-        def closure(inputs: torch.Tensor = inputs, labels: torch.Tensor = labels) -> float:
+        def closure(inputs: torch.Tensor = inputs, labels: torch.Tensor = labels) -> Any:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs), labels)
             loss.backward()
-            return split.mean(loss)
+            return split.mean(loss) if mean else loss
 
         optimizer.step(closure)
     return weights(model)
+
+
+@exact
+def lbfgs(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return search(shares, rows, mean=True)
+
+
+@exact
+def lbfgs_that_searches_by_a_ranks_own_loss(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return search(shares, rows, mean=False, line_search_fn="strong_wolfe")
 
 
 def compiled(
