@@ -17,12 +17,12 @@ from evener.errors import RequestError
 from evener.shares import bounds, even, gradient_weight
 from evener.torch_split.batch_weights import BatchWeights
 from evener.torch_split.gather import add_up
+from evener.torch_split.kept_state import kept_state
 from evener.torch_split.model_checks import check_normalization
 from evener.torch_split.nested_batch import cut_rows
 from evener.torch_split.parts import Part, weigh_by_count
 from evener.torch_split.pass_loader import PassLoader
 from evener.torch_split.pass_sampler import PassSampler
-from evener.torch_split.put_back import put_back
 from evener.torch_split.rebalancing import Rebalancing
 from evener.torch_split.sampler import UnevenBatchSampler
 from evener.torch_split.step_reporter import StepReporter
@@ -30,6 +30,8 @@ from evener.torch_split.step_reporter import StepReporter
 try:
     from lightning.pytorch.strategies import DDPStrategy
     from torchmetrics import Metric
+
+    from evener.lightning_loss import check_loss
 except ImportError as error:
     raise RequestError(
         f"lightning can't be imported ({error}).", 'Install it: pip install "evener[lightning]".'
@@ -64,11 +66,13 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         reporter: StepReporter,
         rebalancing: Rebalancing | None,
         count: Callable[[Part], Any] | None,
+        check: bool,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         self._split, self._passes, self._weights = split, passes, weights
         self._reporter, self._rebalancing, self._count = reporter, rebalancing, count
+        self._checks = check
         weights.weighed_by_trainer = True
         self.trains = False
         self._rows = 0  # of the global batch in hand
@@ -134,6 +138,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
                 "LBFGS goes by the loss of the whole batch, and a plan with passes has only a pass's at a time.",
                 "Use a plan without passes (evener balance --micro off), or another optimizer.",
             )
+        alone = self._split.world * self._passes == 1
+        if self._checks and not alone and self.lightning_module.automatic_optimization:
+            check_loss(self, given[0], self._weights, self._count)
 
     @property
     def _trainer(self) -> Any:
@@ -220,7 +227,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _unlogged(self, results: Any, figures: list[Any]) -> Iterator[None]:
         """Logged figures and metrics are as before, and known to ranks that meet for them."""
         before = {name: dict(vars(figure)) for name, figure in results.items()}
-        with put_back(figures):
+        with kept_state(figures, self.root_device):
             yield
         for name, figure in results.items():
             for state, default in figure._defaults.items():

@@ -20,6 +20,10 @@ from evener.torch_split.optimizer_check import OPTIMIZER_CHECK, check_weighted
 from evener.torch_split.own_work import StepTimer
 
 
+class WholeBatchLossError(Exception):
+    """A loss asks the split for what makes it the whole batch's."""
+
+
 class BatchWeights:
     """Rows and weight of one rank in the batch in hand; with `by_loss`, `scale` applies the weight, not a hook.
 
@@ -42,6 +46,7 @@ class BatchWeights:
         self._awaited: set[int] = set()  # those whose gradients the last part is to exchange
         self._shares = tuple(shares)
         self.weighed_by_trainer = False  # gradients, by Lightning's strategy
+        self.tries_loss = False  # on a few rows, as if one process trained
         self.computes_at_once = False  # a model was trained on a whole batch, not by parts
         self._rank = rank
         self._by_loss = by_loss
@@ -188,7 +193,12 @@ class BatchWeights:
             model_checks.check_first_gradient(model, lambda: self._awaited.discard(id(model)))
 
     def refuse_in_parts(self, name: str) -> None:
-        """RequestError while parts are computed: the ranks have different numbers of passes, and would wait forever."""
+        """RequestError while parts are computed: the ranks have different numbers of passes, and would wait forever.
+
+        WholeBatchLossError if a loss that is tried needs no trial.
+        """
+        if self.tries_loss and name in ("loss", "gather"):
+            raise WholeBatchLossError
         if self._open is not None:
             raise RequestError(
                 f"split.{name} can't be called inside split.parts, or training_step where shares take several passes:"

@@ -88,7 +88,7 @@ def weigh_by_count(
 
 
 def in_turn(
-    parts: Sequence[Part], models: Sequence[Any], device: torch.device, check: Callable[[], None]
+    parts: Sequence[Part], models: Sequence[Any], device: torch.device, check: Callable[[], None] = lambda: None
 ) -> Iterator[Part]:
     """Each part, on the device for its turn; the models exchange gradients in the last one only, before `check`."""
     for part in parts:

@@ -90,9 +90,8 @@ class Split:
         else:
             found = find_rank_shares(self.plan, global_batch, stand, gpus, strict, options)
             share = found.share
-        self.rank, self.world = stand.rank, stand.world
+        self.rank, self.world, self.weigh, self.strict = stand.rank, stand.world, weigh, strict
         self.device = choose_device(share, stand, gpus)
-        self.weigh, self.strict = weigh, strict
         settle(self.device, share)
         if self.world > 1 and join(self.device, backend):
             atexit.register(leave_group)
@@ -191,14 +190,16 @@ class Split:
             self._rebalancing.load_state_dict(state)
         self._states.load_state_dict(state)
 
-    def strategy(self, count: Callable[[Part], Any] | None = None, **options: Any) -> Any:
+    def strategy(self, count: Callable[[Part], Any] | None = None, check: bool = True, **options: Any) -> Any:
         """For `lightning.Trainer(strategy=...)`: DistributedDataParallel with these shares; options as DDPStrategy has.
 
-        Make the training's `split.loader` after it. `count(part)` is as in `parts`, for a loss that isn't over rows.
+        Make the training's `split.loader` after it. `count(part)` is as in `parts`. RequestError before the first step
+        unless the loss of a few rows is a mean over rows, or what is counted; `check=False` leaves that out.
         """
         kind = import_module("evener.lightning").PlanStrategy  # which builds on this module
         passes = max(map(count_passes, self.shares, self.micros))
-        self._strategy = kind(self, passes, self._weights, self._reporter, self._rebalancing, count, **options)
+        given = (self._weights, self._reporter, self._rebalancing, count, check)
+        self._strategy = kind(self, passes, *given, **options)
         return self._strategy
 
     def wrap(self, model: Model, **options: Any) -> Model | DistributedDataParallel:

@@ -16,8 +16,6 @@ if not all(map(find_spec, ("torch", "lightning"))):
 
 import torch
 
-from evener.torch_split.put_back import put_back
-
 PROGRAMS = "tests.support.lightning_options"
 GIVEN = (((6, 2), (6, 2)), ((5, 2, 1), (3, 2, 1)))  # shares, and rows of a pass: the first rank's share in two
 EXACT = (
@@ -68,6 +66,15 @@ def test_it_ends_as_one_process_does(found: Any, name: str) -> None:
         assert_same(expected[name], rank[name])
 
 
+def test_the_trial_of_the_loss_leaves_no_trace(found: Any) -> None:
+    """In what the module counts, keeps or logs; in passes a step is called for each of them."""
+    expected, whole, passes = found
+    for rank in whole:
+        assert rank["figures"]["seen"] == expected["figures"]["seen"]
+    for rank in passes:
+        assert rank["figures"]["seen"] == [step for step in expected["figures"]["seen"] for _ in range(2)]
+
+
 @pytest.mark.parametrize("name", AT_ONCE)
 def test_a_loss_of_the_whole_batch_is_exact_without_passes_and_refused_in_passes(found: Any, name: str) -> None:
     expected, whole, passes = found
@@ -79,28 +86,16 @@ def test_a_loss_of_the_whole_batch_is_exact_without_passes_and_refused_in_passes
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("another loader", "don't come from split.loader"), ("another strategy", "L.Trainer(strategy=split.strategy()")],
+    [
+        ("another loader", "don't come from split.loader"),
+        ("another strategy", "L.Trainer(strategy=split.strategy()"),
+        ("a sum", "it is a sum, not a mean over rows"),
+        ("class weights", "it isn't a mean over rows"),
+        ("tokens that nothing counts", "say what is counted: split.strategy(count="),
+        ("rows that are counted as tokens", "not over what count= counts"),
+        ("unchecked", "learned"),
+    ],
 )
-def test_what_would_weigh_nothing_is_refused_on_every_rank(found: Any, name: str, words: str) -> None:
+def test_what_would_learn_something_else_is_refused_on_every_rank(found: Any, name: str, words: str) -> None:
     for rank in (*found[1], *found[2]):
         assert words in rank[name]
-
-
-def test_what_a_module_keeps_is_put_back() -> None:
-    """Counters, lists that others hold, tensors that change in place, attributes that are new."""
-    module = torch.nn.Linear(1, 1)
-    seen: list[int] = [1]
-    module.count, module.seen, module.by_name = 1, seen, {"a": 1}
-    module.total = torch.zeros(2)
-    with put_back([module]):
-        module.count += 1
-        module.seen.append(2)
-        module.by_name["b"] = 2
-        module.total += 1
-        module.extra = [3]
-        module.eval()
-    assert (module.count, module.seen, module.by_name) == (1, [1], {"a": 1})
-    assert module.seen is seen
-    assert not module.total.any()
-    assert not hasattr(module, "extra")
-    assert not module.training  # its mode isn't its own

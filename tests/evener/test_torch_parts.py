@@ -226,8 +226,7 @@ def play(split: Split, models: Any, way: str) -> None:
     """A step of the critic on what the generator makes, then one of the generator: three ways to write it."""
     generator, critic = models
     batch = next(iter(split.loader(ROWS)))
-    named = {"models": [critic]} if way == "named" else {}
-    for part in split.parts(batch, **named):
+    for part in split.parts(batch, models=[critic] if way == "named" else None):
         with torch.no_grad() if way == "without gradients" else nullcontext():
             made = generator(part.batch[0])
         part.backward(critic(made.detach()).square().mean())

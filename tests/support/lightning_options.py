@@ -32,6 +32,7 @@ class Case(msgspec.Struct, frozen=True):
     module: str = "plain"
     rows: int = 45
     by: str = "fit"  # who gives the loader
+    check: bool = True
     count: bool = False
     schedule: dict[int, int] = {}  # of accumulation, by epoch
     at_once: bool = False  # not under a plan with passes
@@ -60,8 +61,10 @@ class Figures(Module):
         super().__init__(manual=False)
         self.mean = torchmetrics.MeanMetric().set_dtype(torch.float64)
         self.ends = 0
+        self.seen: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen.append(batch_idx)
         predicted, rows = self.layers(batch[0]), len(batch[0])
         loss = mse_loss(predicted, batch[1])
         self.mean.update(predicted.detach().squeeze(1))
@@ -95,6 +98,21 @@ class Tokens(pl.LightningModule):
     configure_optimizers = Module.configure_optimizers
 
 
+class Weighted(Module):
+    """A mean weighted by classes, or a sum."""
+
+    def __init__(self, summed: bool) -> None:
+        super().__init__(manual=False)
+        self.summed = summed
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        predicted, targets = self.layers(batch[0]), batch[1]
+        if self.summed:
+            return mse_loss(predicted, targets, reduction="sum")
+        logits = torch.cat([predicted, -predicted], 1)
+        return cross_entropy(logits, (targets[:, 0] > 0).long(), weight=logits.new_tensor([1.0, 5.0]))
+
+
 class Lbfgs(Module):
     """Two steps of it for each batch, with a search along the line."""
 
@@ -122,10 +140,21 @@ class WithSplit(Module):
         return self.split.loss(total, weights.sum()) if self.split else total / weights.sum()
 
 
+REFUSED = {
+    "a sum": Case(module="sum"),
+    "class weights": Case(module="classes"),
+    "tokens that nothing counts": Case(module="tokens"),
+    "rows that are counted as tokens": Case(count=True),
+    "unchecked": Case({"fast_dev_run": 1}, module="sum", check=False),
+}
+
+
 def make_module(case: Case, split: Any) -> Any:
     """Of a case, by a split, or in one process without."""
     if case.module in ("split.loss", "gathered"):
         return WithSplit(split, case.module == "gathered")
+    if case.module in ("sum", "classes"):
+        return Weighted(case.module == "sum")
     return {"plain": lambda: Module(False), "figures": Figures, "tokens": Tokens, "lbfgs": Lbfgs}[case.module]()
 
 
@@ -148,7 +177,7 @@ def fit(case: Case, make: Where, trainer: pl.Trainer, module: Any) -> None:
 
 
 def count_labels(part: Any) -> Any:
-    return (part.batch["labels"] != -100).sum()
+    return (part.batch["labels"] != -100).sum() if isinstance(part.batch, dict) else part.batch[1].abs().sum()
 
 
 def run(case: Case, split: Any, folder: str) -> dict[str, Any]:
@@ -157,7 +186,7 @@ def run(case: Case, split: Any, folder: str) -> dict[str, Any]:
     given: dict[str, Any] = {"callbacks": callbacks, "devices": 1}
     if split is not None:
         weighed = {"count": count_labels} if case.count else {}
-        given |= {"devices": split.world, "strategy": split.strategy(**weighed)}
+        given |= {"devices": split.world, "strategy": split.strategy(**weighed, check=case.check)}
     trainer = make_trainer(Program(options=case.options), folder, **given)
     module = make_module(case, split)
 
@@ -169,7 +198,12 @@ def run(case: Case, split: Any, folder: str) -> dict[str, Any]:
 
     fit(case, make, trainer, module)
     shown = {name: float(value) for name, value in trainer.logged_metrics.items()}
-    return {**describe(module, trainer), "shown": shown, "ends": getattr(module, "ends", 0)}
+    return {
+        **describe(module, trainer),
+        "shown": shown,
+        "ends": getattr(module, "ends", 0),
+        "seen": getattr(module, "seen", []),
+    }
 
 
 def sentence(called: Callable[[], Any]) -> str:
@@ -189,6 +223,7 @@ def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> 
     for name, case in CASES.items():
         called = partial(run, case, Split(plan), here)
         found[name] = sentence(called) if case.at_once and shares != micros else called()
+    found |= {name: sentence(partial(run, case, Split(plan), here)) for name, case in REFUSED.items()}
     found["another loader"] = sentence(lambda: fit_another(Split(plan), here))
     found["another strategy"] = sentence(lambda: fit_by_ddp(Split(plan), here))
     torch.save(found, folder / f"{rank}.pt")
