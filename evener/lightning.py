@@ -31,7 +31,7 @@ try:
     from lightning.pytorch.strategies import DDPStrategy
     from torchmetrics import Metric
 
-    from evener.lightning_loss import check_loss
+    from evener.lightning_loss import check_module_loss
 except ImportError as error:
     raise RequestError(
         f"lightning can't be imported ({error}).", 'Install it: pip install "evener[lightning]".'
@@ -140,7 +140,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             )
         alone = self._split.world * self._passes == 1
         if self._checks and not alone and self.lightning_module.automatic_optimization:
-            check_loss(self, given[0], self._weights, self._count)
+            with self._weights.checking():
+                check_module_loss(self, given[0], self._count)
 
     @property
     def _trainer(self) -> Any:

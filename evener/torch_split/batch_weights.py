@@ -8,20 +8,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from evener.errors import RequestError
 from evener.passes import count_passes
 from evener.shares import gradient_weight
 from evener.torch_split import model_checks
 from evener.torch_split.batch_tracker import BatchTracker, Epoch, TakenBatch
+from evener.torch_split.gather import average
 from evener.torch_split.gradient_weights import GradientWeights, exchanged_parameters
 from evener.torch_split.optimizer_check import OPTIMIZER_CHECK, check_weighted
 from evener.torch_split.own_work import StepTimer
+from evener.torch_split.pass_exchange import PassExchange
 
 
-class WholeBatchLossError(Exception):
-    """A loss asks the split for what makes it the whole batch's."""
+class WholeBatchLoss(BaseException):  # it ends a check past what catches errors
+    """A loss that is checked asks the split for what makes it the whole batch's."""
 
 
 class BatchWeights:
@@ -40,13 +41,9 @@ class BatchWeights:
         self._open: TakenBatch | None = None  # the batch whose parts are computed
         self._hook_sizes: tuple[int, ...] = ()  # by which hooks weigh the gradients of its parts
         self._loss_factor = 1.0  # of their losses
-        self._given: set[int] | None = (
-            None  # ids of the models that exchange gradients of these parts, where it matters
-        )
-        self._awaited: set[int] = set()  # those whose gradients the last part is to exchange
+        self.exchange = PassExchange()
         self._shares = tuple(shares)
         self.weighed_by_trainer = False  # gradients, by Lightning's strategy
-        self.tries_loss = False  # on a few rows, as if one process trained
         self.computes_at_once = False  # a model was trained on a whole batch, not by parts
         self._rank = rank
         self._by_loss = by_loss
@@ -139,7 +136,7 @@ class BatchWeights:
         models = list(self.models if given is None else given)
         if len(self._shares) == 1 or not in_passes:
             return models
-        self._given = {id(getattr(each, "_orig_mod", each)) for each in models}
+        self.exchange.begin(models)
         if any(map(model_checks.is_sharded, models)) and not self._has_equal_passes():
             raise RequestError(
                 "FSDP gathers weights in each pass, and the ranks have different numbers of passes in this batch.",
@@ -169,36 +166,16 @@ class BatchWeights:
 
     def close_parts(self) -> None:
         """All passes of a batch are computed."""
-        self._open = self._given = None
-        self._awaited.clear()
-
-    def check_exchanged(self) -> None:
-        """RequestError if a model that computed in the last pass isn't to be exchanged: the next passes would be."""
-        if self._awaited:
-            raise RequestError(
-                "In split.parts a wrapped model computed with gradients, but no backward pass went through it.",
-                "Write with torch.no_grad(): around it, as in with torch.no_grad(): fake = generator(noise).",
-            )
-
-    def _await_exchange(self, model: Any) -> None:
-        """In the forward pass of one of several models, in a pass of `split.parts`."""
-        if self._given is not None and id(model) not in self._given:
-            raise RequestError(
-                "A wrapped model computes in split.parts, but isn't among its models=, so each pass would exchange"
-                " gradients.",
-                "Leave models= out, which then are all that are wrapped, or compute under torch.no_grad().",
-            )
-        if self._given is not None and getattr(model, "require_backward_grad_sync", False):
-            self._awaited.add(id(model))
-            model_checks.check_first_gradient(model, lambda: self._awaited.discard(id(model)))
+        self._open = None
+        self.exchange.end()
 
     def refuse_in_parts(self, name: str) -> None:
         """RequestError while parts are computed: the ranks have different numbers of passes, and would wait forever.
 
-        WholeBatchLossError if a loss that is tried needs no trial.
+        WholeBatchLoss where a loss that is checked needs no check.
         """
-        if self.tries_loss and name in ("loss", "gather"):
-            raise WholeBatchLossError
+        if self._checking and name in ("loss", "gather"):
+            raise WholeBatchLoss
         if self._open is not None:
             raise RequestError(
                 f"split.{name} can't be called inside split.parts, or training_step where shares take several passes:"
@@ -245,7 +222,7 @@ class BatchWeights:
         if not getattr(model, "require_backward_grad_sync", True):
             self._weights.accumulate(model)
         if len(self.models) > 1:
-            self._await_exchange(model)
+            self.exchange.forward(model)
 
     def _identify(self, inputs: Any, training: bool) -> TakenBatch:
         batch = self.batches.find(inputs, training)
@@ -276,16 +253,8 @@ class BatchWeights:
         return scaled
 
     def average(self, loss: Any, device: Any) -> Any:
-        """A figure that each rank has of its rows, as that of the batch in hand; what is equal everywhere stays."""
-        figure = torch.as_tensor(loss).detach().to(device, torch.float64).reshape(1)
-        every = [torch.empty_like(figure) for _ in self._shares]
-        with self.timer.meeting():
-            dist.all_gather(every, figure)
-        figures, sizes = torch.cat(every).tolist(), self.sizes
-        if len(set(figures)) == 1:
-            return loss
-        mean = sum(size * each for size, each in zip(sizes, figures, strict=True) if size) / sum(sizes)
-        return loss.detach().new_tensor(mean) if isinstance(loss, torch.Tensor) else mean
+        """A figure that each rank has of its rows, as that of the batch in hand."""
+        return average(loss, self.sizes, device, self.timer)
 
     def is_training(self) -> bool:
         """Whether a batch to train on is in hand."""

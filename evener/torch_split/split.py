@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,16 +26,15 @@ from evener.errors import RequestError
 from evener.loss_check import LossMeaning
 from evener.passes import count_passes, largest_pass, smallest_pass
 from evener.plan import Plan
-from evener.plan_check import check_fit
 from evener.torch_split.batch_weights import BatchWeights
 from evener.torch_split.dealt_batch import DealtBatch
 from evener.torch_split.gather import add_up, gather_rows
-from evener.torch_split.gradient_weights import keep_in_buckets
+from evener.torch_split.gradient_weights import keep_in_buckets, make_ddp
 from evener.torch_split.length_sampler import check_dealt, make_sampler
 from evener.torch_split.loader import Loader, check_options, count_rows, warn_of_short_batches
 from evener.torch_split.loader_states import LoaderStates
 from evener.torch_split.model_checks import check_exchange, check_normalization, check_sharded, find_ddp, has_own_work
-from evener.torch_split.model_digest import model_digest
+from evener.torch_split.model_digest import check_model
 from evener.torch_split.parts import Part, in_turn, make_parts, weigh_by_count
 from evener.torch_split.process import choose_device, find_stand, join, leave_group, settle, visible_gpus
 from evener.torch_split.rank_shares import find_rank_shares, open_plan_together, share_by_ratios, shares_to_evaluate
@@ -209,7 +207,7 @@ class Split:
         and comes back itself; on a single device too. Gradients lie in buckets (`gradient_as_bucket_view`).
         """
         module: Any = model
-        self._check_model(module)
+        check_model(module, self.plan, self.strict)
         passes = (largest_pass(self.shares, self.micros), smallest_pass(self.shares, self.micros))
         check_normalization(module, self.weigh, self.world, *passes)
         if self.world == 1:
@@ -222,25 +220,12 @@ class Split:
         if check_sharded(module, self.weigh):
             self._weights.follow(model)
             return model
-        ddp = find_ddp(module)
-        if ddp is not None:
-            if self.weigh == "gradients":
-                keep_in_buckets(ddp)
-            self._weights.attach(ddp)
-            return model
-        devices = [self.device] if self.device.type == "cuda" else None
-        own = {"device_ids": devices, "gradient_as_bucket_view": True}
-        made = DistributedDataParallel(module.to(self.device), **{**own, **options})
-        self._weights.attach(made)
-        return made
-
-    def _check_model(self, model: Any) -> None:
-        """Warn, or raise PlanError with `strict`, if the plan was measured with another model."""
-        if self.plan is None:
-            return
-        digest = model_digest(model)
-        for difference in check_fit(self.plan, devices=None, world=None, workload_digest=digest, strict=self.strict):
-            warnings.warn(difference, stacklevel=3)
+        found = find_ddp(module)
+        if found is not None and self.weigh == "gradients":
+            keep_in_buckets(found)
+        ddp = make_ddp(module, self.device, options) if found is None else found
+        self._weights.attach(ddp)
+        return ddp if found is None else model
 
     def begin(self, sizes: Sequence[int]) -> None:
         """Say that what follows is a batch in which each rank has these rows; the loader does so itself."""
@@ -262,7 +247,7 @@ class Split:
             if count is not None:
                 weigh_by_count(parts, count, sizes, self.rank, self._add_up)
             found = self._weights.list_models(models, self._weights.in_passes or isinstance(batch, DealtBatch))
-            yield from in_turn(parts, found, self.device, self._weights.check_exchanged)
+            yield from in_turn(parts, found, self.device, self._weights.exchange.check)
         finally:
             self._weights.close_parts()
 
