@@ -32,6 +32,7 @@ class Case(msgspec.Struct, frozen=True):
     module: str = "plain"
     rows: int = 45
     by: str = "fit"  # who gives the loader
+    validate: bool = False
     check: bool = True
     count: bool = False
     schedule: dict[int, int] = {}  # of accumulation, by epoch
@@ -41,7 +42,7 @@ class Case(msgspec.Struct, frozen=True):
 CASES = {
     "limited": Case({"limit_train_batches": 4}),
     "limited to a part": Case({"limit_train_batches": 0.5}),
-    "overfitted": Case({"overfit_batches": 2}),
+    "overfitted": Case({"overfit_batches": 2}, validate=True),
     "a fast run": Case({"fast_dev_run": 3}),
     "accumulated more later": Case(schedule={0: 1, 1: 2}),
     "by a data module": Case(by="data module", rows=41),
@@ -158,7 +159,7 @@ def make_module(case: Case, split: Any) -> Any:
     return {"plain": lambda: Module(False), "figures": Figures, "tokens": Tokens, "lbfgs": Lbfgs}[case.module]()
 
 
-def fit(case: Case, make: Where, trainer: pl.Trainer, module: Any) -> None:
+def fit(case: Case, make: Where, held_out: Any, trainer: pl.Trainer, module: Any) -> None:
     """With the loader given in the case's way."""
     data: Any = Texts(case.rows) if case.module == "tokens" else points(case.rows)
     options = {"collate_fn": pad_texts} if case.module == "tokens" else {}
@@ -173,7 +174,7 @@ def fit(case: Case, make: Where, trainer: pl.Trainer, module: Any) -> None:
         module.train_dataloader = lambda: make(data, **options)
         trainer.fit(module)
     else:
-        trainer.fit(module, make(data, **options))
+        trainer.fit(module, make(data, **options), held_out)
 
 
 def count_labels(part: Any) -> Any:
@@ -196,7 +197,11 @@ def run(case: Case, split: Any, folder: str) -> dict[str, Any]:
         order = Epochs(case.rows, shuffle="overfit_batches" not in case.options)
         return DataLoader(data, batch_sampler=order, **options)
 
-    fit(case, make, trainer, module)
+    held_out: Any = None
+    if case.validate and (split is None or split.shares == split.micros):  # in passes its batches have other rows
+        own = DataLoader(points(21), batch_size=8)
+        held_out = split.loader(points(21), shuffle=False, training=False) if split else own
+    fit(case, make, held_out, trainer, module)
     shown = {name: float(value) for name, value in trainer.logged_metrics.items()}
     return {
         **describe(module, trainer),

@@ -95,9 +95,9 @@ def describe(module: Module, trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def train(program: Program, split: Any, folder: str) -> dict[str, Any]:
-    """By the strategy of a split; if it stops on the way, the rest by another trainer."""
+    """By the strategy of a split; if it stops on the way, the rest by another trainer, without passes."""
 
-    def fit(path: str | None = None, **options: Any) -> tuple[Module, pl.Trainer]:
+    def fit(split: Any, path: str | None = None, **options: Any) -> tuple[Module, pl.Trainer]:
         trainer = make_trainer(program, folder, devices=split.world, strategy=split.strategy(), **options)
         module = Module(program.manual)
         loader = split.loader(points(program.rows), seed=SEED)
@@ -110,10 +110,10 @@ def train(program: Program, split: Any, folder: str) -> dict[str, Any]:
     if program.rebalance:
         rotate_shares(split._rebalancing)
     if not program.resume_after:
-        return {**describe(*fit()), "changes": len(split._reporter.changes)}
+        return {**describe(*fit(split)), "changes": len(split._reporter.changes)}
     saves = pl.callbacks.ModelCheckpoint(folder, "half", every_n_train_steps=program.resume_after, save_top_k=-1)
-    fit(enable_checkpointing=True, callbacks=[saves])
-    return describe(*fit(f"{folder}/half.ckpt"))
+    fit(split, enable_checkpointing=True, callbacks=[saves])
+    return describe(*fit(Split(make_plan(split.shares[::-1])), f"{folder}/half.ckpt"))
 
 
 def reference(program: Program) -> dict[str, Any]:
