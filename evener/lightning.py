@@ -7,6 +7,7 @@ as many on all ranks, because they meet in every pass where they log.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -28,6 +29,7 @@ from evener.torch_split.sampler import UnevenBatchSampler
 from evener.torch_split.step_reporter import StepReporter
 
 try:
+    from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
     from lightning.pytorch.strategies import DDPStrategy
     from torchmetrics import Metric
 
@@ -71,16 +73,14 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     ) -> None:
         super().__init__(**options)
         self._split, self._passes, self._weights = split, passes, weights
-        self._reporter, self._rebalancing, self._count = reporter, rebalancing, count
-        self._checks = check
+        self._reporter, self._rebalancing, self._count, self._checks = reporter, rebalancing, count, check
         weights.weighed_by_trainer = True
         self.trains = False
         self._rows = 0  # of the global batch in hand
         self._parts: list[Part] = []  # of this rank's share of it
         self._arguments: tuple[Any, ...] = ()  # of its training_step
         self._open: Part | None = None  # the pass that is computed
-        self._means: list[list[Any]] = []  # of figures of this batch, over ranks: sum and weight
-        self._asked = 0  # how many of them this pass has asked for
+        self._means: deque[tuple[Any, Any]] = deque()  # sum and weight over ranks, of each figure that a pass asks for
 
     @property
     def root_device(self) -> Any:
@@ -133,6 +133,11 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
                 "Call split.loader(dataset) once, after split.strategy(), and give it to trainer.fit or return it from"
                 " train_dataloader().",
             )
+        if isinstance(self._trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
+            raise RequestError(
+                "training_step(dataloader_iter) takes batches itself, so nobody knows which one a loss is of.",
+                "Write training_step(batch, batch_idx).",
+            )
         if self._passes > 1 and self._searches:
             raise RequestError(
                 "LBFGS goes by the loss of the whole batch, and a plan with passes has only a pass's at a time.",
@@ -180,17 +185,21 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             piece = batch if self._passes == 1 else cut_rows(batch, first, end, rows)
             parts.append(Part(piece, stop - start, (stop - start) / rows, lambda loss: loss))
         if self._count is not None:
-            count, device, timer = self._count, self.root_device, self._reporter.timer
-            counted = lambda part: count(part) if part.rows else 0  # noqa: E731
-            weigh_by_count(parts, counted, sizes, rank, lambda own: add_up(own, device, self._split.world, timer))
+            weigh_by_count(parts, self._count_rows, sizes, rank, self._add_up)
         for part in parts:
             part.weight = part.weight * gradient_weight(sizes, rank)  # of the global batch
         return parts
 
+    def _count_rows(self, part: Part) -> Any:
+        return self._count(part) if part.rows and self._count else 0
+
+    def _add_up(self, own: torch.Tensor) -> torch.Tensor:
+        return add_up(own, self.root_device, self._split.world, self._reporter.timer)
+
     def training_step(self, *arguments: Any) -> Any:
         """The first pass of the batch; the others follow in `backward`, as each one's memory is free again."""
         self._arguments = arguments
-        self._means = []
+        self._means.clear()
         return self._compute(self._parts[0])
 
     def _compute(self, part: Part) -> Any:
@@ -214,7 +223,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         hook, module._current_fx_name = module._current_fx_name, "training_step"
         results.batch_size = part.rows if self._count is None else part.weight * self._rows
         figures = [each for each in module.modules() if isinstance(each, Metric)]
-        self._open, self._asked = part, 0
+        self._open = part
         if self._passes > 1:
             self._weights.open_parts(())
         try:
@@ -259,12 +268,11 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             figure = torch.as_tensor(figure, device=self.root_device)
             own = (figure * weight if weight else torch.zeros_like(figure), weight.clone())
             total, weights = (super(PlanStrategy, self).reduce(each, group, "sum") for each in own)
-        self._asked += 1
-        if self._asked > len(self._means):
-            self._means.append([0.0, 0.0])
-        mean = self._means[self._asked - 1]
-        mean[:] = mean[0] + total, mean[1] + weights
-        return (mean[0] / mean[1]).to(figure.dtype)
+        if self._means and self._open is not self._parts[0]:  # each pass asks for the same, in the same order
+            before = self._means.popleft()
+            total, weights = total + before[0], weights + before[1]
+        self._means.append((total, weights))
+        return (total / weights).to(figure.dtype)
 
 
 def _loss_of(result: Any) -> Any:

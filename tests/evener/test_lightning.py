@@ -106,6 +106,7 @@ def test_what_lightning_may_not_do_is_refused(trainer_ranks: Run) -> None:
     assert "manual optimization doesn't know of" in found["manual"]
     assert "don't come from split.loader" in found["another loader"]
     assert "use_distributed_sampler=False" in found["shared out again"]
+    assert "training_step(dataloader_iter) takes batches itself" in found["batches of its own"]
     assert "sees one pass of 4 rows" in found["normalized"]
     assert "not supported with distributed strategies" in found["finder"]
     assert found["accumulated"] == [(2, 3), (2, 3)]  # global batches, and steps: a second training is over at once

@@ -72,6 +72,14 @@ class Module(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-2)
 
 
+class Iterates(Module):
+    """Takes its batches itself."""
+
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:
+        batch, _, _ = next(dataloader_iter)
+        return torch.nn.functional.mse_loss(self.layers(batch[0]), batch[1])
+
+
 def points(rows: int) -> TensorDataset:
     """The same rows as of the plain model of transformers' programs."""
     data = Points(rows)
@@ -175,6 +183,7 @@ def refuse_all(folder: Path, rank: int) -> None:
         "another loader": fit(Module(False), DataLoader(points(16), batch_size=8)),
         "shared out again": fit(Module(False), use_distributed_sampler=True),
         "normalized": fit(Module(False, normalize=True)),
+        "batches of its own": fit(Iterates(False)),
         "finder": fit(Module(False), callbacks=[pl.callbacks.BatchSizeFinder()]),
         "accumulated": [],
     }
