@@ -75,7 +75,7 @@ class Module(pl.LightningModule):
 class Iterates(Module):
     """Takes its batches itself."""
 
-    def training_step(self, dataloader_iter: Any) -> torch.Tensor:
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
         batch, _, _ = next(dataloader_iter)
         return torch.nn.functional.mse_loss(self.layers(batch[0]), batch[1])
 
