@@ -223,15 +223,13 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         hook, module._current_fx_name = module._current_fx_name, "training_step"
         results.batch_size = part.rows if self._count is None else part.weight * self._rows
         figures = [each for each in module.modules() if isinstance(each, Metric)]
-        self._open = part
-        if self._passes > 1:
-            self._weights.open_parts(())
+        self._open, self._weights.in_pass = part, self._passes > 1
         try:
             with nullcontext() if part.weight else self._unlogged(results, figures):
                 yield
         finally:
             self._open, results.batch_size, module._current_fx_name = None, own, hook
-            self._weights.close_parts()
+            self._weights.in_pass = False
 
     @contextmanager
     def _unlogged(self, results: Any, figures: list[Any]) -> Iterator[None]:

@@ -28,7 +28,9 @@ def check_module_loss(strategy: Any, loader: Any, count: Callable[[Part], Any] |
         counted = (
             "For a mean over tokens or class weights, say what is counted: split.strategy(count=lambda part: ...)."
         )
-        raise RequestError(error.message, error.remedy if count else f"{counted} {error.remedy}") from None
+        raise RequestError(
+            error.message, error.remedy if count or "mean" not in error.message else f"{counted} {error.remedy}"
+        ) from None
 
 
 def _compute(strategy: Any, batch: Any) -> Any:

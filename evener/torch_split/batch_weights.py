@@ -44,6 +44,7 @@ class BatchWeights:
         self.exchange = PassExchange()
         self._shares = tuple(shares)
         self.weighed_by_trainer = False  # gradients, by Lightning's strategy
+        self.in_pass = False  # of that strategy's, where shares take several
         self.computes_at_once = False  # a model was trained on a whole batch, not by parts
         self._rank = rank
         self._by_loss = by_loss
@@ -116,6 +117,11 @@ class BatchWeights:
     def open_parts(self, batch: Any) -> TakenBatch:
         """What follows are passes of this batch."""
         self.refuse_in_parts("parts")
+        if self.weighed_by_trainer:
+            raise RequestError(
+                "split.parts is for a loop of your own: Lightning's strategy takes the passes itself.",
+                "Compute all of the batch in training_step.",
+            )
         self._open = self._identify(batch, True)
         by_loss = self._open.origin.dealt and self._open.sizes[self._rank] > 0
         full = gradient_weight(self._shares, self._rank)
@@ -176,7 +182,7 @@ class BatchWeights:
         """
         if self._checking and name in ("loss", "gather"):
             raise WholeBatchLoss
-        if self._open is not None:
+        if self._open is not None or self.in_pass:
             raise RequestError(
                 f"split.{name} can't be called inside split.parts, or training_step where shares take several passes:"
                 " it is of a whole batch, and ranks wait for each other in it.",

@@ -83,8 +83,8 @@ def check_weighted(trained: list[Any], exchanged: Mapping[int, bool]) -> None:
         raise RequestError(
             "The optimizer trains a model whose gradients aren't weighted: the ranks would learn something else.",
             "Write model = split.wrap(model) (after accelerate, split.wrap(accelerator.prepare(model)); of a copy,"
-            " split.wrap(copy.deepcopy(model.module)); for FSDP or Lightning, Split(..., weigh='loss') and"
-            " split.scale(loss)).",
+            " split.wrap(copy.deepcopy(model.module)); for FSDP, Split(..., weigh='loss') and split.scale(loss); in"
+            " Lightning, L.Trainer(strategy=split.strategy()), before split.loader).",
         )
     if missing:
         raise RequestError(

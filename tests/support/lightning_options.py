@@ -99,6 +99,19 @@ class Tokens(pl.LightningModule):
     configure_optimizers = Module.configure_optimizers
 
 
+class InParts(Module):
+    """Takes the passes itself."""
+
+    def __init__(self, split: Any) -> None:
+        super().__init__(manual=False)
+        self.split = split
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        for part in self.split.parts(batch):
+            part.backward(mse_loss(self.layers(part.batch[0]), part.batch[1]))
+        return self.layers(batch[0]).mean()
+
+
 class Weighted(Module):
     """A mean weighted by classes, or a sum."""
 
@@ -146,6 +159,7 @@ REFUSED = {
     "class weights": Case(module="classes"),
     "tokens that nothing counts": Case(module="tokens"),
     "rows that are counted as tokens": Case(count=True),
+    "parts": Case(module="parts"),
     "unchecked": Case({"fast_dev_run": 1}, module="sum", check=False),
 }
 
@@ -154,6 +168,8 @@ def make_module(case: Case, split: Any) -> Any:
     """Of a case, by a split, or in one process without."""
     if case.module in ("split.loss", "gathered"):
         return WithSplit(split, case.module == "gathered")
+    if case.module == "parts":
+        return InParts(split)
     if case.module in ("sum", "classes"):
         return Weighted(case.module == "sum")
     return {"plain": lambda: Module(False), "figures": Figures, "tokens": Tokens, "lbfgs": Lbfgs}[case.module]()
