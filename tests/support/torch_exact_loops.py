@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from tests.support.torch_program_parts import (
     exact,
     network,
     own_ddp,
+    refused,
     sgd,
     split_by,
+    split_in_passes,
     train,
     update,
     weights,
@@ -47,6 +50,35 @@ def gan(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
         update(second, F.softplus(-critic(real)).mean() + F.softplus(critic(fake.detach())).mean())
         update(first, F.softplus(-critic(fake)).mean())
     return weights(generator, critic)
+
+
+def play_in_passes(shares: tuple[int, ...], rows: TensorDataset, detached: bool) -> list[torch.Tensor]:
+    """The same by parts; the critic's turn has the generator compute without gradients, or only cuts them off."""
+    split = split_in_passes(shares)
+    generator, critic = split.wrap(network(WIDTH)), split.wrap(network(1))
+    first, second = sgd(generator), sgd(critic)
+    for batch in split.loader(rows):
+        for part in split.parts(batch):
+            with nullcontext() if detached else torch.no_grad():
+                fake = generator(part.batch[0].sin()).detach()
+            part.backward(F.softplus(-critic(part.batch[0])).mean() + F.softplus(critic(fake)).mean())
+        second.step()
+        first.zero_grad()
+        for part in split.parts(batch):
+            part.backward(F.softplus(-critic(generator(part.batch[0].sin()))).mean())
+        first.step()
+        second.zero_grad()
+    return weights(generator, critic)
+
+
+@exact
+def gan_in_passes(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return play_in_passes(shares, rows, detached=False)
+
+
+@refused("no backward pass went through it")
+def gan_in_passes_whose_gradients_are_only_cut_off(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return play_in_passes(shares, rows, detached=True)
 
 
 def search(shares: tuple[int, ...], rows: TensorDataset, mean: bool, **options: Any) -> list[torch.Tensor]:
