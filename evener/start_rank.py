@@ -11,18 +11,20 @@ import os
 import signal
 import sys
 
-STARTS = "EVENER_STARTS"  # JSON: variables and cores of each process of this host
+STARTS = "EVENER_STARTS"  # JSON: variables and cores of each process of this host, and the launcher's pid
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl.h
 
 
 def main() -> None:
     """Take this process's part of the variable, and run the script in its place."""
-    _say_restart()
     starts = json.loads(os.environ.pop(STARTS))
     own = starts[int(os.environ["LOCAL_RANK"]) if len(starts) > 1 else 0]
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)  # a launcher that is killed leaves no training behind
+    if os.getppid() != own["launcher"]:  # also if it was killed before that
+        sys.exit(1)
+    _say_restart()
     if own["cores"]:
         os.sched_setaffinity(0, own["cores"])
-    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)  # a launcher that is killed leaves no training behind
     os.execve(sys.executable, [sys.executable, "-u", *sys.argv[1:]], {**os.environ, **own["variables"]})
 
 

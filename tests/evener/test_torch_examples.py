@@ -71,7 +71,7 @@ def epochs(text: str) -> list[list[str]]:
 def test_training_by_a_plan_learns_what_one_device_learns(plan: str, tmp_path: Path, run: Callable[..., str]) -> None:
     """Two ranks of 24 and 8 print the loss and accuracy of one process on batches of 32, and the plan's figure.
 
-    Their time is over in the first epoch, which both of them end. In float64, as other CPUs sum float32 in another order.
+    Their time is over in the first epoch, which both of them end. In float64: CPUs differ in how they sum float32.
     """
     name, rows = "torch_train.py", ("--rows", "1000")
     script = ("-m", "tests.support.script_in_float64", str(EXAMPLES / name))

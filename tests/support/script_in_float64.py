@@ -1,6 +1,6 @@
 """Runs a user's script with float64 as PyTorch's default: `python -m tests.support.script_in_float64 script words`.
 
-What it prints is then the same on every CPU: in float32 the order of sums, which the kernels choose, shows in the third digit.
+What it prints is then the same on every CPU: in float32 the order of sums shows in the third digit.
 """
 
 from __future__ import annotations

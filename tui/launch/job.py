@@ -7,6 +7,7 @@ import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -35,7 +36,8 @@ class Job(msgspec.Struct, frozen=True):
     wait_seconds: float = WAIT_SECONDS  # in which every host has to be there
     attempt: int = 0  # starts before this one
     replaced: Path | None = None  # the file that was launched, where devices are left out since
-    run: str = ""  # the name of the training's journal
+    run: str = ""  # the name of the training's journal; all its processes have it in their environment
+    folder: Path = Path()  # for files of this launch; it ends with it
     reason: str = ""  # of this start, if it isn't the first
 
     @property
@@ -59,14 +61,13 @@ class Job(msgspec.Struct, frozen=True):
             start["variables"].update(own)
         return {**variables, STARTS: json.dumps(starts)}
 
-    def _start(self, devices: tuple[Device, ...]) -> dict[str, dict[str, str]]:
+    def _start(self, devices: tuple[Device, ...]) -> dict[str, Any]:
         """A process on its devices. PyTorch's see all GPUs of the host that compute: theirs is that of LOCAL_RANK."""
         child = child_environment(devices, self.plan.framework)
         variables = {**child.variables, DEVICE: devices[0].id if len(devices) == 1 else ""}
         if self.plan.framework == "torch" and devices[0].kind == "gpu":
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(share.device for share in self.own)
-        start: dict[str, dict[str, str]] = {"variables": variables, "cores": child.cores}  # type: ignore[dict-item]
-        return start
+        return {"variables": variables, "cores": child.cores, "launcher": os.getpid()}
 
 
 def make_job(

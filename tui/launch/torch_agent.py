@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import sys
-import tempfile
 from typing import Any
 
 from evener.errors import DeviceError, RequestError
@@ -36,12 +35,12 @@ def run_agent(job: Job, max_restarts: int) -> Ending:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
     # A store for each start: the agent's own still has the addresses of processes that were ended before a restart.
     os.environ.update({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **environment})
-    with tempfile.TemporaryDirectory(prefix="evener-launch-") as folder, restored_signals():
+    with restored_signals():
         config = LaunchConfig(
             nproc_per_node=len(job.processes),
             max_restarts=max_restarts,
             monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            logs_specs=DefaultLogsSpecs(log_dir=str(job.folder)),
             **_meet(job),
         )
         try:
