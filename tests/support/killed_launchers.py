@@ -68,7 +68,9 @@ def main() -> None:
         os.kill(launcher, signal.SIGKILL)
         os.waitpid(launcher, 0)
     deadline = time.monotonic() + seconds
-    while (left := [*list_processes(folder), *os.listdir(folder / "temporary")]) and time.monotonic() < deadline:
+    while (
+        left := [*list_processes(folder), *map(str, (folder / "temporary").glob("evener-*"))]
+    ) and time.monotonic() < deadline:
         time.sleep(0.1)
     print(json.dumps(left))
 
