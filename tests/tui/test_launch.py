@@ -154,6 +154,7 @@ def say(*words):  # one write, as the ranks share a pipe
 
 
 say(rank, os.environ["EVENER_DEVICE"], *os.sched_getaffinity(0), again, *sys.argv[1:])
+say(rank, "restarts", os.environ.get("TORCHELASTIC_RESTART_COUNT"))
 if sys.argv[1] == "fail" and rank == "0":
     raise SystemExit(3)
 if rank == "0" and again == "0":
@@ -240,7 +241,11 @@ def test_processes_are_started_again_and_end_by_ctrl_c(
         ]
     else:
         again = "evener: a process of this host has ended; all start again, 1 of 1 times"
-        assert [said_by_evener(errors) for _, errors in said] == [[again], []]
+        other = "evener: a process of another host has ended; all start again"
+        assert [said_by_evener(errors) for _, errors in said] == [[again], [other]]
+        assert sorted(line for line in lines if "restarts" in line) == [
+            f"{rank} restarts {i}" for rank in (0, 1) for i in (0, 1)
+        ]
 
 
 @pytest.mark.slow

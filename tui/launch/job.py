@@ -67,7 +67,7 @@ class Job(msgspec.Struct, frozen=True):
         variables = {**child.variables, DEVICE: devices[0].id if len(devices) == 1 else ""}
         if self.plan.framework == "torch" and devices[0].kind == "gpu":
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(share.device for share in self.own)
-        return {"variables": variables, "cores": child.cores, "launcher": os.getpid()}
+        return {"variables": variables, "cores": child.cores, "launcher": os.getpid(), "folder": str(self.folder)}
 
 
 def make_job(
