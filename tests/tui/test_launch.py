@@ -95,6 +95,8 @@ def test_a_host_starts_its_own_shares(script: str) -> None:
         (["cpu-0-of-9999"], {}, "can't be cut into 9999", DeviceError),
         (["sim-0-p100"], {}, "a simulated device", DeviceError),
         (["GPU-nowhere"], {}, "GPU-nowhere", DeviceError),
+        (["cpu-0"], {}, "cpu-0 isn't a slice", RequestError),
+        (["cpu--1-of-2"], {}, "cpu--1-of-2 isn't a slice", RequestError),
         (["cpu-0-of-1"], {"kind": "place"}, r"places a model's parts \(by layer\)", RequestError),
         (["cpu-0-of-1"], {"kind": "pack"}, "packs 1 trainings", RequestError),
         (["cpu-0-of-1", "cpu-0-of-1"], {"hosts": HOSTS}, "--host", RequestError),
@@ -261,7 +263,7 @@ def test_an_error_of_the_script_ends_all_in_one_sentence_and_with_exit_code_1(
     output, errors = process.communicate(timeout=SECONDS)
     others = "; the others were stopped" if ranks == 2 else ""
     assert (process.returncode, said_by_evener(errors)) == (1, [f"evener: rank 0 ended with exit code 3{others}"])
-    assert len([line for line in output.splitlines() if line.startswith("0 ")]) == 1
+    assert len([line for line in output.splitlines() if line.startswith("0 cpu")]) == 1
 
 
 @pytest.mark.slow
@@ -308,7 +310,7 @@ def test_the_first_host_prints_the_line_for_the_second(start: Callable[..., Any]
     assert head == "evener: on 127.0.0.3"
     place = ["--host", "127.0.0.3", "--rendezvous", "127.0.0.2:29400"]
     assert shlex.split(command) == [
-        *("evener", "launch", *place, str(tmp_path / "my plan.toml"), "train.py", "--epochs", "3")
+        *("evener", "launch", *place, str(tmp_path / "my plan.toml"), str(tmp_path / "train.py"), "--epochs", "3")
     ]
 
 

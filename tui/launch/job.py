@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,6 +75,8 @@ def make_job(
     path: Path, command: Sequence[str], host: str | None, meeting: str | None, wait_seconds: float = WAIT_SECONDS
 ) -> Job:
     """The training by the plan in this file; EvenerError, in a sentence, if it can't be started here."""
+    if path.exists() and not path.is_file():
+        raise PlanError(f"{path} isn't a file, and each process reads the plan.", "Write the plan to a file.")
     plan = load_plan(path)
     check_plan(plan, command)
     active = plan.layout.active
@@ -140,8 +143,9 @@ def _choose_host(plan: Plan, named: str | None) -> str:
 
 
 def _find_devices(shares: Sequence[Share]) -> tuple[Device, ...]:
+    request = ",".join(map(_request, shares))
     try:
-        return discover(",".join(map(_request, shares)), only_visible=False).devices
+        return discover(request, only_visible=False).devices
     except RequestError as fault:
         raise DeviceError(
             fault.message, "Make a plan for what is here, or launch this one where it was made."
@@ -151,8 +155,9 @@ def _find_devices(shares: Sequence[Share]) -> tuple[Device, ...]:
 def _request(share: Share) -> str:
     """A device of the plan as `--devices` names it."""
     if share.device.startswith("cpu-"):
-        _, number, _, count = share.device.split("-")
-        return f"cpu/{count}:{number}"
+        if not (found := re.fullmatch(r"cpu-(\d+)-of-(\d+)", share.device)):
+            raise PlanError(f"The plan's device {share.device} isn't a slice of a CPU.", "Write it as cpu-0-of-2.")
+        return f"cpu/{found[2]}:{found[1]}"
     if share.device.startswith("sim-"):
         raise DeviceError(f"The plan is for a simulated device, {share.device}.", "Make one for real devices.")
     return share.device

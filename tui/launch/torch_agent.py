@@ -18,8 +18,8 @@ FORCE_SECONDS = 25  # a process that ends later than the first one was ended by 
 
 def run_agent(job: Job, max_restarts: int) -> Ending:
     """Start the processes and wait for their end; on several hosts the agents start them again by themselves."""
-    own = {"TORCHELASTIC_RESTART_COUNT": str(job.attempt)} if job.attempt else {}
-    environment = job.environment([own] * len(job.processes))
+    more = {"TORCHELASTIC_RESTART_COUNT": str(job.attempt)} if job.attempt else {}
+    environment = job.environment([more] * len(job.processes))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # it has pages about a host that isn't there
     try:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -50,7 +50,8 @@ def run_agent(job: Job, max_restarts: int) -> Ending:
             ended = {
                 rank: each.exitcode for rank, each in error.failures.items() if each.timestamp < first + FORCE_SECONDS
             }
-            return Ending(failures=ended)
+            own = range(len(job.processes)) if len(job.hosts) == 1 else ()
+            return Ending(failures=ended, left=tuple(rank for rank in own if rank not in error.failures))
         except SignalException as error:
             return Ending(error.sigval)
         except RendezvousError:
