@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Literal
 
 import msgspec
@@ -79,12 +80,23 @@ def _parse_term(text: str, before: Term | None, spec: str) -> Term:
     body, limit = _split_limit(text)
     if not body:
         raise RequestError(f"One part of {spec!r} is empty.", REMEDY)
+    _check_at(body)
     if there := _WHERE.fullmatch(body):
         inner = _parse_device((there[2] or "auto").strip(), limit, None)
         if inner.kind == "sim":
             raise RequestError(f"{body!r} is not a device: simulated devices need no cluster.", REMEDY)
         return msgspec.structs.replace(inner, host=(there[1] or EVERY_HOST).strip())
     return _parse_device(body, limit, before)
+
+
+def _check_at(body: str) -> None:
+    """RequestError for a limit behind a device without the @ between them; a file may be named so."""
+    device, *rest = re.split(r"[+\s]+", body, maxsplit=1)
+    is_limit = False
+    with suppress(RequestError):
+        is_limit = bool(rest) and not body.endswith(".toml") and bool(parse_limit(rest[0]))
+    if is_limit and not ("sim:" in body.lower() and "/" in body):
+        raise RequestError(f"{body!r} has a limit without an @.", f"Write {device}@{rest[0]}.")
 
 
 def _parse_device(body: str, limit: Limit, before: Term | None) -> Term:

@@ -25,6 +25,8 @@ SECONDS = float(os.environ.get("EVENER_SECONDS", "60"))  # until all has gone: 5
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """A folder whose processes are killed behind the test."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two CPUs")
     yield tmp_path
     for words in list_processes(tmp_path):
         os.kill(int(words.split()[0]), signal.SIGKILL)
@@ -85,6 +87,19 @@ def test_a_plan_that_has_changed_is_not_started_again(folder: Path) -> None:
     assert done.returncode == 2
     assert "plan.toml has changed since the training began. " in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+def test_a_script_of_another_framework_than_the_plan_s_is_one_sentence(folder: Path) -> None:
+    """Before anything starts; a script that imports both, or is broken, is Python's to judge."""
+    for framework, script, words in (
+        ("torch", "import keras", "for PyTorch, and train.py trains with TensorFlow. "),
+        ("tensorflow", "from transformers import Trainer", "for TensorFlow, and train.py trains with PyTorch. "),
+    ):
+        done = launch(folder, script, framework=framework)
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+        assert words in done.stderr
+    done = launch(folder, "import )")
+    assert "SyntaxError" in done.stderr
 
 
 def test_a_pipe_as_a_plan_is_one_sentence(folder: Path) -> None:

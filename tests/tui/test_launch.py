@@ -69,6 +69,15 @@ def test_pytorch_counts_the_gpus_that_compute_as_local_ranks_do(script: str, fak
         assert [start["variables"]["CUDA_VISIBLE_DEVICES"] for start in keras] == visible
 
 
+def test_a_plan_by_hand_says_devices_and_batches_and_the_script_the_framework(script: str) -> None:
+    devices = "".join(f'[[layout.share]]\ndevice = "cpu-{i}-of-2"\nbatch = {6 - 4 * i}\n' for i in (0, 1))
+    Path("plan.toml").write_text(devices)
+    for text, processes in (("", 2), ("import torch", 2), ("import keras", 1)):
+        Path(script).write_text(text)
+        job = make_job(Path("plan.toml"), [script], None, None)
+        assert (len(job.processes), job.framework) == (processes, "torch" if processes == 2 else "tensorflow")
+
+
 def _gpus(_: object) -> Any:
     from evener.devices.discover import discover
 

@@ -7,6 +7,7 @@ import os
 import re
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,21 @@ from evener.devices.child_environment import child_environment, import_path
 from evener.devices.discover import discover
 from evener.devices.host.network import RENDEZVOUS_PORT, choose_interface
 from evener.devices.types import Device
-from evener.errors import DeviceError, PlanError, RequestError
+from evener.errors import DeviceError, EvenerError, PlanError, RequestError
 from evener.launched import DEVICE, HOST, PLAN, REPLACED_PLAN, RESTART, RUN, find_host, resolve
 from evener.plan import Plan, Share, load_plan, to_json
 from evener.start_rank import STARTS
+from evener.workloads.user_code import imported_framework
 
 WAIT_SECONDS = 60.0
+FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
 
 class Job(msgspec.Struct, frozen=True):
     """A training as this host starts it."""
 
     plan: Plan
+    framework: str  # the plan's; the script's where that doesn't say it
     path: Path
     command: tuple[str, ...]  # of the script: its name or -m and a module, and its arguments
     host: str  # this one, as the plan names it; empty where all is on one
@@ -64,9 +68,9 @@ class Job(msgspec.Struct, frozen=True):
 
     def _start(self, devices: tuple[Device, ...]) -> dict[str, Any]:
         """A process on its devices. PyTorch's see all GPUs of the host that compute: theirs is that of LOCAL_RANK."""
-        child = child_environment(devices, self.plan.framework)
+        child = child_environment(devices, self.framework)
         variables = {**child.variables, DEVICE: devices[0].id if len(devices) == 1 else ""}
-        if self.plan.framework == "torch" and devices[0].kind == "gpu":
+        if self.framework == "torch" and devices[0].kind == "gpu":
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(share.device for share in self.own)
         return {"variables": variables, "cores": child.cores, "launcher": os.getpid(), "folder": str(self.folder)}
 
@@ -83,7 +87,8 @@ def make_job(
     here = _choose_host(plan, host)
     own = tuple(share for share in active if share.host == here)
     devices = _find_devices(own)
-    one_process = plan.framework != "torch" and plan.layout.engine != "multiworker"
+    framework = _choose_framework(plan, command[0])
+    one_process = framework != "torch" and plan.layout.engine != "multiworker"
     if one_process and len(own) < len(active):
         raise PlanError(
             f"The plan's engine is {plan.layout.engine}, one process, but its devices are on several hosts.",
@@ -94,6 +99,7 @@ def make_job(
         raise DeviceError(f"The host {place[0]} can't be found.", "Give its address: --rendezvous ADDRESS:PORT.")
     return Job(
         plan=plan,
+        framework=framework,
         path=path.absolute(),
         command=tuple(command),
         host=here,
@@ -127,6 +133,21 @@ def check_plan(plan: Plan, command: Sequence[str]) -> None:
         raise RequestError(f"There is no script {script}.", remedy)
     if command == ["-m"]:
         raise RequestError("-m names no module.", "Write evener launch PLAN -m MODULE.")
+
+
+def _choose_framework(plan: Plan, script: str) -> str:
+    """The plan's, which must be that of the script; PyTorch if neither says it."""
+    imported = ""
+    with suppress(EvenerError):  # Python itself says what is wrong with it
+        imported = imported_framework(Path(script)) if script != "-m" else ""
+    if plan.framework not in FRAMEWORKS:
+        return imported or "torch"
+    if imported and imported != plan.framework:
+        raise PlanError(
+            f"The plan is for {FRAMEWORKS[plan.framework]}, and {script} trains with {FRAMEWORKS[imported]}.",
+            f"Make one with evener balance --framework {imported}, or launch a script for this one.",
+        )
+    return plan.framework
 
 
 def _choose_host(plan: Plan, named: str | None) -> str:

@@ -61,7 +61,7 @@ def _run(first: Job, max_restarts: int) -> int:
     """
     job = first
     several = len(first.hosts) > 1
-    by_agents = several and first.plan.framework == "torch"  # which restart in step
+    by_agents = several and first.framework == "torch"  # which restart in step
     restarts = 0 if by_agents else max_restarts
     for attempt in count(1):
         ended = _start(job, max_restarts if by_agents else 0)
@@ -73,7 +73,7 @@ def _run(first: Job, max_restarts: int) -> int:
             return 1
         say(f"{ended.words}; trying the devices")
         with caught_signals() as caught:
-            broken = find_broken(list(chain.from_iterable(first.processes)), job.plan.framework, caught)
+            broken = find_broken(list(chain.from_iterable(first.processes)), job.framework, caught)
         if caught:
             return 128 + caught[0]
         first = msgspec.structs.replace(first, attempt=attempt, reason=ended.words)
@@ -84,7 +84,7 @@ def _run(first: Job, max_restarts: int) -> int:
 
 
 def _start(job: Job, restarts_of_agents: int) -> Ending:
-    if job.plan.framework == "torch" and len(job.plan.layout.active) > 1:
+    if job.framework == "torch" and len(job.plan.layout.active) > 1:
         from evener.tui.launch.torch_agent import run_agent
 
         return run_agent(job, restarts_of_agents)
