@@ -371,8 +371,7 @@ def test_a_plan_by_hand_needs_its_devices_and_batches_only(tmp_path: Path) -> No
     assert [(share.index, share.name) for share in plan.layout.share] == [(0, "cpu-0-of-2"), (1, "cpu-1-of-2")]
     assert parse_plan(to_toml(plan)) == parse_plan(to_json(plan)) == plan
     for framework in ("torch", "tensorflow"):
-        fit = {"devices": None, "world": 2, "workload_digest": "ab", "strict": True, "framework": framework}
-        assert check_fit(plan, **fit) == ()
+        assert check_fit(plan, devices=None, world=2, workload_digest="ab", strict=True, framework=framework) == ()
 
 
 @given(st.data())

@@ -33,9 +33,10 @@ def test_metrics(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[s
     """Also a client that connects and says nothing, or half of a request, until its time is over."""
     pytest.importorskip("prometheus_client")
     from evener.tui.serve import metrics
+    from evener.tui.serve.address import Address
 
     monkeypatch.setattr(metrics._Handler, "timeout", 0.2)
-    with metrics.serving_metrics(metrics.Address("127.0.0.1", 0), lambda: None):
+    with metrics.serving_metrics(Address("127.0.0.1", 0), lambda: None):
         port = int(re.findall(r":(\d+)/metrics", capfd.readouterr().err)[0])
         for data in (*ODD.values(), b"", b"GET / HT"):
             send(port, data)

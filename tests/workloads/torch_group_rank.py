@@ -51,7 +51,7 @@ def train(folder: Path, rank: int) -> None:
 def save_peaks(folder: Path, rank: int) -> None:
     """The peak of a step of 16 rows, of 1024 and of 16 again, in bytes."""
     workload = registry.build("torch_mnist", Place(("CPU:0",), threads=1), {}, "torch")
-    peaks = []
+    peaks: list[int | None] = []
     for rows in (16, 1024, 16):
         workload.prepare((rows,))
         workload.step()
