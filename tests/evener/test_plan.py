@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import resource
 import stat
 import subprocess
@@ -351,20 +352,16 @@ def test_a_missing_key_is_named() -> None:
         parse_plan(msgspec.json.encode(data))
 
 
-BY_HAND = """
-[[layout.share]]
-device = "cpu-0-of-2"
-batch = 6
-
-[[layout.share]]
-device = "cpu-1-of-2"
-batch = 2
-"""
+def documented() -> list[str]:
+    """The plans of docs/plan.md: the shortest, and the one with what a training reads."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text()
+    return [text for text in re.findall(r"```toml\n(.*?)```", page, re.DOTALL) if "[[layout.share]]" in text]
 
 
 def test_a_plan_by_hand_needs_its_devices_and_batches_only(tmp_path: Path) -> None:
     """The rest follows, or isn't known; it is written out whole, and comes back."""
-    plan = parse_plan(BY_HAND.encode())
+    text, _ = documented()
+    plan = parse_plan(text.encode())
     assert (plan.layout.kind, plan.layout.global_batch, plan.batches) == ("split", 8, (6, 2))
     assert plan.ratios == (0.75, 0.25)
     assert plan.micros() == plan.batches
@@ -372,6 +369,19 @@ def test_a_plan_by_hand_needs_its_devices_and_batches_only(tmp_path: Path) -> No
     assert parse_plan(to_toml(plan)) == parse_plan(to_json(plan)) == plan
     for framework in ("torch", "tensorflow"):
         assert check_fit(plan, devices=None, world=2, workload_digest="ab", strict=True, framework=framework) == ()
+
+
+def test_the_plan_of_the_page_is_one_and_the_page_has_every_key() -> None:
+    _, text = documented()
+    assert parse_plan(text.encode()).micros() == (410, 568)
+    page = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text()
+    keys = {
+        key
+        for each in (Plan, PlanLayout, Share, Evidence, Fingerprint, SearchSummary)
+        for key in each.__struct_fields__
+    }
+    keys -= {"out_of_memory"}  # in words
+    assert {key for key in keys if f"{key}" not in page} == set()
 
 
 @given(st.data())
