@@ -17,6 +17,7 @@ from evener.balancer.probes.script_copy import copy_script
 from evener.devices.cluster.agents import Agent, HostLostError, Kept, start_agents
 from evener.devices.cluster.connection import check_head
 from evener.devices.cluster.placement import find_plan_nodes
+from evener.errors import DeviceError
 from evener.plan import load_plan, to_toml
 from evener.smaller_plan import leave_out
 from evener.tui.launch.host_training import END_SECONDS, HostTraining
@@ -128,7 +129,7 @@ def wait_for_hosts(parts: Sequence[HostPart], caught: Sequence[int]) -> int:
 
     The others can't go on without a host that is lost, and needn't end by themselves. DeviceError if Ray's head is.
     """
-    deadline, code, asked = float("inf"), 0, time.monotonic()
+    deadline, code, answered = float("inf"), 0, time.monotonic()
     while not caught and any(part.code is None for part in parts) and time.monotonic() < deadline:
         if any(part.lost for part in parts):
             break
@@ -136,7 +137,19 @@ def wait_for_hosts(parts: Sequence[HostPart], caught: Sequence[int]) -> int:
         if code and deadline == float("inf"):
             deadline = time.monotonic() + OTHERS_SECONDS
         time.sleep(POLL_SECONDS)
-        if time.monotonic() > asked + HEAD_SECONDS:
-            check_head()
-            asked = time.monotonic()
+        answered = _look_at_head(answered)
     return code or next((part.code for part in parts if part.code), 0)
+
+
+def _look_at_head(answered: float) -> float:
+    """When the head has last answered; DeviceError if that is too long ago."""
+    now = time.monotonic()
+    if now < answered + HEAD_SECONDS:
+        return answered
+    try:
+        check_head()
+    except DeviceError:
+        if now > answered + SILENT_SECONDS:
+            raise
+        return answered
+    return now
