@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Literal
 
 import msgspec
@@ -39,6 +38,9 @@ NO_LIMIT = Limit()
 EVERY_HOST = ""
 _TERM = re.compile(r"(auto|gpu|cpu|sim)(?:/(\d{1,6}))?(:(.*))?", re.IGNORECASE | re.ASCII | re.DOTALL)
 _WHERE = re.compile(r"ray(?::([^/]+))?(?:/(.+))?", re.IGNORECASE | re.DOTALL)
+_LIMIT_WITHOUT_AT = re.compile(  # a machine file may be named so
+    r"(?!sim:.*(?:/|\.toml$))([^+\s]+)[+\s]+([\d.]+\s*(?:%|[kmgt]?i?b\b).*)", re.IGNORECASE | re.ASCII
+)
 _UUID = re.compile(r"(?:gpu|mig)-.+", re.IGNORECASE)
 
 
@@ -80,23 +82,14 @@ def _parse_term(text: str, before: Term | None, spec: str) -> Term:
     body, limit = _split_limit(text)
     if not body:
         raise RequestError(f"One part of {spec!r} is empty.", REMEDY)
-    _check_at(body)
+    if found := _LIMIT_WITHOUT_AT.fullmatch(body):
+        raise RequestError(f"{body!r} has a limit without an @.", f"Write {found[1]}@{found[2]}.")
     if there := _WHERE.fullmatch(body):
         inner = _parse_device((there[2] or "auto").strip(), limit, None)
         if inner.kind == "sim":
             raise RequestError(f"{body!r} is not a device: simulated devices need no cluster.", REMEDY)
         return msgspec.structs.replace(inner, host=(there[1] or EVERY_HOST).strip())
     return _parse_device(body, limit, before)
-
-
-def _check_at(body: str) -> None:
-    """RequestError for a limit behind a device without the @ between them; a file may be named so."""
-    device, *rest = re.split(r"[+\s]+", body, maxsplit=1)
-    is_limit = False
-    with suppress(RequestError):
-        is_limit = bool(rest) and not body.endswith(".toml") and bool(parse_limit(rest[0]))
-    if is_limit and not ("sim:" in body.lower() and "/" in body):
-        raise RequestError(f"{body!r} has a limit without an @.", f"Write {device}@{rest[0]}.")
 
 
 def _parse_device(body: str, limit: Limit, before: Term | None) -> Term:
