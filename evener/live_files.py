@@ -123,9 +123,16 @@ def file_name(pid: int, ticks: int, serial: int) -> str:
     return f"{pid}.{ticks}.{serial}.json"
 
 
+def make_private(folder: Path) -> None:
+    """Make the folder, and those above it that aren't there, for this user alone, whatever the umask lets others do."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
 def prepare_folder(folder: Path) -> None:
     """Make the folder for this user alone and remove files of dead processes; OSError if another user owns it."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(folder)
     status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise PermissionError(f"{folder} is not this user's folder")

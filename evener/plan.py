@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from evener.errors import PlanError
-from evener.plan_layout import Kind, PlanLayout, Share, check_layout, make_layout
+from evener.plan_layout import Kind, PlanLayout, Share, check_layout, complete_layout, make_layout
 from evener.shares import apportion
 from evener.whole_files import read_whole, write_atomically
 
@@ -50,6 +50,16 @@ LARGER_BATCH = "larger global batch"
 SOLO_PREFIX = "solo "  # and the device's label
 
 Format = Literal["toml", "json"]
+_BY_HAND: dict[str, Any] = {  # of a plan that nobody has measured
+    **dict.fromkeys(("created", "workload"), ""),
+    "framework": "none",
+    "precision": "float32",
+    "xla": False,
+    "throughput": dict.fromkeys(("samples_per_second", "low", "high"), 0.0),
+    "evidence": (),
+    "search": {**dict.fromkeys(("probes", "out_of_memory", "seed"), 0), "seconds": 0.0, "why_stopped": ""},
+    "fingerprint": {"devices": (), "driver": "", "versions": {}, "workload_digest": ""},
+}
 _PAIR = re.compile(r"\[\n *([0-9.e+-]+),\n *([0-9.e+-]+),\n *\]")  # of numbers, as tomli_w writes it
 
 
@@ -162,9 +172,10 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
     data = _decode(text, source)
     if not isinstance(data, dict):
         raise PlanError(f"{source} is not a plan: it has no keys.", "Give the file that --export wrote.")
+    data = {"schema": SCHEMA, **data}
     _check_schema(data, source)
     try:
-        plan = msgspec.convert(data, Plan, strict=True)
+        plan = msgspec.convert({**_BY_HAND, **data, "layout": complete_layout(data.get("layout"))}, Plan, strict=True)
     except (msgspec.ValidationError, RecursionError) as error:
         raise PlanError(
             f"{source}: {error}.", "Correct that key, or make the plan again with evener balance --export."

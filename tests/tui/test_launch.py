@@ -70,6 +70,15 @@ def test_pytorch_counts_the_gpus_that_compute_as_local_ranks_do(script: str, fak
         assert [start["variables"]["CUDA_VISIBLE_DEVICES"] for start in keras] == visible
 
 
+def test_a_plan_by_hand_says_devices_and_batches_and_the_script_the_framework(script: str) -> None:
+    devices = "".join(f'[[layout.share]]\ndevice = "cpu-{i}-of-2"\nbatch = {6 - 4 * i}\n' for i in (0, 1))
+    Path("plan.toml").write_text(devices)
+    for text, processes in (("", 2), ("import torch", 2), ("import keras", 1)):
+        Path(script).write_text(text)
+        job = make_job(Path("plan.toml"), [script], None, None)
+        assert (len(job.processes), job.framework) == (processes, "torch" if processes == 2 else "tensorflow")
+
+
 def _gpus(_: object) -> Any:
     from evener.devices.discover import discover
 
@@ -96,6 +105,8 @@ def test_a_host_starts_its_own_shares(script: str) -> None:
         (["cpu-0-of-9999"], {}, "can't be cut into 9999", DeviceError),
         (["sim-0-p100"], {}, "a simulated device", DeviceError),
         (["GPU-nowhere"], {}, "GPU-nowhere", DeviceError),
+        (["cpu-0"], {}, "cpu-0 isn't a slice", RequestError),
+        (["cpu--1-of-2"], {}, "cpu--1-of-2 isn't a slice", RequestError),
         (["cpu-0-of-1"], {"kind": "place"}, r"places a model's parts \(by layer\)", RequestError),
         (["cpu-0-of-1"], {"kind": "pack"}, "packs 1 trainings", RequestError),
         (["cpu-0-of-1", "cpu-0-of-1"], {"hosts": HOSTS}, "--host", RequestError),
@@ -156,6 +167,7 @@ def say(*words):  # one write, as the ranks share a pipe
 
 
 say(rank, os.environ["EVENER_DEVICE"], *os.sched_getaffinity(0), again, *sys.argv[1:])
+say(rank, "restarts", os.environ.get("TORCHELASTIC_RESTART_COUNT"))
 if sys.argv[1] == "fail" and rank == "0":
     raise SystemExit(3)
 if rank == "0" and again == "0":
@@ -268,7 +280,11 @@ def test_processes_are_started_again_and_end_by_ctrl_c(
     else:
         again = "evener: a process of this host has ended; all start again, 1 of 1 times"
         first, second = (f"evener: train.py starts: {rows} rows on CPU:0" for rows in (4, 2))
-        assert [said_by_evener(errors) for _, errors in said] == [[first, again], [second]]
+        other = "evener: a process of another host has ended; all start again"
+        assert [said_by_evener(errors) for _, errors in said] == [[first, again], [second, other]]
+        assert sorted(line for line in lines if "restarts" in line) == [
+            f"{rank} restarts {i}" for rank in (0, 1) for i in (0, 1)
+        ]
 
 
 @pytest.mark.slow
@@ -333,7 +349,7 @@ def test_the_first_host_prints_the_line_for_the_second(start: Callable[..., Any]
     assert head == "evener: on 127.0.0.3"
     place = ["--host", "127.0.0.3", "--rendezvous", "127.0.0.2:29400"]
     assert shlex.split(command) == [
-        *("evener", "launch", *place, str(tmp_path / "my plan.toml"), "train.py", "--epochs", "3")
+        *("evener", "launch", *place, str(tmp_path / "my plan.toml"), str(tmp_path / "train.py"), "--epochs", "3")
     ]
 
 

@@ -87,5 +87,7 @@ def _say_other_hosts(job: Job, max_restarts: int) -> None:
     for other in job.hosts:
         if other != job.host:
             place = ["--host", other, "--rendezvous", "{}:{}".format(*job.meeting)]
-            line = write_line([*restarts, *place, str(job.path), *job.command])
+            script, *words = job.command
+            script = script if script == "-m" else str(Path(script).absolute())
+            line = write_line([*restarts, *place, str(job.path), script, *words])
             print(f"evener: on {plain(other)} run: {plain(line)}", file=sys.stderr, flush=True)
