@@ -126,7 +126,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def get_train_dataloader(self) -> DataLoader[Any]:
         """This rank's rows; not through `accelerator.prepare`, which would share them out again."""
         shares = self._shares
-        check_normalization(self.model, "loss", shares.world, shares.pass_rows)
+        fewest = min(rows // passes for rows, passes in zip(shares.batches, shares.passes, strict=True))
+        check_normalization(self.model, "loss", shares.world, shares.pass_rows, fewest)
         dataset, collate, order = training_rows(self, super().get_train_dataloader)
         rows, args = self._row_sampler(dataset, order), self.args
         self._rows_checked = partial(make_check_batch, dataset, rows, collate)

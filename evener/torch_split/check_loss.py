@@ -114,7 +114,7 @@ class LossCheck:
         if not fits(figures) and self._is_random(function, figures, shaken):
             figures = self.figures(function, training=False, shaken=shaken)
         if not fits(figures):
-            raise RequestError(self._describe(function, figures, shaken), REMEDY)
+            raise RequestError(self._describe(function, figures, shaken, fits), REMEDY)
         if self.measure.changed:
             warnings.warn(
                 f"Each training pass changes the model's buffer {min(self.measure.changed)}: with shares every device"
@@ -145,9 +145,11 @@ class LossCheck:
         cut = self.batch.cut if self.measure.draws else None
         return cut is not None and bool(judge(self.figures(function, shaken=shaken, parts=cut)).mean_over)
 
-    def _describe(self, function: Compute, figures: LossFigures, shaken: bool) -> str:
+    def _describe(
+        self, function: Compute, figures: LossFigures, shaken: bool, fits: Callable[[LossFigures], bool]
+    ) -> str:
         cut = self.batch.cut
-        if cut is not None and judge(self.figures(function, shaken=shaken, parts=cut)).mean_over:
+        if cut is not None and fits(self.figures(function, shaken=shaken, parts=cut)):
             return (
                 f"The loss of the same {sum(self.batch.rows)} rows changes with their padding, and shares pad their"
                 " rows to other lengths."

@@ -80,10 +80,14 @@ def check(make: Callable[[], Any], loss: Callable[[Any, Any, Any], Any], rows: i
     from evener.torch_split.loss_measure import LossMeasure
     from evener.torch_split.sampler import UnevenBatchSampler
 
+    def numpy_state() -> Any:
+        state: Any = numpy.random.get_state()
+        return state[1].tolist()
+
     torch.manual_seed(0)
     model = make().train()
     was = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    random_states = torch.get_rng_state(), numpy.random.get_state()[1].tolist(), random.getstate()
+    random_states = torch.get_rng_state(), numpy_state(), random.getstate()
     batch = make_check_batch(Points(rows), UnevenBatchSampler(rows, (6, 2), 0, shuffle=False), default_collate)
     if batch is None:
         return None
@@ -93,7 +97,7 @@ def check(make: Callable[[], Any], loss: Callable[[Any, Any, Any], Any], rows: i
     finally:
         assert all(torch.equal(tensor, was[name]) for name, tensor in model.state_dict().items())
         assert torch.equal(random_states[0], torch.get_rng_state())
-        assert random_states[1:] == (numpy.random.get_state()[1].tolist(), random.getstate())
+        assert random_states[1:] == (numpy_state(), random.getstate())
         assert model.training
         assert getattr(model, "calls", 0) == 0
         assert getattr(model, "seen", []) == []

@@ -74,7 +74,7 @@ class Job(msgspec.Struct, frozen=True):
         for start, own in zip(starts, more, strict=False):
             start["variables"].update(own)
         for start, files in zip(starts, self.output, strict=False):
-            start["output"] = files  # type: ignore[assignment]
+            start["output"] = files
         return {**variables, STARTS: json.dumps(starts)}
 
     def _start(self, devices: tuple[Device, ...]) -> dict[str, Any]:
