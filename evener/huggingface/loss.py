@@ -118,7 +118,7 @@ class _TrainerCheck:
 
     def __init__(self, trainer: Any, checked: CheckBatch, world: int) -> None:
         self._trainer, self._checked, self._world = trainer, checked, world
-        self._measure = LossMeasure(trainer.model, [trainer], trainer.args.device)
+        self._measure = LossMeasure(trainer.model, [trainer])
 
     def find(self) -> TrainerLoss:
         batch, measure = self._checked.whole, self._measure

@@ -45,7 +45,7 @@ def make_check_batch(
         seed_all(seed)
         return collate(list(items))
 
-    with kept_state((), torch.device("cpu")):
+    with kept_state():
         chosen = _choose_rows(dataset, sampler.sample_rows(ROWS, CANDIDATES - ROWS), collated)
         if len(chosen) < 2:
             return None

@@ -33,12 +33,13 @@ def kept_attributes(*holders: Any) -> Iterator[None]:
 
 
 @contextmanager
-def kept_state(holders: Iterable[Any], device: torch.device) -> Iterator[None]:
+def kept_state(holders: Iterable[Any] = ()) -> Iterator[None]:
     """Put back the attributes of all holders and of their modules, and the random state, when the block ends."""
     modules = [part for each in holders for part in (each.modules() if isinstance(each, torch.nn.Module) else [each])]
     numbers, more = random.getstate(), numpy.random.get_state()
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), kept_attributes(*modules):
+        with torch.random.fork_rng(devices=gpus), kept_attributes(*modules):
             yield
     finally:
         random.setstate(numbers)

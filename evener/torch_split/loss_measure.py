@@ -30,10 +30,10 @@ class LossMeasure:
     the names of buffers that a pass changes.
     """
 
-    def __init__(self, model: torch.nn.Module, holders: Sequence[Any], device: torch.device) -> None:
+    def __init__(self, model: torch.nn.Module, holders: Sequence[Any] = ()) -> None:
         self.rounding = FLOAT32_ROUNDING
         self.changed: set[str] = set()
-        self._model, self._holders, self._device = model, holders, device
+        self._model, self._holders = model, holders
         self._randomness = EvenRandomness()
         self._with_gradients = False
 
@@ -46,7 +46,7 @@ class LossMeasure:
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            stack.enter_context(kept_state([self._model, *self._holders], self._device))
+            stack.enter_context(kept_state([self._model, *self._holders]))
             torch.manual_seed(SEED)
             stack.enter_context(_full_precision(self._model, shaken))
             stack.enter_context(torch.compiler.set_stance("force_eager"))

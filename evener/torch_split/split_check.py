@@ -47,7 +47,7 @@ def check_part_loss(
         batch = make_check_batch(loader.dataset, loader.batch_sampler, loader.collate_fn)
         if batch is None:
             return None
-        check = LossCheck(LossMeasure(torch.nn.ModuleList(wrapped), [], device), batch, counted)
+        check = LossCheck(LossMeasure(torch.nn.ModuleList(wrapped)), batch, counted)
         meaning = check.find_meaning(lambda each: loss(to_part(each)))
         if wanted not in meaning.mean_over:
             raise RequestError(f"The loss is a mean over rows, not over {wanted}.", "Leave count= out.")

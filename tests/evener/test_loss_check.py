@@ -91,7 +91,7 @@ def check(make: Callable[[], Any], loss: Callable[[Any, Any, Any], Any], rows: i
     batch = make_check_batch(Points(rows), UnevenBatchSampler(rows, (6, 2), 0, shuffle=False), default_collate)
     if batch is None:
         return None
-    measure = LossMeasure(model, [], torch.device("cpu"))
+    measure = LossMeasure(model)
     try:
         return LossCheck(measure, batch, lambda _: {}).find_meaning(lambda rows: loss(model, *rows))
     finally:
