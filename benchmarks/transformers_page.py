@@ -1,0 +1,157 @@
+"""The page of benchmarks.transformers_classes: each class by its verdict."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+EXACT, EXACT_FLOAT32 = 1e-9, 1e-6
+LOGGED_LOSS = 1e-6  # the trainer sums what it logs in float32
+VERDICTS = {
+    "exact": "exact: weights, logged loss and gradient norm differ by at most 1e-9",
+    "float32": "exact to float32: the class computes in float32 by itself, and they differ by at most 1e-6",
+    "refused": "refused before the first step",
+    "random": "draws random numbers by itself, so no two processes compute the same loss",
+    "different": "silently different",
+    "hangs": "hangs, or ends with an error that isn't a sentence of evener's",
+    "not tiny": "no small model, or no rows, were found automatically, or the bare trainer can't train it",
+}
+
+
+TEXT = """\
+Every class whose forward computes a loss, with a tiny configuration that is made from its default one: two steps of
+SGD by `with_plan(Trainer, plan)`, 13 rows in batches of 8 (a tail of 5), shares 6:2 in passes of 2 rows, against the
+bare `Trainer` in one process on the same rows. Rows are of several lengths where the class takes a mask; there is no
+dropout; BatchNorm keeps its statistics; float64. A difference is the largest of any weight, in parts of the largest
+change of one; the trainer sums the loss that it logs in float32, so that is held to 1e-6."""
+
+
+def judge(found: dict[str, Any]) -> str:
+    """The verdict of a class."""
+    if "not_tiny" in found or "recipes" not in found:
+        return "not tiny"
+    if "refused" in found:
+        return "refused"
+    if "weights" not in found:
+        return "hangs"
+    largest = max(found["weights"], found["grad_norm"], found["learning_rate"], found["epoch"])
+    if found["loss"] > LOGGED_LOSS:
+        largest = found["loss"]
+    if largest <= EXACT:
+        return "exact"
+    if largest <= EXACT_FLOAT32 and (found["float32"] or found["recipes"][0]["dtype"] == "float32"):
+        return "float32"
+    return "random" if found["random"] else "different"
+
+
+def write_page(path: Path, found: Sequence[dict[str, Any]], seconds: float) -> None:
+    """The whole page."""
+    by_verdict: dict[str, list[dict[str, Any]]] = {name: [] for name in VERDICTS}
+    for each in found:
+        by_verdict[judge(each)].append(each)
+    path.write_text("\n".join([*_head(by_verdict, seconds), *_details(by_verdict)]) + "\n")
+
+
+def _head(by_verdict: dict[str, list[dict[str, Any]]], seconds: float) -> list[str]:
+    packages = ", ".join(f"{name} {version(name)}" for name in ("transformers", "torch", "accelerate"))
+    tiny = sum(len(each) for name, each in by_verdict.items() if name != "not tiny")
+    whole = sum(map(len, by_verdict.values()))
+    return [
+        "# Is every class of transformers exact under a plan?",
+        "",
+        *TEXT.splitlines(),
+        "",
+        "```",
+        "python -m benchmarks.transformers_classes",
+        "python -m benchmarks.transformers_classes --only '^Bert'",
+        "```",
+        "",
+        f"{packages}; {tiny} of {whole} classes could be made tiny; {seconds / 60:.0f} minutes on two cores.",
+        "",
+        "| verdict | classes |",
+        "| --- | ---: |",
+        *(f"| {VERDICTS[name]} | {len(each)} |" for name, each in by_verdict.items()),
+    ]
+
+
+def _details(by_verdict: dict[str, list[dict[str, Any]]]) -> list[str]:
+    return [
+        *_section("Silently different", _different(by_verdict["different"])),
+        *_section(
+            "Hangs, or fails", _listed(by_verdict["hangs"], lambda each: each.get("raised") or each.get("ended"))
+        ),
+        *_section("Refused", _refused(by_verdict["refused"])),
+        *_section("Random", _listed(by_verdict["random"], lambda _: "draws random numbers")),
+        *_section("Exact to float32", _listed(by_verdict["float32"], lambda _: "computes in float32")),
+        *_section("Exact", _listed(by_verdict["exact"], _rows)),
+        *_section("Not made tiny", _listed(by_verdict["not tiny"], _why)),
+    ]
+
+
+def _section(title: str, lines: list[str]) -> list[str]:
+    return ["", f"## {title}", "", *lines] if lines else []
+
+
+def _different(found: list[dict[str, Any]]) -> list[str]:
+    if not found:
+        return []
+    rows = [
+        f"| {each['class']} | {_rows(each)} | {each['weights']:.1e} | {each['loss']:.1e} | {each['grad_norm']:.1e} |"
+        f" {_even(each)} | {'; '.join(each['warned'])} |"
+        for each in found
+    ]
+    head = "| class | rows | weights | loss | gradient norm | with rows of one length | warned |"
+    return [head, "| --- | --- | ---: | ---: | ---: | --- | --- |", *rows]
+
+
+def _refused(found: list[dict[str, Any]]) -> list[str]:
+    """By the sentence without its figures."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for each in found:
+        groups[re.sub(r"-?\d[\d.e+-]*\d|\d", "N", each["refused"]), _even(each)].append(each)
+    rows = []
+    for (_, even), members in sorted(groups.items(), key=lambda pair: -len(pair[1])):
+        names = ", ".join(each["class"] for each in members)
+        sentence = members[0]["refused"].replace("|", "/")
+        rows.append(f"| {len(members)} | {sentence} | {even} | {names} |")
+    return [
+        "| classes | sentence of the first | with rows of one length | which |",
+        "| ---: | --- | --- | --- |",
+        *rows,
+    ]
+
+
+def _even(found: dict[str, Any]) -> str:
+    if "even" not in found:
+        return "-"
+    return judge(_as_even(found))
+
+
+def _as_even(found: dict[str, Any]) -> dict[str, Any]:
+    own = {name: found[name] for name in ("class", "recipes", "random", "float32")}
+    return {**own, **found["even"]}
+
+
+def _listed(found: list[dict[str, Any]], key: Any) -> list[str]:
+    groups: dict[str, list[str]] = defaultdict(list)
+    for each in found:
+        groups[str(key(each)).replace("|", "/")].append(each["class"])
+    ordered = sorted(groups.items(), key=lambda pair: -len(pair[1]))
+    head = ["| classes | what | which |", "| ---: | --- | --- |"]
+    return head * bool(found) + [f"| {len(names)} | {what} | {', '.join(names)} |" for what, names in ordered]
+
+
+def _rows(found: dict[str, Any]) -> str:
+    recipe = found["recipes"][0]
+    precision = "" if recipe["dtype"] == "float64" else f", {recipe['dtype']}"
+    return f"{recipe['inputs']}; {recipe['labels']}{precision}"
+
+
+def _why(found: dict[str, Any]) -> str:
+    """In short: the error's type and first words."""
+    reason: str = found.get("not_tiny") or found.get("raised") or found.get("ended") or ""
+    return reason[:150]

@@ -1,0 +1,227 @@
+"""What benchmarks.transformers_classes runs in processes: a class after the other, bare and by a plan.
+
+tests/support/rank_server.py forks the ranks from a process that has imported every class. A line of JSON for each class
+says what was seen; a class that hangs ends its ranks, and the scan goes on behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Trainer, TrainingArguments
+
+from evener.errors import EvenerError
+from evener.huggingface import with_plan
+from tests.support.huggingface_programs import GLOBAL_BATCH, make_plan
+from tests.support.tiny_models import NotTinyError, classes_with_loss, find_recipe, make_model
+from tests.support.tiny_rows import Recipe, Rows, collate
+
+ROWS = 13  # a full batch and a tail of five
+SHARES, MICROS = (6, 2), (2, 2)  # three passes and one
+FLOAT32_ROUNDING = 1e-6
+SECONDS = 90  # a class that takes longer hangs
+LOGGED = ("loss", "grad_norm", "learning_rate", "epoch")
+
+transformers.logging.set_verbosity_error()
+NAMES = tuple(classes_with_loss())  # imports them all, for those that are forked
+
+
+class Narrow(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
+    """Notes whether anything was computed in float32 from float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        first = args[0] if args else None
+        if isinstance(made, torch.Tensor) and isinstance(first, torch.Tensor):
+            self.seen |= made.dtype == torch.float32 and first.dtype == torch.float64
+        return made
+
+
+class Ended(msgspec.Struct):
+    """What a training ended with."""
+
+    changes: list[torch.Tensor]  # of each weight
+    logged: list[dict[str, float]]
+
+
+def train(name: str, recipe: Recipe, kind: Any, folder: str) -> Ended:
+    """Two steps of SGD."""
+    model = make_model(name, recipe.dtype)
+    before = [tensor.detach().clone() for tensor in model.parameters()]
+    trainer = kind(
+        model=model,
+        args=make_arguments(folder),
+        train_dataset=Rows(model, recipe, ROWS),
+        data_collator=collate,
+    )
+    trainer.train()
+    found = [{key: entry[key] for key in LOGGED} for entry in trainer.state.log_history if "loss" in entry]
+    changes = [after.detach() - start for after, start in zip(model.parameters(), before, strict=True)]
+    trainer.accelerator.free_memory()
+    return Ended(changes, found)
+
+
+def make_arguments(folder: str) -> TrainingArguments:
+    """One epoch in the order of the rows, each step logged; a gradient is never clipped, but its norm is logged."""
+    many = {"ddp_backend": "gloo"} if int(os.environ.get("WORLD_SIZE", 1)) > 1 else {}
+    return TrainingArguments(
+        folder,
+        use_cpu=True,
+        num_train_epochs=1,
+        per_device_train_batch_size=GLOBAL_BATCH,
+        optim="sgd",
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        max_grad_norm=1e30,
+        train_sampling_strategy="sequential",
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        **many,
+    )
+
+
+def list_classes(folder: Path, _: int) -> None:
+    """The names of all classes."""
+    (folder / "names.json").write_text(json.dumps(NAMES))
+
+
+def reference_all(folder: Path, _: int, names: Sequence[str], __: Any) -> None:
+    """The bare trainer in this process."""
+    torch.set_num_threads(1)
+    for name in names:
+        say(folder / "bare.jsonl", name, lambda name=name: reference(folder, name))
+
+
+def reference(folder: Path, name: str) -> dict[str, Any]:
+    """Which rows the class was trained with, or why not; whether two trainings of other random numbers are the same."""
+    try:
+        model, recipe = find_recipe(name)
+    except NotTinyError as error:
+        return {"not_tiny": str(error)}
+    recipes = [recipe]
+    if is_uneven(model, recipe):
+        recipes.append(msgspec.structs.replace(recipe, even=True))
+    for each in recipes:
+        with tempfile.TemporaryDirectory() as path:
+            torch.manual_seed(1)
+            ended = train(name, each, Trainer, path)
+        torch.save(msgspec.structs.asdict(ended), folder / f"{name}{each.even}.pt")
+    found = msgspec.to_builtins(recipes)
+    return {"recipes": found, "random": is_random(model, recipe), "float32": is_narrow(model, recipe)}
+
+
+def is_uneven(model: Any, recipe: Recipe) -> bool:
+    """Whether its rows are of several lengths."""
+    rows = Rows(model, recipe, ROWS).rows
+    return any(len({getattr(row[key], "shape", 0) for row in rows}) > 1 for key in rows[0] if "label" not in key)
+
+
+def is_random(model: Any, recipe: Recipe) -> bool:
+    """Whether the model draws random numbers, so that no two processes compute the same loss."""
+    return len({loss_of(model, recipe, seed) for seed in (1, 2, 3)}) > 1
+
+
+def is_narrow(model: Any, recipe: Recipe) -> bool:
+    """Whether the model computes in float32 by itself."""
+    with Narrow() as watch:
+        loss_of(model, recipe, 1)
+    found: bool = watch.seen
+    return found
+
+
+def loss_of(model: Any, recipe: Recipe, seed: int) -> float:
+    """Of a few rows in training."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        return float(model(**collate(Rows(model, recipe, 3).rows))["loss"])
+
+
+def plan_all(folder: Path, rank: int, names: Sequence[str], recipes: dict[str, Any]) -> None:
+    """By a plan, as one rank."""
+    torch.set_num_threads(1)
+    for name in names:
+        chosen = msgspec.convert(recipes[name], list[Recipe])
+        say(folder / f"planned{rank}.jsonl", name, lambda name=name, chosen=chosen: planned(folder, name, chosen))
+
+
+def planned(folder: Path, name: str, recipes: list[Recipe]) -> dict[str, Any]:
+    """How far it was from the bare trainer's, also with rows of one length where those of several aren't exact."""
+    first, *others = recipes
+    found = plan_one(folder, name, first)
+    if others and found.get("weights", 1.0) > FLOAT32_ROUNDING:
+        found["even"] = plan_one(folder, name, others[0])
+    return found
+
+
+def plan_one(folder: Path, name: str, recipe: Recipe) -> dict[str, Any]:
+    """The differences, or the sentence that refused it."""
+    torch.manual_seed(2)
+    with tempfile.TemporaryDirectory() as path, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            ended = train(name, recipe, with_plan(Trainer, make_plan(SHARES, MICROS)), path)
+        except EvenerError as error:
+            return {"refused": str(error)}
+    warned = sorted({str(each.message)[:200] for each in said if "evener" in each.filename})
+    bare = Ended(**torch.load(folder / f"{name}{recipe.even}.pt"))
+    return {**compare(ended, bare), "warned": warned}
+
+
+def compare(ended: Ended, bare: Ended) -> dict[str, float]:
+    """The largest difference of a weight in parts of the largest change of one, and of what was logged."""
+    largest = max(float(each.abs().max()) for each in bare.changes if each.numel())
+    pairs = zip(ended.changes, bare.changes, strict=True)
+    apart = max(float((one - other).abs().max()) for one, other in pairs if one.numel())
+    logged = {
+        key: max(
+            (far(one[key], other[key]) for one, other in zip(ended.logged, bare.logged, strict=False)), default=9.0
+        )
+        for key in LOGGED
+    }
+    return {"weights": apart / largest if largest else 9.0, **logged, "change": largest}
+
+
+def far(one: float, other: float) -> float:
+    """Relative difference."""
+    return abs(one - other) / max(abs(other), 1e-300)
+
+
+def say(path: Path, name: str, called: Any) -> None:
+    """Append what `called` finds of this class; what it raises ends the process, once it is written down."""
+    signal.alarm(SECONDS)
+    began = time.monotonic()
+    try:
+        found = called()
+    except BaseException as error:
+        found = {"raised": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        _append(path, {"class": name, **found})
+        raise
+    finally:
+        signal.alarm(0)
+    _append(path, {"class": name, "seconds": time.monotonic() - began, **found})
+
+
+def _append(path: Path, found: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(found) + "\n")
