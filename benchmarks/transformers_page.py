@@ -32,7 +32,7 @@ change of one; the trainer sums the loss that it logs in float32, so that is hel
 
 def judge(found: dict[str, Any]) -> str:
     """The verdict of a class."""
-    if "not_tiny" in found or "recipes" not in found:
+    if "not_tiny" in found or "recipe" not in found:
         return "not tiny"
     if "refused" in found:
         return "refused"
@@ -43,9 +43,9 @@ def judge(found: dict[str, Any]) -> str:
         largest = found["loss"]
     if largest <= EXACT:
         return "exact"
-    if largest <= EXACT_FLOAT32 and (found["float32"] or found["recipes"][0]["dtype"] == "float32"):
+    if largest <= EXACT_FLOAT32 and found.get("float32", True):
         return "float32"
-    return "random" if found["random"] else "different"
+    return "random" if found.get("random") else "different"
 
 
 def write_page(path: Path, found: Sequence[dict[str, Any]], seconds: float) -> None:
@@ -126,14 +126,7 @@ def _refused(found: list[dict[str, Any]]) -> list[str]:
 
 
 def _even(found: dict[str, Any]) -> str:
-    if "even" not in found:
-        return "-"
-    return judge(_as_even(found))
-
-
-def _as_even(found: dict[str, Any]) -> dict[str, Any]:
-    own = {name: found[name] for name in ("class", "recipes", "random", "float32")}
-    return {**own, **found["even"]}
+    return judge(found["even"]) if "even" in found else "-"
 
 
 def _listed(found: list[dict[str, Any]], key: Any) -> list[str]:
@@ -146,7 +139,7 @@ def _listed(found: list[dict[str, Any]], key: Any) -> list[str]:
 
 
 def _rows(found: dict[str, Any]) -> str:
-    recipe = found["recipes"][0]
+    recipe = found["recipe"]
     precision = "" if recipe["dtype"] == "float64" else f", {recipe['dtype']}"
     return f"{recipe['inputs']}; {recipe['labels']}{precision}"
 

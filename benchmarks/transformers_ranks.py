@@ -30,7 +30,7 @@ from tests.support.tiny_rows import Recipe, Rows, collate
 
 ROWS = 13  # a full batch and a tail of five
 SHARES, MICROS = (6, 2), (2, 2)  # three passes and one
-FLOAT32_ROUNDING = 1e-6
+EXACT = 1e-9
 SECONDS = 90  # a class that takes longer hangs
 LOGGED = ("loss", "grad_norm", "learning_rate", "epoch")
 
@@ -106,35 +106,56 @@ def list_classes(folder: Path, _: int) -> None:
     (folder / "names.json").write_text(json.dumps(NAMES))
 
 
-def reference_all(folder: Path, _: int, names: Sequence[str], __: Any) -> None:
-    """The bare trainer in this process."""
+def reference_all(folder: Path, _: int, names: Sequence[str], recipes: dict[str, Any]) -> None:
+    """The bare trainer in this process, with rows that are found, or given."""
     torch.set_num_threads(1)
     for name in names:
-        say(folder / "bare.jsonl", name, lambda name=name: reference(folder, name))
+        given = recipes.get(name)
+        say(folder / "bare.jsonl", name, lambda name=name, given=given: reference(folder, name, given))
 
 
-def reference(folder: Path, name: str) -> dict[str, Any]:
-    """Which rows the class was trained with, or why not; whether two trainings of other random numbers are the same."""
+def reference(folder: Path, name: str, given: Any) -> dict[str, Any]:
+    """Which rows the class was trained with, or why not."""
     try:
-        model, recipe = find_recipe(name)
+        recipe = msgspec.convert(given, Recipe) if given else find_recipe(name)
     except NotTinyError as error:
         return {"not_tiny": str(error)}
-    recipes = [recipe]
-    if is_uneven(model, recipe):
-        recipes.append(msgspec.structs.replace(recipe, even=True))
-    for each in recipes:
-        with tempfile.TemporaryDirectory() as path:
-            torch.manual_seed(1)
-            ended = train(name, each, Trainer, path)
-        torch.save(msgspec.structs.asdict(ended), folder / f"{name}{each.even}.pt")
-    found = msgspec.to_builtins(recipes)
-    return {"recipes": found, "random": is_random(model, recipe), "float32": is_narrow(model, recipe)}
+    with tempfile.TemporaryDirectory() as path:
+        torch.manual_seed(1)
+        ended = train(name, recipe, Trainer, path)
+    torch.save(msgspec.structs.asdict(ended), folder / f"{name}.pt")
+    return {"recipe": msgspec.to_builtins(recipe), "uneven": is_uneven(make_model(name), recipe)}
 
 
 def is_uneven(model: Any, recipe: Recipe) -> bool:
     """Whether its rows are of several lengths."""
     rows = Rows(model, recipe, ROWS).rows
     return any(len({getattr(row[key], "shape", 0) for row in rows}) > 1 for key in rows[0] if "label" not in key)
+
+
+def plan_all(folder: Path, rank: int, names: Sequence[str], recipes: dict[str, Any]) -> None:
+    """By a plan, as one rank."""
+    torch.set_num_threads(1)
+    for name in names:
+        recipe = msgspec.convert(recipes[name], Recipe)
+        say(folder / f"planned{rank}.jsonl", name, lambda name=name, recipe=recipe: planned(folder, name, recipe))
+
+
+def planned(folder: Path, name: str, recipe: Recipe) -> dict[str, Any]:
+    """The differences, or the sentence that refused it."""
+    torch.manual_seed(2)
+    with tempfile.TemporaryDirectory() as path, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            ended = train(name, recipe, with_plan(Trainer, make_plan(SHARES, MICROS)), path)
+        except EvenerError as error:
+            return {"refused": str(error)}
+    warned = sorted({str(each.message)[:200] for each in said if "evener" in each.filename})
+    found: dict[str, Any] = {**compare(ended, Ended(**torch.load(folder / f"{name}.pt"))), "warned": warned}
+    if found["weights"] > EXACT:
+        model = make_model(name, recipe.dtype).train()
+        found |= {"random": is_random(model, recipe), "float32": is_narrow(model, recipe)}
+    return found
 
 
 def is_random(model: Any, recipe: Recipe) -> bool:
@@ -147,7 +168,7 @@ def is_narrow(model: Any, recipe: Recipe) -> bool:
     with Narrow() as watch:
         loss_of(model, recipe, 1)
     found: bool = watch.seen
-    return found
+    return found or recipe.dtype == "float32"
 
 
 def loss_of(model: Any, recipe: Recipe, seed: int) -> float:
@@ -155,37 +176,6 @@ def loss_of(model: Any, recipe: Recipe, seed: int) -> float:
     torch.manual_seed(seed)
     with torch.no_grad():
         return float(model(**collate(Rows(model, recipe, 3).rows))["loss"])
-
-
-def plan_all(folder: Path, rank: int, names: Sequence[str], recipes: dict[str, Any]) -> None:
-    """By a plan, as one rank."""
-    torch.set_num_threads(1)
-    for name in names:
-        chosen = msgspec.convert(recipes[name], list[Recipe])
-        say(folder / f"planned{rank}.jsonl", name, lambda name=name, chosen=chosen: planned(folder, name, chosen))
-
-
-def planned(folder: Path, name: str, recipes: list[Recipe]) -> dict[str, Any]:
-    """How far it was from the bare trainer's, also with rows of one length where those of several aren't exact."""
-    first, *others = recipes
-    found = plan_one(folder, name, first)
-    if others and found.get("weights", 1.0) > FLOAT32_ROUNDING:
-        found["even"] = plan_one(folder, name, others[0])
-    return found
-
-
-def plan_one(folder: Path, name: str, recipe: Recipe) -> dict[str, Any]:
-    """The differences, or the sentence that refused it."""
-    torch.manual_seed(2)
-    with tempfile.TemporaryDirectory() as path, warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        try:
-            ended = train(name, recipe, with_plan(Trainer, make_plan(SHARES, MICROS)), path)
-        except EvenerError as error:
-            return {"refused": str(error)}
-    warned = sorted({str(each.message)[:200] for each in said if "evener" in each.filename})
-    bare = Ended(**torch.load(folder / f"{name}{recipe.even}.pt"))
-    return {**compare(ended, bare), "warned": warned}
 
 
 def compare(ended: Ended, bare: Ended) -> dict[str, float]:

@@ -20,6 +20,7 @@ _WHOLE = (  # (what a name matches, its value), the first that matches; a value 
     (r"max_source_positions|max_target_positions|max_speech_positions|max_position|num_frames$|max_length$", None),
     (r"extract_layers|conv_layers", None),
     (r"^(num|n)_.*layers?$|_layers$|^(n_layer|depth|n_layers|num_layers|num_blocks)$", 2),
+    (r"rotary_dim", 4),
     (r"experts_per_tok|top_?k$|num_selected_experts|moe_k", 2),
     (r"n_group|topk_group", 1),
     (r"experts", 4),
@@ -50,6 +51,7 @@ _MORE = {
 
 
 _MISSING = {"num_key_value_heads": 4, "head_dim": 8, "vocab_size": VOCABULARY, "prediction_length": 4}  # if None
+_SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 _OWN: dict[str, dict[str, Any]] = {
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
     "ReformerConfig": {
@@ -59,15 +61,16 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "ZambaConfig": {"layers_block_type": ["linear_attention", "hybrid"]},
     "Zamba2Config": {"layers_block_type": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1]},
+    **{f"{name}TextConfig": {"rope_parameters": _SECTIONS} for name in ("Glm4v", "GlmOcr", "GlmImage", "Glm46V")},
     "EsmConfig": {"pad_token_id": 0, "mask_token_id": 4},
 }
 
 
-def tiny_config(kind: type[Any]) -> Any:
+def tiny_config(kind: type[Any], labels: int = LABELS) -> Any:
     """A configuration of this class that is as small as its names say."""
     made = _make(kind)
     for each in (made, getattr(made, "text_config", None) or made):
-        each.num_labels = LABELS
+        each.num_labels = labels
         for name, word in (("pad_token_id", 0), ("decoder_start_token_id", 1)):
             if getattr(each, name, None) is None:
                 setattr(each, name, word)
@@ -95,6 +98,9 @@ def shrink(config: Any) -> dict[str, Any]:
             made[name] = _MISSING[name]
         elif (small := _shrink_value(name, value)) != value:
             made[name] = small
+    heads = getattr(config, "num_attention_heads", None)
+    if made.get("num_key_value_heads") and heads == getattr(config, "num_key_value_heads", None):
+        made["num_key_value_heads"] = made["num_attention_heads"]
     more = {name: value for name, value in _MORE.items() if hasattr(config, name)}
     return {**made, **_special_tokens(config), **more, **_OWN.get(type(config).__name__, {})}
 
@@ -111,7 +117,7 @@ def _shrink_value(name: str, value: Any) -> Any:
     if isinstance(value, int):
         return shrink_whole(name, value)
     if isinstance(value, dict):
-        return {key: _shrink_rope(key, each) for key, each in value.items()}
+        return _shrink_rope(value)
     if isinstance(value, list | tuple) and value and all(type(each) is int for each in value):
         return type(value)(_shrink_list(name, list(value)))
     return value
@@ -143,15 +149,16 @@ def _shrink_list(name: str, values: list[int]) -> list[int]:
     return [each // factor for each in values]
 
 
-def _shrink_rope(name: str, value: Any) -> Any:
-    """Sections and factors of a head's positions; `_HEAD` / 2 = 4 of them."""
-    if isinstance(value, dict):
-        return {key: _shrink_rope(key, each) for key, each in value.items()}
-    if name == "mrope_section":
-        return [2, 1, 1]
-    if name in ("long_factor", "short_factor"):
-        return value[:4]
-    return value
+def _shrink_rope(values: dict[str, Any]) -> dict[str, Any]:
+    """Sections and factors for the positions of a head: 4 of them, or a part of that."""
+    made = {name: _shrink_rope(each) if isinstance(each, dict) else each for name, each in values.items()}
+    count = int(4 * values.get("partial_rotary_factor", 1.0))
+    if values.get("mrope_section"):
+        made["mrope_section"] = [count - 2 * (count // 3), count // 3, count // 3]
+    for name in ("long_factor", "short_factor"):
+        if values.get(name):
+            made[name] = values[name][:count]
+    return made
 
 
 def _special_tokens(config: Any) -> dict[str, int]:

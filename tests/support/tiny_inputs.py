@@ -34,7 +34,7 @@ class Draw:
         return self.whole(count, low=FIRST_WORD, high=min(self.find("vocab_size", FIRST_SPECIAL), FIRST_SPECIAL))
 
     def real(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.random, dtype=torch.float64).to(self.dtype)
+        return torch.randn(shape, generator=self.random, dtype=torch.float64).to(self.dtype)
 
 
 def find_values(config: Any, name: str) -> Iterator[Any]:

@@ -25,7 +25,7 @@ class Recipe(msgspec.Struct, frozen=True):
 
     inputs: str
     labels: str
-    dtype: str = "float64"
+    dtype: str = "float64"  # float64, widened (see tiny_models) or float32
     even: bool = False  # rows of one length
 
 
@@ -33,7 +33,10 @@ class Rows(Dataset[Row]):
     """Rows of a recipe."""
 
     def __init__(self, model: Any, recipe: Recipe, rows: int) -> None:
-        dtype, names = getattr(torch, recipe.dtype), set(inspect.signature(type(model).forward).parameters)
+        dtype, names = (
+            torch.float32 if recipe.dtype == "float32" else torch.float64,
+            set(inspect.signature(type(model).forward).parameters),
+        )
         self.rows: list[Row] = []
         for number in range(rows):
             draw = Draw(model, number, dtype, recipe.even)
