@@ -115,7 +115,7 @@ def _refused(found: list[dict[str, Any]]) -> list[str]:
         groups[re.sub(r"-?\d[\d.e+-]*\d|\d", "N", each["refused"]), _even(each)].append(each)
     rows = []
     for (_, even), members in sorted(groups.items(), key=lambda pair: -len(pair[1])):
-        names = ", ".join(each["class"] for each in members)
+        names = ", ".join(each["name"] for each in members)
         sentence = members[0]["refused"].replace("|", "/")
         rows.append(f"| {len(members)} | {sentence} | {even} | {names} |")
     return [
@@ -132,7 +132,7 @@ def _even(found: dict[str, Any]) -> str:
 def _listed(found: list[dict[str, Any]], key: Any) -> list[str]:
     groups: dict[str, list[str]] = defaultdict(list)
     for each in found:
-        groups[str(key(each)).replace("|", "/")].append(each["class"])
+        groups[str(key(each)).replace("|", "/")].append(each["name"])
     ordered = sorted(groups.items(), key=lambda pair: -len(pair[1]))
     head = ["| classes | what | which |", "| ---: | --- | --- |"]
     return head * bool(found) + [f"| {len(names)} | {what} | {', '.join(names)} |" for what, names in ordered]

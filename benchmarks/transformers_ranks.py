@@ -7,10 +7,7 @@ says what was seen; a class that hangs ends its ranks, and the scan goes on behi
 from __future__ import annotations
 
 import json
-import os
-import signal
 import tempfile
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,18 +17,19 @@ import msgspec
 import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
+from benchmarks.chunks import say
 from evener.errors import EvenerError
 from evener.huggingface import with_plan
-from tests.support.huggingface_programs import GLOBAL_BATCH, make_plan
+from tests.support.huggingface_programs import make_plan
+from tests.support.matrix_trainings import Ended, compare, make_arguments, note_changes
 from tests.support.tiny_models import NotTinyError, classes_with_loss, find_recipe, make_model
 from tests.support.tiny_rows import Recipe, Rows, collate
 
 ROWS = 13  # a full batch and a tail of five
 SHARES, MICROS = (6, 2), (2, 2)  # three passes and one
 EXACT = 1e-9
-SECONDS = 90  # a class that takes longer hangs
 LOGGED = ("loss", "grad_norm", "learning_rate", "epoch")
 
 transformers.logging.set_verbosity_error()
@@ -53,52 +51,16 @@ class Narrow(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         return made
 
 
-class Ended(msgspec.Struct):
-    """What a training ended with."""
-
-    changes: list[torch.Tensor]  # of each weight
-    logged: list[dict[str, float]]
-
-
 def train(name: str, recipe: Recipe, kind: Any, folder: str) -> Ended:
     """Two steps of SGD."""
     model = make_model(name, recipe.dtype)
-    before = [tensor.detach().clone() for tensor in model.parameters()]
-    trainer = kind(
-        model=model,
-        args=make_arguments(folder),
-        train_dataset=Rows(model, recipe, ROWS),
-        data_collator=collate,
-    )
+    changes = note_changes(model)
+    parts = {"train_dataset": Rows(model, recipe, ROWS), "data_collator": collate}
+    trainer = kind(model=model, args=make_arguments(folder, lr_scheduler_type="constant"), **parts)
     trainer.train()
-    found = [{key: entry[key] for key in LOGGED} for entry in trainer.state.log_history if "loss" in entry]
-    changes = [after.detach() - start for after, start in zip(model.parameters(), before, strict=True)]
     trainer.accelerator.free_memory()
-    return Ended(changes, found)
-
-
-def make_arguments(folder: str) -> TrainingArguments:
-    """One epoch in the order of the rows, each step logged; a gradient is never clipped, but its norm is logged."""
-    many = {"ddp_backend": "gloo"} if int(os.environ.get("WORLD_SIZE", 1)) > 1 else {}
-    return TrainingArguments(
-        folder,
-        use_cpu=True,
-        num_train_epochs=1,
-        per_device_train_batch_size=GLOBAL_BATCH,
-        optim="sgd",
-        learning_rate=0.1,
-        lr_scheduler_type="constant",
-        max_grad_norm=1e30,
-        train_sampling_strategy="sequential",
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        **many,
-    )
+    found = [{key: entry[key] for key in LOGGED} for entry in trainer.state.log_history if "loss" in entry]
+    return Ended(changes(), found)
 
 
 def list_classes(folder: Path, _: int) -> None:
@@ -111,7 +73,7 @@ def reference_all(folder: Path, _: int, names: Sequence[str], recipes: dict[str,
     torch.set_num_threads(1)
     for name in names:
         given = recipes.get(name)
-        say(folder / "bare.jsonl", name, lambda name=name, given=given: reference(folder, name, given))
+        say(folder / "reference_all0.jsonl", name, lambda name=name, given=given: reference(folder, name, given))
 
 
 def reference(folder: Path, name: str, given: Any) -> dict[str, Any]:
@@ -138,7 +100,7 @@ def plan_all(folder: Path, rank: int, names: Sequence[str], recipes: dict[str, A
     torch.set_num_threads(1)
     for name in names:
         recipe = msgspec.convert(recipes[name], Recipe)
-        say(folder / f"planned{rank}.jsonl", name, lambda name=name, recipe=recipe: planned(folder, name, recipe))
+        say(folder / f"plan_all{rank}.jsonl", name, lambda name=name, recipe=recipe: planned(folder, name, recipe))
 
 
 def planned(folder: Path, name: str, recipe: Recipe) -> dict[str, Any]:
@@ -176,42 +138,3 @@ def loss_of(model: Any, recipe: Recipe, seed: int) -> float:
     torch.manual_seed(seed)
     with torch.no_grad():
         return float(model(**collate(Rows(model, recipe, 3).rows))["loss"])
-
-
-def compare(ended: Ended, bare: Ended) -> dict[str, float]:
-    """The largest difference of a weight in parts of the largest change of one, and of what was logged."""
-    largest = max(float(each.abs().max()) for each in bare.changes if each.numel())
-    pairs = zip(ended.changes, bare.changes, strict=True)
-    apart = max(float((one - other).abs().max()) for one, other in pairs if one.numel())
-    logged = {
-        key: max(
-            (far(one[key], other[key]) for one, other in zip(ended.logged, bare.logged, strict=False)), default=9.0
-        )
-        for key in LOGGED
-    }
-    return {"weights": apart / largest if largest else 9.0, **logged, "change": largest}
-
-
-def far(one: float, other: float) -> float:
-    """Relative difference."""
-    return abs(one - other) / max(abs(other), 1e-300)
-
-
-def say(path: Path, name: str, called: Any) -> None:
-    """Append what `called` finds of this class; what it raises ends the process, once it is written down."""
-    signal.alarm(SECONDS)
-    began = time.monotonic()
-    try:
-        found = called()
-    except BaseException as error:
-        found = {"raised": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-        _append(path, {"class": name, **found})
-        raise
-    finally:
-        signal.alarm(0)
-    _append(path, {"class": name, "seconds": time.monotonic() - began, **found})
-
-
-def _append(path: Path, found: dict[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(found) + "\n")

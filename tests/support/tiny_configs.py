@@ -16,7 +16,10 @@ _WHOLE = (  # (what a name matches, its value), the first that matches; a value 
     (r"^(num_key_value_heads|num_kv_heads|n_head_kv|multi_query_group_num)$", 2),
     (r"kernel|stride|^(padding|pool_size|num_channels|in_chans|num_stages|num_beams|temporal_patch_size)$", None),
     (r"(^|_)(num|n)_.*(heads?)(_.*)?$|attention_heads$|^(n_head|n_heads|num_heads|nhead)$", 4),
-    (r"layer.*(offset|period)|every|first_k_dense|num_mem_blocks|ngram|num_hash|buckets|^(conv_depth)$", None),
+    (
+        r"index_topk|layer.*(offset|period)|every|first_k_dense|num_mem_blocks|ngram|num_hash|buckets|^(conv_depth)$",
+        None,
+    ),
     (r"max_source_positions|max_target_positions|max_speech_positions|max_position|num_frames$|max_length$", None),
     (r"extract_layers|conv_layers", None),
     (r"^(num|n)_.*layers?$|_layers$|^(n_layer|depth|n_layers|num_layers|num_blocks)$", 2),
@@ -98,8 +101,8 @@ def shrink(config: Any) -> dict[str, Any]:
             made[name] = _MISSING[name]
         elif (small := _shrink_value(name, value)) != value:
             made[name] = small
-    heads = getattr(config, "num_attention_heads", None)
-    if made.get("num_key_value_heads") and heads == getattr(config, "num_key_value_heads", None):
+    own = vars(config)
+    if made.get("num_key_value_heads") and own.get("num_attention_heads") == own["num_key_value_heads"]:
         made["num_key_value_heads"] = made["num_attention_heads"]
     more = {name: value for name, value in _MORE.items() if hasattr(config, name)}
     return {**made, **_special_tokens(config), **more, **_OWN.get(type(config).__name__, {})}

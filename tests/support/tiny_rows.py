@@ -37,7 +37,7 @@ class Rows(Dataset[Row]):
             torch.float32 if recipe.dtype == "float32" else torch.float64,
             set(inspect.signature(type(model).forward).parameters),
         )
-        self.rows: list[Row] = []
+        self.recipe, self.rows = recipe, list[Row]()
         for number in range(rows):
             draw = Draw(model, number, dtype, recipe.even)
             row = by_kind(recipe.inputs)(draw)
