@@ -1,7 +1,7 @@
 """Trains models, losses and trainers by a plan and bare: which are exact, which refused, and which figures differ.
 
-`python -m benchmarks.trainer_matrix` takes a quarter of an hour on two cores and writes docs/benchmarks/trainer_matrix.md.
-`--only PATTERN` trains the cases whose names match ("decoder | own | transformers | passes | tail | 2"), and prints
+`python -m benchmarks.trainer_matrix` takes a quarter of an hour and writes docs/benchmarks/trainer_matrix.md.
+`--only PATTERN` trains the cases whose names match ("decoder | own | transformers | passes | tail | 2") and prints
 them; `--all` has every layout of each, twice as many.
 """
 
