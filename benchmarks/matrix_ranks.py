@@ -9,6 +9,7 @@ from typing import Any
 import accelerate  # noqa: F401 - imported before the ranks are forked
 import lightning.pytorch  # noqa: F401 - the same
 import torch
+import torch._dynamo
 import transformers
 
 import tests.support.trl_programs  # noqa: F401 - the same

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from benchmarks.chunks import Chunks, Found
 from benchmarks.transformers_page import judge, write_page
@@ -31,13 +33,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", help="a pattern of names; nothing is written")
     parser.add_argument("--raw", type=Path, help="a file for a line of JSON of each class, as soon as it is known")
+    parser.add_argument("--minutes", type=float, default=1000.0, help="start no further classes after so many")
     options = parser.parse_args()
     began, found = time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder, RankServer(RANKS) as server:
         server.run(f"{RANKS}.list_classes", Path(folder), ranks=place_ranks(1))
         names: list[str] = json.loads((Path(folder) / "names.json").read_text())
         chosen = [name for name in names if not options.only or re.search(options.only, name)]
-        for each in run(Chunks(server, Path(folder), RANKS), chosen):
+        chosen.sort(key=lambda name: crc32(name.encode()))  # so that a part of them is a sample
+        for each in run(Chunks(server, Path(folder), RANKS), chosen, began + 60 * options.minutes):
             found.append(each)
             if options.raw:
                 with options.raw.open("a") as file:
@@ -45,15 +49,17 @@ def main() -> None:
             if options.only or judge(each) in ("different", "hangs"):
                 print(judge(each), json.dumps(each), flush=True)
     if not options.only:
-        write_page(PAGE, found, time.monotonic() - began)
+        write_page(PAGE, found, len(names), time.monotonic() - began)
 
 
-def run(chunks: Chunks, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+def run(chunks: Chunks, names: Sequence[str], until: float = math.inf) -> Iterator[dict[str, Any]]:
     """What was found of each class; those that aren't exact are trained once more, otherwise.
 
     "widened": without the float32 that a class computes in by itself; "even": with rows of one length.
     """
     for start in range(0, len(names), CHUNK):
+        if time.monotonic() > until:
+            return
         found = train(chunks, names[start : start + CHUNK], {})
         again(chunks, found, "widened", {"dtype": "widened"}, is_narrow)
         again(chunks, found, "even", {"even": True}, lambda each: each.get("uneven") and judge(each) not in FINE)

@@ -49,18 +49,20 @@ def judge(found: dict[str, Any]) -> str:
     return "random" if found.get("random") else "different"
 
 
-def write_page(path: Path, found: Sequence[dict[str, Any]], seconds: float) -> None:
+def write_page(path: Path, found: Sequence[dict[str, Any]], classes: int, seconds: float) -> None:
     """The whole page."""
     by_verdict: dict[str, list[dict[str, Any]]] = {name: [] for name in VERDICTS}
     for each in found:
         by_verdict[judge(each)].append(each)
-    path.write_text("\n".join([*_head(by_verdict, seconds), *_details(by_verdict)]) + "\n")
+    for members in by_verdict.values():
+        members.sort(key=lambda each: str(each["name"]))
+    path.write_text("\n".join([*_head(by_verdict, classes, seconds), *_details(by_verdict)]) + "\n")
 
 
-def _head(by_verdict: dict[str, list[dict[str, Any]]], seconds: float) -> list[str]:
+def _head(by_verdict: dict[str, list[dict[str, Any]]], classes: int, seconds: float) -> list[str]:
     packages = ", ".join(f"{name} {version(name)}" for name in ("transformers", "torch", "accelerate"))
     tiny = sum(len(each) for name, each in by_verdict.items() if name != "not tiny")
-    whole = sum(map(len, by_verdict.values()))
+    tried = sum(map(len, by_verdict.values()))
     return [
         "# Is every class of transformers exact under a plan?",
         "",
@@ -69,9 +71,10 @@ def _head(by_verdict: dict[str, list[dict[str, Any]]], seconds: float) -> list[s
         "```",
         "python -m benchmarks.transformers_classes",
         "python -m benchmarks.transformers_classes --only '^Bert'",
+        "python -m benchmarks.transformers_classes --minutes 20   # a sample",
         "```",
         "",
-        f"{packages}; {tiny} of {whole} classes could be made tiny; {seconds / 60:.0f} minutes on two cores.",
+        f"{packages}; {tried} of {classes} classes that have a loss, {tiny} of them made tiny; {seconds / 60:.0f} minutes on two cores.",
         "",
         "| verdict | classes |",
         "| --- | ---: |",

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch._dynamo  # optimizers load it on their first step
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer

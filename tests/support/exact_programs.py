@@ -20,7 +20,7 @@ from evener.errors import EvenerError
 from evener.huggingface import with_plan
 from evener.plan import Plan
 from tests.support.exact_losses import LOSSES, NETS, Loss
-from tests.support.huggingface_programs import Texts, make_plan, pad_texts, tiny_llama
+from tests.support.huggingface_programs import Texts, compute_in_float64, make_plan, pad_texts, tiny_llama
 from tests.support.matrix_trainings import Ended, compare, make_arguments, note_changes
 
 ROWS = 21  # two full batches and a tail of five
@@ -86,7 +86,8 @@ def _mask_words(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _texts(collate: Any = pad_texts, adapt: Callable[[Any], Any] = lambda model: model) -> dict[str, Any]:
-    return {"model": widen(adapt(tiny_llama()).double()), "train_dataset": Texts(ROWS), "data_collator": collate}
+    model = adapt(compute_in_float64(tiny_llama())).double()
+    return {"model": model, "train_dataset": Texts(ROWS), "data_collator": collate}
 
 
 def _adapt(model: Any) -> Any:
