@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 
 from evener.torch_split import Split
-from tests.support.matrix_parts import Case, compute_loss
+from tests.support.matrix_parts import Case, compute_loss, count_labels
 
 
 class Module(pl.LightningModule):
@@ -35,7 +35,10 @@ def fit(
     case: Case, model: Any, split: Split | None, make_loader: Callable[[], Any], folder: str
 ) -> list[dict[str, float]]:
     """Train the model; the metrics that were logged."""
-    strategy: dict[str, Any] = {} if split is None else {"strategy": split.strategy(), "devices": split.world}
+    strategy: dict[str, Any] = {}
+    if split is not None:
+        count = {"count": lambda part: count_labels(case, part.batch)} if case.by_label else {}
+        strategy = {"strategy": split.strategy(**count), "devices": split.world}
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=1,

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +151,10 @@ def _train_loop(case: Case, plan: Plan | None, _: str, accelerator: Any = None) 
         trained, optimizer = accelerator.prepare(model, optimizer)
     trained = trained if split is None else split.wrap(trained)
     backward = torch.Tensor.backward if accelerator is None else accelerator.backward
-    batches = list(_batches(case, rows, collate, None)) if split is None else None
-    steps = -(-case.rows // GLOBAL_BATCH)
-    for number, batch in enumerate(batches or _batches(case, rows, collate, split)):
+    loader, steps = _batches(case, rows, collate, split), -(-case.rows // GLOBAL_BATCH)
+    if split is not None:
+        split.check(loader, lambda part: compute_loss(case, trained, part.batch)[0], _count(case))
+    for number, batch in enumerate(loader):
         last = (number + 1) % case.window == 0 or number + 1 == steps
         scale = 1 / min(case.window, steps - number // case.window * case.window)
         if split is None:
@@ -165,15 +167,14 @@ def _train_loop(case: Case, plan: Plan | None, _: str, accelerator: Any = None) 
     return Ended(changes())
 
 
+def _count(case: Case) -> Callable[[Any], Any] | None:
+    """What `count=` gets."""
+    return (lambda part: count_labels(case, part.batch)) if case.by_label else None
+
+
 def _backward_parts(case: Case, split: Split, model: Any, batch: Any, scale: float, last: bool) -> None:
-    count = (lambda part: count_labels(case, part.batch)) if case.by_label else None
-    options = {} if count is None else {"count": count}
-    if last:
-        for part in split.parts(batch, **options):
-            part.backward(compute_loss(case, model, part.batch)[0] * scale)
-        return
-    with split.no_sync(model):
-        for part in split.parts(batch, **options):
+    with nullcontext() if last else split.no_sync(model):
+        for part in split.parts(batch, count=_count(case)):
             part.backward(compute_loss(case, model, part.batch)[0] * scale)
 
 
@@ -261,9 +262,3 @@ def reference_all(folder: Path, rank: int, names: Sequence[str]) -> None:
     """Cases in one process."""
     torch.set_num_threads(1)
     torch.save({name: train_bare(name) for name in names}, folder / f"{rank}.pt")
-
-
-def same_bare(names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(case, the one whose bare training it shares)."""
-    for name in names:
-        yield name, msgspec.structs.replace(parse(name), passes=True).name
