@@ -52,11 +52,11 @@ class Narrow(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         return made
 
 
-def train(name: str, recipe: Recipe, kind: Any, folder: str) -> Ended:
+def train(name: str, recipe: Recipe, kind: Any, folder: str, collator: Any = collate) -> Ended:
     """Two steps of SGD."""
     model = make_model(name, recipe.dtype)
     changes = note_changes(model)
-    parts = {"train_dataset": Rows(model, recipe, ROWS), "data_collator": collate}
+    parts = {"train_dataset": Rows(model, recipe, ROWS), "data_collator": collator}
     trainer = kind(model=model, args=make_arguments(folder, lr_scheduler_type="constant"), **parts)
     trainer.train()
     trainer.accelerator.free_memory()
@@ -88,6 +88,22 @@ def reference(folder: Path, name: str, given: Any) -> dict[str, Any]:
         ended = train(name, recipe, Trainer, path)
     torch.save(msgspec.structs.asdict(ended), folder / f"{name}.pt")
     return {"recipe": msgspec.to_builtins(recipe), "uneven": is_uneven(make_model(name), recipe)}
+
+
+def reorder_all(folder: Path, _: int, names: Sequence[str], recipes: dict[str, Any]) -> None:
+    """The bare trainer with the rows of each batch the other way round, against the bare trainer."""
+    torch.set_num_threads(1)
+    for name in names:
+        recipe = msgspec.convert(recipes[name], Recipe)
+        say(folder / "reorder_all0.jsonl", name, lambda name=name, recipe=recipe: reorder(folder, name, recipe))
+
+
+def reorder(folder: Path, name: str, recipe: Recipe) -> dict[str, Any]:
+    """How far they are from each other."""
+    with tempfile.TemporaryDirectory() as path:
+        torch.manual_seed(1)
+        ended = train(name, recipe, Trainer, path, lambda rows: collate(rows[::-1]))
+    return compare(ended, Ended(**torch.load(folder / f"{name}.pt")))
 
 
 def is_uneven(model: Any, recipe: Recipe) -> bool:

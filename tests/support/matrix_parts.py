@@ -24,7 +24,8 @@ MODELS: dict[str, tuple[str, Recipe]] = {
     "masked encoder": ("BertForMaskedLM", Recipe("text", "masked tokens")),
     "encoder-decoder": ("T5ForConditionalGeneration", Recipe("text", "target", "widened")),
     "vision": ("ViTForImageClassification", Recipe("image", "class")),
-    "speech": ("Wav2Vec2ForSequenceClassification", Recipe("sound", "class", "widened")),
+    "speech": ("Wav2Vec2ForSequenceClassification", Recipe("sound", "class", "widened", even=True)),
+    "speech, padded": ("Wav2Vec2ForSequenceClassification", Recipe("sound", "class", "widened")),
     "CLIP": ("CLIPModel", Recipe("text and image", "return_loss")),
     "experts": ("MixtralForCausalLM", Recipe("text", "tokens", "widened")),
     "experts' auxiliary loss": ("MixtralForCausalLM", Recipe("text", "tokens", "widened")),
@@ -75,7 +76,9 @@ LAYOUTS = ((True, True, 1), (True, True, 2), (False, True, 1), (False, False, 2)
 def list_cases(layouts: Sequence[tuple[bool, bool, int]] = LAYOUTS) -> Iterator[Case]:
     """All of them, in these layouts."""
     for model, layout in product(MODELS, layouts):
-        for loss in ("own",) if model == "CLIP" or "auxiliary" in model else ("own", *LOSSES, "label smoothing"):
+        for loss in (
+            ("own",) if model == "CLIP" or "," in model or "auxiliary" in model else ("own", *LOSSES, "label smoothing")
+        ):
             yield Case(model, loss, "transformers", *layout)
     for model, trainer, layout in product(("decoder", "encoder", "vision", "CLIP"), TRAINERS[1:], layouts):
         for loss in ("own",) if model == "CLIP" else ("own", "focal", "class weights", "sum"):

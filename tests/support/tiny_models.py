@@ -22,7 +22,7 @@ from tests.support.tiny_labels import label_kinds
 from tests.support.tiny_rows import Recipe, Rows, UnfitError, collate
 
 MOST_PARAMETERS = 8_000_000
-SECONDS = 4.0  # of tries for each precision
+SECONDS = 2.0  # of tries for each precision
 SEED = 5
 TAUGHT = ("labels", "return_loss", "start_positions", "future_values", "target_values")
 
