@@ -17,6 +17,7 @@ from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import msgspec
 
@@ -25,7 +26,7 @@ from tests.support.matrix_parts import LAYOUTS, Case, list_cases, parse
 from tests.support.rank_server import RankServer
 
 RANKS = "benchmarks.matrix_ranks"
-CHUNK = 60
+CHUNK = 30
 PAGE = Path(__file__).parents[1] / "docs/benchmarks/trainer_matrix.md"
 EXACT, EXACT_FLOAT32 = 1e-9, 1e-6
 FLOAT32 = ("loss", "train_loss", "eval_loss")  # figures that transformers sums in float32
@@ -46,23 +47,27 @@ def main() -> None:
     parser.add_argument(
         "--all", action="store_true", help="passes or not, a tail or not, one batch or two: eight layouts"
     )
+    parser.add_argument("--minutes", type=float, default=1000.0, help="start no further trainings after so many")
     options = parser.parse_args()
     layouts = tuple(product((True, False), (True, False), (1, 2))) if options.all else LAYOUTS
     began, found = time.monotonic(), dict[str, Any]()
     names = [case.name for case in list_cases(layouts) if not options.only or re.search(options.only, case.name)]
     with tempfile.TemporaryDirectory() as folder, RankServer(RANKS) as server:
-        for name, each in run(Chunks(server, Path(folder), RANKS), names):
+        for name, each in run(Chunks(server, Path(folder), RANKS), names, began + 60 * options.minutes):
             found[name] = each
             if options.only or judge(parse(name), each) not in ("exact", "refused"):
                 print(judge(parse(name), each), name, each, flush=True)
     if not options.only:
-        PAGE.write_text("\n".join(write_page(found, time.monotonic() - began)) + "\n")
+        PAGE.write_text("\n".join(write_page(found, len(names), time.monotonic() - began)) + "\n")
 
 
-def run(chunks: Chunks, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What was found of each case; passes and rows at once share a bare training."""
+def run(chunks: Chunks, names: Sequence[str], until: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What was found of each case, a sample if time ends; passes and rows at once share a bare training."""
+    ordered = sorted(names, key=lambda name: crc32(name.encode()))
     for start in range(0, len(names), CHUNK):
-        chunk = names[start : start + CHUNK]
+        if time.monotonic() > until:
+            return
+        chunk = ordered[start : start + CHUNK]
         references = {name: msgspec.structs.replace(parse(name), passes=True).name for name in chunk}
         bare: Found = chunks.run("reference_all", list(dict.fromkeys(references.values())), None)
         broken = {name: bare[references[name]] for name in chunk if "seconds" not in bare[references[name]]}
@@ -97,18 +102,18 @@ def list_figures(case: Case, found: dict[str, Any]) -> dict[str, float]:
 # ---------------------------------------------------------------------- the page
 
 
-def write_page(found: dict[str, dict[str, Any]], seconds: float) -> list[str]:
+def write_page(found: dict[str, dict[str, Any]], cases: int, seconds: float) -> list[str]:
     """Its lines."""
     counted = Counter(judge(parse(name), each) for name, each in found.items())
     groups: dict[tuple[str, str, str], list[tuple[Case, dict[str, Any]]]] = defaultdict(list)
-    for name, each in found.items():
+    for name, each in sorted(found.items()):
         case = parse(name)
         groups[case.trainer, case.model, case.loss].append((case, each))
     packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     tally = ", ".join(f"{count} {verdict}" for verdict, count in counted.most_common())
     lines = ["# Is every trainer exact under a plan?", "", *TEXT.splitlines(), ""]
     lines += ["```", "python -m benchmarks.trainer_matrix", "```", ""]
-    lines += [f"{packages}; {len(found)} trainings: {tally}; {seconds / 60:.0f} minutes on two cores."]
+    lines += [f"{packages}; {len(found)} of {cases} trainings: {tally}; {seconds / 60:.0f} minutes on two cores."]
     for trainer in dict.fromkeys(trainer for trainer, _, _ in groups):
         lines += [
             "",

@@ -37,7 +37,6 @@ EXACT = (
     "decoder | own | PyTorch | passes | tail | 1",
     "decoder | own | accelerate | passes | tail | 2",
     "vision | own | Lightning | passes | tail | 2",
-    "decoder | own | Lightning | passes | tail | 1",
 )
 REFUSED = {
     "CLIP | own | transformers | at once | even | 2": "it isn't a mean over rows",
@@ -47,7 +46,6 @@ REFUSED = {
     "experts' auxiliary loss | own | transformers | passes | tail | 1": "auxiliary loss",
     "CLIP | own | PyTorch | passes | tail | 1": "it isn't a mean over rows",
     "vision | sum | accelerate | passes | tail | 1": "it is a sum, not a mean",
-    "encoder | class weights | Lightning | passes | tail | 1": "it isn't a mean over rows",
 }
 SUMMED = ("loss", "train_loss", "eval_loss")  # by transformers in float32
 

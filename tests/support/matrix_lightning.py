@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import lightning.pytorch as pl
@@ -37,7 +38,8 @@ def fit(
     """Train the model; the metrics that were logged."""
     strategy: dict[str, Any] = {}
     if split is not None:
-        count = {"count": lambda part: count_labels(case, part.batch)} if case.by_label else {}
+        known = case.by_label and "count" in signature(split.strategy).parameters  # else it weighs by rows
+        count = {"count": lambda part: count_labels(case, part.batch)} if known else {}
         strategy = {"strategy": split.strategy(**count), "devices": split.world}
     trainer = pl.Trainer(
         accelerator="cpu",
