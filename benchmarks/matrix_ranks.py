@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def reference_all(folder: Path, _: int, names: Sequence[str], __: Any) -> None:
     """Bare, in this process."""
     torch.set_num_threads(1)
     for name in names:
-        say(folder / "reference_all0.jsonl", name, lambda name=name: keep(folder, name))
+        say(folder / "reference_all0.jsonl", name, partial(keep, folder, name))
 
 
 def keep(folder: Path, name: str) -> dict[str, Any]:
@@ -37,4 +38,4 @@ def plan_all(folder: Path, rank: int, names: Sequence[str], references: dict[str
     torch.set_num_threads(1)
     for name in names:
         kept = folder / f"{references[name]}.pt"
-        say(folder / f"plan_all{rank}.jsonl", name, lambda name=name, kept=kept: train_planned(name, torch.load(kept)))
+        say(folder / f"plan_all{rank}.jsonl", name, partial(train_planned, name, torch.load(kept)))

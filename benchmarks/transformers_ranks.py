@@ -10,6 +10,7 @@ import json
 import tempfile
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def reference_all(folder: Path, _: int, names: Sequence[str], recipes: dict[str,
     torch.set_num_threads(1)
     for name in names:
         given = recipes.get(name)
-        say(folder / "reference_all0.jsonl", name, lambda name=name, given=given: reference(folder, name, given))
+        say(folder / "reference_all0.jsonl", name, partial(reference, folder, name, given))
 
 
 def reference(folder: Path, name: str, given: Any) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def reorder_all(folder: Path, _: int, names: Sequence[str], recipes: dict[str, A
     torch.set_num_threads(1)
     for name in names:
         recipe = msgspec.convert(recipes[name], Recipe)
-        say(folder / "reorder_all0.jsonl", name, lambda name=name, recipe=recipe: reorder(folder, name, recipe))
+        say(folder / "reorder_all0.jsonl", name, partial(reorder, folder, name, recipe))
 
 
 def reorder(folder: Path, name: str, recipe: Recipe) -> dict[str, Any]:
@@ -117,7 +118,7 @@ def plan_all(folder: Path, rank: int, names: Sequence[str], recipes: dict[str, A
     torch.set_num_threads(1)
     for name in names:
         recipe = msgspec.convert(recipes[name], Recipe)
-        say(folder / f"plan_all{rank}.jsonl", name, lambda name=name, recipe=recipe: planned(folder, name, recipe))
+        say(folder / f"plan_all{rank}.jsonl", name, partial(planned, folder, name, recipe))
 
 
 def planned(folder: Path, name: str, recipe: Recipe) -> dict[str, Any]:

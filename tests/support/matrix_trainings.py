@@ -112,7 +112,7 @@ def _choose_trainer(case: Case) -> tuple[Any, dict[str, Any]]:
     if case.loss not in LOSSES:
         return Trainer, {}
 
-    class OwnLoss(Trainer):  # type: ignore[misc]  # transformers has no complete types
+    class OwnLoss(Trainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
             loss, outputs = compute_loss(case, model, inputs)
             return (loss, outputs) if return_outputs else loss

@@ -82,7 +82,7 @@ def _build(name: str) -> Any:
     return kind(config)
 
 
-class Wide(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed
+class Wide(TorchFunctionMode):
     """Computes in float64 where the code says float32."""
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
