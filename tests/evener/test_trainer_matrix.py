@@ -36,7 +36,7 @@ EXACT = (
     "encoder | focal | PyTorch | passes | tail | 2",
     "decoder | own | PyTorch | passes | tail | 1",
     "decoder | own | accelerate | passes | tail | 2",
-    "vision | own | Lightning | passes | tail | 2",
+    "vision | own | Lightning | at once | tail | 1",
 )
 REFUSED = {
     "CLIP | own | transformers | at once | even | 2": "it isn't a mean over rows",
