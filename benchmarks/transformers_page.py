@@ -111,7 +111,7 @@ def _different(found: list[dict[str, Any]]) -> list[str]:
     if not found:
         return []
     rows = [
-        f"| {each['class']} | {_rows(each)} | {each['weights']:.1e} | {each['loss']:.1e} | {each['grad_norm']:.1e} |"
+        f"| {each['name']} | {_rows(each)} | {each['weights']:.1e} | {each['loss']:.1e} | {each['grad_norm']:.1e} |"
         f" {_even(each)} | {'; '.join(each['warned'])} |"
         for each in found
     ]
