@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -40,6 +41,8 @@ def judge(found: dict[str, Any]) -> str:
         return "refused"
     if "weights" not in found:
         return "hangs"
+    if not math.isfinite(found["change"]):
+        return "not tiny"
     largest = max(found["weights"], found["grad_norm"], found["learning_rate"], found["epoch"])
     if found["loss"] > LOGGED_LOSS:
         largest = found["loss"]
@@ -163,5 +166,7 @@ def _rows(found: dict[str, Any]) -> str:
 
 def _why(found: dict[str, Any]) -> str:
     """In short: the error's type and first words."""
-    reason: str = found.get("not_tiny") or found.get("raised") or found.get("ended") or ""
+    reason: str = (
+        found.get("not_tiny") or found.get("raised") or found.get("ended") or "the bare trainer's weights become NaN"
+    )
     return reason[:150]
