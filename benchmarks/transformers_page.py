@@ -13,6 +13,13 @@ from typing import Any
 EXACT, EXACT_FLOAT32 = 1e-9, 1e-6
 ALIKE = 30.0  # differences that are of one size
 LOGGED_LOSS = 1e-6  # the trainer sums what it logs in float32
+PADDED = "its loss changes a little with the padding of its rows, by less than the check can tell from rounding"
+KNOWN = {  # what was found of those that differ
+    "ConvBertForSequenceClassification": PADDED,
+    "NystromformerForSequenceClassification": PADDED,
+    "Speech2TextForConditionalGeneration": PADDED,
+    "LevitForImageClassification": "not by a plan: in one process, too, a row alone has another gradient than with others",
+}
 VERDICTS = {
     "exact": "exact: weights, logged loss and gradient norm differ by at most 1e-9",
     "float32": "exact to float32: the class computes in float32 by itself; at most 1e-6, or 1e-9 in float64 instead",
@@ -115,10 +122,10 @@ def _different(found: list[dict[str, Any]]) -> list[str]:
         return []
     rows = [
         f"| {each['name']} | {_rows(each)} | {each['weights']:.1e} | {each['loss']:.1e} | {each['grad_norm']:.1e} |"
-        f" {_even(each)} | {'; '.join(each['warned'])} |"
+        f" {_even(each)} | {'; '.join(each['warned']) or KNOWN.get(each['name'], '')} |"
         for each in found
     ]
-    head = "| class | rows | weights | loss | gradient norm | with rows of one length | warned |"
+    head = "| class | rows | weights | loss | gradient norm | with rows of one length | why |"
     return [head, "| --- | --- | ---: | ---: | ---: | --- | --- |", *rows]
 
 
