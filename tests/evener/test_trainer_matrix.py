@@ -36,7 +36,7 @@ EXACT = (
     "encoder | focal | PyTorch | passes | tail | 2",
     "decoder | own | PyTorch | passes | tail | 1",
     "decoder | own | accelerate | passes | tail | 2",
-    "vision | own | Lightning | at once | tail | 1",
+    "vision | own | Lightning | passes | tail | 2",
 )
 REFUSED = {
     "CLIP | own | transformers | at once | even | 2": "it isn't a mean over rows",
@@ -46,6 +46,7 @@ REFUSED = {
     "experts' auxiliary loss | own | transformers | passes | tail | 1": "auxiliary loss",
     "CLIP | own | PyTorch | passes | tail | 1": "it isn't a mean over rows",
     "vision | sum | accelerate | passes | tail | 1": "it is a sum, not a mean",
+    "encoder | class weights | Lightning | passes | tail | 1": "it isn't a mean over rows",
 }
 SUMMED = ("loss", "train_loss", "eval_loss")  # by transformers in float32
 

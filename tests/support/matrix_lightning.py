@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import signature
 from typing import Any
 
 import lightning.pytorch as pl
@@ -38,8 +37,7 @@ def fit(
     """Train the model; the metrics that were logged."""
     strategy: dict[str, Any] = {}
     if split is not None:
-        known = case.by_label and "count" in signature(split.strategy).parameters  # else it weighs by rows
-        count = {"count": lambda part: count_labels(case, part.batch)} if known else {}
+        count: dict[str, Any] = {"count": lambda part: count_labels(case, part.batch)} if case.by_label else {}
         strategy = {"strategy": split.strategy(**count), "devices": split.world}
     trainer = pl.Trainer(
         accelerator="cpu",
