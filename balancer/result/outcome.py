@@ -110,7 +110,8 @@ def build_outcome(
         sentence += explain_efficiency(search, plan)
         verdict = measurements.add_doubt(measurements.add_taken_memory(sentence, seen, devices), doubts)
     else:
-        verdict = measurements.add_remedy(sentence, doubts, header.run)
+        remedy = measurements.add_remedy(sentence, doubts, header.run)
+        verdict = measurements.add_taken_memory(remedy, seen, devices)
     few_steps = measurements.explain_few_steps(chosen.layout, facts.rows)
     return Outcome(plan, few_steps + explain_short_budget(search, seen, why_stopped) + verdict)
 

@@ -46,6 +46,7 @@ memory_per_sample_mib = 4.0
 curve = [[64, 60.0], [512, 400.0]]
 """
 WORDS = {
+    "engine",
     "entry",
     "outcome",
     "kind",
@@ -59,7 +60,8 @@ WORDS = {
 def poisoned(data: Any) -> Any:
     """The same JSON with every text that is free replaced by the evil one."""
     if isinstance(data, dict):
-        return {key: item if key in WORDS else poisoned(item) for key, item in data.items()}
+        kept = {key: item if key in WORDS else poisoned(item) for key, item in data.items()}
+        return {**kept, "device": f"{EVIL}{data['device']}"} if "device" in data else kept  # no two are one
     if isinstance(data, list):
         return [poisoned(item) for item in data]
     return EVIL if isinstance(data, str) else data
