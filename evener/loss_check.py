@@ -39,7 +39,6 @@ class LossMeaning(msgspec.Struct, frozen=True):
     mean_over: tuple[str, ...]
     error: float
     rounding: float
-    telling: bool = True  # the parts' losses differ by enough to tell a mean from something else
 
 
 def judge(figures: LossFigures) -> LossMeaning:
@@ -49,8 +48,7 @@ def judge(figures: LossFigures) -> LossMeaning:
     differences = {name: abs(figures.whole - mean_by(figures, name)) / scale for name in figures.counts}
     errors = {name: error if math.isfinite(error) else math.inf for name, error in differences.items()}
     fitting = tuple(name for name, error in errors.items() if error <= figures.rounding)
-    spread = (max(losses, default=0.0) - min(losses, default=0.0)) / scale
-    return LossMeaning(fitting, min(errors.values()), figures.rounding, spread > 20 * figures.rounding)
+    return LossMeaning(fitting, min(errors.values()), figures.rounding)
 
 
 def mean_by(figures: LossFigures, name: str) -> float:

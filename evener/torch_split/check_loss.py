@@ -108,13 +108,11 @@ class LossCheck:
         def fits(figures: LossFigures) -> bool:
             return bool(set(judge(figures).mean_over) & set(wanted or figures.counts))
 
-        figures, shaken = self.figures(function), False
-        if fits(figures) and not judge(figures).telling:
-            figures, shaken = self.figures(function, shaken=True), True
-        if not fits(figures) and self._is_random(function, figures, shaken):
-            figures = self.figures(function, training=False, shaken=shaken)
+        figures = self.figures(function)
+        if not fits(figures) and self._is_random(function, figures):
+            figures = self.figures(function, training=False)
         if not fits(figures):
-            self._refuse(function, figures, shaken, fits)
+            self._refuse(function, figures, fits)
         if self.measure.changed:
             warnings.warn(
                 f"Each training pass changes the model's buffer {min(self.measure.changed)}: with shares every device"
@@ -123,12 +121,10 @@ class LossCheck:
             )
         return judge(figures)
 
-    def figures(
-        self, function: Compute, training: bool = True, shaken: bool = False, parts: tuple[Any, ...] | None = None
-    ) -> LossFigures:
+    def figures(self, function: Compute, training: bool = True, parts: tuple[Any, ...] | None = None) -> LossFigures:
         """The losses of the rows; ArithmeticError where its rows have none."""
         chosen = self.batch.parts if parts is None else parts
-        with self.measure.open(training, shaken):
+        with self.measure.open(training):
             whole, *losses = [self.measure.compute(function, each) for each in (self.batch.whole, *chosen)]
         if not math.isfinite(whole):
             raise ArithmeticError(f"the loss of {sum(self.batch.rows)} rows is {whole}")
@@ -136,20 +132,18 @@ class LossCheck:
         counts = {name: tuple(each[name] for each in counted) for name in counted[0]}
         return LossFigures(whole, tuple(losses), {"rows": self.batch.rows, **counts}, self.measure.rounding)
 
-    def _is_random(self, function: Compute, figures: LossFigures, shaken: bool) -> bool:
+    def _is_random(self, function: Compute, figures: LossFigures) -> bool:
         """Whether random numbers explain figures that don't fit: not PyTorch's own, or as many as padding makes."""
-        with self.measure.open(shaken=shaken):
+        with self.measure.open():
             other = self.measure.compute(function, self.batch.whole, SEED + 1)
         if abs(other - figures.whole) > figures.rounding * abs(figures.whole):
             return True
         cut = self.batch.cut if self.measure.draws else None
-        return cut is not None and bool(judge(self.figures(function, shaken=shaken, parts=cut)).mean_over)
+        return cut is not None and bool(judge(self.figures(function, parts=cut)).mean_over)
 
-    def _refuse(
-        self, function: Compute, figures: LossFigures, shaken: bool, fits: Callable[[LossFigures], bool]
-    ) -> NoReturn:
+    def _refuse(self, function: Compute, figures: LossFigures, fits: Callable[[LossFigures], bool]) -> NoReturn:
         cut = self.batch.cut
-        if cut is not None and fits(self.figures(function, shaken=shaken, parts=cut)):
+        if cut is not None and fits(self.figures(function, parts=cut)):
             raise RequestError(
                 f"The loss of the same {sum(self.batch.rows)} rows changes with their padding, and shares pad their"
                 " rows to other lengths.",

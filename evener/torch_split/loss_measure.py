@@ -7,12 +7,14 @@ draws the same random numbers. Nothing of it is left in the model, the trainer o
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.weak import WeakIdKeyDictionary
 
 from evener.loss_check import FLOAT32_ROUNDING, FLOAT64_ROUNDING, MIXED_ROUNDING
 from evener.torch_split.even_randomness import SEED, EvenRandomness
@@ -38,17 +40,17 @@ class LossMeasure:
         self._with_gradients = False
 
     @contextmanager
-    def open(self, training: bool = True, shaken: bool = False) -> Iterator[LossMeasure]:
+    def open(self, training: bool = True) -> Iterator[LossMeasure]:
         """Within it, `compute` leaves no trace; `training`: with what models do in training only.
 
-        `shaken`: the weights are moved a little, as weights that are all zero give every row the same loss.
+        The weights are moved a little: those that are all zero give every row the same loss, until they have learned.
         """
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.enter_context(kept_state([self._model, *self._holders]))
             torch.manual_seed(SEED)
-            stack.enter_context(_full_precision(self._model, shaken))
+            stack.enter_context(_full_precision(self._model))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for module in self._model.modules():
                 module.training = training and not isinstance(module, _BatchNorm)
@@ -98,17 +100,18 @@ class LossMeasure:
 
 
 @contextmanager
-def _full_precision(model: torch.nn.Module, shaken: bool) -> Iterator[None]:
-    """Weights of 16 bits as float32, no autocast, no TF32."""
+def _full_precision(model: torch.nn.Module) -> Iterator[None]:
+    """Moved weights, of 16 bits as float32, no autocast, no TF32."""
     swapped: list[tuple[Any, Any]] = []
     entered = torch.amp.autocast_mode.autocast.__enter__, torch.amp.autocast_mode.autocast.__exit__
     matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    kept = _find_padding(model)
     try:
         for tensor in [*model.parameters(), *model.buffers()]:
-            moved = shaken and tensor.requires_grad and tensor.is_floating_point()
+            moved = tensor.requires_grad and tensor.is_floating_point()
             if (moved or tensor.dtype in _HALF) and type(tensor.data) is torch.Tensor:
                 swapped.append((tensor, tensor.data))
-                tensor.data = _shake(tensor.data) if moved else tensor.data.float()
+                tensor.data = _move(tensor.data, kept.get(tensor)) if moved else tensor.data.float()
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         torch.amp.autocast_mode.autocast.__enter__ = lambda self: self
         torch.amp.autocast_mode.autocast.__exit__ = lambda *_: None
@@ -120,6 +123,22 @@ def _full_precision(model: torch.nn.Module, shaken: bool) -> Iterator[None]:
             tensor.data = data
 
 
-def _shake(data: torch.Tensor) -> torch.Tensor:
+def _find_padding(model: torch.nn.Module) -> WeakIdKeyDictionary:
+    """The row of each embedding that stands for padding, and is never trained as no other layer has its weight."""
+    users = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
+    found = WeakIdKeyDictionary()
+    for module in model.modules():
+        row = getattr(module, "padding_idx", None)
+        if row is not None and isinstance(module, torch.nn.Embedding) and users[id(module.weight)] == 1:
+            found[module.weight] = row
+    return found
+
+
+def _move(data: torch.Tensor, kept: int | None) -> torch.Tensor:
+    """By a tenth of their spread, but for a row that is kept."""
     whole = data.float() if data.dtype in _HALF else data
-    return whole + 0.05 * torch.randn_like(whole)
+    spread = whole.std() if whole.numel() > 1 else whole.abs().sum()
+    moved = whole + torch.randn_like(whole) * (0.1 * spread + 0.01)
+    if kept is not None:
+        moved[kept] = whole[kept]
+    return moved

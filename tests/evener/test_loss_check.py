@@ -45,10 +45,6 @@ def test_a_sum_is_called_one() -> None:
     assert "it is a sum" in describe(LossFigures(8.0, (3.0, 5.0), {"rows": (3, 5)}))
 
 
-def test_losses_that_are_all_alike_tell_nothing() -> None:
-    assert not judge(LossFigures(1.0, (1.0, 1.0), {"rows": (3, 5)})).telling
-
-
 # --------------------------------------------------------------------------- in PyTorch
 
 
