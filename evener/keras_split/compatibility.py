@@ -94,6 +94,7 @@ def check_workers(model: Any) -> None:
 def check_mirrored(model: Any) -> None:
     """Refuse what Keras does wrongly, or not at all, under a MirroredStrategy with unequal shares."""
     _check_partial_loss(model, "mirrored")
+    _check_row_means(model)
     if model.jit_compile:
         raise RequestError(
             "engine='mirrored' can't run with jit_compile=True.", "Compile with jit_compile=False, or train on one GPU."
@@ -111,19 +112,18 @@ CHECKS = {
 }
 
 
-def check_mask(outputs: Any, who: str, remedy: str = _TOWERS) -> None:
+def check_mask(outputs: Any) -> None:
     """Refuse a mask that reaches the loss: its mean is over a replica's valid steps, not over its rows."""
     if any(getattr(tensor, "_keras_mask", None) is not None for tensor in keras.tree.flatten(outputs)):
-        raise RequestError(f"{who} can't weight a masked loss exactly.", remedy)
+        raise RequestError("engine='mirrored' can't weight a masked loss exactly.", _TOWERS)
 
 
 def check_passes(model: Any, rows: int) -> None:
     """Refuse what is exact only where one loss is computed for a device's whole share; `rows`: of a pass."""
     check_compiled(model)
-    _check_row_means(model, "A plan with passes", NO_PASSES)
     if model.run_eagerly:
         raise RequestError("Passes can't run eagerly.", f"Compile with run_eagerly=False. {NO_PASSES}")
-    if any(layer.trainable for layer in _normalizations(model, synchronized=False)):
+    if any(layer.trainable for layer in list_normalizations(model, synchronized=False)):
         warn(f"Batch normalization sees one pass of {rows} rows, not the whole share.")
     _warn_sparse(model)
 
@@ -135,13 +135,6 @@ def check_assigned(weights: Sequence[Any]) -> None:
             f"A call of the model assigns {weights[0].path}, as SpectralNormalization does; towers can't keep that.",
             "Use engine='mirrored', whose replicas have weights of their own, or leave that layer out.",
         )
-
-
-def warn_added_losses(model: Any, found: int) -> None:
-    """Warn of losses that the model adds itself: a mean over rows can't be distinguished from a sum."""
-    regularized = sum(1 for layer in all_layers(model) if layer.activity_regularizer is not None)
-    if found > regularized:
-        warn(f"{model.name} adds losses of its own; each is weighted by its device's rows, as a mean over rows should.")
 
 
 def warn_small_data(rows: int, planned: int | None) -> None:
@@ -178,13 +171,13 @@ def _check_partial_loss(model: Any, engine: str) -> None:
             f"engine='{engine}' can't run steps_per_execution={model.steps_per_execution}: TensorFlow fails there.",
             "Compile with steps_per_execution=1, or use engine='towers'.",
         )
-    _check_row_means(model, f"engine='{engine}'", _TOWERS)
     if len(getattr(model, "outputs", None) or []) > 1:
         warn(f"With engine='{engine}' the losses shown for single outputs are means over the devices; `loss` is exact.")
 
 
-def _check_row_means(model: Any, who: str, remedy: str) -> None:
-    """Refuse a loss that isn't known to be a mean over rows, which alone can be put together from parts."""
+def _check_row_means(model: Any) -> None:
+    """Refuse a loss that isn't known to be a mean over rows, which mirrored replicas scale."""
+    who, remedy = "engine='mirrored'", _TOWERS
     if overrides(model, "compute_loss"):
         raise RequestError(f"{who} can't use {type(model).__name__}'s own compute_loss.", remedy)
     for loss in keras.tree.flatten(model.loss):
@@ -214,18 +207,19 @@ def _check_optimizer(optimizer: Any) -> None:
             )
 
 
-def _normalizations(model: Any, synchronized: bool) -> list[Any]:
+def list_normalizations(model: Any, synchronized: bool = False) -> list[Any]:
+    """The layers that normalize over rows."""
     normal = keras.layers.BatchNormalization
     return [each for each in all_layers(model) if isinstance(each, normal) and each.synchronized == synchronized]
 
 
 def _refuse_synchronized(model: Any, remedy: str) -> None:
-    for layer in _normalizations(model, synchronized=True):
+    for layer in list_normalizations(model, synchronized=True):
         raise RequestError(f"{layer.name} synchronizes its statistics, which only engine='mirrored' can.", remedy)
 
 
 def _warn_local_statistics(model: Any, remedy: str) -> None:
-    local = [layer for layer in _normalizations(model, synchronized=False) if layer.trainable]
+    local = [layer for layer in list_normalizations(model, synchronized=False) if layer.trainable]
     if local:
         warn(f"{local[0].name} takes its statistics from each device's own rows, not from the whole batch; {remedy}.")
 

@@ -29,6 +29,7 @@ from evener.keras_split.compatibility import (
 )
 from evener.keras_split.data import ArrayBatches, are_arrays, array_rows, batch_rows, batch_samples, pack_arrays
 from evener.keras_split.dealt_arrays import DealtArrays, check_padding
+from evener.keras_split.first_batch import measure_first
 from evener.plan_check import check_global_batch
 
 
@@ -112,11 +113,25 @@ class FitHooks:
             check_test_step(model, engine)
         if model.jit_compile and engine != "mirrored" and not (engine == "solo" and self.devices[0].endswith(":0")):
             model.jit_compile = False
-        before = getattr(model, "train_function", None)
+        function = name.removeprefix("make_")
+        before = getattr(model, function)
         made = getattr(type(model), name)(model, force)
-        if engine == "multiworker" and model.train_function is not before:
-            model.train_function = self.engine.after_steps(model.train_function)
+        if getattr(model, function) is not before:
+            setattr(model, function, self._wrap(function, getattr(model, function)))
         return made
+
+    def _wrap(self, name: str, function: Any) -> Any:
+        """Keras' function of some steps with what the engine does before and after them."""
+        engine, training = self.engine, name == "train_function"
+        if training and engine.name == "multiworker":
+            function = engine.after_steps(function)
+        if (
+            name == "predict_function"
+            or not hasattr(engine, "findings")
+            or (not training and overrides(self.model, "test_step"))
+        ):
+            return function
+        return measure_first(engine, self.group.device if self.group else self.devices[0], training, function)
 
     def fit(self, *arguments: Any, **keywords: Any) -> Any:
         """`keras.Model.fit`; the default batch size is the split's global batch."""

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from evener.keras_split.compatibility import check_assigned, warn_added_losses
+from evener.keras_split.compatibility import check_assigned
+from evener.keras_split.findings import SUM, Findings
 from evener.keras_split.nested_rows import Tensors
 
 
@@ -25,10 +27,14 @@ def call_on_copies(
         outputs = call_model(model, x, training)
         losses = list(model.losses)
     check_assigned([weight for weight, copy in weights if scope.get_current_value(weight) is not copy])
+    return outputs, *split_losses(model, losses), scope
+
+
+def split_losses(model: Any, losses: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The losses that layers added in a call, and the regularizers of weights, which come last."""
     regularized = sum(getattr(weight, "regularizer", None) is not None for weight in model.trainable_weights)
-    end = len(losses) - regularized  # regularizers come last
-    warn_added_losses(model, end)
-    return outputs, losses[:end], losses[end:], scope
+    end = len(losses) - regularized
+    return list(losses[:end]), list(losses[end:])
 
 
 def loss_with(
@@ -40,6 +46,42 @@ def loss_with(
         return model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=training)
     finally:
         model._losses_override.clear()
+
+
+def part_of_loss(
+    model: Any, found: Findings, losses: Sequence[Any], batch: Sequence[Any], training: bool, parts: tuple[Any, Any]
+) -> Any:
+    """What these rows, (x, y, outputs, weight), add to the loss of the whole batch; `losses` are the model's own.
+
+    `parts`: these rows / all rows, and the same of what the loss is a mean over. Of no rows, a filler row is computed,
+    as the loss of an empty batch need not be a number.
+    """
+    own = own_loss(model, losses, batch, training)
+    added, regularizers = split_losses(model, losses)
+    total = own * tf.cast(parts[1], own.dtype)
+    for place, loss in enumerate(added):
+        total += weigh_added(found.added_kind(place), loss, parts[0], own.dtype)
+    for loss in regularizers:
+        total += tf.cast(loss, own.dtype) * tf.cast(parts[0], own.dtype)
+    return total
+
+
+def own_loss(model: Any, losses: Sequence[Any], batch: Sequence[Any], training: bool) -> Any:
+    """The model's loss on (x, y, outputs, weight) without those of its layers, `losses`."""
+    x, y, outputs, weight = batch
+    nothing = [tf.zeros([], losses[0].dtype)] if losses else []
+    return loss_with(model, nothing, x, y, outputs, weight, training)
+
+
+def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
+    """What a layer's loss on a part of the rows adds to that of the whole batch."""
+    factor = tf.cast(part > 0, dtype) if kind == SUM else tf.cast(part, dtype)
+    return tf.reduce_sum(tf.cast(loss, dtype)) * factor
+
+
+def main_part(kind: str, part: Any) -> Any:
+    """By what the loss of this part of the rows counts, where it adds up by rows or as a sum."""
+    return tf.cast(part > 0, part.dtype) if kind == SUM else part
 
 
 def update_metrics(

@@ -18,11 +18,12 @@ import tensorflow as tf
 
 from evener.errors import RequestError
 from evener.keras_split.batch_bounds import Cut
-from evener.keras_split.compatibility import check_mask
 from evener.keras_split.engines.early_sums import divide_sums
-from evener.keras_split.engines.keras_step import call_model, update_metrics
-from evener.keras_split.engines.layer_state import assign_updates
+from evener.keras_split.engines.keras_step import call_model, main_part, part_of_loss, update_metrics
+from evener.keras_split.engines.layer_state import StateUpdate, adds_up, assign_updates, change, kinds_of_states
 from evener.keras_split.engines.passes import DevicePasses
+from evener.keras_split.findings import COUNTS, Findings
+from evener.keras_split.loss_kinds import count_all
 from evener.keras_split.nested_rows import OwnRows, Tensors, count_rows, cut_rows, take_rows
 from evener.keras_split.rebalancing import GroupRebalancer
 from evener.keras_split.work_times import WorkTimes
@@ -101,6 +102,13 @@ class Group:
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
 
+    def share_text(self, text: bytes, rank: int) -> bytes:
+        """The text that the process of this rank has, in every process."""
+        mine = text if rank == self.rank else b""
+        (length,) = self.sum_now([tf.constant([len(mine)])])
+        codes = list(mine) or [0] * int(length[0])
+        return bytes(self.sum_now([tf.constant(codes)])[0].numpy().tolist())
+
     def sum_now(self, tensors: Sequence[Any]) -> list[Any]:
         """`sum` outside any graph."""
         return list(self._sum(list(tensors))) if tensors else []
@@ -159,6 +167,7 @@ class Workers:
         self.model = model
         self.cut = cut
         self.group = group
+        self.findings: dict[bool, Findings] = {}  # of training, of evaluation
         self.times = WorkTimes(group.rank, group.size)
         self.rebalancing = rebalancing
 
@@ -192,32 +201,63 @@ class Workers:
         model, began = self.model, self.times.now([size])
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         if self.cut.in_passes:
-            passes = DevicePasses(model, self.group.device, 0, (x, y, weight), size, rows)
+            passes = DevicePasses(model, self._found(True), self.group.device, 0, (x, y, weight), size, rows)
             own = passes.run(self.cut.passes(self.group.rank, size))
-            assign_updates([(1.0, own.updates)])
-            y, weight = take_rows(y, size), take_rows(weight, size)
-            return self._apply(began, own.gradients, own.loss, rows, x, y, own.outputs, weight)
-        with tf.GradientTape() as tape:
-            outputs = take_rows(call_model(model, x, True), size)
-            check_mask(outputs, f"engine='{self.name}'")
-            y, weight = take_rows(y, size), take_rows(weight, size)
-            loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=True)
-            loss *= tf.cast(size, loss.dtype) / tf.cast(rows, loss.dtype)
-            scaled = model.optimizer.scale_loss(loss)
-        weights = list(model.trainable_weights)
-        gradients = tape.gradient(scaled, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        return self._apply(began, list(map(tf.convert_to_tensor, gradients)), loss, rows, x, y, outputs, weight)
+            assign_updates([(1.0, [update for update in own.updates if not adds_up(update)])])
+            changed = [(update, tf.convert_to_tensor(update.state)) for update in own.updates if adds_up(update)]
+            gradients, loss, outputs = own.gradients, own.loss, own.outputs
+        else:
+            starts = self._starts_of_states()
+            with tf.GradientTape() as tape:
+                outputs = call_model(model, x, True)
+                loss = self._part_of_loss((x, y, outputs, weight), True, size, rows)
+                scaled = model.optimizer.scale_loss(loss)
+            gradients, outputs = tape.gradient(scaled, list(model.trainable_weights)), take_rows(outputs, size)
+            changed = [(StateUpdate(state, tf.convert_to_tensor(state), kind), at) for state, kind, at in starts]
+        part = tf.cast(size, tf.float64) / tf.cast(rows, tf.float64)
+        states = [(update.state, start, change(update, start, part)) for update, start in changed]
+        y, weight = take_rows(y, size), take_rows(weight, size)
+        return self._apply(began, gradients, loss, states, rows, x, y, outputs, weight)
 
-    def _apply(self, began: Any, gradients: list[Any], loss: Any, rows: Any, *batch: Any) -> dict[str, Any]:
-        """Sum over the processes and update the weights; `batch` is own x, y, outputs and weight, for the metrics."""
-        ready = self.times.now([*gradients, loss])
+    def _found(self, training: bool) -> Findings:
+        return self.findings.get(training) or Findings()
+
+    def _starts_of_states(self) -> list[tuple[Any, str, Any]]:
+        """States that a call assigns and all processes' rows change, with how they add up and their values so far."""
+        found, states = self._found(True), self.model.non_trainable_variables
+        kinds = kinds_of_states(self.model, found)
+        every = [(states[place], kinds[id(states[place])]) for place in found.states]
+        return [(state, kind, tf.identity(state)) for state, kind in every if adds_up(StateUpdate(state, None, kind))]
+
+    def _part_of_loss(self, batch: tuple[Any, ...], training: bool, size: Any, rows: Any) -> Any:
+        """What own rows, of which `size` count, add to the loss of the whole batch."""
+        found, part = self._found(training), tf.cast(size, tf.float64) / tf.cast(rows, tf.float64)
+        main = main_part(found.loss, part)
+        if found.loss in COUNTS:
+            own = count_all(self.model, *batch[1:])[found.loss] * tf.cast(size > 0, tf.float64)
+            main = tf.math.divide_no_nan(own, self.group.sum([own])[0])
+        return part_of_loss(self.model, found, self.model.losses, batch, training, (part, main))
+
+    def _apply(
+        self, began: Any, gradients: list[Any], loss: Any, states: list[tuple[Any, ...]], rows: Any, *batch: Any
+    ) -> dict[str, Any]:
+        """Sum over the processes, update weights and states; `batch` is own x, y, outputs and weight, for the metrics.
+
+        `states` have their values before the step, and what own rows add.
+        """
+        reached = {place: tf.convert_to_tensor(each) for place, each in enumerate(gradients) if each is not None}
+        changes = [change for *_, change in states]
+        ready = self.times.now([*reached.values(), *changes, loss])
         own = self.times.spread(ready - began, loss.dtype)
-        ordered = [loss, *reversed(gradients)]  # a backward pass has the last layer's first
-        loss, *gradients, own_works = self.group.sum([*ordered, own], apart=1)  # which need not wait for a clock
+        ordered = [loss, *changes, *reversed(reached.values())]  # a backward pass has the last layer's first
+        loss, *sums, own_works = self.group.sum([*ordered, own], apart=1)  # which need not wait for a clock
         self.times.note(rows, began, ready, own_works)
-        gradients.reverse()
+        for (state, start, _), total in zip(states, sums, strict=False):
+            state.assign(start + total)
+        reached = dict(zip(reached, reversed(sums[len(states) :]), strict=True))
         if gradients:
-            self.model.optimizer.apply_gradients(zip(gradients, self.model.trainable_weights, strict=True))
+            every = [reached.get(place) for place in range(len(gradients))]
+            self.model.optimizer.apply_gradients(zip(every, self.model.trainable_weights, strict=True))
         return update_metrics(self.model, loss, rows, *batch)
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
@@ -225,10 +265,9 @@ class Workers:
         data, size, rows = self.own_rows(data)
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        outputs = take_rows(call_model(model, x, False), size)
-        y, weight = take_rows(y, size), take_rows(weight, size)
-        loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=False)
-        (loss,) = self.group.sum([loss * (tf.cast(size, loss.dtype) / tf.cast(rows, loss.dtype))])
+        outputs = call_model(model, x, False)
+        (loss,) = self.group.sum([self._part_of_loss((x, y, outputs, weight), False, size, rows)])
+        outputs, y, weight = (take_rows(each, size) for each in (outputs, y, weight))
         return update_metrics(model, loss, rows, x, y, outputs, weight)
 
     def own_rows(self, data: Tensors) -> OwnRows:
