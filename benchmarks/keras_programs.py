@@ -24,7 +24,7 @@ PROCESSES = {1: ("towers", "passes"), 2: ("multiworker", "multiworker in passes"
 ENGINES = [engine for engines in PROCESSES.values() for engine in engines]
 TAILS = ("one row", "three rows", "whole batches")
 SAME, SAME_IN_FLOAT32 = 1e-9, 1e-6
-GROUP = 20  # programs in one process: one that hangs takes no others with it
+GROUP = 10  # programs in one process: one that hangs takes few others with it
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "keras_programs.md"
 Found = dict[tuple[str, str], dict[str, Any]]  # by engine with its tail, and program
 
@@ -54,6 +54,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="programs whose names have one of these words, separated by commas")
     parser.add_argument("--engines", nargs="*", default=ENGINES, choices=ENGINES)
     parser.add_argument("--tails", nargs="*", default=TAILS[:1], choices=TAILS)
+    parser.add_argument("--found", type=Path, help="a file of what was found, from which an interrupted run goes on")
     parser.add_argument("--page", action="store_true", help="write the table into the page")
     return parser.parse_args()
 
@@ -61,7 +62,7 @@ def parse() -> argparse.Namespace:
 def run_everything(options: argparse.Namespace, folder: Path) -> Found:
     """What became of each program in each engine."""
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-    found: Found = {}
+    found: Found = read(options.found)
     with RankServer("tests.support.keras_programs") as server:
         names = ask(server, folder, 1, "name_all", seconds=300)
         words = [word.strip() for word in options.only.split(",") if word]
@@ -69,30 +70,43 @@ def run_everything(options: argparse.Namespace, folder: Path) -> Found:
         for processes, engines in PROCESSES.items():
             wanted = [engine for engine in engines if engine in options.engines]
             for tail in options.tails if wanted else ():
-                for engine, answers in run_engines(server, folder, processes, wanted, tail, chosen).items():
-                    found |= {(f"{engine}, {tail}", name): answer for name, answer in answers.items()}
+                left = [name for name in chosen if any((f"{each}, {tail}", name) not in found for each in wanted)]
+                for start in range(0, len(left), GROUP):
+                    group = left[start : start + GROUP]
+                    for engine, answers in run_engines(server, folder, processes, wanted, tail, group).items():
+                        found |= {(f"{engine}, {tail}", name): answer for name, answer in answers.items()}
+                    write(options.found, found)
+                    print(f"{wanted}, {tail}: {len(left) - start - len(group)} left", file=sys.stderr, flush=True)
     return found
+
+
+def read(path: Path | None) -> Found:
+    """What an interrupted run found."""
+    if path is None or not path.exists():
+        return {}
+    return {(engine, name): answer for engine, name, answer in json.loads(path.read_text())}
+
+
+def write(path: Path | None, found: Found) -> None:
+    """What was found so far, to go on from."""
+    if path is not None:
+        path.write_text(json.dumps([[*key, answer] for key, answer in found.items()]))
 
 
 def run_engines(
     server: RankServer, folder: Path, processes: int, engines: list[str], tail: str, names: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """The programs in these engines, a few in each process; one by one where something failed."""
-    found: dict[str, dict[str, Any]] = {engine: {} for engine in engines}
-    for start in range(0, len(names), GROUP):
-        group = names[start : start + GROUP]
-        try:
-            answers = ask(server, folder, processes, "run_all", engines, group, tail, seconds=120 + 60 * len(group))
-        except AssertionError as error:
-            if len(group) == 1:
-                answers = {engine: {group[0]: {"verdict": "crash", "said": str(error)[-600:]}} for engine in engines}
-            else:
-                parts = [run_engines(server, folder, processes, engines, tail, [name]) for name in group]
-                answers = {engine: {k: v for part in parts for k, v in part[engine].items()} for engine in engines}
-        for engine in engines:
-            found[engine] |= answers[engine]
-        print(f"{', '.join(engines)}: {start + len(group)} of {len(names)}", file=sys.stderr, flush=True)
-    return found
+    """The programs in these engines, in one process each; one by one where something failed."""
+    try:
+        found: dict[str, Any] = ask(
+            server, folder, processes, "run_all", engines, names, tail, seconds=120 + 60 * len(names)
+        )
+        return found
+    except AssertionError as error:
+        if len(names) == 1:
+            return {engine: {names[0]: {"verdict": "crash", "said": str(error)[-600:]}} for engine in engines}
+    parts = [run_engines(server, folder, processes, engines, tail, [name]) for name in names]
+    return {engine: {name: each for part in parts for name, each in part[engine].items()} for engine in engines}
 
 
 def ask(server: RankServer, folder: Path, processes: int, function: str, *given: Any, seconds: int) -> Any:

@@ -29,6 +29,7 @@ from evener.keras_split.compatibility import (
 )
 from evener.keras_split.data import ArrayBatches, are_arrays, array_rows, batch_rows, batch_samples, pack_arrays
 from evener.keras_split.dealt_arrays import DealtArrays, check_padding
+from evener.keras_split.engines.keras_step import warn_of_own_loop
 from evener.keras_split.first_batch import measure_first
 from evener.plan_check import check_global_batch
 
@@ -81,6 +82,8 @@ class FitHooks:
         if engine.name == "mirrored":
             model.predict_on_batch = self.predict_on_batch
         model.get_compile_config, model.__reduce__ = self.compile_config, self.reduce
+        if engine.name != "solo" and model._call_has_training_arg:
+            model.call = warn_of_own_loop(model)
         model.fit, model.evaluate = self._as_own("fit"), self._as_own("evaluate")
 
     def _as_own(self, name: str) -> Any:

@@ -151,7 +151,7 @@ def _judge_states(
     every = model.non_trainable_variables
     found = {place: ROWS for place, state in enumerate(every) if id(state) in normal}
     for place, value in whole.states.items():
-        before = np.asarray(starts.get(place, every[place]))
+        before = starts[place] if place in starts else tf.convert_to_tensor(every[place]).numpy()
         found[place] = _judge_state(before, value, [part.states.get(place, before) for part in parts], sizes)
     return found
 

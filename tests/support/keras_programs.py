@@ -66,6 +66,8 @@ class Program:
     def train(self, make: Any) -> Any:
         """Weights and figures of a model that was made and trained."""
         model = seeded(make)
+        if model.built:
+            model.optimizer.build(model.trainable_variables)  # or fit traces it twice
         return model.fit(**self._fitted).history, model.get_weights()
 
     def run(self, split: Split) -> dict[str, Any]:

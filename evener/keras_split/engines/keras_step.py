@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from evener.keras_split.compatibility import check_assigned
+from evener.keras_split.compatibility import check_assigned, warn
 from evener.keras_split.findings import SUM, Findings
 from evener.keras_split.nested_rows import Tensors
+
+in_step = ContextVar("in_step", default=False)  # whether an engine calls the model
 
 
 def call_model(model: Any, x: Tensors, training: bool) -> Tensors:
     """The model on these rows; `training` is passed only to a `call` that has that argument."""
-    return model(x, training=training) if model._call_has_training_arg else model(x)
+    token = in_step.set(True)
+    try:
+        return model(x, training=training) if model._call_has_training_arg else model(x)
+    finally:
+        in_step.reset(token)
+
+
+def warn_of_own_loop(model: Any) -> Callable[..., Any]:
+    """The model's own `call`, with a warning where a loop of the user's trains by it, whole and on one device."""
+    own = type(model).call
+
+    @functools.wraps(own)
+    def call(*given: Any, **words: Any) -> Any:
+        if words.get("training") and not in_step.get():
+            warn(
+                f"{model.name} is called with training=True outside fit, and one device computes the whole batch. "
+                "Put the loop's loss into compute_loss, and call fit or train_on_batch."
+            )
+        return own(model, *given, **words)
+
+    return call
 
 
 def call_on_copies(
