@@ -30,8 +30,7 @@ def measure_first(engine: Any, device: str, training: bool, run: Callable[[Any],
         if not measured:
             first, batches = peek(batches, engine.model.steps_per_execution)
             if first is not None:
-                engine.findings[training] = _find(engine, first, device, training)
-                refuse(engine, training)
+                check_batch(engine, first, device, training)
             measured = True
         return run(batches)
 
@@ -55,9 +54,10 @@ def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
     return (seen or [None])[0], again
 
 
-def refuse(engine: Any, training: bool) -> None:
-    """RequestError for what was measured and the engine can't do exactly."""
-    found, in_passes = engine.findings[training], training and engine.cut.in_passes
+def check_batch(engine: Any, first: Tensors, device: str, training: bool = True) -> None:
+    """Measure a batch, and tell the engine; RequestError for what it can't do exactly."""
+    found, in_passes = _find(engine, first, device, training), training and engine.cut.in_passes
+    engine.findings[training] = found
     if training:
         refuse_everywhere(found, engine.model)
     if _is_partial(engine, training):
