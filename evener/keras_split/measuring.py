@@ -164,10 +164,12 @@ def _judge_state(before: Any, whole: Any, parts: list[Any], sizes: tuple[int, ..
     scale = CLOSE.get(whole.dtype.name, 1e-3) * max(np.abs(value).max(initial=0.0) for value in (first, start, *each))
     changes = [value - start for value in each]
     meant = {
-        SAME: each[0] + 0.0 if np.allclose(*each, rtol=0, atol=scale) else None,
+        SAME: each[0],
         ROWS: start + sum(size * change for size, change in zip(sizes, changes, strict=True)) / sum(sizes),
         SUM: start + sum(changes),
     }
     kinds = (SAME, ROWS, SUM) if whole.dtype.kind == "f" else (SAME, SUM)
-    fit = [kind for kind in kinds if meant[kind] is not None and np.allclose(first, meant[kind], rtol=0, atol=scale)]
+    fit = [kind for kind in kinds if np.allclose(first, meant[kind], rtol=0, atol=scale)]
+    if SAME in fit and not np.allclose(each[0], each[1], rtol=0, atol=scale):
+        fit.remove(SAME)
     return fit[0] if fit else OTHER

@@ -74,3 +74,28 @@ def test_a_users_program_is_exact_or_refused(answers: Answers, engine: str, prog
             assert found["verdict"] == "trained", found["said"]
         else:
             assert expected in found["said"]
+
+
+@pytest.fixture(scope="module")
+def beside(keras_ranks: Callable[..., list[Any]]) -> dict[str, Any]:
+    """What the check does beside its verdict."""
+    (found,) = keras_ranks("tests.support.keras_programs.check_beside")
+    return dict(found)
+
+
+def test_the_check_leaves_no_trace(beside: dict[str, Any]) -> None:
+    """Weights, states, TensorFlow's own variables, and the next number of every generator."""
+    assert beside["after"] == beside["before"]
+
+
+def test_common_layers_are_no_surprise(beside: dict[str, Any]) -> None:
+    """Random layers and normalization, in float32 and with labels of one class: a mean over rows, and nothing else."""
+    found = beside["common"]
+    assert found["loss"] == "rows"
+    assert found["fault"] == ""
+    assert set(found["states"].values()) == {"rows"}  # the moving averages, as they are weighted
+
+
+def test_a_loop_of_the_users_own_is_warned_of(beside: dict[str, Any]) -> None:
+    """Once it calls the model; fit doesn't."""
+    assert beside["own loop"] == [0, 1]

@@ -191,7 +191,7 @@ def ctc() -> Made:
 def loss_programs() -> dict[str, Made]:
     """Every loss by its name."""
     kinds = "sparse_categorical_crossentropy"
-    soft = {"outputs": 3, "last": "softmax"}
+    soft: dict[str, Any] = {"outputs": 3, "last": "softmax"}
     crossed = losses.SparseCategoricalCrossentropy
     hot = np.eye(3)[KINDS]
     return {

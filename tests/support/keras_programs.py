@@ -6,17 +6,22 @@
 from __future__ import annotations
 
 import os
+import random
 import warnings
 from typing import Any
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 import keras
+import msgspec
+import numpy as np
 import tensorflow as tf
+from keras import layers
 
 from evener.errors import EvenerError
 from evener.keras_split import Split, SplitWarning, make_logical_cpus
-from tests.support.keras_program_layers import RANDOM_LAYERS, layer_programs
+from evener.keras_split.measuring import measure
+from tests.support.keras_program_layers import RANDOM_LAYERS, Counted, State, Watched, between, layer_programs
 from tests.support.keras_program_losses import FLOAT32_LOSSES, Made, loss_programs
 from tests.support.keras_proofs import make_plan
 from tests.support.keras_twice import difference, leave_graphs_alone, seeded
@@ -38,7 +43,8 @@ def run_all(_rank: int, engines: list[str], names: list[str], tail: str) -> dict
         make_logical_cpus(2)
     splits = {name: Split(make_plan(6, 2, micros=(2, 2) if "passes" in name else None)) for name in engines}
     leave_graphs_alone()
-    every, found = programs(), {engine: {} for engine in engines}
+    every = programs()
+    found: dict[str, dict[str, Any]] = {engine: {} for engine in engines}
     for name in names or every:
         program = Program(name, every[name], TAILS[tail])
         for engine, split in splits.items():
@@ -81,7 +87,7 @@ class Program:
             except Exception as error:
                 return self._explain(error)
         said = [str(each.message) for each in seen if issubclass(each.category, SplitWarning)]
-        answer = {"verdict": "trained", "said": " ".join(dict.fromkeys(said))}
+        answer: dict[str, Any] = {"verdict": "trained", "said": " ".join(dict.fromkeys(said))}
         answer |= {"random": self.name in RANDOM_LAYERS, "float32": self.name in FLOAT32_LOSSES}
         if split.group is not None and split.group.rank:
             return answer
@@ -97,3 +103,39 @@ class Program:
         except Exception as other:
             return {"verdict": "crash", "said": f"plain: {other!r}, split: {error!r}"}
         return {"verdict": "crash", "said": f"{error!r}"[-1500:]}
+
+
+def check_beside(_rank: int) -> dict[str, Any]:
+    """What the check leaves behind, what it says of common float32 layers, and of a loop of the user's own."""
+    make_logical_cpus(2)
+    split = Split(make_plan(6, 2))
+    found: dict[str, Any] = {"before": _draw(None), "after": _draw(_measure)}
+    image = keras.Input((8, 8, 3))
+    body = layers.Dropout(0.5)(layers.BatchNormalization()(layers.Conv2D(8, 3)(layers.RandomFlip()(image))))
+    attended = layers.MultiHeadAttention(2, 4, dropout=0.2)(*[layers.Reshape((36, 8))(body)] * 2)
+    model = keras.Model(image, layers.Dense(3, activation="softmax")(layers.GlobalAveragePooling1D()(attended)))
+    model.compile("adam", "sparse_categorical_crossentropy")
+    data = (tf.random.normal((24, 8, 8, 3)), tf.zeros([24], tf.int64), None)
+    found["common"] = msgspec.to_builtins(measure(model, data, training=True, partial=True))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        split.build(model).fit(*data[:2], batch_size=8, verbose=0)
+        quiet = len([each for each in seen if "outside fit" in str(each.message)])
+        model(data[0], training=True)
+    found["own loop"] = [quiet, sum("outside fit" in str(each.message) for each in seen)]
+    return found
+
+
+def _draw(action: Any) -> list[Any]:
+    """Weights, states and the next random numbers of a model with all of them, after an action on it."""
+    model = seeded(between(Counted, lambda: State("sums"), lambda: layers.Dropout(0.5), Watched)[0])
+    if action is not None:
+        action(model)
+    drawn = [random.random(), float(np.random.random()), float(tf.random.uniform([])), float(keras.random.uniform([]))]
+    counted = [int(layer.calls) for layer in model.layers if isinstance(layer, Counted)]
+    kept = [float(np.sum(tf.convert_to_tensor(each))) for each in (*model.variables, *model.metrics_variables)]
+    return [*drawn, *counted, *kept, model.optimizer.iterations.numpy().item(), len(model.losses)]
+
+
+def _measure(model: Any) -> None:
+    measure(model, (tf.random.stateless_normal((8, 6), (1, 2)), tf.ones([8, 1]), None), training=True, partial=True)
