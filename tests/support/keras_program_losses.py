@@ -31,7 +31,7 @@ Made = tuple[Callable[[], Any], Data]
 
 def dense(loss: Any, y: Any, outputs: int = 1, last: str | None = None, base: Any = None, **words: Any) -> Made:
     """Two dense layers with this loss."""
-    fitted = {name: words.pop(name) for name in ("sample_weight", "class_weight") if name in words}
+    fitted: dict[str, Any] = {name: words.pop(name) for name in ("sample_weight", "class_weight") if name in words}
 
     def make() -> Any:
         entry = keras.Input((6,))
