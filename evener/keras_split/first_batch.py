@@ -14,9 +14,9 @@ import msgspec
 import tensorflow as tf
 
 from evener.keras_split.dealt_arrays import DealtArrays
-from evener.keras_split.findings import Findings, refuse_everywhere, refuse_partial
 from evener.keras_split.measuring import measure
 from evener.keras_split.nested_rows import OwnRows, Tensors
+from evener.keras_split.part_kinds import PartKinds, refuse_everywhere, refuse_partial
 
 PLAIN_SPECS = tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec
 
@@ -25,7 +25,7 @@ def measure_first(engine: Any, device: str, training: bool, run: Callable[[Any],
     """Keras' function of some steps, which measures the first batch it is given, and refuses what isn't exact."""
     measured = False
 
-    def run_measured(batches: Any) -> Any:
+    def run_checked(batches: Any) -> Any:
         nonlocal measured
         if not measured:
             first, batches = peek(batches, engine.model.steps_per_execution)
@@ -34,7 +34,7 @@ def measure_first(engine: Any, device: str, training: bool, run: Callable[[Any],
             measured = True
         return run(batches)
 
-    return run_measured
+    return run_checked
 
 
 def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
@@ -57,7 +57,7 @@ def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
 def check_batch(engine: Any, first: Tensors, device: str, training: bool = True) -> None:
     """Measure a batch, and tell the engine; RequestError for what it can't do exactly."""
     found, in_passes = _find(engine, first, device, training), training and engine.cut.in_passes
-    engine.findings[training] = found
+    engine.kinds[training] = found
     if training:
         refuse_everywhere(found, engine.model)
     if _is_partial(engine, training):
@@ -69,7 +69,7 @@ def _is_partial(engine: Any, training: bool) -> bool:
     return bool(engine.name == "multiworker" or (training and engine.cut.in_passes))
 
 
-def _find(engine: Any, first: Tensors, device: str, training: bool) -> Findings:
+def _find(engine: Any, first: Tensors, device: str, training: bool) -> PartKinds:
     """What is measured; in a group by the process that has most rows, for all of them."""
     group, weights = getattr(engine, "group", None), engine.cut.weights
     chosen = weights.index(max(weights))
@@ -81,7 +81,7 @@ def _find(engine: Any, first: Tensors, device: str, training: bool) -> Findings:
             batch = tf.nest.map_structure(lambda each: None if each is None else _to_tensor(each), triple)
             found = measure(engine.model, batch, training, _is_partial(engine, training))
         text = msgspec.json.encode(found)
-    return msgspec.json.decode(text if group is None else group.share_text(text, chosen), type=Findings)
+    return msgspec.json.decode(text if group is None else group.share_text(text, chosen), type=PartKinds)
 
 
 def _to_tensor(each: Any) -> Any:

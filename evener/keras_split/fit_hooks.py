@@ -130,7 +130,7 @@ class FitHooks:
             function = engine.after_steps(function)
         if (
             name == "predict_function"
-            or not hasattr(engine, "findings")
+            or not hasattr(engine, "kinds")
             or (not training and overrides(self.model, "test_step"))
         ):
             return function

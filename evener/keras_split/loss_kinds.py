@@ -17,8 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from evener.keras_split.engines.keras_step import loss_with, own_loss
-from evener.keras_split.findings import COUNTS, OTHER, ROWS, SUM
 from evener.keras_split.nested_rows import Tensors, cut_rows, take_rows
+from evener.keras_split.part_kinds import COUNTS, OTHER, ROWS, SUM
 from evener.keras_split.traceless import traceless
 from evener.loss_check import FLOAT32_ROUNDING, FLOAT64_ROUNDING, LossFigures, describe, judge
 

@@ -15,9 +15,9 @@ import tensorflow as tf
 from evener.keras_split.compatibility import list_normalizations
 from evener.keras_split.engines.keras_step import call_model, split_losses
 from evener.keras_split.engines.layer_state import is_seed
-from evener.keras_split.findings import OTHER, ROWS, SAME, SUM, Findings
 from evener.keras_split.loss_kinds import CLOSE, first_line, judge_loss, kind_of
 from evener.keras_split.nested_rows import Tensors, cut_rows
+from evener.keras_split.part_kinds import OTHER, ROWS, SAME, SUM, PartKinds
 from evener.keras_split.traceless import equal_rows, traceless
 
 MOST_ROWS = 8
@@ -25,7 +25,7 @@ OUTPUTS_DIFFER = {"float64": 1e-9, "float32": 1e-3}  # relative to the largest; 
 HALF_DIFFERS = 5e-2
 
 
-class Seen(NamedTuple):
+class CallResult(NamedTuple):
     """What a call on some rows gave."""
 
     outputs: Tensors
@@ -34,7 +34,7 @@ class Seen(NamedTuple):
     states: dict[int, Any]  # new values by place
 
 
-def measure(model: Any, data: Tensors, training: bool, partial: bool) -> Findings:
+def measure(model: Any, data: Tensors, training: bool, partial: bool) -> PartKinds:
     """What is found with the first rows of a batch, (x, y, weight); `partial`: parts of the batch have own losses.
 
     What fails on the whole batch too says nothing here: the step will say it.
@@ -45,9 +45,9 @@ def measure(model: Any, data: Tensors, training: bool, partial: bool) -> Finding
         model(cut_rows(data[0], 0, 1), training=False)
     if any(int(leaf.shape[0]) != batch for leaf in leaves):
         axes = ", ".join(str(int(leaf.shape[0])) for leaf in leaves)
-        return Findings(fault=f"The first axes of a batch's arrays are {axes}: they have to be its rows.")
+        return PartKinds(fault=f"The first axes of a batch's arrays are {axes}: they have to be its rows.")
     if batch < 2:
-        return Findings()
+        return PartKinds()
     rows = min(batch, MOST_ROWS)
     try:
         whole = _call(model, cut_rows(data[0], 0, rows), training)
@@ -56,22 +56,22 @@ def measure(model: Any, data: Tensors, training: bool, partial: bool) -> Finding
     return _compare(model, cut_rows(data, 0, rows), rows, whole, training, partial)
 
 
-def _fault_of_rows(model: Any, x: Tensors, training: bool, rows: int, batch: int, error: Exception) -> Findings:
+def _fault_of_rows(model: Any, x: Tensors, training: bool, rows: int, batch: int, error: Exception) -> PartKinds:
     """What it means that some rows can't be computed alone."""
     try:
         if rows == batch:
-            return Findings()
+            return PartKinds()
         _call(model, x, training)
     except Exception:
-        return Findings()
-    return Findings(fault=_say_alone(rows, batch, error))
+        return PartKinds()
+    return PartKinds(fault=_say_alone(rows, batch, error))
 
 
 def _say_alone(rows: int, batch: int, error: Exception) -> str:
     return f"The model computes {batch} rows, but not {rows} of them alone: {first_line(error)}"
 
 
-def _call(model: Any, x: Tensors, training: bool, states: dict[int, Any] | None = None) -> Seen:
+def _call(model: Any, x: Tensors, training: bool, states: dict[int, Any] | None = None) -> CallResult:
     """The model on these rows, without a trace; `states` have these values instead of theirs."""
     every = model.non_trainable_variables
     with traceless(model, [(every[place], value) for place, value in (states or {}).items()]) as scope, equal_rows():
@@ -82,10 +82,10 @@ def _call(model: Any, x: Tensors, training: bool, states: dict[int, Any] | None 
             for place, state in enumerate(every)
             if not is_seed(state) and (value := scope.state_mapping.get(id(state))) is not None
         }
-    return Seen(outputs, losses, [float(tf.reduce_sum(loss)) for loss in split_losses(model, losses)[0]], states)
+    return CallResult(outputs, losses, [float(tf.reduce_sum(loss)) for loss in split_losses(model, losses)[0]], states)
 
 
-def _compare(model: Any, data: Tensors, rows: int, whole: Seen, training: bool, partial: bool) -> Findings:
+def _compare(model: Any, data: Tensors, rows: int, whole: CallResult, training: bool, partial: bool) -> PartKinds:
     """What two parts of these rows have in common with the whole."""
     x, edges = data[0], (0, max(1, 3 * rows // 8), rows)
     sizes = (edges[1], rows - edges[1])
@@ -93,12 +93,12 @@ def _compare(model: Any, data: Tensors, rows: int, whole: Seen, training: bool, 
     try:
         parts = [_call(model, each, training) for each in cut]
     except Exception as error:
-        return Findings(fault=_say_alone(sizes[0], rows, error))
+        return PartKinds(fault=_say_alone(sizes[0], rows, error))
     fault = _find_fault(whole.outputs, [part.outputs for part in parts], rows, sizes)
     if fault and training and _is_random(model, x, whole):
         return measure(model, data, False, partial)
     if fault:
-        return Findings(fault=fault)
+        return PartKinds(fault=fault)
     added = [kind_of(one, each, sizes) for one, *each in zip(whole.added, *(part.added for part in parts), strict=True)]
     states = _judge_states(model, {}, whole, parts, sizes)
     if whole.states:  # a sum that decays looks like a sum while it is 0
@@ -106,7 +106,7 @@ def _compare(model: Any, data: Tensors, rows: int, whole: Seen, training: bool, 
         later = _judge_states(model, whole.states, again[0], again[1:], sizes)
         states = {place: kind if later.get(place, kind) == kind else OTHER for place, kind in states.items()}
     loss, seen = judge_loss(model, data, whole.outputs, whole.losses, edges, training) if partial else (ROWS, "")
-    return Findings(loss, tuple(added), states, seen)
+    return PartKinds(loss, tuple(added), states, seen)
 
 
 def _find_fault(whole: Tensors, parts: list[Tensors], rows: int, sizes: tuple[int, ...]) -> str:
@@ -136,7 +136,7 @@ def _is_close(one: Any, other: Any) -> bool:
     )
 
 
-def _is_random(model: Any, x: Tensors, whole: Seen) -> bool:
+def _is_random(model: Any, x: Tensors, whole: CallResult) -> bool:
     """Whether the same rows have other outputs when they are called again."""
     again = _call(model, x, True)
     pairs = zip(keras.tree.flatten(whole.outputs), keras.tree.flatten(again.outputs), strict=True)
@@ -144,7 +144,7 @@ def _is_random(model: Any, x: Tensors, whole: Seen) -> bool:
 
 
 def _judge_states(
-    model: Any, starts: dict[int, Any], whole: Seen, parts: list[Seen], sizes: tuple[int, ...]
+    model: Any, starts: dict[int, Any], whole: CallResult, parts: list[CallResult], sizes: tuple[int, ...]
 ) -> dict[int, str]:
     """By what the changes of each assigned state add up, from these values; of BatchNormalization, by rows."""
     normal = {id(state) for layer in list_normalizations(model) for state in layer.non_trainable_variables}

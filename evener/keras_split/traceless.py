@@ -49,7 +49,7 @@ def equal_rows() -> Iterator[None]:
     with ExitStack() as patches:
         for name in DRAWN_BY_SHAPE:
             patches.enter_context(patch.object(drawn, name, _draw_once(getattr(drawn, name))))
-        patches.enter_context(patch.object(drawn, "dropout", _drop_alike(drawn.dropout)))
+        patches.enter_context(patch.object(drawn, "dropout", _drop_equally(drawn.dropout)))
         patches.enter_context(patch.object(keras.layers.BatchNormalization, "call", normalize_still))
         yield
 
@@ -62,7 +62,7 @@ def _draw_once(draw: Callable[..., Any]) -> Callable[..., Any]:
     return draw_one_row
 
 
-def _drop_alike(drop: Callable[..., Any]) -> Callable[..., Any]:
+def _drop_equally(drop: Callable[..., Any]) -> Callable[..., Any]:
     def drop_in_all_rows(inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None) -> Any:
         shape = list(noise_shape or inputs.shape)
         return drop(inputs, rate, noise_shape=[1, *shape[1:]] if shape else noise_shape, seed=seed)

@@ -27,8 +27,8 @@ from evener.errors import EvenerError
 from evener.keras_split import Report, Split, SplitWarning, make_logical_cpus
 from evener.keras_split.engines import early_sums
 from evener.keras_split.engines.layer_state import StepStates
-from evener.keras_split.findings import Findings
 from evener.keras_split.group_shares import check_rebalance
+from evener.keras_split.part_kinds import PartKinds
 from evener.live import read_trainings
 from evener.plan import Plan, Share, make_layout
 from tests.support import keras_length_proofs, keras_rebalance_proofs, keras_users, launched_plan
@@ -184,7 +184,7 @@ def in_passes() -> dict[str, Any]:
     )
     rows, held = slice(ONE_OVER), (X[:40], Y[:40])
     dropping = network("sgd", extra=[layers.Dropout(0.5)])
-    starts = [StepStates(dropping, Findings()).pass_starts(device) for device in range(3)]
+    starts = [StepStates(dropping, PartKinds()).pass_starts(device) for device in range(3)]
     seeds = [value.numpy().tolist() for start in starts for state, value in start if "seed" in state.path]
     two = by["2:5"]
     tried = {

@@ -11,8 +11,8 @@ import keras
 import tensorflow as tf
 
 from evener.keras_split.compatibility import check_assigned, warn
-from evener.keras_split.findings import SUM, Findings
 from evener.keras_split.nested_rows import Tensors
+from evener.keras_split.part_kinds import SUM, PartKinds
 
 in_step = ContextVar("in_step", default=False)  # whether an engine calls the model
 
@@ -73,7 +73,7 @@ def loss_with(
 
 
 def part_of_loss(
-    model: Any, found: Findings, losses: Sequence[Any], batch: Sequence[Any], training: bool, parts: tuple[Any, Any]
+    model: Any, found: PartKinds, losses: Sequence[Any], batch: Sequence[Any], training: bool, parts: tuple[Any, Any]
 ) -> Any:
     """What these rows, (x, y, outputs, weight), add to the loss of the whole batch; `losses` are the model's own.
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from evener.keras_split.compatibility import warn_inner_metric
 from evener.keras_split.engines.keras_step import main_part
-from evener.keras_split.findings import ROWS, SAME, SUM, Findings
+from evener.keras_split.part_kinds import ROWS, SAME, SUM, PartKinds
 
 CHAINED, ADDED = "chained", "added"
 SEED_STEP = 1 << 20  # numbers that each device draws from in passes, so that no two draw the same
@@ -32,7 +32,7 @@ class StepStates:
     So no two devices draw the same numbers, and a metric inside a layer counts the rows of all devices.
     """
 
-    def __init__(self, model: Any, found: Findings) -> None:
+    def __init__(self, model: Any, found: PartKinds) -> None:
         self._kinds = kinds_of_states(model, found)
         self._metrics = {id(variable): variable for variable in model.metrics_variables}
         every = {id(variable): variable for variable in model.non_trainable_variables} | self._metrics
@@ -124,7 +124,7 @@ def change(update: StateUpdate, start: Any, part: Any) -> Any:
     return (update.value - start) * tf.cast(main_part(update.kind, part), start.dtype)
 
 
-def kinds_of_states(model: Any, found: Findings) -> dict[int, str]:
+def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
     """How the values that several devices give to each state are put together, by the state's id."""
     kinds = {}
     for place, state in enumerate(model.non_trainable_variables):

@@ -22,9 +22,9 @@ from evener.keras_split.engines.early_sums import divide_sums
 from evener.keras_split.engines.keras_step import call_model, main_part, part_of_loss, update_metrics
 from evener.keras_split.engines.layer_state import StateUpdate, adds_up, assign_updates, change, kinds_of_states
 from evener.keras_split.engines.passes import DevicePasses
-from evener.keras_split.findings import COUNTS, Findings
 from evener.keras_split.loss_kinds import count_all
 from evener.keras_split.nested_rows import OwnRows, Tensors, count_rows, cut_rows, take_rows
+from evener.keras_split.part_kinds import COUNTS, PartKinds
 from evener.keras_split.rebalancing import GroupRebalancer
 from evener.keras_split.work_times import WorkTimes
 from evener.live import Details
@@ -167,7 +167,7 @@ class Workers:
         self.model = model
         self.cut = cut
         self.group = group
-        self.findings: dict[bool, Findings] = {}  # of training, of evaluation
+        self.kinds: dict[bool, PartKinds] = {}  # of training, of evaluation
         self.times = WorkTimes(group.rank, group.size)
         self.rebalancing = rebalancing
 
@@ -219,8 +219,8 @@ class Workers:
         y, weight = take_rows(y, size), take_rows(weight, size)
         return self._apply(began, gradients, loss, states, rows, x, y, outputs, weight)
 
-    def _found(self, training: bool) -> Findings:
-        return self.findings.get(training) or Findings()
+    def _found(self, training: bool) -> PartKinds:
+        return self.kinds.get(training) or PartKinds()
 
     def _starts_of_states(self) -> list[tuple[Any, str, Any]]:
         """States that a call assigns and all processes' rows change, with how they add up and their values so far."""

@@ -1,6 +1,6 @@
 """A device's rows in passes: forward and backward on some of them at a time, gradients summed, one optimizer step.
 
-The loss of a pass is weighted by its rows, or added, so only means and sums over rows are exact (`findings` refuses
+The loss of a pass is weighted by its rows, or added, so only means and sums over rows are exact (`part_kinds` refuses
 others). The passes are a loop in the graph: the device keeps the activations of one pass only, and one trace
 serves any number of them.
 """
@@ -15,8 +15,8 @@ import tensorflow as tf
 
 from evener.keras_split.engines.keras_step import call_on_copies, main_part, part_of_loss
 from evener.keras_split.engines.layer_state import StateUpdate, StepStates
-from evener.keras_split.findings import Findings
 from evener.keras_split.nested_rows import Tensors, cut_rows, take_rows
+from evener.keras_split.part_kinds import PartKinds
 
 HOST = "CPU:0"  # counts and cuts: a device that counted would be waited for in each pass
 
@@ -37,7 +37,7 @@ class DevicePasses:
     """
 
     def __init__(
-        self, model: Any, found: Findings, device: str, number: int, data: Tensors, size: Any, rows: Any
+        self, model: Any, found: PartKinds, device: str, number: int, data: Tensors, size: Any, rows: Any
     ) -> None:
         self.model = model
         self.found = found

@@ -21,8 +21,8 @@ from evener.keras_split.dealt_arrays import DealtArrays, cut_pieces, pad_steps
 from evener.keras_split.engines.keras_step import call_on_copies, loss_with, update_metrics, weigh_added
 from evener.keras_split.engines.layer_state import StateUpdate, StepStates, assign_updates
 from evener.keras_split.engines.passes import DevicePasses, PassSums
-from evener.keras_split.findings import Findings
 from evener.keras_split.nested_rows import Tensors, count_rows, cut_rows, join_rows, take_rows
+from evener.keras_split.part_kinds import PartKinds
 
 
 class Tower(NamedTuple):
@@ -45,7 +45,7 @@ class Towers:
         self.model = model
         self.devices = tuple(devices)
         self.cut = cut
-        self.findings: dict[bool, Findings] = {}  # of training, of evaluation
+        self.kinds: dict[bool, PartKinds] = {}  # of training, of evaluation
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.train_step`, with the rows spread over the devices."""
@@ -163,8 +163,8 @@ class Towers:
         ]
         return loss_with(model, [*added, *model.losses] if added else [], x, y, outputs, weight, training)
 
-    def _found(self, training: bool) -> Findings:
-        return self.findings.get(training) or Findings()
+    def _found(self, training: bool) -> PartKinds:
+        return self.kinds.get(training) or PartKinds()
 
     def _gradients(self, tape: Any, scaled: Any, towers: list[Tower]) -> list[Any]:
         weights = self.model.trainable_weights

@@ -16,7 +16,7 @@ _TOWERS = "Use engine='towers', which computes the loss on the whole batch."
 _ALONE = "Leave that out, or train on one device."
 
 
-class Findings(msgspec.Struct, frozen=True):
+class PartKinds(msgspec.Struct, frozen=True):
     """What parts of a batch have in common with the whole; as it is here, every loss is a mean over rows.
 
     `loss` and `added` (the losses that layers add) say by what parts add up: ROWS, SUM, one of COUNTS, or OTHER.
@@ -34,7 +34,7 @@ class Findings(msgspec.Struct, frozen=True):
         return self.added[place] if place < len(self.added) else ROWS
 
 
-def refuse_partial(found: Findings, engine: str, in_passes: bool) -> None:
+def refuse_partial(found: PartKinds, engine: str, in_passes: bool) -> None:
     """Refuse a loss that can't be put together from those of an engine's devices or passes."""
     who = "A plan with passes" if in_passes else f"engine={engine!r}"
     if found.loss == OTHER:
@@ -48,7 +48,7 @@ def refuse_partial(found: Findings, engine: str, in_passes: bool) -> None:
         )
 
 
-def refuse_everywhere(found: Findings, model: Any) -> None:
+def refuse_everywhere(found: PartKinds, model: Any) -> None:
     """Refuse what no engine computes as one device does."""
     if found.fault:
         raise RequestError(found.fault, "Train it on one device.")
