@@ -58,8 +58,7 @@ def check_batch(engine: Any, first: Tensors, device: str, training: bool = True)
     """Measure a batch, and tell the engine; RequestError for what it can't do exactly."""
     found, in_passes = _find(engine, first, device, training), training and engine.cut.in_passes
     engine.kinds[training] = found
-    if training:
-        refuse_everywhere(found, engine.model)
+    refuse_everywhere(found, engine.model)
     if _is_partial(engine, training):
         refuse_partial(found, engine.name, in_passes)
 

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from evener.keras_split.compatibility import list_normalizations
+from evener.keras_split.compatibility import list_normalizations, warn
 from evener.keras_split.engines.keras_step import call_model, split_losses
 from evener.keras_split.engines.layer_state import is_seed
 from evener.keras_split.loss_kinds import CLOSE, first_line, judge_loss, kind_of
@@ -37,7 +37,7 @@ class CallResult(NamedTuple):
 def measure(model: Any, data: Tensors, training: bool, partial: bool) -> PartKinds:
     """What is found with the first rows of a batch, (x, y, weight); `partial`: parts of the batch have own losses.
 
-    What fails on the whole batch too says nothing here: the step will say it.
+    What fails on the whole batch too says nothing here: the step will say it, and else there was a warning.
     """
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     batch = int(leaves[0].shape[0])
@@ -46,8 +46,9 @@ def measure(model: Any, data: Tensors, training: bool, partial: bool) -> PartKin
     if any(int(leaf.shape[0]) != batch for leaf in leaves):
         axes = ", ".join(str(int(leaf.shape[0])) for leaf in leaves)
         return PartKinds(fault=f"The first axes of a batch's arrays are {axes}: they have to be its rows.")
-    if batch < 2:
-        return PartKinds()
+    if batch < 2:  # a second row, of other numbers
+        twice = lambda each: tf.concat([each, each / 2 if each.dtype.is_floating else each], 0)  # noqa: E731
+        data, batch = tf.nest.map_structure(lambda each: each if each is None else twice(each), data), 2
     rows = min(batch, MOST_ROWS)
     try:
         whole = _call(model, cut_rows(data[0], 0, rows), training)
@@ -60,9 +61,10 @@ def _fault_of_rows(model: Any, x: Tensors, training: bool, rows: int, batch: int
     """What it means that some rows can't be computed alone."""
     try:
         if rows == batch:
-            return PartKinds()
+            raise error
         _call(model, x, training)
-    except Exception:
+    except Exception as whole:
+        warn(f"{model.name} couldn't be checked before its first step: {first_line(whole)}")
         return PartKinds()
     return PartKinds(fault=_say_alone(rows, batch, error))
 

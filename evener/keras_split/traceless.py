@@ -23,14 +23,15 @@ def traceless(model: Any, states: Sequence[tuple[Any, Any]] = ()) -> Iterator[An
     layers = [model, *model._flatten_layers(include_self=False)]
     own = {id(each): each for layer in layers for each in vars(layer).values() if isinstance(each, tf.Variable)}
     values = [(variable, variable.numpy()) for variable in own.values()]
-    seeds = random.getstate(), np.random.get_state(), context.context()._rng.getstate()
+    drawing = getattr(context.context(), "_rng", random.Random())  # TensorFlow's, where it has a seed
+    seeds = random.getstate(), np.random.get_state(), drawing.getstate()
     try:
         with keras.StatelessScope(state_mapping=list(states), collect_losses=True) as scope:
             yield scope
     finally:
         random.setstate(seeds[0])
         np.random.set_state(seeds[1])
-        context.context()._rng.setstate(seeds[2])
+        drawing.setstate(seeds[2])
         for variable, value in values:
             variable.assign(value)
         model._clear_losses()
