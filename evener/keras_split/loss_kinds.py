@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from evener.keras_split.compatibility import warn
 from evener.keras_split.engines.keras_step import loss_with, own_loss
 from evener.keras_split.nested_rows import Tensors, cut_rows, take_rows
 from evener.keras_split.part_kinds import COUNTS, OTHER, ROWS, SUM
@@ -37,13 +38,13 @@ def judge_loss(
         try:
             figures, together = _read(model, x, changed, losses, edges, training)
         except Exception as error:
-            if number == 0 and _is_computed(model, (*data, outputs), losses, training):
-                said = first_line(error)
-                return (
-                    OTHER,
-                    f"The loss of {edges[-1]} rows can be computed, but not that of {edges[1]} of them: {said}",
-                )
-            continue
+            if number:
+                continue
+            said = first_line(error)
+            if _is_computed(model, (*data, outputs), losses, training):
+                return OTHER, f"The loss of {edges[-1]} rows can be computed, but not of {edges[1]} of them: {said}"
+            warn(f"{model.name}'s loss couldn't be checked before its first step: {said}")
+            return ROWS, ""
         whole, apart = figures.whole, abs(together - figures.whole - sum(float(tf.reduce_sum(loss)) for loss in losses))
         if not np.isfinite(whole):
             continue

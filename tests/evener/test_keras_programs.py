@@ -88,6 +88,11 @@ def test_the_check_leaves_no_trace(beside: dict[str, Any]) -> None:
     assert beside["after"] == beside["before"]
 
 
+def test_the_check_needs_no_seed(beside: dict[str, Any]) -> None:
+    """A training whose script sets none is checked too: of a root of a mean, no parts make the whole."""
+    assert beside["unseeded"] == ""
+
+
 def test_common_layers_are_no_surprise(beside: dict[str, Any]) -> None:
     """Random layers and normalization, in float32 and with labels of one class: a mean over rows, and nothing else."""
     found = beside["common"]

@@ -109,7 +109,10 @@ def check_beside(_rank: int) -> dict[str, Any]:
     """What the check leaves behind, what it says of common float32 layers, and of a loop of the user's own."""
     make_logical_cpus(2)
     split = Split(make_plan(6, 2))
-    found: dict[str, Any] = {"before": _draw(None), "after": _draw(_measure)}
+    make, (x, y, _) = loss_programs()["rmse"]
+    rows = tf.constant(x, tf.float32), tf.constant(y, tf.float32), None
+    found: dict[str, Any] = {"unseeded": measure(make(), rows, training=True, partial=True).loss}
+    found |= {"before": _draw(None), "after": _draw(_measure)}
     image = keras.Input((8, 8, 3))
     body = layers.Dropout(0.5)(layers.BatchNormalization()(layers.Conv2D(8, 3)(layers.RandomFlip()(image))))
     attended = layers.MultiHeadAttention(2, 4, dropout=0.2)(*[layers.Reshape((36, 8))(body)] * 2)
