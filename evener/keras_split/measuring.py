@@ -47,14 +47,17 @@ def measure(model: Any, data: Tensors, training: bool, partial: bool) -> PartKin
         axes = ", ".join(str(int(leaf.shape[0])) for leaf in leaves)
         return PartKinds(fault=f"The first axes of a batch's arrays are {axes}: they have to be its rows.")
     if batch < 2:  # a second row, of other numbers
-        twice = lambda each: tf.concat([each, each / 2 if each.dtype.is_floating else each], 0)  # noqa: E731
-        data, batch = tf.nest.map_structure(lambda each: each if each is None else twice(each), data), 2
+        data, batch = tf.nest.map_structure(_add_row, data), 2
     rows = min(batch, MOST_ROWS)
     try:
         whole = _call(model, cut_rows(data[0], 0, rows), training)
     except Exception as error:
         return _fault_of_rows(model, data[0], training, rows, batch, error)
     return _compare(model, cut_rows(data, 0, rows), rows, whole, training, partial)
+
+
+def _add_row(row: Any) -> Any:
+    return None if row is None else tf.concat([row, row / 2 if row.dtype.is_floating else row], 0)
 
 
 def _fault_of_rows(model: Any, x: Tensors, training: bool, rows: int, batch: int, error: Exception) -> PartKinds:
