@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from evener.keras_split.compatibility import check_assigned, warn_added_losses
+from evener.keras_split.compatibility import all_layers, check_assigned, warn_added_losses
 from evener.keras_split.nested_rows import Tensors
+
+HEADROOM = 16.0  # a power of two, which rounds nothing
 
 
 def call_model(model: Any, x: Tensors, training: bool) -> Tensors:
@@ -40,6 +43,38 @@ def loss_with(
         return model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=training)
     finally:
         model._losses_override.clear()
+
+
+def scale_loss(model: Any, loss: Any) -> Any:
+    """The loss as the optimizer scales it against small halves, with headroom for parts that are larger than their sum."""
+    return model.optimizer.scale_loss(loss) / _headroom(model)
+
+
+def apply_gradients(model: Any, gradients: Sequence[Any]) -> None:
+    """Update the trainable weights by the sums of gradients of `scale_loss`, which overflow where one device's do."""
+    headroom, weights = _headroom(model), model.trainable_weights
+    if headroom > 1:
+        halves = [layer for layer in all_layers(model) if layer.compute_dtype == "float16"]
+        half = {id(weight) for layer in halves for weight in layer._trainable_variables}
+        pairs = zip(gradients, weights, strict=True)
+        gradients = [_give_back(gradient, headroom, id(weight) in half) for gradient, weight in pairs]
+    if weights:
+        model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+
+
+def _headroom(model: Any) -> float:
+    return HEADROOM if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer) else 1.0
+
+
+def _give_back(gradient: Any, headroom: float, is_half: bool) -> Any:
+    """Times the headroom; not a number where a half would be infinite."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * headroom, gradient.indices, gradient.dense_shape)
+    if gradient is None:
+        return None
+    return gradient * headroom + (
+        0 * tf.cast(tf.cast(gradient * headroom, tf.float16), gradient.dtype) if is_half else 0
+    )
 
 
 def update_metrics(

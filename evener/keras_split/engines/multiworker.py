@@ -20,16 +20,20 @@ from evener.errors import RequestError
 from evener.keras_split.batch_bounds import Cut
 from evener.keras_split.compatibility import check_mask
 from evener.keras_split.engines.early_sums import divide_sums
-from evener.keras_split.engines.keras_step import call_model, update_metrics
+from evener.keras_split.engines.group_metrics import StepMetrics
+from evener.keras_split.engines.keras_step import apply_gradients, call_model, scale_loss
 from evener.keras_split.engines.layer_state import assign_updates
 from evener.keras_split.engines.passes import DevicePasses
 from evener.keras_split.nested_rows import OwnRows, Tensors, count_rows, cut_rows, take_rows
 from evener.keras_split.rebalancing import GroupRebalancer
+from evener.keras_split.same_data import digest_labels, refuse_other
 from evener.keras_split.work_times import WorkTimes
 from evener.live import Details
 
 GROUP_KEY = 10_000  # of the collectives here; the strategy numbers its own from 1
 KINDS = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)  # that TensorFlow can sum so
+WIDER = dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32)  # what stands for others
+WIDER |= dict.fromkeys((tf.uint32, tf.uint64), tf.int64)
 LARGEST_KEY = (1 << 31) - 1
 
 
@@ -62,7 +66,8 @@ class Group:
         Give first what is ready first: of many bytes, most are summed while the last ones are still computed, and
         nothing waits for the last `apart`.
         """
-        sums = list(tensors)
+        given = tensors
+        tensors = sums = [tf.cast(tensor, WIDER.get(tensor.dtype, tensor.dtype)) for tensor in given]
         sizes = [(tensor.shape.num_elements() or 0) * tensor.dtype.size for tensor in tensors]
         kinds = [tensor.dtype for tensor in tensors]
         for places in divide_sums(list(zip(sizes, kinds, strict=True)), apart):
@@ -70,7 +75,7 @@ class Group:
                 total = self._reduce(tf.concat([tf.reshape(tensors[i], [-1]) for i in places], axis=0))
                 parts = tf.split(total, [tf.size(tensors[i]) for i in places], num=len(places))
             for i, part in zip(places, parts, strict=True):
-                sums[i] = tf.reshape(part, tf.shape(tensors[i]))
+                sums[i] = tf.cast(tf.reshape(part, tf.shape(tensors[i])), given[i].dtype)
         return sums
 
     def _reduce(self, flat: Any) -> Any:
@@ -161,19 +166,31 @@ class Workers:
         self.group = group
         self.times = WorkTimes(group.rank, group.size)
         self.rebalancing = rebalancing
+        self.unchecked = True  # a training begins
+        with tf.device("CPU:0"):
+            self._other = tf.Variable(
+                tf.zeros([], tf.int64), trainable=False
+            )  # rank whose data were others, if above 0
 
     def after_steps(self, train: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Keras' function that trains some steps, with what comes after them."""
-        if self.rebalancing is None:
-            return train
-        rebalance = functools.partial(self.rebalancing.after_steps, self.model.steps_per_execution, self.times)
 
-        def train_and_rebalance(iterator: Any) -> Any:
+        def train_and_look(iterator: Any) -> Any:
             logs = train(iterator)
-            rebalance()
+            if self.unchecked:
+                self.unchecked = False
+                self.check_data()
+            if self.rebalancing is not None:
+                self.rebalancing.after_steps(self.model.steps_per_execution, self.times)
             return logs
 
-        return train_and_rebalance
+        return train_and_look
+
+    def check_data(self) -> None:
+        """RequestError, in every process, if they have trained on unequal batches."""
+        other = int(self._other)
+        self._other.assign(0)
+        refuse_other(other)
 
     def describe(self, promised: float) -> Details:
         """What the monitor shows of this process; `promised` are the plan's samples/s."""
@@ -184,52 +201,72 @@ class Workers:
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.train_step`, on own rows; the update is that of the whole batch."""
-        data, size, rows = self.own_rows(data)
-        return self.train_on_rows(data, size, rows)
+        return self.train_on_rows(self.own_rows(data), None if isinstance(data, OwnRows) else digest_labels(data))
 
-    def train_on_rows(self, data: Tensors, size: Any, rows: Any) -> dict[str, Any]:
-        """The step on rows that are cut already; `size` of them count, of `rows` in the whole batch."""
-        model, began = self.model, self.times.now([size])
+    def train_on_rows(self, own: OwnRows, digest: Any = None) -> dict[str, Any]:
+        """The step on rows that are cut already; with the digest of the whole batch, where that may not be the same."""
+        model, began, (data, size, rows, _) = self.model, self.times.now([own.size]), own
+        metrics = self._metrics(own)
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         if self.cut.in_passes:
             passes = DevicePasses(model, self.group.device, 0, (x, y, weight), size, rows)
-            own = passes.run(self.cut.passes(self.group.rank, size))
-            assign_updates([(1.0, own.updates)])
+            sums = passes.run(self.cut.passes(self.group.rank, size))
+            assign_updates([(1.0, sums.updates)])
             y, weight = take_rows(y, size), take_rows(weight, size)
-            return self._apply(began, own.gradients, own.loss, rows, x, y, own.outputs, weight)
+            parts = metrics.own(x, y, sums.outputs, weight)
+            return self._apply(began, sums.gradients, sums.loss, own, digest, metrics, parts)
         with tf.GradientTape() as tape:
             outputs = take_rows(call_model(model, x, True), size)
             check_mask(outputs, f"engine='{self.name}'")
             y, weight = take_rows(y, size), take_rows(weight, size)
             loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=True)
             loss *= tf.cast(size, loss.dtype) / tf.cast(rows, loss.dtype)
-            scaled = model.optimizer.scale_loss(loss)
+            scaled = scale_loss(model, loss)
         weights = list(model.trainable_weights)
         gradients = tape.gradient(scaled, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        return self._apply(began, list(map(tf.convert_to_tensor, gradients)), loss, rows, x, y, outputs, weight)
+        parts = metrics.own(x, y, outputs, weight)
+        return self._apply(began, list(map(tf.convert_to_tensor, gradients)), loss, own, digest, metrics, parts)
 
-    def _apply(self, began: Any, gradients: list[Any], loss: Any, rows: Any, *batch: Any) -> dict[str, Any]:
-        """Sum over the processes and update the weights; `batch` is own x, y, outputs and weight, for the metrics."""
+    def _apply(
+        self,
+        began: Any,
+        gradients: list[Any],
+        loss: Any,
+        own: OwnRows,
+        digest: Any,
+        metrics: StepMetrics,
+        parts: list[Any],
+    ) -> dict[str, Any]:
+        """Sum over the processes, with the metrics' `parts`, and update the weights."""
         ready = self.times.now([*gradients, loss])
-        own = self.times.spread(ready - began, loss.dtype)
-        ordered = [loss, *reversed(gradients)]  # a backward pass has the last layer's first
-        loss, *gradients, own_works = self.group.sum([*ordered, own], apart=1)  # which need not wait for a clock
-        self.times.note(rows, began, ready, own_works)
-        gradients.reverse()
-        if gradients:
-            self.model.optimizer.apply_gradients(zip(gradients, self.model.trainable_weights, strict=True))
-        return update_metrics(self.model, loss, rows, *batch)
+        work, seen = (self.times.spread(each, loss.dtype) for each in (ready - began, 0 if digest is None else digest))
+        ordered = [*parts, loss, *reversed(gradients)]  # a backward pass has the last layer's first
+        *found, both = self.group.sum(
+            [*ordered, tf.concat([work, seen], 0)], apart=1
+        )  # which need not wait for a clock
+        work, seen = tf.split(both, 2)
+        self.times.note(own.rows, began, ready, work)
+        if digest is not None:
+            self._other.assign(tf.maximum(self._other, tf.argmax(tf.cast(seen != seen[0], tf.int32))))
+        parts, loss, gradients = found[: len(parts)], found[len(parts)], found[: len(parts) : -1]
+        apply_gradients(self.model, gradients)
+        return metrics.finish(parts, loss, *keras.utils.unpack_x_y_sample_weight(own.whole))
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.test_step`, on own rows."""
-        data, size, rows = self.own_rows(data)
-        model = self.model
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        own = self.own_rows(data)
+        model, metrics, size = self.model, self._metrics(own), own.size
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
         outputs = take_rows(call_model(model, x, False), size)
         y, weight = take_rows(y, size), take_rows(weight, size)
         loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=False)
-        (loss,) = self.group.sum([loss * (tf.cast(size, loss.dtype) / tf.cast(rows, loss.dtype))])
-        return update_metrics(model, loss, rows, x, y, outputs, weight)
+        loss *= tf.cast(size, loss.dtype) / tf.cast(own.rows, loss.dtype)
+        *parts, loss = self.group.sum([*metrics.own(x, y, outputs, weight), loss])
+        return metrics.finish(parts, loss, *keras.utils.unpack_x_y_sample_weight(own.whole))
+
+    def _metrics(self, own: OwnRows) -> StepMetrics:
+        with tf.device("CPU:0"):
+            return StepMetrics(self.model, self.cut.bounds(own.rows)[self.group.rank], own.size, own.rows)
 
     def own_rows(self, data: Tensors) -> OwnRows:
         """This process' rows of a whole batch, how many of them count, and the batch's rows."""
@@ -239,14 +276,4 @@ class Workers:
             # of a shape that is known to be empty, Keras makes an empty loss instead of a number
             rows = tf.compat.v1.placeholder_with_default(count_rows(data), [])
             start, stop = self.cut.bounds(rows)[self.group.rank : self.group.rank + 2]
-            return OwnRows(cut_rows(data, start, stop), stop - start, rows)
-
-    def metrics_result(self) -> dict[str, Any]:
-        """The model's metrics; at the end of an epoch or evaluation, summed over the processes first."""
-        if tf.executing_eagerly():
-            own_rows = [metric for metric in self.model.metrics if metric is not self.model._loss_tracker]
-            states = [state for metric in own_rows for state in metric.variables]
-            for state, total in zip(states, self.group.sum_now([tf.convert_to_tensor(s) for s in states]), strict=True):
-                state.assign(total)
-        logs: dict[str, Any] = type(self.model).get_metrics_result(self.model)
-        return logs
+            return OwnRows(cut_rows(data, start, stop), stop - start, rows, data)

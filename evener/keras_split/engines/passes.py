@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from evener.keras_split.compatibility import NO_PASSES, check_mask
-from evener.keras_split.engines.keras_step import call_on_copies, loss_with
+from evener.keras_split.engines.keras_step import call_on_copies, loss_with, scale_loss
 from evener.keras_split.engines.layer_state import StateUpdate, StepStates
 from evener.keras_split.nested_rows import Tensors, cut_rows, take_rows
 
@@ -97,7 +97,7 @@ class DevicePasses:
             check_mask(outputs, "A plan with passes", NO_PASSES)
             loss = loss_with(model, [*added, *regularizers], x, y, outputs, weight, True)
             loss *= tf.cast(count, loss.dtype) / tf.cast(self._rows, loss.dtype)
-            scaled = model.optimizer.scale_loss(loss)
+            scaled = scale_loss(model, loss)
         with tf.device(self.device):
             zero = tf.UnconnectedGradients.ZERO
             gradients = map(tf.convert_to_tensor, tape.gradient(scaled, copies, unconnected_gradients=zero))

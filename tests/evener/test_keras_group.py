@@ -1,0 +1,61 @@
+"""A group of two processes does with a user's callbacks, metrics and data what one process does, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.frameworks import skip_without
+from tests.support.keras_start import Answers
+
+skip_without("tensorflow", "pandas")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]  # one wait for all processes, on a machine that may be busy
+
+CASES = [
+    *("metrics of batches and maxima", "own compute_metrics", "confusion matrices and weights"),
+    *("losses of single outputs", "large outputs", "figures of batches", "results asked again", "evaluate alone"),
+    *("steps_per_epoch", "stop by a figure", "stop in one process", "stop in one process after an epoch"),
+    *("EarlyStopping", "checkpoints", "BackupAndRestore", "weights of small kinds", "ragged arrays", "ragged dataset"),
+    "pandas",
+]
+
+
+@pytest.fixture(scope="module")
+def proofs(keras_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """What each of two processes found."""
+    folder = str(tmp_path_factory.mktemp("group"))
+    prove = "tests.support.keras_group_programs.prove"
+    return Answers(lambda _: keras_ranks(prove, folder, roles=("worker", "worker")))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_group_does_what_one_process_does(proofs: Any, case: str) -> None:
+    """Weights and all that a program reads, within 1e-12; the second process has the same to the last bit."""
+    first, second = (found[case] for found in proofs("group"))
+    assert first["weights"] <= 1e-12
+    assert first["logs"] <= 1e-12
+    assert first["learned"] == second["learned"]
+
+
+def test_a_loss_that_is_no_number_ends_all_processes(proofs: Any) -> None:
+    """TerminateOnNaN, after the batch that has it."""
+    assert [found["stopped by NaN"] for found in proofs("group")] == [{"steps": 2}] * 2
+
+
+def test_processes_with_unequal_data_are_refused(proofs: Any) -> None:
+    """All of them: by arrays before the first step, by datasets after the first batch or epoch whose labels differ."""
+    for found in proofs("group"):
+        refused = found["refused"]
+        assert refused.pop("nothing") == ""
+        assert len(refused) == 5
+        assert all("Rank 1 has other rows" in said for said in refused.values())
+
+
+def test_the_loss_scale_falls_and_grows_as_on_one_device(proofs: Any) -> None:
+    """Where the whole batch's gradient overflows a half, and only there."""
+    for found in proofs("group"):
+        many, one = found["half"]
+        assert many == one
+        assert len(set(one)) > 3
