@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from evener.errors import RequestError
+from evener.launched import ask_for_processes
 
 MEANS = ("sum_over_batch_size", "mean")
 _TOWERS = "Use engine='towers', which computes the loss on the whole batch."
@@ -131,8 +132,10 @@ def check_passes(model: Any, rows: int) -> None:
 def check_assigned(weights: Sequence[Any]) -> None:
     """Refuse a model that assigns its trainable weights when it is called: each device has a copy of them."""
     if weights:
+        seen = f"A call of the model assigns {weights[0].path}, as SpectralNormalization does; towers can't keep that."
+        ask_for_processes(seen)
         raise RequestError(
-            f"A call of the model assigns {weights[0].path}, as SpectralNormalization does; towers can't keep that.",
+            seen,
             "Use engine='mirrored', whose replicas have weights of their own, or leave that layer out.",
         )
 

@@ -80,7 +80,7 @@ class FitHooks:
             model.train_on_batch = functools.partial(self.on_batch, "train_on_batch")
             model.test_on_batch = functools.partial(self.on_batch, "test_on_batch")
             for name in ("save", "save_weights"):
-                setattr(model, name, functools.partial(save_whole, getattr(model, name)))
+                setattr(model, name, functools.partial(save_whole, self.group.rank, getattr(model, name)))
         if engine.name == "mirrored":
             model.predict_on_batch = self.predict_on_batch
         model.get_compile_config, model.__reduce__ = self.compile_config, self.reduce

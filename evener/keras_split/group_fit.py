@@ -109,14 +109,14 @@ def _match_epoch(backup: Any) -> None:
             backup.model._initial_epoch = note["before"]
 
 
-def save_whole(save: Callable[..., Any], filepath: Any, *arguments: Any, **named: Any) -> Any:
+def save_whole(rank: int, save: Callable[..., Any], filepath: Any, *arguments: Any, **named: Any) -> Any:
     """`save` or `save_weights` in one step: whoever reads the file, or is killed meanwhile, has a whole one."""
     path = str(filepath)
     other = "://" in path or named.get("zipped") is False or named.get("overwrite") is False
     if other or not path.endswith((".keras", ".h5")):
         return save(filepath, *arguments, **named)
     folder, name = os.path.split(os.path.realpath(path))
-    temporary = os.path.join(folder, f".{os.getpid()}.{name}")
+    temporary = os.path.join(folder, f".rank{rank}.{name}")
     try:
         save(temporary, *arguments, **named)
         os.replace(temporary, os.path.join(folder, name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,3 +60,20 @@ def test_the_loss_scale_falls_and_grows_as_on_one_device(proofs: Any) -> None:
         many, one = found["half"]
         assert many == one
         assert len(set(one)) > 3
+
+
+def test_a_training_that_was_killed_between_two_files_of_a_backup_goes_on_as_if_it_was_not(
+    keras_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    """The note of the second epoch was written, its weights weren't: three epochs are left, and files are whole."""
+    program = "tests.support.keras_group_programs.killed", str(tmp_path)
+    with pytest.raises(AssertionError):
+        keras_ranks(*program, 11, roles=("worker", "worker"))
+    assert {path.name for path in tmp_path.rglob("*.*")} >= {"latest.weights.h5", "training_metadata.json"}
+    first, second = keras_ranks(*program, 0, roles=("worker", "worker"))
+    assert first["apart"] <= 1e-12
+    assert second["apart"] <= 1e-12
+    assert first["epochs"] == second["epochs"] == 3
+    assert first["whole"]
+    assert "model.keras" in first["files"]
+    assert "backup" not in first["files"]

@@ -367,6 +367,40 @@ def prove(_: int, folder: str) -> dict[str, Any]:
     return found | {"stopped by NaN": overflowing(split.build(by_mae)), "refused": refused(split), "half": half(split)}
 
 
+def killed(rank: int, folder: str, moment: int) -> dict[str, Any]:
+    """Four epochs with a backup and a checkpoint; the first process is killed when it has renamed so many files.
+
+    Of an odd moment, before the last of them is renamed; of 0, never.
+    """
+    warnings.simplefilter("ignore")
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    left, replace = [moment], os.replace
+
+    def rename(*paths: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            os._exit(9)
+        replace(*paths)
+        left[0] -= 1
+        if left[0] == 0:
+            os._exit(9)
+
+    if rank == 0:
+        os.replace = rename
+    model = make_split().build(lambda: keras.utils.set_random_seed(3) or by_adam())
+    path = Path(folder, "model.keras")
+    whole = not path.exists() or bool(keras.models.load_model(path).get_weights())
+    keep = [keras.callbacks.ModelCheckpoint(path), keras.callbacks.BackupAndRestore(Path(folder, "backup"))]
+    epochs = len(fit(model, epochs=4, callbacks=keep).get("loss", ()))
+    keras.utils.set_random_seed(3)
+    one = by_adam()
+    fit(one, epochs=4)
+    apart = max(float(np.abs(a - b).max()) for a, b in zip(one.get_weights(), model.get_weights(), strict=True))
+    left_over = sorted(each.name for each in Path(folder).iterdir())
+    return {"apart": apart, "epochs": epochs, "whole": whole, "files": left_over}
+
+
 def refused(split: Split) -> dict[str, str]:
     """What each process says where they have unequal data."""
     rank = split.required_group.rank

@@ -46,7 +46,7 @@ def loss_with(
 
 
 def scale_loss(model: Any, loss: Any) -> Any:
-    """The loss as the optimizer scales it against small halves, with headroom for parts that are larger than their sum."""
+    """As the optimizer scales it against small halves, with headroom for parts that are larger than their sum."""
     return model.optimizer.scale_loss(loss) / _headroom(model)
 
 
@@ -68,13 +68,12 @@ def _headroom(model: Any) -> float:
 
 def _give_back(gradient: Any, headroom: float, is_half: bool) -> Any:
     """Times the headroom; not a number where a half would be infinite."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * headroom, gradient.indices, gradient.dense_shape)
     if gradient is None:
         return None
-    return gradient * headroom + (
-        0 * tf.cast(tf.cast(gradient * headroom, tf.float16), gradient.dtype) if is_half else 0
-    )
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * headroom, gradient.indices, gradient.dense_shape)
+    gradient *= headroom
+    return gradient + 0 * tf.cast(tf.cast(gradient, tf.float16), gradient.dtype) if is_half else gradient
 
 
 def update_metrics(
