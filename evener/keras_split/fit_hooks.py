@@ -210,10 +210,8 @@ class FitHooks:
         data = pack_arrays(chosen["x"], chosen["y"], chosen["sample_weight"], chosen["class_weight"])
         arrays = ArrayBatches(data, size, bool(chosen["shuffle"]), self._draw_seed())
         chosen |= {"y": None, "sample_weight": None, "class_weight": None, "batch_size": None, "shuffle": False}
-        if self.group is not None:
-            check_same_arrays(
-                self.group, data, size, [chosen[name] for name in ("epochs", "steps_per_epoch", "shuffle")]
-            )
+        settings = [chosen[name] for name in ("epochs", "steps_per_epoch", "shuffle")]
+        check_same_arrays(self.group, data, size, settings)
         endless = chosen["steps_per_epoch"] is None or self.group is None
         steps = chosen["steps_per_epoch"] = chosen["steps_per_epoch"] or arrays.steps
         self.samples = arrays.rows if steps == arrays.steps else None
@@ -223,6 +221,7 @@ class FitHooks:
     def _in_order(self, data: tuple[Any, ...], size: int) -> tuple[Any, int]:
         """Arrays to evaluate, as batches in the engine's form, and their steps."""
         arrays = ArrayBatches(data, size)
+        check_same_arrays(self.group, data, size, ())
         return self._in_form(arrays, endless=self.engine.name == "mirrored"), arrays.steps
 
     def _in_form(self, arrays: ArrayBatches, endless: bool) -> Any:
@@ -291,8 +290,9 @@ class FitHooks:
         """Make the weights of a model that waits for its first batch, so that a group can share them before it."""
         if self.group is None or self.model.built:
             return
-        if isinstance(x, tf.data.Dataset):
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(next(iter(batch_samples(x, 1).take(1))))
+        if isinstance(x, tf.data.Dataset | keras.utils.PyDataset):
+            batch = x[0] if isinstance(x, keras.utils.PyDataset) else next(iter(batch_samples(x, 1).take(1)))
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         self.model(keras.tree.map_structure(lambda array: tf.convert_to_tensor(array[:1]), x), training=False)
 
     def _share_weights(self) -> None:

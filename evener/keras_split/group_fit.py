@@ -36,7 +36,7 @@ class Together(kinds.Callback):  # type: ignore[misc]
         if self._backup is not None:
             _match_epoch(self._backup)
         epoch = getattr(self.model, "_initial_epoch", None) or 0
-        (first,) = self._group.sum_now([tf.constant(0 if self._group.rank else epoch)])
+        (first,) = self._group.sum_now([tf.constant(0.0 if self._group.rank else float(epoch))])
         self.model._initial_epoch = int(first)
         self._share_weights()
 
@@ -47,7 +47,7 @@ class Together(kinds.Callback):  # type: ignore[misc]
 
     def agree(self) -> None:
         """Stop if any process wants to."""
-        (stops,) = self._group.sum_now([tf.constant(int(self.model.stop_training))])
+        (stops,) = self._group.sum_now([tf.constant(float(self.model.stop_training))])
         self.model.stop_training = bool(stops > 0)
 
 
@@ -63,7 +63,7 @@ def group_callbacks(given: Any, engine: Workers, share_weights: Callable[[], Non
     """The callbacks of this process: only the first one's write files; what comes last keeps all in step."""
     group = engine.group
     own = keras.tree.flatten(given.callbacks if isinstance(given, kinds.CallbackList) else given or [])
-    (stopping,) = group.sum_now([tf.constant(sum(map(_may_stop, own)))])
+    (stopping,) = group.sum_now([tf.constant(float(sum(map(_may_stop, own))))])
     backup = None
     if group.rank:
         own = [each for each in own if not isinstance(each, WRITERS)]

@@ -30,7 +30,9 @@ def digest_labels(data: Any) -> Any:
 
 
 def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any]) -> None:
-    """RequestError, in every process, unless all fit arrays with this first batch, with these settings."""
+    """RequestError, in every process of a group, unless all have arrays with this first batch, and these settings."""
+    if group is None:
+        return
     rows = tf.nest.flatten([array[:size] for array in keras.tree.flatten(data)], expand_composites=True)
     own = digest([*map(tf.convert_to_tensor, rows), tf.constant(repr([size, array_rows(data), *settings]))], 1 << 20)
     (found,) = group.sum_now([tf.one_hot(group.rank, group.size, tf.cast(own, tf.float32), 0.0)])

@@ -16,8 +16,21 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]  # one wait for all p
 
 CASES = [
     *("metrics of batches and maxima", "own compute_metrics", "confusion matrices and weights"),
-    *("losses of single outputs", "large outputs", "figures of batches", "results asked again", "evaluate alone"),
-    *("steps_per_epoch", "stop by a figure", "stop in one process", "stop in one process after an epoch"),
+    *(
+        "metric of a layer",
+        "losses of single outputs",
+        "large outputs",
+        "figures of batches",
+        "results asked again",
+        "evaluate alone",
+    ),
+    *(
+        "evaluate alone, without weights",
+        "steps_per_epoch",
+        "stop by a figure",
+        "stop in one process",
+        "stop in one process after an epoch",
+    ),
     *("EarlyStopping", "checkpoints", "BackupAndRestore", "weights of small kinds", "ragged arrays", "ragged dataset"),
     "pandas",
 ]
@@ -50,7 +63,7 @@ def test_processes_with_unequal_data_are_refused(proofs: Any) -> None:
     for found in proofs("group"):
         refused = found["refused"]
         assert refused.pop("nothing") == ""
-        assert len(refused) == 5
+        assert len(refused) == 7
         assert all("Rank 1 has other rows" in said for said in refused.values())
 
 

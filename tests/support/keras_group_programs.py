@@ -11,6 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
@@ -149,6 +150,23 @@ def evaluate_alone(model: Model) -> Figures:
     }
 
 
+class Batches(keras.utils.PyDataset):
+    """The rows as a PyDataset."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return X[index * BATCH :][:BATCH], Y[index * BATCH :][:BATCH]
+
+
+def unbuilt() -> Model:
+    """A model whose weights are made with its first batch."""
+    model = keras.Sequential([layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    return model
+
+
 def validated(model: Model) -> Figures:
     """Validation of each epoch, with weights."""
     return fit(model, sample_weight=WEIGHTS, validation_data=(X[:11], Y[:11], WEIGHTS[:11]), validation_freq=2)
@@ -219,6 +237,26 @@ def early(model: Model) -> Figures:
     """EarlyStopping that restores what was best."""
     stop = keras.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)
     return fit(model, epochs=9, validation_data=(X[:9], -Y[:9]), callbacks=[stop])
+
+
+class Watched(layers.Layer):
+    """Counts its rows in a metric of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = keras.metrics.Mean(name="seen")
+
+    def call(self, x: Any) -> Any:
+        """The rows."""
+        self.seen.update_state(x)
+        return x
+
+
+def watched() -> Model:
+    """A metric inside the model."""
+    model = keras.Sequential([keras.Input((4,)), Watched(), layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=[Largest()])
+    return model
 
 
 def small_kinds() -> Model:
@@ -328,11 +366,13 @@ CASES: dict[str, tuple[Callable[[], Model], Callable[[Model], Any]]] = {
     "metrics of batches and maxima": (regression, validated),
     "own compute_metrics": (lambda: regression(base=OwnMetrics), fit),
     "confusion matrices and weights": (classes, lambda model: fit(model, y=LABELS, sample_weight=WEIGHTS)),
+    "metric of a layer": (watched, validated),
     "losses of single outputs": (two_heads, lambda model: fit(model, y={"a": Y, "b": np.repeat(Y, 3, 1)})),
     "large outputs": (wide, fit_wide),
     "figures of batches": (by_mae, batch_figures),
     "results asked again": (by_mae, results_twice),
     "evaluate alone": (by_mae, evaluate_alone),
+    "evaluate alone, without weights": (unbuilt, lambda model: model.evaluate(Batches(), verbose=0)),
     "steps_per_epoch": (by_mae, some_steps),
     "stop by a figure": (by_mae, stops(lambda _: StopBelow())),
     "stop in one process": (by_mae, stops(StopInOne)),
@@ -387,7 +427,7 @@ def killed(rank: int, folder: str, moment: int) -> dict[str, Any]:
             os._exit(9)
 
     if rank == 0:
-        os.replace = rename
+        patch("os.replace", rename).start()
     model = make_split().build(lambda: keras.utils.set_random_seed(3) or by_adam())
     path = Path(folder, "model.keras")
     whole = not path.exists() or bool(keras.models.load_model(path).get_weights())
@@ -411,6 +451,8 @@ def refused(split: Split) -> dict[str, str]:
     tried = {
         "arrays": lambda model: fit(model, y=Y + rank),
         "epochs": lambda model: fit(model, epochs=2 + rank),
+        "validation": lambda model: fit(model, validation_data=(X, Y + rank)),
+        "evaluation": lambda model: model.evaluate(X, Y + rank, verbose=0),
         "dataset": lambda model: model.fit(batches(Y + rank), verbose=0),
         "last row": lambda model: model.fit(batches(last), verbose=0),
         "shards": lambda model: model.fit(parts, verbose=0),
