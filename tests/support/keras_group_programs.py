@@ -21,7 +21,8 @@ import tensorflow as tf
 from keras import layers, ops
 
 from evener.errors import EvenerError
-from evener.keras_split import Split
+from evener.keras_split import Report, Split, SplitWarning
+from tests.support import launched_plan
 from tests.support.keras_twice import leave_graphs_alone, train_twice
 
 RANDOM = np.random.default_rng(5)
@@ -404,7 +405,25 @@ def prove(_: int, folder: str) -> dict[str, Any]:
         os.environ["CASE_FOLDER"] = str(Path(folder, name))
         os.makedirs(os.environ["CASE_FOLDER"], exist_ok=True)
         found[name] = train_twice(split, make, run)
-    return found | {"stopped by NaN": overflowing(split.build(by_mae)), "refused": refused(split), "half": half(split)}
+    found["stopped by NaN"] = overflowing(split.build(by_mae))
+    return found | {
+        "refused": refused(split),
+        "half": half(split),
+        "measured": [measured("towers"), measured("multiworker")],
+    }
+
+
+def measured(engine: str) -> tuple[list[str], float]:
+    """What is said, and claimed to the monitor, of a plan that was measured with an engine."""
+    names = [f"cpu-{i}-of-2" for i in range(2)]
+    plan = launched_plan.plan(names, framework="tensorflow", precision="float64", engine=engine)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        split = Split(plan)
+    report = Report(split)
+    report.set_model(split.build(by_mae))
+    said = [str(each.message) for each in seen if each.category is SplitWarning]
+    return said, report._describe().plan_samples_per_second
 
 
 def killed(rank: int, folder: str, moment: int) -> dict[str, Any]:
