@@ -332,20 +332,10 @@ def saved(model: Model) -> Figures:
     )
 
 
-def restored(model: Model) -> Figures:
-    """A training that goes on where a backup was made."""
-    folder = Path(os.environ["CASE_FOLDER"], "split" if hasattr(model.fit, "hooks") else "plain")
-    keep = lambda: keras.callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False)  # noqa: E731
-    fit(model, epochs=2, callbacks=[keep()])
-    model.set_weights([weight + 1 for weight in model.get_weights()])
-    found = fit(model, epochs=4, callbacks=[keep()])
-    return found | {"epochs": len(found["loss"])}
-
-
-def dataset(model: Model) -> Figures:
-    """Batches of ragged rows, and their validation."""
+def fit_ragged(model: Model) -> list[Figures]:
+    """Ragged arrays, and batches of them."""
     data = tf.data.Dataset.from_tensor_slices((ragged_rows(), Y)).batch(BATCH)
-    return dict(model.fit(data, epochs=2, validation_data=data, verbose=0).history)
+    return [fit(model, ragged_rows(), Y), dict(model.fit(data, verbose=0).history)]
 
 
 def fit_wide(model: Model) -> Figures:
@@ -364,8 +354,7 @@ def by_adam() -> Model:
 
 
 CASES: dict[str, tuple[Callable[[], Model], Callable[[Model], Any]]] = {
-    "metrics of batches and maxima": (regression, validated),
-    "own compute_metrics": (lambda: regression(base=OwnMetrics), fit),
+    "metrics of batches, maxima and x": (lambda: regression(base=OwnMetrics), validated),
     "confusion matrices and weights": (classes, lambda model: fit(model, y=LABELS, sample_weight=WEIGHTS)),
     "metric of a layer": (watched, validated),
     "losses of single outputs": (two_heads, lambda model: fit(model, y={"a": Y, "b": np.repeat(Y, 3, 1)})),
@@ -380,10 +369,8 @@ CASES: dict[str, tuple[Callable[[], Model], Callable[[Model], Any]]] = {
     "stop in one process after an epoch": (by_mae, stops(StopInOneEpoch)),
     "EarlyStopping": (by_mae, early),
     "checkpoints": (by_adam, saved),
-    "BackupAndRestore": (by_adam, restored),
     "weights of small kinds": (small_kinds, fit),
-    "ragged arrays": (ragged_model, lambda model: fit(model, ragged_rows(), Y)),
-    "ragged dataset": (ragged_model, dataset),
+    "ragged rows": (ragged_model, fit_ragged),
     "pandas": (by_mae, frames),
 }
 
