@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -388,7 +389,8 @@ def prove(_: int, folder: str) -> dict[str, Any]:
     leave_graphs_alone()
     split = make_split()
     found: dict[str, Any] = {}
-    for name, (make, run) in CASES.items():
+    cases = {name: case for name, case in CASES.items() if name != "pandas" or find_spec("pandas")}
+    for name, (make, run) in cases.items():
         os.environ["CASE_FOLDER"] = str(Path(folder, name))
         os.makedirs(os.environ["CASE_FOLDER"], exist_ok=True)
         found[name] = train_twice(split, make, run)
