@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from evener.errors import RequestError
+from evener.launched import ask_for_processes
 
 MEANS = ("sum_over_batch_size", "mean")
 _TOWERS = "Use engine='towers', which computes the loss on the whole batch."
@@ -131,8 +132,10 @@ def check_passes(model: Any, rows: int) -> None:
 def check_assigned(weights: Sequence[Any]) -> None:
     """Refuse a model that assigns its trainable weights when it is called: each device has a copy of them."""
     if weights:
+        seen = f"A call of the model assigns {weights[0].path}, as SpectralNormalization does; towers can't keep that."
+        ask_for_processes(seen)
         raise RequestError(
-            f"A call of the model assigns {weights[0].path}, as SpectralNormalization does; towers can't keep that.",
+            seen,
             "Use engine='mirrored', whose replicas have weights of their own, or leave that layer out.",
         )
 
@@ -150,6 +153,19 @@ def warn_inner_metric(state: Any) -> None:
     """Warn of a metric that the model updates when it is called: it may be given rows, or a mean over them."""
     metric = state.path.rpartition("/")[0]
     warn(f"{metric} is updated inside the model, once on each device: give that metric the rows, not their mean.")
+
+
+def warn_summed_metrics(model: Any) -> None:
+    """Warn of metrics that aren't Keras' own, and may not add up over rows, where outputs can't be put together."""
+    metrics = model._compile_metrics.metrics if model._compile_metrics else []
+    own = [
+        each.name for each in metrics if not (getattr(each, "_fn", None) or type(each)).__module__.startswith("keras.")
+    ]
+    if own:
+        warn(
+            f"The outputs are too large to be sent to every process for {own[0]}: each counts its own rows, and what "
+            "is shown is right only for a metric that adds up over rows, as means and counts do."
+        )
 
 
 def all_layers(model: Any) -> list[Any]:
@@ -171,7 +187,7 @@ def _check_partial_loss(model: Any, engine: str) -> None:
             f"engine='{engine}' can't run steps_per_execution={model.steps_per_execution}: TensorFlow fails there.",
             "Compile with steps_per_execution=1, or use engine='towers'.",
         )
-    if len(getattr(model, "outputs", None) or []) > 1:
+    if engine == "mirrored" and len(getattr(model, "outputs", None) or []) > 1:
         warn(f"With engine='{engine}' the losses shown for single outputs are means over the devices; `loss` is exact.")
 
 
@@ -225,14 +241,16 @@ def _warn_local_statistics(model: Any, remedy: str) -> None:
 
 
 def _warn_sparse(model: Any) -> None:
-    """Keras' adaptive optimizers square the rows of a sparse gradient one by one; here there is only their sum."""
-    kind = type(model.optimizer)
-    if issubclass(kind, keras.optimizers.SGD) or not kind.__module__.startswith("keras."):
+    """Keras clips and squares the rows of a sparse gradient one by one; here there is only their sum."""
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    kind = type(optimizer)
+    clips = any(getattr(optimizer, name, None) for name in ("clipnorm", "global_clipnorm", "clipvalue"))
+    if not kind.__module__.startswith("keras.") or (issubclass(kind, keras.optimizers.SGD) and not clips):
         return
     words = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.Embedding) and layer.trainable]
     if words:
+        effect = "it is clipped otherwise" if clips else "words that are frequent in a batch learn at a different rate"
         warn(
             f"{kind.__name__} gets {words[0].name}'s gradient as one sum in a group or in passes, and word by word on "
-            "one device: words that are frequent in a batch learn at a different rate. engine='towers' without passes "
-            "does as one device does."
+            f"one device: {effect}. engine='towers' without passes does as one device does."
         )

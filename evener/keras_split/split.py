@@ -97,8 +97,13 @@ class Split:
         self._inputs: Any = None  # of the last model
         if self.plan is not None and (self.group is None or self.group.rank == 0):
             _warn_of_limits(self.plan)
-        if self.why == ONE_PROCESS:
-            warn(f"{self.why} Expect other samples/s, or start one for each as in docs/training.md.")
+            measured = self.plan.layout.engine
+            if self.why == ONE_PROCESS:
+                warn(f"{self.why} Expect other samples/s, or start one for each as in docs/training.md.")
+            elif measured not in ("", self.engine) and self.engine != "solo":
+                warn(
+                    f"The plan was measured with engine={measured!r}, this is {self.engine!r}: expect other samples/s."
+                )
 
     @property
     def shares(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import msgspec
 
 from evener.devices.types import Device
 from evener.errors import DeviceError
+from evener.launched import WANTS_PROCESSES
 from evener.plan import Plan
 from evener.plan_check import describe
 from evener.smaller_plan import leave_out
@@ -60,7 +61,8 @@ def _start(job: Job, restarts_of_agents: int) -> Ending:
         from evener.tui.launch.torch_agent import run_agent
 
         return run_agent(job, restarts_of_agents)
-    return run_children(job)
+    ended = run_children(job)
+    return run_children(job.with_a_process_each()) if set(ended.failures.values()) == {WANTS_PROCESSES} else ended
 
 
 def _make_next(first: Job, broken: Sequence[Device], path: Path) -> Job:

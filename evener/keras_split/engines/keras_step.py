@@ -10,11 +10,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from evener.keras_split.compatibility import check_assigned, warn
+from evener.keras_split.compatibility import all_layers, check_assigned, warn
 from evener.keras_split.nested_rows import Tensors
 from evener.keras_split.part_kinds import SUM, PartKinds
 
 in_step = ContextVar("in_step", default=False)  # whether an engine calls the model
+
+HEADROOM = 16.0  # a power of two, which rounds nothing
 
 
 def call_model(model: Any, x: Tensors, training: bool) -> Tensors:
@@ -106,6 +108,37 @@ def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
 def main_part(kind: str, part: Any) -> Any:
     """By what the loss of this part of the rows counts, where it adds up by rows or as a sum."""
     return tf.cast(part > 0, part.dtype) if kind == SUM else part
+
+
+def scale_loss(model: Any, loss: Any) -> Any:
+    """As the optimizer scales it against small halves, with headroom for parts that are larger than their sum."""
+    return model.optimizer.scale_loss(loss) / _headroom(model)
+
+
+def apply_gradients(model: Any, gradients: Sequence[Any]) -> None:
+    """Update the trainable weights by the sums of gradients of `scale_loss`, which overflow where one device's do."""
+    headroom, weights = _headroom(model), model.trainable_weights
+    if headroom > 1:
+        halves = [layer for layer in all_layers(model) if layer.compute_dtype == "float16"]
+        half = {id(weight) for layer in halves for weight in layer._trainable_variables}
+        pairs = zip(gradients, weights, strict=True)
+        gradients = [_give_back(gradient, headroom, id(weight) in half) for gradient, weight in pairs]
+    if weights:
+        model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+
+
+def _headroom(model: Any) -> float:
+    return HEADROOM if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer) else 1.0
+
+
+def _give_back(gradient: Any, headroom: float, is_half: bool) -> Any:
+    """Times the headroom; not a number where a half would be infinite."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * headroom, gradient.indices, gradient.dense_shape)
+    gradient *= headroom
+    return gradient + 0 * tf.cast(tf.cast(gradient, tf.float16), gradient.dtype) if is_half else gradient
 
 
 def update_metrics(

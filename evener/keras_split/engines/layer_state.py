@@ -114,9 +114,9 @@ def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
             last.state.assign(start + tf.add_n([change(update, start, part) for part, update in values]))
 
 
-def adds_up(update: StateUpdate) -> bool:
+def adds_up(kind: str) -> bool:
     """Whether a state's new value comes from the changes of all devices."""
-    return update.kind in (ROWS, SUM)
+    return kind in (ROWS, SUM)
 
 
 def change(update: StateUpdate, start: Any, part: Any) -> Any:

@@ -19,18 +19,21 @@ import tensorflow as tf
 from evener.errors import RequestError
 from evener.keras_split.batch_bounds import Cut
 from evener.keras_split.engines.early_sums import divide_sums
-from evener.keras_split.engines.keras_step import call_model, main_part, part_of_loss, update_metrics
+from evener.keras_split.engines.group_metrics import StepMetrics
+from evener.keras_split.engines.keras_step import apply_gradients, call_model, main_part, part_of_loss, scale_loss
 from evener.keras_split.engines.layer_state import StateUpdate, adds_up, assign_updates, change, kinds_of_states
-from evener.keras_split.engines.passes import DevicePasses
+from evener.keras_split.engines.passes import DevicePasses, PassSums
 from evener.keras_split.loss_kinds import count_all
 from evener.keras_split.nested_rows import OwnRows, Tensors, count_rows, cut_rows, take_rows
 from evener.keras_split.part_kinds import COUNTS, PartKinds
 from evener.keras_split.rebalancing import GroupRebalancer
+from evener.keras_split.same_data import digest_labels, refuse_other
 from evener.keras_split.work_times import WorkTimes
 from evener.live import Details
 
 GROUP_KEY = 10_000  # of the collectives here; the strategy numbers its own from 1
 KINDS = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)  # that TensorFlow can sum so
+WIDER = dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16, tf.uint32, tf.uint64), tf.int64)  # for others
 LARGEST_KEY = (1 << 31) - 1
 
 
@@ -63,7 +66,8 @@ class Group:
         Give first what is ready first: of many bytes, most are summed while the last ones are still computed, and
         nothing waits for the last `apart`.
         """
-        sums = list(tensors)
+        given = tensors
+        tensors = sums = [tf.cast(tensor, WIDER.get(tensor.dtype, tensor.dtype)) for tensor in given]
         sizes = [(tensor.shape.num_elements() or 0) * tensor.dtype.size for tensor in tensors]
         kinds = [tensor.dtype for tensor in tensors]
         for places in divide_sums(list(zip(sizes, kinds, strict=True)), apart):
@@ -71,7 +75,7 @@ class Group:
                 total = self._reduce(tf.concat([tf.reshape(tensors[i], [-1]) for i in places], axis=0))
                 parts = tf.split(total, [tf.size(tensors[i]) for i in places], num=len(places))
             for i, part in zip(places, parts, strict=True):
-                sums[i] = tf.reshape(part, tf.shape(tensors[i]))
+                sums[i] = tf.cast(tf.reshape(part, tf.shape(tensors[i])), given[i].dtype)
         return sums
 
     def _reduce(self, flat: Any) -> Any:
@@ -170,19 +174,29 @@ class Workers:
         self.kinds: dict[bool, PartKinds] = {}  # of training, of evaluation
         self.times = WorkTimes(group.rank, group.size)
         self.rebalancing = rebalancing
+        self.unchecked = True  # a training begins
+        with tf.device("CPU:0"):
+            self._other = tf.Variable(tf.zeros([], tf.int64), trainable=False)  # a rank with other data, if above 0
 
     def after_steps(self, train: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Keras' function that trains some steps, with what comes after them."""
-        if self.rebalancing is None:
-            return train
-        rebalance = functools.partial(self.rebalancing.after_steps, self.model.steps_per_execution, self.times)
 
-        def train_and_rebalance(iterator: Any) -> Any:
+        def train_and_look(iterator: Any) -> Any:
             logs = train(iterator)
-            rebalance()
+            if self.unchecked:
+                self.unchecked = False
+                self.check_data()
+            if self.rebalancing is not None:
+                self.rebalancing.after_steps(self.model.steps_per_execution, self.times)
             return logs
 
-        return train_and_rebalance
+        return train_and_look
+
+    def check_data(self) -> None:
+        """RequestError, in every process, if they have trained on unequal batches."""
+        other = int(self._other)
+        self._other.assign(0)
+        refuse_other(other)
 
     def describe(self, promised: float) -> Details:
         """What the monitor shows of this process; `promised` are the plan's samples/s."""
@@ -193,82 +207,103 @@ class Workers:
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.train_step`, on own rows; the update is that of the whole batch."""
-        data, size, rows = self.own_rows(data)
-        return self.train_on_rows(data, size, rows)
+        return self.train_on_rows(self.own_rows(data), None if isinstance(data, OwnRows) else digest_labels(data))
 
-    def train_on_rows(self, data: Tensors, size: Any, rows: Any) -> dict[str, Any]:
-        """The step on rows that are cut already; `size` of them count, of `rows` in the whole batch."""
-        model, began = self.model, self.times.now([size])
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        if self.cut.in_passes:
-            passes = DevicePasses(model, self._found(True), self.group.device, 0, (x, y, weight), size, rows)
-            own = passes.run(self.cut.passes(self.group.rank, size))
-            assign_updates([(1.0, [update for update in own.updates if not adds_up(update)])])
-            changed = [(update, tf.convert_to_tensor(update.state)) for update in own.updates if adds_up(update)]
-            gradients, loss, outputs = own.gradients, own.loss, own.outputs
-        else:
-            starts = self._starts_of_states()
-            with tf.GradientTape() as tape:
-                outputs = call_model(model, x, True)
-                loss = self._part_of_loss((x, y, outputs, weight), True, size, rows)
-                scaled = model.optimizer.scale_loss(loss)
-            gradients, outputs = tape.gradient(scaled, list(model.trainable_weights)), take_rows(outputs, size)
-            changed = [(StateUpdate(state, tf.convert_to_tensor(state), kind), at) for state, kind, at in starts]
-        part = tf.cast(size, tf.float64) / tf.cast(rows, tf.float64)
-        states = [(update.state, start, change(update, start, part)) for update, start in changed]
-        y, weight = take_rows(y, size), take_rows(weight, size)
-        return self._apply(began, gradients, loss, states, rows, x, y, outputs, weight)
+    def train_on_rows(self, own: OwnRows, digest: Any = None) -> dict[str, Any]:
+        """The step on rows that are cut already; with the digest of the whole batch, where that may not be the same."""
+        began, metrics = self.times.now([own.size]), self._metrics(own)
+        result, starts = (self._run_passes if self.cut.in_passes else self._run)(own)
+        part = _part(own)
+        changes = [(start, change(each, start, part)) for each, start in zip(result.updates, starts, strict=True)]
+        sent = metrics.own(*_own_batch(own, result.outputs))
+        summed, loss = self._apply(began, result, changes, own, digest, sent)
+        return metrics.finish(summed, loss, *keras.utils.unpack_x_y_sample_weight(own.whole))
+
+    def _run(self, own: OwnRows) -> tuple[PassSums, list[Any]]:
+        """Forward and backward on own rows; of states that all processes' rows change, the values so far too."""
+        model = self.model
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
+        states = [(state, kind, tf.identity(state)) for state, kind in self._shared_states()]
+        with tf.GradientTape() as tape:
+            outputs = call_model(model, x, True)
+            loss = self._part_of_loss((x, y, outputs, weight), True, own)
+            scaled = scale_loss(model, loss)
+        gradients = tape.gradient(scaled, list(model.trainable_weights))
+        updates = [StateUpdate(state, tf.convert_to_tensor(state), kind) for state, kind, _ in states]
+        return PassSums(take_rows(outputs, own.size), loss, gradients, updates), [start for *_, start in states]
+
+    def _run_passes(self, own: OwnRows) -> tuple[PassSums, list[Any]]:
+        """The same in passes."""
+        data = keras.utils.unpack_x_y_sample_weight(own.data)
+        passes = DevicePasses(self.model, self._found(True), self.group.device, 0, data, own.size, own.rows)
+        result = passes.run(self.cut.passes(self.group.rank, own.size))
+        assign_updates([(1.0, [update for update in result.updates if not adds_up(update.kind)])])
+        shared = [update for update in result.updates if adds_up(update.kind)]
+        return result._replace(updates=shared), [tf.convert_to_tensor(update.state) for update in shared]
 
     def _found(self, training: bool) -> PartKinds:
         return self.kinds.get(training) or PartKinds()
 
-    def _starts_of_states(self) -> list[tuple[Any, str, Any]]:
-        """States that a call assigns and all processes' rows change, with how they add up and their values so far."""
+    def _shared_states(self) -> list[tuple[Any, str]]:
+        """States that a call assigns and all processes' rows change, with how they add up."""
         found, states = self._found(True), self.model.non_trainable_variables
         kinds = kinds_of_states(self.model, found)
         every = [(states[place], kinds[id(states[place])]) for place in found.states]
-        return [(state, kind, tf.identity(state)) for state, kind in every if adds_up(StateUpdate(state, None, kind))]
+        return [(state, kind) for state, kind in every if adds_up(kind)]
 
-    def _part_of_loss(self, batch: tuple[Any, ...], training: bool, size: Any, rows: Any) -> Any:
-        """What own rows, of which `size` count, add to the loss of the whole batch."""
-        found, part = self._found(training), tf.cast(size, tf.float64) / tf.cast(rows, tf.float64)
+    def _part_of_loss(self, batch: tuple[Any, ...], training: bool, own: OwnRows) -> Any:
+        """What own rows add to the loss of the whole batch."""
+        found, part = self._found(training), _part(own)
         main = main_part(found.loss, part)
         if found.loss in COUNTS:
-            own = count_all(self.model, *batch[1:])[found.loss] * tf.cast(size > 0, tf.float64)
-            main = tf.math.divide_no_nan(own, self.group.sum([own])[0])
+            counted = count_all(self.model, *batch[1:])[found.loss] * tf.cast(own.size > 0, tf.float64)
+            main = tf.math.divide_no_nan(counted, self.group.sum([counted])[0])
         return part_of_loss(self.model, found, self.model.losses, batch, training, (part, main))
 
     def _apply(
-        self, began: Any, gradients: list[Any], loss: Any, states: list[tuple[Any, ...]], rows: Any, *batch: Any
-    ) -> dict[str, Any]:
-        """Sum over the processes, update weights and states; `batch` is own x, y, outputs and weight, for the metrics.
+        self, began: Any, result: PassSums, changes: list[Any], own: OwnRows, digest: Any, sent: list[Any]
+    ) -> tuple[list[Any], Any]:
+        """Sum over the processes, update weights and states; the sums of what is `sent` for the metrics, and the loss.
 
-        `states` have their values before the step, and what own rows add.
+        `changes` are (value before the step, what own rows add) of each state in `result.updates`.
         """
-        reached = {place: tf.convert_to_tensor(each) for place, each in enumerate(gradients) if each is not None}
-        changes = [change for *_, change in states]
-        ready = self.times.now([*reached.values(), *changes, loss])
-        own = self.times.spread(ready - began, loss.dtype)
-        ordered = [loss, *changes, *reversed(reached.values())]  # a backward pass has the last layer's first
-        loss, *sums, own_works = self.group.sum([*ordered, own], apart=1)  # which need not wait for a clock
-        self.times.note(rows, began, ready, own_works)
-        for (state, start, _), total in zip(states, sums, strict=False):
-            state.assign(start + total)
-        reached = dict(zip(reached, reversed(sums[len(states) :]), strict=True))
-        if gradients:
-            every = [reached.get(place) for place in range(len(gradients))]
-            self.model.optimizer.apply_gradients(zip(every, self.model.trainable_weights, strict=True))
-        return update_metrics(self.model, loss, rows, *batch)
+        loss, kind = result.loss, result.loss.dtype
+        reached = {i: tf.convert_to_tensor(each) for i, each in enumerate(result.gradients) if each is not None}
+        added = [each for _, each in changes]
+        ready = self.times.now([*reached.values(), *added, loss])
+        work, seen = (self.times.spread(each, kind) for each in (ready - began, 0 if digest is None else digest))
+        ordered = [*sent, loss, *added, *reversed(reached.values())]  # a backward pass has the last layer's first
+        *sums, both = self.group.sum([*ordered, tf.concat([work, seen], 0)], apart=1)  # which need not wait for a clock
+        self._note(own, began, ready, both, digest)
+        left = iter(sums)
+        summed, loss = [next(left) for _ in sent], next(left)
+        for update, (start, _) in zip(result.updates, changes, strict=True):
+            update.state.assign(start + next(left))
+        reached = dict(zip(reversed(reached), left, strict=True))
+        apply_gradients(self.model, [reached.get(place) for place in range(len(result.gradients))])
+        return summed, loss
+
+    def _note(self, own: OwnRows, began: Any, ready: Any, both: Any, digest: Any) -> None:
+        """Keep every process' own work, and whose batch is another one than the first process has."""
+        work, seen = tf.split(both, 2)
+        self.times.note(own.rows, began, ready, work)
+        if digest is not None:
+            self._other.assign(tf.maximum(self._other, tf.argmax(tf.cast(seen != seen[0], tf.int32))))
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.test_step`, on own rows."""
-        data, size, rows = self.own_rows(data)
-        model = self.model
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        outputs = call_model(model, x, False)
-        (loss,) = self.group.sum([self._part_of_loss((x, y, outputs, weight), False, size, rows)])
-        outputs, y, weight = (take_rows(each, size) for each in (outputs, y, weight))
-        return update_metrics(model, loss, rows, x, y, outputs, weight)
+        own = self.own_rows(data)
+        metrics = self._metrics(own)
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
+        outputs = call_model(self.model, x, False)
+        loss = self._part_of_loss((x, y, outputs, weight), False, own)
+        sent = metrics.own(*_own_batch(own, take_rows(outputs, own.size)))
+        *summed, loss = self.group.sum([*sent, loss])
+        return metrics.finish(summed, loss, *keras.utils.unpack_x_y_sample_weight(own.whole))
+
+    def _metrics(self, own: OwnRows) -> StepMetrics:
+        with tf.device("CPU:0"):
+            return StepMetrics(self.model, self.cut.bounds(own.rows)[self.group.rank], own.size, own.rows)
 
     def own_rows(self, data: Tensors) -> OwnRows:
         """This process' rows of a whole batch, how many of them count, and the batch's rows."""
@@ -278,14 +313,15 @@ class Workers:
             # of a shape that is known to be empty, Keras makes an empty loss instead of a number
             rows = tf.compat.v1.placeholder_with_default(count_rows(data), [])
             start, stop = self.cut.bounds(rows)[self.group.rank : self.group.rank + 2]
-            return OwnRows(cut_rows(data, start, stop), stop - start, rows)
+            return OwnRows(cut_rows(data, start, stop), stop - start, rows, data)
 
-    def metrics_result(self) -> dict[str, Any]:
-        """The model's metrics; at the end of an epoch or evaluation, summed over the processes first."""
-        if tf.executing_eagerly():
-            own_rows = [metric for metric in self.model.metrics if metric is not self.model._loss_tracker]
-            states = [state for metric in own_rows for state in metric.variables]
-            for state, total in zip(states, self.group.sum_now([tf.convert_to_tensor(s) for s in states]), strict=True):
-                state.assign(total)
-        logs: dict[str, Any] = type(self.model).get_metrics_result(self.model)
-        return logs
+
+def _part(own: OwnRows) -> Any:
+    """Own rows that count / rows of the batch."""
+    return tf.cast(own.size, tf.float64) / tf.cast(own.rows, tf.float64)
+
+
+def _own_batch(own: OwnRows, outputs: Tensors) -> tuple[Any, ...]:
+    """(x, y, outputs, weight) of own rows, but for x only those that count."""
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
+    return x, take_rows(y, own.size), outputs, take_rows(weight, own.size)

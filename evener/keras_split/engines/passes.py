@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from evener.keras_split.engines.keras_step import call_on_copies, main_part, part_of_loss
+from evener.keras_split.engines.keras_step import call_on_copies, main_part, part_of_loss, scale_loss
 from evener.keras_split.engines.layer_state import StateUpdate, StepStates
 from evener.keras_split.nested_rows import Tensors, cut_rows, take_rows
 from evener.keras_split.part_kinds import PartKinds
@@ -103,7 +103,7 @@ class DevicePasses:
             part = tf.cast(count, tf.float64) / tf.cast(self._rows, tf.float64)
             parts = (part, main_part(self.found.loss, part))
             loss = part_of_loss(model, self.found, [*added, *regularizers], (x, y, outputs, weight), True, parts)
-            scaled = model.optimizer.scale_loss(loss)
+            scaled = scale_loss(model, loss)
         with tf.device(self.device):
             gradients = tape.gradient(scaled, copies)
             self._reached = [place for place, gradient in enumerate(gradients) if gradient is not None]

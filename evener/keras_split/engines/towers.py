@@ -18,7 +18,14 @@ import tensorflow as tf
 from evener.errors import RequestError
 from evener.keras_split.batch_bounds import Cut
 from evener.keras_split.dealt_arrays import DealtArrays, cut_pieces, pad_steps
-from evener.keras_split.engines.keras_step import call_on_copies, loss_with, update_metrics, weigh_added
+from evener.keras_split.engines.keras_step import (
+    apply_gradients,
+    call_on_copies,
+    loss_with,
+    scale_loss,
+    update_metrics,
+    weigh_added,
+)
 from evener.keras_split.engines.layer_state import StateUpdate, StepStates, assign_updates
 from evener.keras_split.engines.passes import DevicePasses, PassSums
 from evener.keras_split.nested_rows import Tensors, count_rows, cut_rows, join_rows, take_rows
@@ -68,9 +75,7 @@ class Towers:
         with tf.device(self.devices[0]):
             parts = [tf.cast(size, tf.float64) / tf.cast(rows, tf.float64) for _, size in pieces]
             assign_updates([(part, each.updates) for part, each in zip(parts, sums, strict=True)])
-            if model.trainable_weights:
-                gradients = [_sum(each) for each in zip(*(each.gradients for each in sums), strict=True)]
-                model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+            apply_gradients(model, [_sum(each) for each in zip(*(each.gradients for each in sums), strict=True)])
             loss = tf.add_n([each.loss for each in sums])
             return update_metrics(model, loss, rows, x, y, join_rows([each.outputs for each in sums]), weight)
 
@@ -92,10 +97,8 @@ class Towers:
                     tape.watch(_floats(tower.outputs) + tower.losses)
                 outputs = _join_outputs(towers, x, dealt)
                 loss = self._loss(x, y, outputs, weight, towers, training=True)
-                scaled = model.optimizer.scale_loss(loss)
-            if model.trainable_weights:
-                gradients = self._gradients(tape, scaled, towers)
-                model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+                scaled = scale_loss(model, loss)
+            apply_gradients(model, self._gradients(tape, scaled, towers) if model.trainable_weights else [])
             return update_metrics(model, loss, rows, x, y, outputs, weight)
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
